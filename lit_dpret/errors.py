@@ -1,0 +1,43 @@
+"""The words in which this project refuses.
+
+A refusal is one sentence that names the value, the reason and the knob, in the words of the
+command line. The command line prints it alone, without a traceback, and exits with status 2;
+inside another project it is an ordinary exception. Nothing here imports anything of ours, so
+every layer may raise it.
+"""
+
+
+class LitDpretError(Exception):
+    """Something a user can cause and a user can mend."""
+
+
+class ConfigurationError(LitDpretError, ValueError):
+    """A setting, or a combination of settings, that cannot be honoured."""
+
+
+class DataError(LitDpretError, ValueError):
+    """Input data that is missing, malformed or contradicts itself."""
+
+
+class UnsupportedModelError(LitDpretError, TypeError):
+    """A model or layer for which a privacy claim cannot be made."""
+
+
+class UnsupportedAccountingError(ConfigurationError):
+    """A sampling law, accountant and neighbouring relation that no library judges together."""
+
+
+class BudgetExceededError(LitDpretError, RuntimeError):
+    """The next release would spend more than the budget allows."""
+
+
+class LedgerError(LitDpretError, RuntimeError):
+    """The ledger is broken, or contradicts what is about to run."""
+
+
+class ResumeError(LitDpretError, RuntimeError):
+    """A run cannot go on from where it stopped without breaking its claim."""
+
+
+class StorageError(LitDpretError, OSError):
+    """The disk is full, or the run folder cannot be written."""

@@ -1,0 +1,6 @@
+"""Train, synthesize, evaluate: `python train.py model=generator privacy.eps=3`."""
+
+from lit_dpret.cli import main
+
+if __name__ == "__main__":
+    main()
