@@ -1,0 +1,67 @@
+"""What a run promises, before anything is known of how it will keep the promise."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+from lit_dpret.errors import ConfigurationError
+
+Unit = Literal["query", "pair", "user"]
+Neighbours = Literal["zero_out", "add_or_remove", "replace_one"]
+AccountantName = Literal["pld", "rdp", "prv"]
+
+
+def require_choice(knob: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse ``value`` unless it is one of ``choices``; ``knob`` is its name on the command line."""
+    if value not in choices:
+        raise ConfigurationError(f"{knob}={value!r} is not one of {', '.join(choices)}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyBudget:
+    """The guarantee that a run must not exceed.
+
+    Everything here may be published with the model. What must not be published (per-example
+    norms, the noise secret, and under ``add_or_remove`` the size of the data set) never becomes a
+    field of a budget.
+
+    Args:
+        eps: The epsilon of the whole run, positive and finite.
+        delta: The delta of the whole run, in (0, 1); below 1/n where n is public.
+        unit: Whose data one neighbouring data set lacks or changes.
+        neighbours: How it differs; an epsilon means nothing without this word beside it.
+
+    Raises:
+        ConfigurationError: A value is out of range; the message names the ``privacy.`` key.
+    """
+
+    eps: float
+    delta: float
+    unit: Unit = "query"
+    neighbours: Neighbours = "zero_out"
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.eps, (int, float)) and math.isfinite(self.eps) and self.eps > 0):
+            raise ConfigurationError(
+                f"privacy.eps={self.eps} is not a positive, finite number. "
+                "For training without a guarantee choose privacy=none."
+            )
+        if not (isinstance(self.delta, (int, float)) and 0 < self.delta < 1):
+            raise ConfigurationError(f"privacy.delta={self.delta} must lie strictly between 0 and 1.")
+        require_choice("privacy.unit", self.unit, get_args(Unit))
+        require_choice("privacy.neighbours", self.neighbours, get_args(Neighbours))
+
+    def check_delta(self, units: int) -> None:
+        """Refuse a delta that permits publishing one whole unit of ``units`` public many."""
+        if self.delta >= 1 / units:
+            raise ConfigurationError(
+                f"privacy.delta={self.delta:g} is not below 1/n = {1 / units:.3g} for n={units} units: "
+                "such a guarantee allows publishing one unit outright. "
+                "Lower privacy.delta, or set it to null for 1/(2n)."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain JSON values."""
+        return asdict(self)

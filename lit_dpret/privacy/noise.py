@@ -1,0 +1,152 @@
+"""Noise and coins that nobody can replay without the secret, and that the run itself never reuses.
+
+Every random number that a privacy claim rests on comes from a *keyed stream*: a generator whose
+seed is a hash of (secret, purpose, run, attempt, step, parameter, shard). Two different keys give
+independent streams, the same key gives the same numbers, and without the secret the numbers
+cannot be computed. The experiment seed, which is logged and published, plays no part.
+
+The default generators (PyTorch's Mersenne Twister for noise, NumPy's Philox for coins) are not
+cryptographic, and floating-point Gaussian noise is open to the attacks of Mironov (2012) and Jin
+et al. (2022): the guarantee is that of the idealised mechanism. ``secure_rng=True`` replaces the
+noise generator by SHAKE-256 in counter form; it does not change the floating-point caveat.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+import os
+import secrets
+import stat
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lit_dpret.errors import ConfigurationError, ResumeError
+
+SECRET_BYTES = 32
+
+
+def default_secret_file() -> Path:
+    """Where the secret lies when ``privacy.secret_file`` is null: the user's state folder."""
+    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(state) / "lit-dpret" / "privacy_secret"
+
+
+def load_secret(path: Path | None, *, run_dir: Path | None = None) -> bytes:
+    """Read the secret, or make one with mode 0600 where there is none yet.
+
+    Raises:
+        ConfigurationError: The file lies inside the run folder (which gets published), can be read
+            by others, or is not a secret that this function wrote.
+    """
+    path = (path or default_secret_file()).expanduser()
+    if run_dir is not None and path.resolve().is_relative_to(run_dir.resolve()):
+        raise ConfigurationError(
+            f"privacy.secret_file={path} lies inside the run folder {run_dir}: whoever gets the folder "
+            "could subtract the noise. Choose a path outside it."
+        )
+    if not path.exists():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise ConfigurationError(
+                f"privacy.secret_file={path} cannot be created: {error.strerror}."
+            ) from error
+        else:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(secrets.token_bytes(SECRET_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        secret = path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"privacy.secret_file={path} cannot be read: {error.strerror}.") from error
+    if mode & 0o077:
+        raise ConfigurationError(
+            f"privacy.secret_file={path} has mode {mode:04o} and can be read by others. Run: chmod 600 {path}"
+        )
+    if len(secret) != SECRET_BYTES:
+        raise ConfigurationError(
+            f"privacy.secret_file={path} holds {len(secret)} bytes instead of {SECRET_BYTES}; it is no secret "
+            "of this program. Choose another path, or delete the file to have one made."
+        )
+    return secret
+
+
+class KeyedStream:
+    """Independent streams for one run, derived from one secret.
+
+    Guarantees:
+        - The same key gives the same numbers, on any machine for coins, on the same device type
+          for noise.
+        - Keys that differ in any component give unrelated numbers, also for parameters of equal
+          shape and for steps of two attempts.
+    """
+
+    def __init__(self, secret: bytes, run_id: str, *, secure_rng: bool = False) -> None:
+        self._secret = secret
+        self.run_id = run_id
+        self.secure_rng = secure_rng
+
+    def __getstate__(self) -> dict[str, object]:
+        raise ResumeError("A keyed stream holds the privacy secret and is never written to a file.")
+
+    def _digest(self, purpose: str, *key: object, size: int = 32) -> bytes:
+        message = "\x1f".join([purpose, self.run_id, *(str(part) for part in key)]).encode()
+        return hashlib.blake2b(message, key=self._secret, digest_size=size).digest()
+
+    def tag(self, purpose: str, *parts: bytes) -> str:
+        """A keyed fingerprint of private bytes: equal inputs are recognised, nothing else is learnt."""
+        mac = hmac.new(self._digest(purpose, size=32), digestmod=hashlib.blake2b)
+        for part in parts:
+            mac.update(part)
+        return mac.hexdigest()[:32]
+
+    def coins(self, attempt: int, step: int, purpose: str = "sampling") -> np.random.Generator:
+        """The generator for the sampling coins of one logical step."""
+        seed = int.from_bytes(self._digest(purpose, attempt, step, size=16), "little")
+        return np.random.Generator(np.random.Philox(key=seed))
+
+    def model_seed(self, attempt: int, step: int, part: int) -> int:
+        """A seed for dropout in one physical batch, so that a replayed step draws the same masks."""
+        return int.from_bytes(self._digest("dropout", attempt, step, part, size=8), "little") >> 1
+
+    def normal(
+        self,
+        shape: torch.Size,
+        *,
+        attempt: int,
+        step: int,
+        parameter: str,
+        shard: int = 0,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Standard normal noise of ``shape`` for one parameter in one step, drawn in fp32 or wider."""
+        seed = self._digest("noise", attempt, step, parameter, shard)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        if self.secure_rng:
+            return _shake_normal(seed, shape).to(device=device, dtype=wide)
+        generator = torch.Generator(device=device)
+        generator.manual_seed(int.from_bytes(seed[:8], "little"))
+        return torch.randn(shape, generator=generator, device=device, dtype=wide)
+
+
+def _shake_normal(seed: bytes, shape: torch.Size) -> Tensor:
+    """Standard normals by Box-Muller from 64-bit words of SHAKE-256; float64, on the CPU."""
+    count = math.prod(shape)
+    pairs = (count + 1) // 2
+    words = np.frombuffer(hashlib.shake_256(seed).digest(16 * pairs), dtype="<u8")
+    uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    radius = np.sqrt(-2.0 * np.log(uniform[:pairs]))
+    angle = 2.0 * np.pi * uniform[pairs:]
+    normal = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+    return torch.from_numpy(normal).reshape(shape)

@@ -1,0 +1,344 @@
+"""What a mechanism let out, as data.
+
+An accountant must judge what was done, not what was asked for. So every noisy answer that a run
+gives is written down as a `Release`: how much noise it carried, and by which `SamplingLaw` the
+units that could be in it were chosen. A release holds public facts only, is frozen, survives JSON
+unchanged, and can be added up by anyone who holds the list.
+
+A law says how a batch was really drawn. "Shuffled, accounted as Poisson" is the commonest false
+claim in public code, so the two are different classes here and the accountant reads the class.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar, TypeAlias
+
+from lit_dpret.errors import ConfigurationError
+
+
+def _whole(owner: object, name: str, least: int = 1) -> None:
+    """Refuse a field that is not an integer of at least ``least``."""
+    value = getattr(owner, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigurationError(f"{type(owner).__name__}: {name}={value!r} must be a whole number of at least {least}.")
+
+
+def _real(owner: object, name: str) -> float:
+    """Refuse a field that is not a number, and store it as a float: 1 and 1.0 are then one release, not two."""
+    value = getattr(owner, name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigurationError(f"{type(owner).__name__}: {name}={value!r} is not a number.")
+    object.__setattr__(owner, name, float(value))
+    return float(value)
+
+
+def _rate(owner: object) -> None:
+    value = _real(owner, "sample_rate")
+    if not 0 < value <= 1:
+        raise ConfigurationError(f"{type(owner).__name__}: sample_rate={value:g} must lie in (0, 1].")
+
+
+class SamplingLaw(ABC):
+    """How the units of one logical batch are drawn. Two laws are equal when they draw alike."""
+
+    kind: ClassVar[str]
+    """The law's name in configs, in the ledger and on the card."""
+
+    @property
+    @abstractmethod
+    def expected_batch_size(self) -> float | None:
+        """Units in a batch on average, or None where the law's public facts do not fix it."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One phrase for a reader: the law with its numbers."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The law as plain JSON values, with its ``kind``."""
+        return {"kind": self.kind, **asdict(self)}  # type: ignore[call-overload]
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> SamplingLaw:
+        """The law that `to_dict` wrote; refuses an unknown kind or field by name."""
+        return _build(_LAWS, data, "sampling law")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Poisson(SamplingLaw):
+    """Each unit by its own coin. Batch sizes vary, 0 is legal, and n is nowhere needed.
+
+    Args:
+        sample_rate: Probability of one unit being in one batch, in (0, 1].
+    """
+
+    kind: ClassVar[str] = "poisson"
+    sample_rate: float
+
+    def __post_init__(self) -> None:
+        _rate(self)
+
+    @property
+    def expected_batch_size(self) -> float | None:
+        """None: it is ``sample_rate * n``, and n is no part of this law."""
+        return None
+
+    def describe(self) -> str:
+        """The law with its rate."""
+        return f"Poisson sampling, each unit with probability {self.sample_rate:.6g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TruncatedPoisson(SamplingLaw):
+    """Poisson, then uniformly dropped down to ``cap`` units where more were drawn: fixed shapes.
+
+    Args:
+        sample_rate: Probability of one unit's coin, in (0, 1].
+        cap: Most units in a batch, 1 to n.
+        n: Units in the data set. Public under ``zero_out`` and ``replace_one``; under
+            ``add_or_remove`` a constant that the user declared.
+    """
+
+    kind: ClassVar[str] = "truncated_poisson"
+    sample_rate: float
+    cap: int
+    n: int
+
+    def __post_init__(self) -> None:
+        _rate(self)
+        _whole(self, "n")
+        _whole(self, "cap")
+        if self.cap > self.n:
+            raise ConfigurationError(f"TruncatedPoisson: cap={self.cap} is above n={self.n}; no batch is that large.")
+
+    @property
+    def expected_batch_size(self) -> float | None:
+        """``sample_rate * n``, before truncation; the cap is chosen so that the difference is nothing."""
+        return self.sample_rate * self.n
+
+    def describe(self) -> str:
+        """The law with its rate, cap and n."""
+        return (
+            f"Poisson sampling, each of {self.n} units with probability {self.sample_rate:.6g}, "
+            f"truncated to {self.cap} units"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedSize(SamplingLaw):
+    """Each batch is a fresh uniform subset of exactly ``batch_size`` of the n units.
+
+    Args:
+        batch_size: Units in every batch, 1 to n.
+        n: Units in the data set, a public number.
+    """
+
+    kind: ClassVar[str] = "fixed_size"
+    batch_size: int
+    n: int
+
+    def __post_init__(self) -> None:
+        _whole(self, "n")
+        _whole(self, "batch_size")
+        if self.batch_size > self.n:
+            raise ConfigurationError(f"FixedSize: batch_size={self.batch_size} is above n={self.n}.")
+
+    @property
+    def expected_batch_size(self) -> float | None:
+        """The batch size."""
+        return float(self.batch_size)
+
+    def describe(self) -> str:
+        """The law with its sizes."""
+        return f"{self.batch_size} of {self.n} units drawn without replacement for every step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shuffle(SamplingLaw):
+    """Batches in shuffled order, each unit once per epoch. No amplification is claimed: none is proved.
+
+    The accountant charges one unsampled Gaussian per epoch begun. Steps are counted from the start
+    of an epoch and run through it in order, so releases that continue one another carry one label,
+    and a run that draws a new order before its epoch is over carries a new one.
+
+    Args:
+        batch_size: Units in a batch, 1 to n.
+        n: Units in the data set, a public number.
+    """
+
+    kind: ClassVar[str] = "shuffle"
+    batch_size: int
+    n: int
+
+    def __post_init__(self) -> None:
+        _whole(self, "n")
+        _whole(self, "batch_size")
+        if self.batch_size > self.n:
+            raise ConfigurationError(f"Shuffle: batch_size={self.batch_size} is above n={self.n}.")
+
+    @property
+    def expected_batch_size(self) -> float | None:
+        """The batch size."""
+        return float(self.batch_size)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole batches in an epoch. An incomplete last batch is not counted, which can only charge more."""
+        return self.n // self.batch_size
+
+    def epochs(self, steps: int) -> int:
+        """The most epochs that ``steps`` consecutive steps, counted from an epoch's start, can touch."""
+        return -(-steps // self.steps_per_epoch)
+
+    def describe(self) -> str:
+        """The law with its sizes."""
+        return f"{self.n} units shuffled every epoch into batches of {self.batch_size}, without amplification"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullBatch(SamplingLaw):
+    """Every unit in every release: full-batch descent, a histogram, a noised metric."""
+
+    kind: ClassVar[str] = "full_batch"
+
+    @property
+    def expected_batch_size(self) -> float | None:
+        """None: it is n, and n is no part of this law."""
+        return None
+
+    def describe(self) -> str:
+        """The law in words."""
+        return "every unit in every release"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaussianRelease:
+    """A sum in which one unit counts for a bounded amount, with Gaussian noise added once.
+
+    Args:
+        noise_multiplier: Standard deviation of the noise over the bound C on one unit's
+            contribution, under every relation. Replacing a unit moves the sum by up to 2C; the
+            accountant knows, nobody halves anything by hand. 0 means no noise: epsilon is infinite.
+        law: How the units of the sum were drawn.
+        count: How many such releases, each with fresh noise and, where the law samples, a fresh draw.
+        label: What they were for: ``train``, ``histogram`` and so on. Part of the identity of a release.
+    """
+
+    kind: ClassVar[str] = "gaussian"
+    noise_multiplier: float
+    law: SamplingLaw
+    count: int = 1
+    label: str = "train"
+
+    def __post_init__(self) -> None:
+        value = _real(self, "noise_multiplier")
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigurationError(f"GaussianRelease: noise_multiplier={value} must be finite and at least 0.")
+        if not isinstance(self.law, SamplingLaw):
+            raise ConfigurationError(f"GaussianRelease: law={self.law!r} is not a SamplingLaw.")
+        _whole(self, "count")
+        _label(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The release as plain JSON values, with its ``kind``."""
+        return {
+            "kind": self.kind,
+            "noise_multiplier": self.noise_multiplier,
+            "law": self.law.to_dict(),
+            "count": self.count,
+            "label": self.label,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> GaussianRelease:
+        """The release that `to_dict` wrote."""
+        release: GaussianRelease = _build({cls.kind: cls}, data, "release")
+        return release
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonPrivateRelease:
+    """Something let out with no protection at all. Any list that holds one has an infinite epsilon.
+
+    Args:
+        label: What it was, for the card.
+        count: How often.
+    """
+
+    kind: ClassVar[str] = "non_private"
+    label: str
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        _label(self)
+        _whole(self, "count")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The release as plain JSON values, with its ``kind``."""
+        return {"kind": self.kind, "label": self.label, "count": self.count}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> NonPrivateRelease:
+        """The release that `to_dict` wrote."""
+        release: NonPrivateRelease = _build({cls.kind: cls}, data, "release")
+        return release
+
+
+Release: TypeAlias = GaussianRelease | NonPrivateRelease
+
+_LAWS: dict[str, Any] = {law.kind: law for law in (Poisson, TruncatedPoisson, FixedSize, Shuffle, FullBatch)}
+_RELEASES: dict[str, Any] = {release.kind: release for release in (GaussianRelease, NonPrivateRelease)}
+
+
+def release_from_dict(data: Mapping[str, Any]) -> Release:
+    """The release that its ``to_dict`` wrote; refuses an unknown kind or field by name.
+
+    Example:
+        >>> release = GaussianRelease(noise_multiplier=1.0, law=Poisson(sample_rate=0.01), count=3)
+        >>> release_from_dict(release.to_dict()) == release
+        True
+    """
+    release: Release = _build(_RELEASES, data, "release")
+    return release
+
+
+def merge(releases: Iterable[Release]) -> list[Release]:
+    """Join releases that differ in nothing but ``count``, in order of first appearance.
+
+    Guarantees:
+        - The counts are conserved, and so is epsilon under every accountant.
+        - Merging twice is merging once.
+    """
+    counts: dict[Release, int] = {}
+    for release in releases:
+        single = replace(release, count=1)
+        counts[single] = counts.get(single, 0) + release.count
+    return [replace(single, count=count) for single, count in counts.items()]
+
+
+def _label(owner: object) -> None:
+    value = getattr(owner, "label")  # noqa: B009 - the owner is one of two classes that have it
+    if not isinstance(value, str) or not value:
+        raise ConfigurationError(f"{type(owner).__name__}: label={value!r} must be a non-empty text.")
+
+
+def _build(classes: Mapping[str, Any], data: Mapping[str, Any], what: str) -> Any:
+    """An instance from its dictionary, the kind and every field checked by name."""
+    values = dict(data)
+    kind = values.pop("kind", None)
+    if kind not in classes:
+        raise ConfigurationError(f"{what} kind={kind!r} is not one of {', '.join(classes)}.")
+    chosen = classes[kind]
+    wanted = {field.name for field in fields(chosen)}
+    if unknown := sorted(set(values) - wanted):
+        raise ConfigurationError(f"{what} {kind!r} has no field {', '.join(map(repr, unknown))}.")
+    if isinstance(values.get("law"), Mapping):
+        values["law"] = SamplingLaw.from_dict(values["law"])
+    try:
+        return chosen(**values)
+    except TypeError as error:
+        missing = sorted(wanted - set(values))
+        raise ConfigurationError(f"{what} {kind!r} lacks a field; given are all but {', '.join(missing)}.") from error

@@ -1,0 +1,275 @@
+"""Who takes part in a step is decided by coins, and by nothing else.
+
+An accountant's number holds for one *law*: how the units of a logical batch were drawn. Here the
+law is an object, the sampler is built from it, and the sampler can say what it really did, so
+that the ledger records the law that ran and not the law that was asked for.
+
+A *logical* batch is what one optimizer step sees. It is cut into *physical* batches that fit the
+device; a logical batch may be empty, and then it still takes its step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
+
+PADDING = -1
+
+
+class Row(Protocol):
+    """One (query, passage) row of a unit; modules read its texts, the sampler reads nothing."""
+
+    @property
+    def query_id(self) -> str: ...
+    @property
+    def query(self) -> str: ...
+    @property
+    def passage_id(self) -> str: ...
+    @property
+    def passage(self) -> str: ...
+    @property
+    def positives(self) -> frozenset[str]: ...
+
+
+class UnitDataset(Protocol):
+    """A data set seen as units of privacy: each unit has one row or more."""
+
+    def __len__(self) -> int: ...
+    def rows(self, unit: int) -> Sequence[Row]: ...
+
+
+class SamplingRequest(Protocol):
+    """What a DataModule asks for; the plan turns it into a law."""
+
+    sampling: str
+    expected_batch_size: int | None
+    sample_rate: float | None
+    physical_batch_size: int
+    cap: int | None
+    rows_per_unit: str
+
+
+def steps_per_epoch(request: SamplingRequest, units: int) -> int:
+    """How many logical steps make one pass over ``units`` units, on average under Poisson sampling.
+
+    Raises:
+        ConfigurationError: Neither a rate nor an expected batch size is given, or one is out of range.
+    """
+    if request.sampling == "full_batch":
+        return 1
+    if request.sample_rate is not None:
+        if not 0 < request.sample_rate <= 1:
+            raise ConfigurationError(f"datamodule.sample_rate={request.sample_rate} must lie in (0, 1].")
+        return max(1, round(1 / request.sample_rate))
+    batch = request.expected_batch_size
+    if batch is None or not 0 < batch:
+        raise ConfigurationError(
+            f"datamodule.expected_batch_size={batch} must be a positive number (or give datamodule.sample_rate)."
+        )
+    if batch > units:
+        raise ConfigurationError(
+            f"datamodule.expected_batch_size={batch} exceeds the {units} units of the data set. Lower it."
+        )
+    return math.ceil(units / batch) if request.sampling in ("shuffle", "fixed_size") else max(1, round(units / batch))
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One slot of a physical batch: which unit fills it, in which logical step.
+
+    ``pick`` is a keyed random number that chooses a row where a unit has several and the mode
+    takes one of them per step.
+    """
+
+    unit: int
+    step: int
+    part: int
+    last: bool
+    pick: int = 0
+
+
+@dataclass
+class UnitBatch:
+    """A physical batch, as ``training_step`` receives it.
+
+    Attributes:
+        rows: What the module's ``collate_rows`` made of the rows; None where no slot is real.
+        unit_ids: The slot of each row's unit, shape ``(rows,)``.
+        mask: Which slots hold a real unit, shape ``(units,)``.
+        step: The logical step, counted from 0.
+        part: The physical batch within the step, counted from 0.
+        last: Whether this is the last physical batch of its step.
+    """
+
+    rows: Any
+    unit_ids: Tensor
+    mask: Tensor
+    step: int
+    part: int
+    last: bool
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> UnitBatch:
+        """Move every tensor to ``device``."""
+
+        def move(value: Any) -> Any:
+            if isinstance(value, dict):
+                return type(value)({key: move(item) for key, item in value.items()})
+            if hasattr(value, "to"):
+                return value.to(device)
+            return value
+
+        return replace(
+            self, rows=move(self.rows), unit_ids=self.unit_ids.to(device), mask=self.mask.to(device)
+        )
+
+
+class UnitCollator:
+    """Turn the drawn units into a ``UnitBatch``.
+
+    Args:
+        collate_rows: The module's function from rows to tensors.
+        rows_per_unit: ``"one"`` takes one row of each unit, chosen by the keyed stream;
+            ``"all"`` takes all of them, and the module averages inside the unit.
+    """
+
+    def __init__(self, collate_rows: Callable[[list[Any]], Any], rows_per_unit: str = "one") -> None:
+        if rows_per_unit not in ("one", "all"):
+            raise ConfigurationError(f"datamodule.rows_per_unit={rows_per_unit!r} is not one of one, all.")
+        self._collate_rows = collate_rows
+        self._one = rows_per_unit == "one"
+
+    def __call__(self, items: list[tuple[Draw, Sequence[Any]]]) -> UnitBatch:
+        rows: list[Any] = []
+        slots: list[int] = []
+        for slot, (draw, unit_rows) in enumerate(items):
+            chosen = [unit_rows[draw.pick % len(unit_rows)]] if self._one and unit_rows else unit_rows
+            rows.extend(chosen)
+            slots.extend([slot] * len(chosen))
+        first = items[0][0]
+        return UnitBatch(
+            rows=self._collate_rows(rows) if rows else None,
+            unit_ids=torch.tensor(slots, dtype=torch.long),
+            mask=torch.tensor([draw.unit != PADDING for draw, _ in items], dtype=torch.bool),
+            step=first.step,
+            part=first.part,
+            last=first.last,
+        )
+
+
+class PrivateBatchSampler(Sampler[list[Draw]]):
+    """Draw logical batches by a law and hand them out as physical batches.
+
+    Guarantees:
+        - Under the Poisson laws each unit takes part in each step by a coin of its own; under the
+          truncated law a batch above the cap loses units uniformly, never by file order.
+        - An empty logical batch is handed out as one physical batch of padding.
+        - Under a capped law the number of physical batches per step is constant.
+        - The draw of a step depends on (secret, run, attempt, step) alone: not on the number of
+          workers, nor on where an interrupted run was resumed.
+
+    Args:
+        law: What is drawn, from ``PrivacyPlan.law``.
+        units: How many units the data set has.
+        steps_per_epoch: How many logical steps one pass of ``__iter__`` hands out at most.
+        physical_batch_size: How many units a physical batch holds at most.
+        stream: The keyed stream of the run.
+    """
+
+    def __init__(
+        self,
+        law: SamplingLaw,
+        *,
+        units: int,
+        steps_per_epoch: int,
+        physical_batch_size: int,
+        stream: KeyedStream,
+    ) -> None:
+        if physical_batch_size < 1:
+            raise ConfigurationError(
+                f"datamodule.physical_batch_size={physical_batch_size} must be at least 1."
+            )
+        self.law = law
+        self.units = units
+        self.steps_per_epoch = steps_per_epoch
+        self.physical_batch_size = physical_batch_size
+        self.attempt = 0
+        self.next_step = 0
+        self._stream = stream
+        self._order: tuple[tuple[int, int], np.ndarray] | None = None
+
+    def draw(self, step: int) -> np.ndarray:
+        """The units of logical step ``step``, in random order, shape ``(drawn,)``."""
+        coins = self._stream.coins(self.attempt, step)
+        law = self.law
+        if isinstance(law, (Poisson, TruncatedPoisson)):
+            size = int(coins.binomial(self.units, law.sample_rate))
+            if isinstance(law, TruncatedPoisson):
+                size = min(size, law.cap)
+            return coins.choice(self.units, size=size, replace=False)
+        if isinstance(law, FixedSize):
+            return coins.choice(self.units, size=law.batch_size, replace=False)
+        if isinstance(law, Shuffle):
+            per_epoch = math.ceil(self.units / law.batch_size)
+            epoch, position = divmod(step, per_epoch)
+            key = (self.attempt, epoch)
+            if self._order is None or self._order[0] != key:
+                order = self._stream.coins(*key, purpose="shuffle").permutation(self.units)
+                self._order = (key, order)
+            return self._order[1][position * law.batch_size : (position + 1) * law.batch_size]
+        if isinstance(law, FullBatch):
+            return np.arange(self.units)
+        raise ConfigurationError(f"No sampler draws by the law {type(law).__name__}.")
+
+    def _largest_batch(self) -> int | None:
+        """The most units a logical batch can hold, or None where the law has no bound below n."""
+        if isinstance(self.law, TruncatedPoisson):
+            return self.law.cap
+        if isinstance(self.law, (FixedSize, Shuffle)):
+            return self.law.batch_size
+        return self.units if isinstance(self.law, FullBatch) else None
+
+    @property
+    def physical_batches_per_step(self) -> int | None:
+        """How many physical batches make a step; None under plain Poisson, where it varies."""
+        largest = self._largest_batch()
+        return None if largest is None else max(1, math.ceil(largest / self.physical_batch_size))
+
+    def physical_batches(self, step: int) -> list[list[Draw]]:
+        """Logical step ``step`` as a list of physical batches, never empty."""
+        units = self.draw(step)
+        picks = self._stream.coins(self.attempt, step, purpose="rows").integers(0, 2**62, size=len(units))
+        size = self.physical_batch_size
+        parts = self.physical_batches_per_step or max(1, math.ceil(len(units) / size))
+        batches: list[list[Draw]] = []
+        for part in range(parts):
+            chosen = slice(part * size, (part + 1) * size)
+            last = part == parts - 1
+            batch = [
+                Draw(int(unit), step, part, last, int(pick))
+                for unit, pick in zip(units[chosen], picks[chosen], strict=True)
+            ]
+            batches.append(batch or [Draw(PADDING, step, part, last)])
+        return batches
+
+    def __iter__(self) -> Iterator[list[Draw]]:
+        first = self.next_step
+        for step in range(first, (first // self.steps_per_epoch + 1) * self.steps_per_epoch):
+            self.next_step = step + 1
+            yield from self.physical_batches(step)
+
+    def __len__(self) -> int:
+        parts = self.physical_batches_per_step
+        if parts is None:
+            raise TypeError("A Poisson sampler cannot know how many physical batches it will hand out.")
+        return self.steps_per_epoch * parts

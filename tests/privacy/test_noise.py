@@ -1,0 +1,94 @@
+"""Keyed streams: independent where keys differ, equal where they do not, and secret."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from scipy import stats
+
+from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.privacy.noise import KeyedStream, load_secret
+
+SECRET = bytes(range(32))
+
+
+def draw(stream: KeyedStream, size: int = 10_000, **key: object) -> torch.Tensor:
+    arguments = {"attempt": 0, "step": 0, "parameter": "w"} | key
+    return stream.normal(torch.Size([size]), **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_noise_is_standard_normal(secure: bool) -> None:
+    noise = draw(KeyedStream(SECRET, "run", secure_rng=secure), size=20_000).double()
+    assert stats.kstest(noise.numpy(), "norm").pvalue > 1e-4
+    assert abs(noise.std().item() - 1) < 0.03
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_the_same_key_gives_the_same_noise_and_any_other_key_unrelated_noise(secure: bool) -> None:
+    stream = KeyedStream(SECRET, "run", secure_rng=secure)
+    base = draw(stream)
+    assert torch.equal(base, draw(KeyedStream(SECRET, "run", secure_rng=secure)))
+    others = [
+        draw(stream, step=1),
+        draw(stream, attempt=1),
+        draw(stream, parameter="v"),
+        draw(stream, shard=1),
+        draw(KeyedStream(SECRET, "other", secure_rng=secure)),
+        draw(KeyedStream(bytes(32), "run", secure_rng=secure)),
+    ]
+    for other in others:
+        correlation = torch.corrcoef(torch.stack([base, other]))[0, 1]
+        assert abs(correlation) < 0.05
+
+
+def test_a_key_cannot_be_mistaken_for_another_by_joining_its_parts() -> None:
+    stream = KeyedStream(SECRET, "run")
+    assert not torch.equal(draw(stream, attempt=1, step=11), draw(stream, attempt=11, step=1))
+
+
+def test_float64_parameters_get_float64_noise_and_bfloat16_ones_float32() -> None:
+    stream = KeyedStream(SECRET, "run")
+    assert stream.normal(torch.Size([2]), attempt=0, step=0, parameter="w", dtype=torch.float64).dtype == torch.float64
+    assert stream.normal(torch.Size([2]), attempt=0, step=0, parameter="w", dtype=torch.bfloat16).dtype == torch.float32
+
+
+def test_the_stream_cannot_be_pickled_into_a_checkpoint() -> None:
+    with pytest.raises(ResumeError):
+        pickle.dumps(KeyedStream(SECRET, "run"))
+
+
+def test_a_secret_is_made_once_with_mode_0600(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "secret"
+    secret = load_secret(path)
+    assert len(secret) == 32 and path.stat().st_mode & 0o777 == 0o600
+    assert load_secret(path) == secret
+
+
+def test_a_secret_inside_the_run_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="inside the run folder"):
+        load_secret(tmp_path / "run" / "secret", run_dir=tmp_path / "run")
+
+
+def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    load_secret(tmp_path / "secret")
+    (tmp_path / "secret").chmod(0o644)
+    with pytest.raises(ConfigurationError, match="0644"):
+        load_secret(tmp_path / "secret")
+
+
+def test_a_file_that_is_no_secret_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"short")
+    (tmp_path / "secret").chmod(0o600)
+    with pytest.raises(ConfigurationError, match="5 bytes"):
+        load_secret(tmp_path / "secret")
+
+
+def test_a_tag_recognises_equal_bytes_and_needs_the_secret() -> None:
+    stream = KeyedStream(SECRET, "run")
+    assert stream.tag("t", b"ab", b"c") == stream.tag("t", b"abc")
+    assert stream.tag("t", b"abc") != stream.tag("t", b"abd")
+    assert stream.tag("t", b"abc") != KeyedStream(bytes(32), "run").tag("t", b"abc")

@@ -1,0 +1,138 @@
+"""The sampler does what its law says, and nothing about it depends on how the run is executed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
+from lit_dpret.privacy.sampling import PADDING, Draw, PrivateBatchSampler, UnitCollator
+
+SECRET = b"s" * 32
+
+
+def sampler(law: SamplingLaw, *, units: int = 50, run: str = "run", physical: int = 4, steps: int = 10) -> PrivateBatchSampler:
+    return PrivateBatchSampler(
+        law, units=units, steps_per_epoch=steps, physical_batch_size=physical, stream=KeyedStream(SECRET, run)
+    )
+
+
+def test_every_unit_takes_part_with_the_stated_probability_and_independently_of_the_others() -> None:
+    drawn = sampler(Poisson(sample_rate=0.3), units=6)
+    steps = 4000
+    taken = np.zeros((steps, 6))
+    for step in range(steps):
+        taken[step, drawn.draw(step)] = 1
+    standard_error = (0.3 * 0.7 / steps) ** 0.5
+    assert np.abs(taken.mean(axis=0) - 0.3).max() < 5 * standard_error
+    correlations = np.corrcoef(taken.T)[np.triu_indices(6, k=1)]
+    assert np.abs(correlations).max() < 5 / steps**0.5
+    sizes = taken.sum(axis=1)
+    assert sizes.min() == 0 and abs(sizes.var() - 6 * 0.21) < 0.15, "sizes must be binomial, empty draws included"
+
+
+def test_a_batch_above_the_cap_loses_units_uniformly_and_not_by_file_order() -> None:
+    drawn = sampler(TruncatedPoisson(sample_rate=0.9, cap=3, n=8), units=8)
+    counts = np.zeros(8)
+    for step in range(4000):
+        units = drawn.draw(step)
+        assert len(units) <= 3
+        counts[units] += 1
+    assert np.abs(counts / counts.sum() - 1 / 8).max() < 0.012
+
+
+def test_the_draw_depends_on_secret_run_attempt_and_step_alone() -> None:
+    law = Poisson(sample_rate=0.5)
+    one, other = sampler(law), sampler(law, physical=7)
+    assert [d.tolist() for d in map(one.draw, range(5))] == [d.tolist() for d in map(other.draw, range(5))]
+    other.attempt = 1
+    assert one.draw(3).tolist() != other.draw(3).tolist()
+    assert one.draw(3).tolist() != sampler(law, run="another").draw(3).tolist()
+
+
+def test_a_resumed_sampler_goes_on_with_the_draws_of_an_uninterrupted_one() -> None:
+    whole = list(sampler(TruncatedPoisson(sample_rate=0.2, cap=20, n=50), steps=6))
+    resumed = sampler(TruncatedPoisson(sample_rate=0.2, cap=20, n=50), steps=6)
+    resumed.next_step = 4
+    assert list(resumed) == [batch for batch in whole if batch[0].step >= 4]
+
+
+def test_two_passes_hand_out_consecutive_steps() -> None:
+    passes = sampler(Poisson(sample_rate=0.2), steps=3)
+    steps = [[batch[0].step for batch in passes if batch[0].last] for _ in range(2)]
+    assert steps == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_an_empty_draw_is_one_physical_batch_of_padding_that_ends_its_step() -> None:
+    drawn = sampler(Poisson(sample_rate=1e-9))
+    assert drawn.physical_batches(0) == [[Draw(PADDING, 0, 0, True)]]
+
+
+def test_a_capped_law_has_the_same_number_of_physical_batches_in_every_step() -> None:
+    drawn = sampler(TruncatedPoisson(sample_rate=0.2, cap=20, n=50))
+    assert {len(drawn.physical_batches(step)) for step in range(50)} == {5}
+    assert len(drawn) == 10 * 5
+    with pytest.raises(TypeError):
+        len(sampler(Poisson(sample_rate=0.2)))
+
+
+def test_physical_batches_hold_each_drawn_unit_once_and_one_last_mark() -> None:
+    drawn = sampler(Poisson(sample_rate=0.4))
+    for step in range(20):
+        batches = drawn.physical_batches(step)
+        units = [draw.unit for batch in batches for draw in batch if draw.unit != PADDING]
+        assert sorted(units) == sorted(drawn.draw(step).tolist())
+        assert [batch[0].last for batch in batches] == [False] * (len(batches) - 1) + [True]
+
+
+def test_shuffle_takes_every_unit_once_per_epoch_and_in_another_order_the_next() -> None:
+    drawn = sampler(Shuffle(batch_size=8, n=50))
+    epochs = [np.concatenate([drawn.draw(7 * epoch + i) for i in range(7)]) for epoch in range(2)]
+    for epoch in epochs:
+        assert sorted(epoch.tolist()) == list(range(50))
+    assert epochs[0].tolist() != epochs[1].tolist()
+
+
+def test_fixed_size_and_full_batches_have_their_size() -> None:
+    assert len(set(sampler(FixedSize(batch_size=9, n=50)).draw(0).tolist())) == 9
+    assert sampler(FullBatch()).draw(0).tolist() == list(range(50))
+
+
+def test_a_physical_batch_size_below_one_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="physical_batch_size=0"):
+        sampler(Poisson(sample_rate=0.1), physical=0)
+
+
+@dataclass(frozen=True)
+class Line:
+    query_id: str
+    query: str
+    passage_id: str
+    passage: str
+    positives: frozenset[str] = frozenset()
+
+
+def items() -> list[tuple[Draw, list[Line]]]:
+    rows = [Line("q", "query", f"p{i}", "passage") for i in range(3)]
+    return [(Draw(7, 2, 1, True, pick=4), rows), (Draw(PADDING, 2, 1, True), []), (Draw(9, 2, 1, True, pick=5), rows[:1])]
+
+
+def test_one_row_per_unit_takes_the_picked_row_and_all_takes_every_row() -> None:
+    names = lambda rows: [row.passage_id for row in rows]  # noqa: E731
+    one = UnitCollator(names, "one")(items())
+    assert one.rows == ["p1", "p0"] and one.unit_ids.tolist() == [0, 2]
+    all_rows = UnitCollator(names, "all")(items())
+    assert all_rows.rows == ["p0", "p1", "p2", "p0"] and all_rows.unit_ids.tolist() == [0, 0, 0, 2]
+    assert all_rows.mask.tolist() == [True, False, True]
+    assert (all_rows.step, all_rows.part, all_rows.last) == (2, 1, True)
+
+
+def test_a_batch_of_padding_has_no_rows() -> None:
+    batch = UnitCollator(lambda rows: rows)([(Draw(PADDING, 0, 0, True), [])])
+    assert batch.rows is None and not batch.mask.any() and len(batch.unit_ids) == 0
+    assert torch.equal(batch.to("cpu").mask, batch.mask)
