@@ -50,6 +50,9 @@ class PrivacyBudget:
             )
         if not (isinstance(self.delta, (int, float)) and 0 < self.delta < 1):
             raise ConfigurationError(f"privacy.delta={self.delta} must lie strictly between 0 and 1.")
+        # 3 and 3.0 are one budget, in JSON and in a fingerprint too.
+        object.__setattr__(self, "eps", float(self.eps))
+        object.__setattr__(self, "delta", float(self.delta))
         require_choice("privacy.unit", self.unit, get_args(Unit))
         require_choice("privacy.neighbours", self.neighbours, get_args(Neighbours))
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, ClassVar, TypeAlias
 
 from lit_dpret.errors import ConfigurationError
@@ -24,7 +24,7 @@ def _whole(owner: object, name: str, least: int = 1) -> None:
     """Refuse a field that is not an integer of at least ``least``."""
     value = getattr(owner, name)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigurationError(f"{type(owner).__name__}: {name}={value!r} must be a whole number of at least {least}.")
+        raise ConfigurationError(f"{type(owner).__name__}: {name}={value!r} is not a whole number of at least {least}.")
 
 
 def _real(owner: object, name: str) -> float:
@@ -63,8 +63,8 @@ class SamplingLaw(ABC):
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> SamplingLaw:
-        """The law that `to_dict` wrote; refuses an unknown kind or field by name."""
-        return _build(_LAWS, data, "sampling law")
+        """The law that `to_dict` wrote, of whichever kind."""
+        return law_from_dict(data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,9 +160,9 @@ class FixedSize(SamplingLaw):
 class Shuffle(SamplingLaw):
     """Batches in shuffled order, each unit once per epoch. No amplification is claimed: none is proved.
 
-    The accountant charges one unsampled Gaussian per epoch begun. Steps are counted from the start
-    of an epoch and run through it in order, so releases that continue one another carry one label,
-    and a run that draws a new order before its epoch is over carries a new one.
+    The accountant charges one unsampled Gaussian per epoch begun, counting the steps of equal
+    releases from the start of an epoch. Whoever draws a new order before an epoch is over rounds the
+    count up to whole epochs first.
 
     Args:
         batch_size: Units in a batch, 1 to n.
@@ -186,8 +186,8 @@ class Shuffle(SamplingLaw):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole batches in an epoch. An incomplete last batch is not counted, which can only charge more."""
-        return self.n // self.batch_size
+        """Batches in an epoch; the last one may be smaller and is kept."""
+        return -(-self.n // self.batch_size)
 
     def epochs(self, steps: int) -> int:
         """The most epochs that ``steps`` consecutive steps, counted from an epoch's start, can touch."""
@@ -293,6 +293,17 @@ _LAWS: dict[str, Any] = {law.kind: law for law in (Poisson, TruncatedPoisson, Fi
 _RELEASES: dict[str, Any] = {release.kind: release for release in (GaussianRelease, NonPrivateRelease)}
 
 
+def law_from_dict(data: Mapping[str, Any]) -> SamplingLaw:
+    """The law that its ``to_dict`` wrote; refuses an unknown kind or field by name.
+
+    Example:
+        >>> law_from_dict({"kind": "poisson", "sample_rate": 0.5})
+        Poisson(sample_rate=0.5)
+    """
+    law: SamplingLaw = _build(_LAWS, data, "sampling law")
+    return law
+
+
 def release_from_dict(data: Mapping[str, Any]) -> Release:
     """The release that its ``to_dict`` wrote; refuses an unknown kind or field by name.
 
@@ -336,9 +347,10 @@ def _build(classes: Mapping[str, Any], data: Mapping[str, Any], what: str) -> An
     if unknown := sorted(set(values) - wanted):
         raise ConfigurationError(f"{what} {kind!r} has no field {', '.join(map(repr, unknown))}.")
     if isinstance(values.get("law"), Mapping):
-        values["law"] = SamplingLaw.from_dict(values["law"])
+        values["law"] = law_from_dict(values["law"])
     try:
         return chosen(**values)
     except TypeError as error:
-        missing = sorted(wanted - set(values))
-        raise ConfigurationError(f"{what} {kind!r} lacks a field; given are all but {', '.join(missing)}.") from error
+        needed = {field.name for field in fields(chosen) if field.default is MISSING}
+        missing = ", ".join(sorted(needed - set(values)))
+        raise ConfigurationError(f"{what} {kind!r} lacks the field {missing}.") from error

@@ -73,7 +73,7 @@ def steps_per_epoch(request: SamplingRequest, units: int) -> int:
             raise ConfigurationError(f"datamodule.sample_rate={request.sample_rate} must lie in (0, 1].")
         return max(1, round(1 / request.sample_rate))
     batch = request.expected_batch_size
-    if batch is None or not 0 < batch:
+    if batch is None or not batch > 0:
         raise ConfigurationError(
             f"datamodule.expected_batch_size={batch} must be a positive number (or give datamodule.sample_rate)."
         )

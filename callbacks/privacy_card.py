@@ -1,0 +1,127 @@
+"""The card is made inside the run, from the ledger, next to the model that it speaks of.
+
+A card written after ``fit`` by whoever remembers would describe the configuration; under spawning
+strategies it could not even see the ledger. This callback exports the model and writes the card as
+the last act of training, and again, marked as interrupted, when a run ends early.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, Protocol
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+
+from lit_dpret.callbacks.privacy_accountant import LEDGER_NAME, PrivacyAccountant
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.card import build_card, inherit_card, subject_of, write_card
+
+MODEL_FOLDER = "model"
+
+
+class Exporting(Protocol):
+    """What the callback asks of a module."""
+
+    def save_model(self, folder: Path) -> Any: ...
+
+
+class PrivacyCard(Callback):
+    """Write ``model/`` and ``privacy_card.{json,md,html}`` when training ends.
+
+    Guarantees:
+        - The card's epsilon is recomputed from the ledger on disk.
+        - The model folder carries a copy of the card, so that they are not parted.
+
+    Args:
+        run_dir: The run folder; null for the Trainer's ``default_root_dir``.
+        tuning_data: What the hyper-parameters were chosen on: ``none``, ``public``, ``synthetic``,
+            ``private`` or ``unknown``.
+        tuning_trials: How many configurations were tried.
+        tuning_note: The same in words.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_dir: str | Path | None = None,
+        tuning_data: str = "unknown",
+        tuning_trials: int | None = None,
+        tuning_note: str | None = None,
+    ) -> None:
+        self.run_dir = None if run_dir is None else Path(run_dir)
+        self.tuning = {"data": tuning_data, "n_trials": tuning_trials, "method": "none", "note": tuning_note or ""}
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._write(trainer, pl_module, finished=True)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        accountant = _accountant(trainer)
+        begun = accountant is not None and hasattr(accountant, "ledger") and accountant.ledger.records
+        if begun and not isinstance(exception, OSError):
+            self._write(trainer, pl_module, finished=False)
+
+    def _write(self, trainer: L.Trainer, module: Any, *, finished: bool) -> None:
+        accountant = _accountant(trainer)
+        if accountant is None:
+            raise ConfigurationError("PrivacyCard needs the PrivacyAccountant callback before it: it reads its ledger.")
+        folder = self.run_dir or Path(trainer.default_root_dir)
+        model = folder / MODEL_FOLDER
+        saved = finished and hasattr(module, "save_model")
+        if saved:
+            module.save_model(model)
+        files = [p for p in model.rglob("*") if p.is_file() and not p.name.startswith("privacy_card.")] if saved else []
+        subject = subject_of("weights", type(module).__name__, files, root=model if saved else None)
+        if module.privacy.guarantee == "inherited":
+            data: Any = trainer.datamodule  # type: ignore[attr-defined]
+            card = inherit_card(
+                data.privacy_card_path,
+                subject,
+                description=f"training a {type(module).__name__} on it",
+                ledger_records=accountant.ledger.records,
+                mechanism=_mechanism(module),
+                tuning=self.tuning,
+            )
+        else:
+            card = build_card(
+                ledger_records=accountant.ledger.records,
+                subject=subject,
+                plan=accountant.plan,
+                ledger_name=LEDGER_NAME,
+                mechanism=_mechanism(module),
+                tuning=self.tuning,
+                pretraining={"model": str(getattr(module, "pretrained", "unstated")), "overlap_check": None},
+                randomness={"rng": "SHAKE-256" if module.privacy.secure_rng else "PyTorch generator",
+                            "secure": module.privacy.secure_rng},
+                duplicates_policy=_duplicates(trainer),
+                not_covered=_diagnostics(module),
+            )  # fmt: skip
+        write_card(card, folder)
+        if saved:
+            for path in folder.glob("privacy_card.*"):
+                shutil.copy2(path, model / path.name)
+
+
+def _accountant(trainer: L.Trainer) -> PrivacyAccountant | None:
+    found = [c for c in trainer.callbacks if isinstance(c, PrivacyAccountant)]  # type: ignore[attr-defined]
+    return found[0] if found else None
+
+
+def _mechanism(module: Any) -> dict[str, Any]:
+    spec = module.optimizer_spec
+    return {
+        "optimizer": f"{spec.name}, lr {spec.lr:g}, {spec.schedule} schedule",
+        "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
+    }
+
+
+def _duplicates(trainer: L.Trainer) -> str:
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    return str(data.describe_duplicates()) if hasattr(data, "describe_duplicates") else ""
+
+
+def _diagnostics(module: Any) -> list[str]:
+    if module.log_private_loss and module.privacy.guarantee == "dp":
+        return ["the training loss, which was logged although it is computed on private data"]
+    return []

@@ -1,0 +1,7 @@
+"""DataModules. Import them as ``lit_dpret.datamodules``."""
+
+from lit_dpret.datamodules.insuranceqa import InsuranceQADataModule
+from lit_dpret.datamodules.pairs import PairsDataModule
+from lit_dpret.datamodules.synthetic import SyntheticDataModule
+
+__all__ = ["InsuranceQADataModule", "PairsDataModule", "SyntheticDataModule"]

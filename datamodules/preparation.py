@@ -1,0 +1,158 @@
+"""From the data as it was read to the data that is trained on: pure functions of a `Collection`.
+
+Each says what it does to privacy. A step is *record-wise* where whether and how a training query
+remains depends on that query's own record, on public facts and on nothing else: adding or
+removing one record then never changes another one.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from lit_dpret.datamodules.collection import Collection, Qrels
+from lit_dpret.datamodules.records import normalise, stable_hash
+from lit_dpret.errors import DataError
+
+T = TypeVar("T")
+
+
+def drop_queries_without_passage(collection: Collection) -> Collection:
+    """Leave out queries that no qrel names, and train queries without a grade above 0. Record-wise."""
+    qrels = {
+        split: {
+            query: judged
+            for query, judged in found.items()
+            if judged and (split != "train" or any(grade > 0 for grade in judged.values()))
+        }
+        for split, found in collection.qrels.items()
+    }
+    return _with_qrels(collection, qrels)
+
+
+def lower_case_queries(collection: Collection) -> Collection:
+    """Every query in lower case. Record-wise."""
+    return replace(collection, queries={query: text.lower() for query, text in collection.queries.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """What train and one evaluation split share. The numbers come from private data: do not log them.
+
+    Args:
+        queries: Evaluation queries whose normalised text is also that of a train query.
+        passages: Positive passages of the split that are also positive for a train query.
+    """
+
+    queries: int
+    passages: int
+
+
+def report_overlap(collection: Collection) -> dict[str, Overlap]:
+    """What each evaluation split shares with train; private numbers."""
+    train = collection.qrels.get("train", {})
+    texts = {normalise(collection.queries[query]) for query in train}
+    passages = _positives(train)
+    return {
+        split: Overlap(
+            queries=sum(normalise(collection.queries[query]) in texts for query in qrels),
+            passages=len(passages & _positives(qrels)),
+        )
+        for split, qrels in collection.qrels.items()
+        if split != "train"
+    }
+
+
+def drop_overlap(collection: Collection) -> Collection:
+    """Leave out train queries that repeat an evaluation query or share a positive passage with one.
+
+    It is the train side that gives way. Whether a train query stays then depends on its own record
+    and the evaluation splits alone (record-wise), the evaluation splits stay those of the
+    literature, and no set of evaluation queries is chosen by looking at private ones.
+    """
+    evaluation = [qrels for split, qrels in collection.qrels.items() if split != "train"]
+    texts = {normalise(collection.queries[query]) for qrels in evaluation for query in qrels}
+    passages = set().union(*(_positives(qrels) for qrels in evaluation))
+    kept = {
+        query: judged
+        for query, judged in collection.qrels.get("train", {}).items()
+        if normalise(collection.queries[query]) not in texts
+        and not any(grade > 0 and passage in passages for passage, grade in judged.items())
+    }
+    return _with_qrels(collection, {**collection.qrels, "train": kept}, "datamodule.drop_overlap")
+
+
+def sample(
+    collection: Collection,
+    *,
+    max_passages: int | None,
+    max_train_queries: int | None,
+    max_eval_queries: int | None,
+    seed: int,
+) -> Collection:
+    """A smaller data set for a quick run, the same for the same seed and in any file order.
+
+    1. Train queries: the ``max_train_queries`` whose *ids* hash lowest among all train ids.
+    2. Passages: the ``max_passages`` whose ids hash lowest among all passages. No query is looked
+       at, so the retained list is as public as the corpus.
+    3. Of each query only the judgements on retained passages stay; a query without a positive among
+       them goes. So fewer than ``max_train_queries`` may remain.
+    4. Evaluation queries: of those left, the ``max_eval_queries`` of each split whose ids hash lowest.
+
+    Guarantees:
+        - The retained passages depend on passage ids and the seed alone.
+        - Changing the text or the positives of one train query changes no other train query.
+        - With ``max_train_queries`` unset, neither does adding or removing one. With it set, a removed
+          query lets the next id move up: sound under ``zero_out``, where ids are public, and refused
+          under ``add_or_remove``.
+
+    The choice is public and fixed, so it amplifies no privacy and no accountant hears of it. The
+    claim is about the data set that remains. Scores on it are not comparable with the full corpus.
+    """
+    if max_passages is None and max_train_queries is None and max_eval_queries is None:
+        return collection
+    passages: Mapping[str, str] = collection.passages
+    qrels: dict[str, Qrels] = dict(collection.qrels)
+    if max_train_queries is not None and "train" in qrels:
+        qrels["train"] = _only(qrels["train"], _lowest(qrels["train"], max_train_queries, seed, "train"))
+    if max_passages is not None:
+        passages = _only(passages, _lowest(passages, max_passages, seed, "passages"))
+        for split, found in qrels.items():
+            judged = {q: {p: grade for p, grade in j.items() if p in passages} for q, j in found.items()}
+            qrels[split] = {q: j for q, j in judged.items() if any(grade > 0 for grade in j.values())}
+    if max_eval_queries is not None:
+        for split in qrels.keys() - {"train"}:
+            qrels[split] = _only(qrels[split], _lowest(qrels[split], max_eval_queries, seed, split))
+    domains = {passage: name for passage, name in collection.passage_domains.items() if passage in passages}
+    smaller = replace(collection, passages=passages, passage_domains=domains)
+    return _with_qrels(smaller, qrels, "datamodule.max_passages and datamodule.max_train_queries")
+
+
+def _lowest(ids: Iterable[str], count: int, seed: int, label: str) -> set[str]:
+    """The ``count`` ids of lowest hash; ``label`` keeps the choices for different purposes apart."""
+    return set(heapq.nsmallest(count, ids, key=lambda i: stable_hash("lit-dpret sample", str(seed), label, i)))
+
+
+def _only(found: Mapping[str, T], kept: set[str]) -> dict[str, T]:
+    return {key: value for key, value in found.items() if key in kept}
+
+
+def _positives(qrels: Qrels) -> set[str]:
+    return {passage for judged in qrels.values() for passage, grade in judged.items() if grade > 0}
+
+
+def _with_qrels(collection: Collection, qrels: Mapping[str, Qrels], knob: str = "") -> Collection:
+    """``collection`` with other qrels and only the queries that they name."""
+    for split, found in collection.qrels.items():
+        if knob and found and not qrels[split]:
+            raise DataError(f"{collection.source}: no query of {split} is left; change {knob}.")
+    named = set().union(*qrels.values())
+    return replace(
+        collection,
+        qrels=qrels,
+        queries={query: text for query, text in collection.queries.items() if query in named},
+        users={query: user for query, user in collection.users.items() if query in named},
+        domains={query: domain for query, domain in collection.domains.items() if query in named},
+    )

@@ -1,0 +1,72 @@
+"""The words that readers, DataModules and modules share: a row, a split, a text that compares equal.
+
+A *row* is one (query, passage) pair as training sees it. Everything in it beyond the passage's
+text is private: the query, and which passage was chosen for it. Its ``repr`` therefore shows
+neither, so that a traceback or a debug print cannot publish them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Literal
+
+Unit = Literal["query", "pair", "user"]
+Duplicates = Literal["keep", "merge"]
+
+SPLITS = ("train", "dev", "test")
+SPLIT_NAMES = {"train": "train", "dev": "dev", "valid": "dev", "validation": "dev", "test": "test"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One training pair.
+
+    Args:
+        query_id: Id of the query; made from its position where the data gave none, never from its text.
+        query: The query's text, as the model is to see it.
+        passage_id: Id of the passage paired with it in this row.
+        passage: That passage's text (title and text joined).
+        positives: Ids of all passages known to answer this query *inside this row's privacy unit*:
+            the whole query under ``unit="query"``, this row alone under ``unit="pair"``. A loss may
+            mask by them without looking at anybody else's data.
+    """
+
+    query_id: str
+    query: str = field(repr=False)
+    passage_id: str = field(repr=False)
+    passage: str = field(repr=False)
+    positives: frozenset[str] = field(repr=False)
+
+
+def collapse_whitespace(text: str) -> str:
+    r"""Every run of whitespace as one space, none at the ends.
+
+    Example:
+        >>> collapse_whitespace("  How  do\n tides work? ")
+        'How do tides work?'
+    """
+    return " ".join(text.split())
+
+
+def normalise(text: str) -> str:
+    """The form in which two query texts count as the same: casefolded, whitespace collapsed.
+
+    Example:
+        >>> normalise("How Do  Tides Work?") == normalise("how do tides work?")
+        True
+    """
+    return collapse_whitespace(text).casefold()
+
+
+def stable_hash(*parts: str) -> bytes:
+    """SHA-256 of ``parts``, the same in every process and on every machine.
+
+    The parts are length-prefixed, so ``("ab", "c")`` and ``("a", "bc")`` differ.
+    """
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "big"))
+        digest.update(data)
+    return digest.digest()

@@ -1,0 +1,151 @@
+"""Synthetic queries, written by ``task=synthesize``, as training data.
+
+Training on them is post-processing: the claim of the generator's privacy card covers whatever is
+made from them, and from public data, without spending more. That holds only while the claim is
+known, so a folder without a card is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lit_dpret.datamodules.collection import Collection
+from lit_dpret.datamodules.layouts import Passages, folder_parts, read_corpus, read_parts
+from lit_dpret.datamodules.pairs import PairsDataModule, RowsPerUnit, SamplingName
+from lit_dpret.datamodules.readers import one_line
+from lit_dpret.datamodules.records import Duplicates
+from lit_dpret.errors import DataError
+
+CARD = "privacy_card.json"
+
+
+class SyntheticDataModule(PairsDataModule):
+    """A folder of synthetic queries: ``queries.*``, ``qrels/train.*``, ``privacy_card.json``, often ``corpus.*``.
+
+    Args:
+        folder: The folder.
+        corpus: The corpus file, where the folder has none or another one is meant.
+        evaluation: A DataModule whose dev and test queries are evaluated on, over its passages and
+            those of the folder together (the same id must mean the same text). The folder then
+            needs no corpus. Its train split is not used, nor is a split that the folder has
+            itself: choosing a checkpoint on synthetic dev queries costs no privacy, on real ones it may.
+        require_privacy_card: False accepts a folder without a card. What is trained on it then has
+            no claim to inherit.
+
+    The other arguments are those of `PairsDataModule`.
+
+    Raises:
+        DataError: The folder is missing, or holds no readable privacy card.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: str | Path,
+        corpus: str | Path | None = None,
+        evaluation: PairsDataModule | None = None,
+        require_privacy_card: bool = True,
+        lower_case_queries: bool = False,
+        sampling: SamplingName = "shuffle",
+        expected_batch_size: int | None = None,
+        sample_rate: float | None = None,
+        physical_batch_size: int = 32,
+        cap: int | None = None,
+        rows_per_unit: RowsPerUnit = "one",
+        duplicates: Duplicates = "keep",
+        max_rows_per_unit: int | None = None,
+        allow_empty_passages: bool = False,
+        max_passages: int | None = None,
+        max_train_queries: int | None = None,
+        max_eval_queries: int | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__(
+            folder=folder,
+            corpus=corpus,
+            lower_case_queries=lower_case_queries,
+            sampling=sampling,
+            expected_batch_size=expected_batch_size,
+            sample_rate=sample_rate,
+            physical_batch_size=physical_batch_size,
+            cap=cap,
+            rows_per_unit=rows_per_unit,
+            duplicates=duplicates,
+            max_rows_per_unit=max_rows_per_unit,
+            allow_empty_passages=allow_empty_passages,
+            max_passages=max_passages,
+            max_train_queries=max_train_queries,
+            max_eval_queries=max_eval_queries,
+            seed=seed,
+            num_workers=num_workers,
+        )
+        self.evaluation = evaluation
+        self.require_privacy_card = require_privacy_card
+
+    @property
+    def privacy_card_path(self) -> Path | None:
+        """The card whose claim everything trained on this folder inherits; None where none is required or there.
+
+        Raises:
+            DataError: A card is required and missing, or the file is not a JSON object.
+        """
+        path = Path(str(self.folder)) / CARD
+        if not path.is_file():
+            if not self.require_privacy_card:
+                return None
+            raise DataError(
+                f"{self.folder} has no {CARD}, so the claim of its queries is unknown. Take the folder that "
+                "task=synthesize wrote, or set datamodule.require_privacy_card=false to train without a claim."
+            )
+        try:
+            card = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} is not a readable privacy card ({one_line(error)}).") from error
+        if not isinstance(card, dict) or not card:
+            raise DataError(f"{path} is not a readable privacy card: a JSON object is expected.")
+        return path
+
+    def _sources(self) -> dict[str, Any]:
+        found = folder_parts(str(self.folder), corpus=self.corpus, needs_corpus=self.evaluation is None)
+        if "train" not in found["qrels"]:
+            raise DataError(f"{self.folder} has no qrels/train.tsv: there is nothing to train on.")
+        if self.privacy_card_path is None:
+            rank_zero_warn(f"{self.folder} has no {CARD}: what is trained on it has no privacy claim to inherit.")
+        return found
+
+    def read_collection(self) -> Collection:
+        """The folder's splits and, of the others, those of ``evaluation``."""
+        found = self._sources()
+        passages = Passages()
+        if found["corpus"]:
+            passages = read_corpus(found["corpus"], allow_empty=self.allow_empty_passages)
+        if self.evaluation is None:
+            return read_parts(**{**found, "corpus": passages})
+        other = self.evaluation.collection
+        for passage_id, text in other.passages.items():
+            if passages.texts.setdefault(passage_id, text) != text:
+                raise DataError(
+                    f"{self.folder}: passage {passage_id!r} has another text in {other.source} (datamodule.evaluation)."
+                )
+        passages.domains.update(other.passage_domains)
+        own = read_parts(**{**found, "corpus": passages})
+        qrels, queries, domains = dict(own.qrels), dict(own.queries), dict(own.domains)
+        for split, judged in other.qrels.items():
+            if split == "train" or split in own.qrels:
+                continue
+            qrels[split] = judged
+            for query_id in judged:
+                if query_id in own.queries:
+                    raise DataError(
+                        f"{self.folder}: query id {query_id!r} is also that of an evaluation query of {other.source}."
+                    )
+                queries[query_id] = other.queries[query_id]
+                if query_id in other.domains:
+                    domains[query_id] = other.domains[query_id]
+        return replace(own, qrels=qrels, queries=queries, domains=domains)

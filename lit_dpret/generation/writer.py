@@ -1,0 +1,342 @@
+"""From a private generator to a synthetic data set: restartable, and the same whoever restarts it.
+
+The passages are cut into *canonical groups*: sorted by token length and id, a fixed number at a time.
+The shapes that the model computes are then a function of the list of passages alone, so a run that was
+interrupted twenty times writes the same bytes as one that was not, and little is padded.
+
+Which passages get queries must not depend on the private queries. "One query for each passage of the
+training data" tells everybody which passages people asked about, however private the generator is;
+so the caller has to say that the list is public, and is told why.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lit_dpret.errors import ConfigurationError, DataError, StorageError
+from lit_dpret.generation.dataset_folder import (
+    DATA_FILES,
+    DataCard,
+    SyntheticQuery,
+    check_passages,
+    write_dataset,
+    write_readme,
+    write_summary,
+)
+from lit_dpret.generation.passages import passages_hash
+from lit_dpret.generation.sampler import Decoding, decode, encode, uniforms
+from lit_dpret.generation.shards import MANIFEST_NAME, SHARDS_NAME, ShardStore, storage_error
+from lit_dpret.modules.generator_folder import GeneratorModel, TextCodec, load_generator, weights_hash
+from lit_dpret.privacy.card import CARD_NAME, LEDGER_NAME, inherit_card, write_card
+from lit_dpret.privacy.card_facts import Assumption
+
+PRECISIONS = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
+_CHUNK = 1024
+
+
+def synthesize(
+    generator_folder: str | Path,
+    passages: Mapping[str, str],
+    out: str | Path,
+    *,
+    passages_are_public: bool,
+    queries_per_passage: int = 1,
+    seed: int = 0,
+    top_p: float = 0.8,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    group_size: int = 64,
+    max_new_tokens: int | None = None,
+    min_new_tokens: int = 1,
+    device: str = "auto",
+    precision: str = "32-true",
+    language: str = "en",
+    tuning: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Write queries for public passages with a generator, as a data set in BEIR's layout.
+
+    Guarantees:
+        - Run again after any interruption, it goes on, and the data files have the same bytes as
+          those of a run that was never interrupted (same machine and library versions).
+        - The queries of a passage do not depend on ``queries_per_passage``, beyond how many there are.
+        - The data set's privacy card carries the generator's claim and names its card.
+        - Nothing is read but the generator and the passages.
+
+    Args:
+        generator_folder: What ``QueryGenerator.save_model`` wrote, with its privacy card.
+        passages: Text by id. Passages without text get no query.
+        out: The folder to write or to go on with.
+        passages_are_public: Must be true: the list of passages was fixed without looking at the
+            private queries.
+        queries_per_passage: Draws for each passage.
+        seed: Public; an experiment's seed, not the noise secret.
+        top_p: Mass of the nucleus.
+        temperature: Divides the logits before the nucleus is taken.
+        top_k: Keep this many tokens before the nucleus is taken; null keeps all.
+        group_size: Passages decoded together.
+        max_new_tokens: Longest query; null for the query length of training.
+        min_new_tokens: Tokens before the end mark may come.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:0``.
+        precision: ``32-true`` or ``bf16-true``.
+        language: ISO code for the data card.
+        tuning: On which data the settings above were chosen, as in ``build_card``.
+        progress: Called with (passages done, passages in all).
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ConfigurationError: A setting is out of range, or the passages are not declared public.
+        DataError: The generator has no privacy card, or one that is not about these weights; or
+            the passages are malformed.
+        ResumeError: ``out`` was begun with another configuration.
+        StorageError: ``out`` cannot be written, is in use, or the disk is too small.
+        UnsupportedModelError: ``generator_folder`` is no generator.
+    """
+    source, folder = Path(generator_folder), Path(out)
+    if passages_are_public is not True:
+        raise ConfigurationError(
+            f"passages_are_public={passages_are_public}: writing queries only for passages that had private "
+            "queries tells everybody which ones those are, and the privacy claim would not cover it. Give a list that "
+            "was fixed without looking at the queries (the whole corpus, or a public sample of it) and set "
+            "passages_are_public=true."
+        )
+    for name, value in (("queries_per_passage", queries_per_passage), ("group_size", group_size)):
+        if value < 1:
+            raise ConfigurationError(f"{name}={value} must be at least 1.")
+    if precision not in PRECISIONS:
+        raise ConfigurationError(
+            f"precision={precision!r} is not one of {', '.join(PRECISIONS)}: T5 overflows in float16."
+        )
+    place = _device(device)
+    check_passages(passages)
+    if not (source / CARD_NAME).is_file():
+        raise DataError(
+            f"{source} holds no {CARD_NAME}, so nobody could say what the queries promise. Give the folder that a "
+            "generator run exported; a run with privacy=none has a card too, and it says so."
+        )
+    texts = {name: text for name, text in passages.items() if text.strip()}
+    if not texts:
+        raise DataError(f"None of the {len(passages)} passages has any text.")
+    promise = _Promise(source, folder, queries_per_passage, seed, tuning)
+    promise.card({}, {})  # a card that cannot be inherited is refused before the work, not after it
+    generator = load_generator(source)
+    decoding = Decoding(
+        top_p=top_p,
+        temperature=temperature,
+        top_k=top_k,
+        max_new_tokens=generator.contract.max_query_length if max_new_tokens is None else max_new_tokens,
+        min_new_tokens=min_new_tokens,
+    )
+    configuration = {
+        "generator": weights_hash(source),
+        "passages": passages_hash(texts),
+        "queries_per_passage": queries_per_passage,
+        "seed": seed,
+        **asdict(decoding),
+        "group_size": group_size,
+        "device": place.type,
+        "precision": precision,
+    }
+    _check_disk(folder, texts, queries_per_passage, decoding.max_new_tokens)
+    with _alone_in(folder):
+        groups = canonical_groups(generator.codec, texts, group_size)
+        store = ShardStore(folder, configuration, len(groups))
+        generator.model.to(device=place, dtype=PRECISIONS[precision])
+        missing = set(store.missing)
+        done = sum(len(group) for index, group in enumerate(groups) if index not in missing)
+        if progress is not None:
+            progress(done, len(texts))
+        for index in store.missing:
+            drawn = draw_group(
+                generator, {name: texts[name] for name in groups[index]}, queries_per_passage, seed, decoding
+            )
+            store.add(index, (query.to_dict() for query in drawn))
+            done += len(groups[index])
+            if progress is not None:
+                progress(done, len(texts))
+        store.seal()
+        _assemble(folder, promise, store, texts, configuration, language)
+    return folder
+
+
+def canonical_groups(codec: TextCodec, passages: Mapping[str, str], group_size: int) -> list[list[str]]:
+    """Passage ids in groups of ``group_size``, by (token length, id).
+
+    Guarantees:
+        - The groups are a function of the set of passages, not of the order they came in.
+    """
+    names = sorted(passages)
+    lengths: list[int] = []
+    for start in range(0, len(names), _CHUNK):
+        lengths += map(len, codec.passages([passages[name] for name in names[start : start + _CHUNK]]))
+    order = [name for _, name in sorted(zip(lengths, names, strict=True))]
+    return [order[start : start + group_size] for start in range(0, len(order), group_size)]
+
+
+def draw_group(
+    generator: GeneratorModel, group: Mapping[str, str], draws: int | Sequence[int], seed: int, decoding: Decoding
+) -> list[SyntheticQuery]:
+    """The queries of one group of passages, by passage and draw.
+
+    Args:
+        generator: The generator.
+        group: Passages by id.
+        draws: How many draws for each passage, or which ones. Each draw is decoded in a batch of its
+            own, so that it does not depend on how many there are.
+        seed: The public seed.
+        decoding: How to draw.
+    """
+    names, codec = list(group), generator.codec
+    wanted = range(draws) if isinstance(draws, int) else draws
+    encoded = encode(generator.model, codec.passages(list(group.values())))
+    by_draw = []
+    for draw in wanted:
+        numbers = np.stack([uniforms(seed, name, draw, decoding.max_new_tokens) for name in names])
+        by_draw.append(decode(generator.model, encoded, numbers, decoding))
+    return [
+        SyntheticQuery(
+            passage_id=name,
+            draw=draw,
+            text=codec.text(sampled[row].tokens),
+            log_prob=sampled[row].log_prob,
+            finished=sampled[row].finished,
+        )
+        for row, name in enumerate(names)
+        for draw, sampled in zip(wanted, by_draw, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class _Promise:
+    """What the data set inherits from its generator."""
+
+    source: Path
+    folder: Path
+    draws: int
+    seed: int
+    tuning: Mapping[str, Any] | None
+
+    def card(self, hashes: Mapping[str, str], decoding: Mapping[str, Any]) -> dict[str, Any]:
+        name = self.folder.resolve().name
+        above = self.source.resolve().parent / LEDGER_NAME  # a run folder holds its ledger beside model/
+        return inherit_card(
+            self.source / CARD_NAME,
+            {"artifact_type": "dataset", "name": name, "sha256": dict(hashes)},
+            description="queries drawn from the generator for a public list of passages",
+            parent_ledger=above if above.is_file() and not (self.source / LEDGER_NAME).exists() else None,
+            tuning=self.tuning,
+            generation={
+                "doc_source": "declared_public",
+                "per_doc": self.draws,
+                "decoding": dict(decoding),
+                "filters": [],
+                "seeds": [self.seed],
+            },
+            assumptions=[
+                Assumption("The list of passages was fixed without looking at the private queries.", "unverified")
+            ],
+        )
+
+
+def _assemble(
+    folder: Path,
+    promise: _Promise,
+    store: ShardStore,
+    texts: Mapping[str, str],
+    configuration: dict[str, Any],
+    language: str,
+) -> None:
+    counts, hashes = write_dataset(folder, lambda: (SyntheticQuery(**record) for record in store.records()), texts)
+    if counts.queries == 0:
+        raise DataError(
+            f"All {counts.drawn} queries were empty: the generator has learnt to say nothing. Train it longer, "
+            "with less noise, or raise min_new_tokens."
+        )
+    decoding = {field.name: configuration[field.name] for field in fields(Decoding)}
+    card = promise.card(hashes, decoding)
+    write_card(card, folder)
+    origin = [
+        f"Generator: `{configuration['generator'][:16]}` (SHA-256 of its files), named in the privacy card.",
+        "Passages: a list declared public, fixed without looking at the private queries.",
+        f"Decoding: {', '.join(f'{key} {value}' for key, value in decoding.items() if value is not None)}; "
+        f"{promise.draws} per passage; seed {promise.seed}.",
+        "Filters: none.",
+    ]
+    tags = ["synthetic", "differential-privacy", "query-generation", "beir"]
+    title = f"Synthetic queries: {folder.resolve().name}"
+    write_summary(folder, configuration, counts, hashes)
+    write_readme(folder, DataCard(title=title, origin=origin, tags=tags, language=language), counts, card)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigurationError(f"device={name} cannot be used here. Choose auto or cpu.") from error
+    return device
+
+
+def _check_disk(folder: Path, texts: Mapping[str, str], draws: int, max_new_tokens: int) -> None:
+    """Refuse before hours of work what the disk cannot hold at the end.
+
+    The passages are written once as corpus and once per draw as pairs; a drawn query stands in a
+    shard, in two files of queries and in two qrels, at some 6 bytes a token and 300 of framing.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        foreign = [] if (folder / MANIFEST_NAME).exists() else [name for name in DATA_FILES if (folder / name).exists()]
+        probe = folder / f".probe.{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+        free = shutil.disk_usage(folder).free
+        finished = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    except OSError as error:
+        raise storage_error(folder, error) from error
+    if foreign:
+        raise StorageError(
+            f"{folder / foreign[0]} exists and was not made by this; it will not be replaced. Give another out."
+        )
+    text_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts.values())
+    needed = int(1.1 * (1 + draws) * text_bytes) + len(texts) * (200 + draws * (500 + 3 * 6 * min(max_new_tokens, 32)))
+    if free + finished < needed:
+        raise StorageError(
+            f"{folder} has {free / 1e6:.0f} MB free, and {len(texts)} passages with {draws} queries each need about "
+            f"{(needed - finished) / 1e6:.0f} MB. Free some space, give fewer passages, or another out folder."
+        )
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold the shards folder for one process; the operating system lets go when the process ends."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system
+        yield
+        return
+    shards = folder / SHARDS_NAME
+    shards.mkdir(exist_ok=True)
+    descriptor = os.open(shards, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StorageError(
+                f"{folder} is being written by another process. Wait for it, or give another out folder."
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,241 @@
+r"""What a retriever is trained to do: put the right passage above the others.
+
+Both losses here are a softmax over candidate passages, one value per row, never reduced: what may
+be clipped, averaged or summed is for the privacy mode to decide. They differ in where a row's
+candidates come from, and that decides what can be promised about one query:
+
+- `InBatchSoftmaxLoss`: the other rows' passages are the candidates. Every row depends on every
+  record of the batch, so clipping rows does *not* bound what one record can do.
+- `PublicPoolSoftmaxLoss`: the candidates are a fixed public pool. Row i depends on record i and on
+  public data only, so the sum of clipped row gradients has sensitivity ``max_grad_norm``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.similarity import get_similarity
+
+
+def false_negatives(
+    own_ids: Sequence[str],
+    candidate_ids: Sequence[str],
+    positives: Sequence[Collection[str]] | None = None,
+) -> Tensor:
+    """Where a candidate is a right answer, and so must not be pushed away.
+
+    Args:
+        own_ids: The passage id of each row's own positive, ``rows`` many.
+        candidate_ids: The passage id of each candidate.
+        positives: All positive passage ids of each row's query, its own record only.
+
+    Returns:
+        Booleans of shape ``(rows, candidates)``: True where the candidate has the id of the row's
+        own positive or of another positive of the same query. The row's own column is among
+        them; the losses keep it.
+    """
+    number: dict[str, int] = {}
+    for name in candidate_ids:
+        number.setdefault(name, len(number))
+    columns = torch.tensor([number[name] for name in candidate_ids], dtype=torch.long)
+    hits: list[tuple[int, int]] = []
+    for row, own in enumerate(own_ids):
+        answers = {own, *positives[row]} if positives is not None else {own}
+        hits.extend((row, number[name]) for name in answers if name in number)
+    table = torch.zeros(len(own_ids), len(number), dtype=torch.bool)
+    if hits:
+        rows, names = torch.tensor(hits, dtype=torch.long).unbind(1)
+        table[rows, names] = True
+    return table[:, columns]
+
+
+class _SoftmaxLoss(nn.Module):
+    """What the softmax losses share: a similarity, a temperature that divides it, wide logits."""
+
+    def __init__(self, temperature: float = 0.05, similarity: str = "cosine") -> None:
+        super().__init__()
+        if not (isinstance(temperature, (int, float)) and math.isfinite(temperature) and temperature > 0):
+            raise ConfigurationError(
+                f"loss.temperature={temperature} is not a positive, finite number. It divides the scores; "
+                "a `scale` of another library is 1 / temperature."
+            )
+        self.temperature = float(temperature)
+        self.similarity = similarity
+        self._score = get_similarity(similarity)
+
+    def logits(self, query_embeddings: Tensor, passage_embeddings: Tensor) -> Tensor:
+        """Scores over temperature, at least float32 whatever the embeddings are."""
+        wide = torch.promote_types(query_embeddings.dtype, torch.float32)
+        with torch.autocast(query_embeddings.device.type, enabled=False):
+            return self._score(query_embeddings.to(wide), passage_embeddings.to(wide)) / self.temperature
+
+    def extra_repr(self) -> str:
+        return f"temperature={self.temperature:g}, similarity={self.similarity!r}"
+
+
+class InBatchSoftmaxLoss(_SoftmaxLoss):
+    """Softmax of each query's own passage against the passages of the whole batch.
+
+    Elsewhere it is called InfoNCE, N-pairs or MultipleNegativesRanking; with ``scale`` for
+    1 / ``temperature``.
+
+    **The rows are coupled.** Row i holds every passage of the batch in its denominator, so removing
+    one record changes all rows. Per-row clipping of this loss bounds nothing: it is for
+    ``privacy=none``, or under a mode that accounts for the coupling (``batch_clip``,
+    ``per_example_duplicated``, ``logit_dp``). For per-query privacy use `PublicPoolSoftmaxLoss`.
+
+    Guarantees:
+        - Row i equals the cross entropy of its logits over the candidates that are not masked.
+        - A passage with the id of a row's own positive, or of another positive of the same query,
+          is no negative of that row.
+        - Passages after the first ``rows`` are extra (hard) negatives of every row.
+
+    Args:
+        temperature: Divides the similarity; positive.
+        similarity: ``cosine`` or ``dot``.
+
+    Raises:
+        ConfigurationError: The temperature is not positive, or the similarity unknown.
+    """
+
+    def forward(
+        self,
+        query_embeddings: Tensor,
+        passage_embeddings: Tensor,
+        passage_ids: Sequence[str] | None = None,
+        positives: Sequence[Collection[str]] | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """The loss of every row.
+
+        Args:
+            query_embeddings: Shape ``(rows, dim)``.
+            passage_embeddings: Shape ``(passages, dim)``, ``passages >= rows``; passage i is the
+                positive of query i.
+            passage_ids: The id of every passage; without ids only ``mask`` is masked.
+            positives: For every row, all positive passage ids of its query.
+            mask: Booleans ``(rows, passages)``, True for further candidates to leave out. A row's
+                own positive is kept whatever the mask says.
+
+        Returns:
+            Losses of shape ``(rows,)``, not reduced.
+
+        Raises:
+            ConfigurationError: Shapes or lengths do not fit together.
+        """
+        rows, passages = len(query_embeddings), len(passage_embeddings)
+        if passages < rows:
+            raise ConfigurationError(f"{passages} passages cannot hold the positives of {rows} queries.")
+        if positives is not None and passage_ids is None:
+            raise ConfigurationError("positives are passage ids, so they need passage_ids beside them.")
+        for name, given, wanted in (("passage_ids", passage_ids, passages), ("positives", positives, rows)):
+            if given is not None and len(given) != wanted:
+                raise ConfigurationError(f"{name} has {len(given)} entries where {wanted} are needed.")
+        left_out = torch.zeros(rows, passages, dtype=torch.bool, device=query_embeddings.device)
+        if mask is not None:
+            left_out |= _checked_mask(mask, rows, passages, query_embeddings.device)
+        if passage_ids is not None:
+            left_out |= false_negatives(passage_ids[:rows], passage_ids, positives).to(left_out.device)
+        own = torch.arange(rows, device=query_embeddings.device)
+        left_out[own, own] = False
+        logits = self.logits(query_embeddings, passage_embeddings).masked_fill(left_out, float("-inf"))
+        return F.cross_entropy(logits, own, reduction="none")
+
+
+class PublicPoolSoftmaxLoss(_SoftmaxLoss):
+    """Softmax of each query's positive against a pool of passages that are public.
+
+    Guarantees:
+        - Row i depends on query i, its own positive, its own mask and the pool; on no other row.
+        - Row i equals the cross entropy of its logits over the candidates that are not masked.
+        - No gradient flows into the pool: it is cut off, so that one cotangent per query is all that
+          has to be clipped. A gradient flows into ``positive_embeddings``, row by row.
+
+    Assumption, which the caller must keep: the pool (which passages, and their embeddings) is a
+    function of public data, of coins that do not depend on the records, and of weights that were
+    already released privately. A pool made of the batch's positives, of passages that were clicked,
+    or mined with other records' labels breaks it. Then the sum over queries of clipped gradients has
+    sensitivity ``max_grad_norm`` when one (query, positive) record is zeroed out, added or removed,
+    and twice that when one is replaced, for any pool size and temperature.
+
+    Args:
+        temperature: Divides the similarity; positive.
+        similarity: ``cosine`` or ``dot``.
+
+    Raises:
+        ConfigurationError: The temperature is not positive, or the similarity unknown.
+    """
+
+    def forward(
+        self,
+        query_embeddings: Tensor,
+        pool_embeddings: Tensor,
+        positive_index: Tensor | None = None,
+        positive_embeddings: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """The loss of every row.
+
+        The positive stands either in the pool (``positive_index``: a pool that is the whole corpus)
+        or beside it (``positive_embeddings``: a pool drawn at random); give exactly one.
+
+        Args:
+            query_embeddings: Shape ``(rows, dim)``.
+            pool_embeddings: Shape ``(pool, dim)``.
+            positive_index: The pool's row that answers each query, long, shape ``(rows,)``.
+            positive_embeddings: Each query's own positive, shape ``(rows, dim)``.
+            mask: Booleans ``(rows, pool)``: True where the pool holds another positive of the same
+                query (or, beside ``positive_embeddings``, its own). It must come from row i's own
+                record alone. A positive that stands in the pool is kept whatever the mask says.
+
+        Returns:
+            Losses of shape ``(rows,)``, not reduced.
+
+        Raises:
+            ConfigurationError: Shapes do not fit, or not exactly one form of the positive is given.
+        """
+        rows, pool = len(query_embeddings), len(pool_embeddings)
+        device = query_embeddings.device
+        logits = self.logits(query_embeddings, pool_embeddings.detach())
+        left_out = torch.zeros_like(logits, dtype=torch.bool)
+        if mask is not None:
+            left_out |= _checked_mask(mask, rows, pool, device)
+        if positive_index is not None and positive_embeddings is None:
+            target = _checked_index(positive_index, rows, pool, device)
+            left_out = left_out.scatter(1, target.unsqueeze(1), False)
+        elif positive_embeddings is not None and positive_index is None:
+            if positive_embeddings.shape != query_embeddings.shape:
+                raise ConfigurationError(
+                    f"positive_embeddings of shape {tuple(positive_embeddings.shape)} is not one positive for each "
+                    f"query, whose embeddings are of shape {tuple(query_embeddings.shape)}."
+                )
+            own = self.logits(query_embeddings.unsqueeze(1), positive_embeddings.unsqueeze(1)).flatten()
+            logits = torch.cat([own.unsqueeze(1), logits], dim=1)
+            left_out = F.pad(left_out, (1, 0), value=False)
+            target = torch.zeros(rows, dtype=torch.long, device=device)
+        else:
+            raise ConfigurationError("Give exactly one of positive_index and positive_embeddings.")
+        return F.cross_entropy(logits.masked_fill(left_out, float("-inf")), target, reduction="none")
+
+
+def _checked_index(index: Tensor, rows: int, pool: int, device: torch.device) -> Tensor:
+    if index.shape != (rows,) or index.dtype != torch.long or not bool(((index >= 0) & (index < pool)).all()):
+        raise ConfigurationError(
+            f"positive_index ({index.dtype}, shape {tuple(index.shape)}) must name one of the pool's {pool} passages "
+            f"for each of {rows} rows, as torch.long."
+        )
+    return index.to(device)
+
+
+def _checked_mask(mask: Tensor, rows: int, columns: int, device: torch.device) -> Tensor:
+    if mask.shape != (rows, columns) or mask.dtype != torch.bool:
+        raise ConfigurationError(
+            f"mask is {mask.dtype} of shape {tuple(mask.shape)}; it must be torch.bool of shape {(rows, columns)}."
+        )
+    return mask.to(device)

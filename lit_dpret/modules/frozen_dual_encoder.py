@@ -1,0 +1,345 @@
+"""A frozen encoder, and a linear head that learns from private queries.
+
+Passages are public, so their embeddings can be made once and looked at by everybody. What is left
+to learn from a private query is one matrix. With passages fixed, the softmax of a query over a
+*public* pool of them depends on no other query: the training loss is a sum over queries, and plain
+DP-SGD protects each of them. The classical in-batch loss has no such form, which is why direct
+private training of a dual encoder was thought to need much more noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_dpret.encoders import TextEncoder
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.losses import InBatchSoftmaxLoss, PublicPoolSoftmaxLoss, false_negatives
+from lit_dpret.modules.dual_encoder import InBatchNegatives, make_encoder
+from lit_dpret.modules.optimizers import OptimizerSpec
+from lit_dpret.modules.row_by_row import marked, row_by_row
+from lit_dpret.privacy.budget import require_choice
+from lit_dpret.privacy.modes import PrivacyMode
+from lit_dpret.privacy.sampling import Row, UnitBatch
+from lit_dpret.st_folder import save_sentence_transformer
+
+Head = Literal["query", "both"]
+Progress = Callable[[int, int], None]
+_NOBODY = -1
+_LOGITS_AT_ONCE = 8_000_000
+
+
+class Texts(Protocol):
+    """What the module asks of a DataModule."""
+
+    def public_passages(self) -> Mapping[str, str]: ...
+    def pair_rows(self, split: str = "train") -> Sequence[Row]: ...
+
+
+class FrozenDualEncoder(InBatchNegatives):
+    """Linear heads over the embeddings of a frozen encoder.
+
+    A query's embedding e becomes W e, scaled to length 1; W starts as the identity, so that the
+    untrained module is the encoder itself. Every text is encoded once.
+
+    With ``head="query"`` passages keep their embeddings, and a query's loss is the softmax of its
+    passage among a pool of public passages. **Under ``privacy=dp_sgd`` this rests on an assumption:**
+    the text of the passages and the list of them are public, and chosen without looking at the
+    queries. Which passage answers which query is protected; that a passage exists is not. Then the
+    loss is a sum over queries, for any pool size and temperature, and the sensitivity of its clipped
+    gradient is ``max_grad_norm``.
+
+    With ``head="both"`` passages get a head of their own and the negatives come from the batch; that
+    couples the queries, and is for ``privacy=none`` or ``synthetic``.
+
+    Guarantees:
+        - Untrained, it ranks as the encoder does.
+        - With ``head="query"``, the loss and gradient of a row depend on its own query, positives
+          and passage, and on public passages.
+        - No positive of a query is a negative of the same query.
+        - The encoder is not among the module's parameters, nor in its checkpoints.
+        - The pool of a step is drawn by public coins from (``pool_seed``, step) and from nothing else.
+        - `save_model` writes a folder that ``SentenceTransformer(folder)`` loads, with the same
+          embeddings.
+
+    Args:
+        privacy: The privacy mode.
+        optimizer: Name, learning rate and schedule of the optimizer.
+        encoder: ``minilm``, a hub name, a model folder, or a ready `TextEncoder` whose own lengths
+            and prefixes then hold. It must not have been trained on the private queries.
+        head: ``query``, or ``both`` for a head on either side.
+        pool_size: How many public passages a step draws as candidates; null for all of them.
+        pool_seed: Of those draws; public.
+        temperature: Divides the cosine similarity.
+        max_query_length: Tokens of a query that are read, special tokens among them.
+        max_passage_length: The same for a passage.
+        query_prefix: Put before every query; null for what the encoder's folder says.
+        passage_prefix: Put before every passage; null for what the encoder's folder says.
+        cache_dir: Where embeddings are kept between runs; null keeps none. It holds embeddings of
+            private queries, from which their texts can be guessed: as private as the queries.
+        encode_batch_size: Texts per forward pass of the encoder.
+        log_private_loss: Log the training loss although it is an unaccounted release.
+
+    Raises:
+        ConfigurationError: Two settings contradict each other, or the encoder cannot be found.
+    """
+
+    passage_embeddings: Tensor
+    coupled_loss: bool
+
+    def __init__(
+        self,
+        *,
+        privacy: PrivacyMode,
+        optimizer: OptimizerSpec,
+        encoder: str | Path | TextEncoder = "minilm",
+        head: Head = "query",
+        pool_size: int | None = None,
+        pool_seed: int = 0,
+        temperature: float = 0.05,
+        max_query_length: int = 32,
+        max_passage_length: int = 128,
+        query_prefix: str | None = None,
+        passage_prefix: str | None = None,
+        cache_dir: str | Path | None = None,
+        encode_batch_size: int = 64,
+        log_private_loss: bool = False,
+    ) -> None:
+        super().__init__(privacy=privacy, optimizer=optimizer, log_private_loss=log_private_loss)
+        require_choice("model.head", head, get_args(Head))
+        self.coupled_loss = head == "both"
+        if self.coupled_loss and privacy.guarantee == "dp":
+            raise ConfigurationError(
+                f"model.head=both cannot be trained under privacy={privacy.name}: its negatives come from the batch, "
+                "which couples the queries, and clipping each of them bounds nothing. Set model.head=query."
+            )
+        if pool_size is not None and (pool_size < 1 or self.coupled_loss):
+            raise ConfigurationError(
+                f"model.pool_size={pool_size}: it must be at least 1, and null with model.head=both, which has no pool."
+            )
+        if pool_seed < 0:
+            raise ConfigurationError(f"model.pool_seed={pool_seed} must not be negative.")
+        tower = make_encoder(
+            encoder,
+            query_max_length=max_query_length,
+            passage_max_length=max_passage_length,
+            query_prefix=query_prefix,
+            passage_prefix=passage_prefix,
+        )
+        self._frozen = _Frozen(tower, cache_dir, encode_batch_size)
+        self.head, self.pool_size, self.pool_seed = head, pool_size, pool_seed
+        self.query_head = _identity(tower.dim)
+        self.passage_head = _identity(tower.dim) if self.coupled_loss else None
+        loss = InBatchSoftmaxLoss if self.coupled_loss else PublicPoolSoftmaxLoss
+        self.loss = loss(temperature=temperature, similarity="dot")
+        self.register_buffer("passage_embeddings", torch.empty(0, tower.dim), persistent=False)
+        self._place: dict[str, int] = {}
+        self._pool: tuple[int, Tensor | None, Tensor | None] | None = None
+        self._step = 0
+
+    @property
+    def encoder(self) -> TextEncoder:
+        """The frozen encoder; not a submodule, so that nothing trains, saves or moves it."""
+        return self._frozen.tower
+
+    # -- texts to embeddings, once -----------------------------------------------------------
+
+    def prepare(self, data: Texts, *, progress: Progress | None = None) -> None:
+        """Encode the public passages and the train queries of a DataModule, or load them from the cache.
+
+        Called by ``setup`` for the Trainer's DataModule where nobody did before.
+
+        Raises:
+            ConfigurationError: The DataModule has no public list of passages.
+        """
+        queries = {row.query_id: row.query for row in data.pair_rows("train")}
+        self.prepare_texts(data.public_passages(), queries, progress=progress)
+
+    def prepare_texts(
+        self, passages: Mapping[str, str], queries: Mapping[str, str] | None = None, *, progress: Progress | None = None
+    ) -> None:
+        """Encode texts by id, or load them from the cache.
+
+        Args:
+            passages: All passages that may be candidates; under ``privacy=dp_sgd``, public ones.
+            queries: The queries to train on. Others are encoded when they first occur.
+            progress: Called with (texts done, texts in all) after every batch, for each side.
+        """
+        if not passages:
+            raise DataError("There are no passages to encode.")
+        self.passage_embeddings = self._frozen.learn(passages.values(), "passage", progress).to(self.device)
+        self._place = {name: place for place, name in enumerate(passages)}
+        self._pool = None
+        if queries:
+            self._frozen.learn(queries.values(), "query", progress)
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if stage == "fit" and not self._place and data is not None:
+            self.prepare(data)
+
+    def encode_queries(self, texts: Sequence[str], *, progress: Progress | None = None) -> Tensor:
+        """Embeddings of queries after the head, of length 1, on the CPU, ``(texts, dim)``."""
+        return self._headed(self.query_head, self._frozen.encode(texts, "query", progress))
+
+    def encode_passages(self, texts: Sequence[str], *, progress: Progress | None = None) -> Tensor:
+        """Embeddings of passages, after their head if they have one; else as `encode_queries`."""
+        return self._headed(self.passage_head, self._frozen.encode(texts, "passage", progress))
+
+    def _headed(self, head: nn.Linear | None, embeddings: Tensor) -> Tensor:
+        if head is None:
+            return embeddings
+        with torch.no_grad():
+            weight = head.weight.detach().to("cpu", embeddings.dtype)
+            return F.normalize(F.linear(embeddings, weight), dim=-1)
+
+    # -- training ----------------------------------------------------------------------------
+
+    def collate_rows(self, rows: list[Row]) -> dict[str, Tensor]:
+        """Look the rows' embeddings up.
+
+        Returns:
+            ``query``, ``(rows, dim)``; ``positive``, the place of each row's passage, ``(rows,)``;
+            with ``head="query"`` also ``others``, the places of the query's further positives,
+            ``(rows, most of them)``, filled up with -1; with ``head="both"`` instead ``answers``,
+            booleans ``(rows, rows)``.
+
+        Raises:
+            DataError: A row's passage was not among those of `prepare`.
+        """
+        unknown = next((row.passage_id for row in rows if row.passage_id not in self._place), None)
+        if unknown is not None:
+            raise DataError(
+                f"The positive passage {unknown!r} is not among the {len(self._place)} passages that were encoded; "
+                "they must be the whole public list. Call prepare(datamodule) with the data that is trained on."
+            )
+        batch = {
+            "query": self._frozen.encode([row.query for row in rows], "query"),
+            "positive": torch.tensor([self._place[row.passage_id] for row in rows], dtype=torch.long),
+        }
+        if self.coupled_loss:
+            ids = [row.passage_id for row in rows]
+            batch["answers"] = false_negatives(ids, ids, [row.positives for row in rows])
+            return batch
+        others = [sorted(self._place[p] for p in row.positives - {row.passage_id} if p in self._place) for row in rows]
+        width = max(map(len, others))
+        filled = [places + [_NOBODY] * (width - len(places)) for places in others]
+        batch["others"] = torch.tensor(filled, dtype=torch.long).reshape(len(rows), width)
+        return batch
+
+    def training_step(self, batch: UnitBatch, batch_idx: int) -> None:
+        self._step = batch.step
+        super().training_step(batch, batch_idx)
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        """Cross entropy in nats of each query's own passage among its candidates, ``(rows,)``."""
+        queries = F.normalize(self.query_head(rows["query"]), dim=-1)
+        if self.passage_head is not None:
+            passages = F.normalize(self.passage_head(self.passage_embeddings[rows["positive"]]), dim=-1)
+            losses: Tensor = self.loss(queries, passages, mask=rows["answers"])
+            return losses
+        chosen, place_in_pool = self.pool(self._step)
+        pool = self.passage_embeddings if chosen is None else self.passage_embeddings[chosen]
+
+        def of_rows(part: slice, embeddings: Tensor) -> Tensor:
+            positive, others = rows["positive"][part], rows["others"][part]
+            if place_in_pool is None:
+                mask = marked(others, len(pool))
+                found: Tensor = self.loss(embeddings, pool, positive_index=positive, mask=mask)
+            else:
+                answers = torch.cat([positive.unsqueeze(1), others], dim=1)
+                mask = marked(torch.where(answers < 0, answers, place_in_pool[answers]), len(pool))
+                own = self.passage_embeddings[positive]
+                found = self.loss(embeddings, pool, positive_embeddings=own, mask=mask)
+            return found
+
+        return row_by_row(of_rows, queries, rows_at_once=_LOGITS_AT_ONCE // len(pool))
+
+    def pool(self, step: int) -> tuple[Tensor | None, Tensor | None]:
+        """The candidates of logical step ``step``: their places, and for each passage its place among them or -1.
+
+        Both are None where all passages are candidates.
+        """
+        if self.pool_size is None or self.pool_size >= len(self._place):
+            return None, None
+        if self._pool is None or self._pool[0] != step:
+            coins = np.random.Generator(np.random.Philox(np.random.SeedSequence((self.pool_seed, step))))
+            chosen = torch.from_numpy(coins.choice(len(self._place), size=self.pool_size, replace=False))
+            place = torch.full((len(self._place),), _NOBODY)
+            place[chosen] = torch.arange(self.pool_size)
+            self._pool = (step, chosen.to(self.device), place.to(self.device))
+        return self._pool[1:]
+
+    def save_model(self, folder: str | Path) -> Path:
+        """Write encoder and heads as a sentence-transformers folder with its contract.
+
+        Raises:
+            StorageError: The folder cannot be written.
+        """
+        save_sentence_transformer(
+            folder, _with_head(self.encoder, self.query_head), _with_head(self.encoder, self.passage_head)
+        )
+        return Path(folder)
+
+
+class _Frozen:
+    """The encoder and what it made of the texts it has seen; hides both from ``nn.Module``."""
+
+    def __init__(self, tower: TextEncoder, cache_dir: str | Path | None, batch_size: int) -> None:
+        self.tower = tower.eval().requires_grad_(False)
+        self._cache_dir, self._batch_size = cache_dir, batch_size
+        self._known: dict[str, tuple[dict[str, int], Tensor]] = {}
+
+    def learn(self, texts: Any, side: Literal["query", "passage"], progress: Progress | None) -> Tensor:
+        """Encode ``texts`` and remember them instead of what was remembered of this side."""
+        listed = list(texts)
+        if self._cache_dir is None:
+            found = self.tower.encode(listed, side, batch_size=self._batch_size, progress=progress)
+        else:
+            found = self.tower.encode_cached(
+                listed, side, self._cache_dir, batch_size=self._batch_size, progress=progress
+            )
+        self._known[side] = ({text: row for row, text in enumerate(listed)}, found)
+        return found
+
+    def encode(
+        self, texts: Sequence[str], side: Literal["query", "passage"], progress: Progress | None = None
+    ) -> Tensor:
+        """The embeddings of ``texts``: looked up where they are remembered, else made."""
+        rows, known = self._known.get(side, ({}, torch.empty(0, self.tower.dim)))
+        new = list(dict.fromkeys(text for text in texts if text not in rows))
+        if not new:
+            return known[[rows[text] for text in texts]]
+        fresh = self.tower.encode(new, side, batch_size=self._batch_size, progress=progress)
+        place = {**rows, **{text: len(known) + row for row, text in enumerate(new)}}
+        return torch.cat([known.to(fresh.dtype), fresh])[[place[text] for text in texts]]
+
+
+def _identity(dim: int) -> nn.Linear:
+    head = nn.Linear(dim, dim, bias=False)
+    nn.init.eye_(head.weight)
+    return head
+
+
+def _with_head(encoder: TextEncoder, head: nn.Linear | None) -> TextEncoder:
+    """The encoder with one linear map: the head, folded into the map that the encoder may have already."""
+    if head is None:
+        return encoder
+    inner = encoder.projection
+    weight = head.weight.detach().cpu()
+    bias = None
+    if inner is not None:
+        bias = None if inner.bias is None else weight @ inner.bias.cpu().to(weight.dtype)
+        weight = weight @ inner.weight.cpu().to(weight.dtype)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    linear.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
+    made = TextEncoder(encoder.backbone, encoder.tokenizer, encoder.contract, linear)
+    made.unused_weights = encoder.unused_weights
+    return made

@@ -1,0 +1,195 @@
+"""A generator is weights, a tokenizer and a contract, and the three travel together.
+
+A prompt dropped on the way, or a passage cut at another length, changes what a model writes without
+any error. So the prompt, the two lengths and the case folding are saved beside the weights, and
+whoever loads the folder gets texts turned into tokens exactly as training did it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
+from lit_dpret.modules.model_loading import load_seq2seq, load_tokenizer
+
+CONTRACT_NAME = "lit_dpret_generator.json"
+CONTRACT_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorContract:
+    """How texts become tokens: everything beside the weights that changes what is generated.
+
+    Args:
+        prompt: Put before every passage.
+        max_passage_length: Tokens of prompt and passage together, the end mark included.
+        max_query_length: Tokens of a query, the end mark included.
+        lower_case: Lower-case prompt-less passages and queries before they are tokenised.
+    """
+
+    prompt: str = "generate_query: "
+    max_passage_length: int = 384
+    max_query_length: int = 128
+    lower_case: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_passage_length", "max_query_length"):
+            if getattr(self, name) < 2:
+                raise ConfigurationError(
+                    f"model.{name}={getattr(self, name)} leaves no room for a token before the end mark. "
+                    "Give at least 2."
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The contract as it is written to ``lit_dpret_generator.json``."""
+        return {"format": CONTRACT_FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Any]) -> GeneratorContract:
+        """Read it back; a format or a key that this version does not know is refused, not ignored."""
+        if not isinstance(facts, Mapping) or facts.get("format") != CONTRACT_FORMAT:
+            raise UnsupportedModelError(
+                f"{CONTRACT_NAME} is not of format {CONTRACT_FORMAT}, the one this version reads."
+            )
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(facts) - known - {"format"}):
+            raise UnsupportedModelError(f"{CONTRACT_NAME} states {unknown[0]!r}, which this version cannot honour.")
+        return cls(**{key: value for key, value in facts.items() if key in known})
+
+
+@dataclass(frozen=True)
+class TextCodec:
+    """Texts to token ids and back, by one tokenizer under one contract.
+
+    Guarantees:
+        - A text that is too long loses its end, never its end mark.
+        - The tokenizer is left as it was: no truncation setting leaks into its saved files.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    contract: GeneratorContract
+
+    def passages(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of ``prompt + passage``, at most ``max_passage_length`` each."""
+        prompt = self.contract.prompt
+        return self._ids([prompt + self._cased(text) for text in texts], self.contract.max_passage_length)
+
+    def queries(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of the queries, at most ``max_query_length`` each."""
+        return self._ids([self._cased(text) for text in texts], self.contract.max_query_length)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The words of generated ids, without marks, with single spaces."""
+        decoded = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return " ".join(str(decoded).split())
+
+    def _cased(self, text: str) -> str:
+        return text.lower() if self.contract.lower_case else text
+
+    def _ids(self, texts: list[str], limit: int) -> list[list[int]]:
+        eos = self.tokenizer.eos_token_id
+        if not texts:
+            return []
+        rows: list[list[int]] = self.tokenizer(texts, verbose=False)["input_ids"]
+        return [[*(ids[:-1] if ids and ids[-1] == eos else ids)[: limit - 1], eos] for ids in rows]
+
+
+@dataclass
+class GeneratorModel:
+    """What generation needs of a saved generator."""
+
+    model: PreTrainedModel
+    codec: TextCodec
+    folder: Path
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.codec.tokenizer
+
+    @property
+    def contract(self) -> GeneratorContract:
+        return self.codec.contract
+
+
+def save_generator(folder: str | Path, model: PreTrainedModel, codec: TextCodec) -> Path:
+    """Write weights, tokenizer and contract to ``folder``, all of it or nothing.
+
+    The folder is an ordinary Hugging Face model folder with one file more. An older generator
+    there is replaced; a folder that holds anything else is left alone.
+
+    Raises:
+        StorageError: The folder cannot be written, or holds something else.
+    """
+    target = Path(folder)
+    if target.exists() and not (target / CONTRACT_NAME).is_file() and (not target.is_dir() or any(target.iterdir())):
+        raise StorageError(
+            f"{target} holds something that is no generator; it will not be replaced. Choose another folder."
+        )
+    mark = uuid.uuid4().hex[:8]
+    fresh, stale = target.with_name(f".{target.name}.{mark}.new"), target.with_name(f".{target.name}.{mark}.old")
+    try:
+        fresh.mkdir(parents=True)
+        model.save_pretrained(fresh)
+        codec.tokenizer.save_pretrained(fresh)
+        text = json.dumps(codec.contract.to_dict(), indent=2, ensure_ascii=False, sort_keys=True)
+        (fresh / CONTRACT_NAME).write_text(text + "\n", encoding="utf-8")
+        for file in fresh.iterdir():
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())
+        if target.exists():
+            target.rename(stale)
+        fresh.rename(target)
+    except OSError as error:
+        if stale.exists() and not target.exists():
+            stale.rename(target)
+        raise StorageError(
+            f"The generator could not be saved to {target}: {error.strerror or error}. What was there before is kept."
+        ) from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    shutil.rmtree(stale, ignore_errors=True)
+    return target
+
+
+def load_generator(folder: str | Path) -> GeneratorModel:
+    """Read what ``save_generator`` wrote; weights in float32, dropout off.
+
+    Raises:
+        UnsupportedModelError: The folder is no generator of this package.
+    """
+    folder = Path(folder)
+    try:
+        facts = json.loads((folder / CONTRACT_NAME).read_text(encoding="utf-8"))
+        contract = GeneratorContract.from_dict(facts)
+    except (OSError, ValueError, TypeError) as error:
+        if isinstance(error, UnsupportedModelError | ConfigurationError):
+            raise
+        raise UnsupportedModelError(
+            f"{folder} is no saved generator: {CONTRACT_NAME} is missing or unreadable, and without it the prompt and "
+            "the lengths of training are unknown. Give the folder that a generator run exported."
+        ) from error
+    model = load_seq2seq(folder)
+    return GeneratorModel(model.eval(), TextCodec(load_tokenizer(folder), contract), folder)
+
+
+def weights_hash(folder: str | Path) -> str:
+    """SHA-256 over config, weights, tokenizer and contract of a saved generator, by file name."""
+    digest = hashlib.sha256()
+    names = [CONTRACT_NAME, "config.json", "tokenizer.json", "tokenizer_config.json"]
+    files = [Path(folder) / name for name in names] + sorted(Path(folder).glob("*.safetensors"))
+    for file in files:
+        if file.is_file():
+            with open(file, "rb") as handle:
+                inner = hashlib.file_digest(handle, "sha256").hexdigest()
+            digest.update(f"{file.name}\0{inner}\n".encode())
+    return digest.hexdigest()

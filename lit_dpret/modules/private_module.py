@@ -1,0 +1,180 @@
+r"""The training loop that every family shares.
+
+A subclass says what one row's loss is. This class turns physical batches into logical steps, asks
+for permission before each release, lets the privacy mode clip and noise, and steps the optimizer.
+It drives any mode, ``none`` included, under a plain ``lightning.Trainer``; nothing here needs
+Hydra.
+
+Manual optimization was chosen over the surrogate loss sum_p <p, stopgrad(G_p)>: on one device it
+keeps gradient clipping, accumulation and averaging of the Trainer out of the way (Lightning
+refuses ``gradient_clip_val`` and ``accumulate_grad_batches`` under it), and a step that is refused
+leaves the optimizer untouched. The mode hands over sums by parameter name, so that a strategy with
+a reducer of its own can take them another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.modules.optimizers import OptimizerSpec
+from lit_dpret.privacy.guard import Guard
+from lit_dpret.privacy.modes import PrivacyMode
+from lit_dpret.privacy.sampling import Row, UnitBatch
+
+
+class PrivateModule(L.LightningModule):
+    """Base of every trainable module of this package, and of yours.
+
+    Implement ``collate_rows(rows)`` and ``per_row_loss(rows)``. The loss of a row must depend on
+    that row and on public data alone; a module whose loss couples rows says so with
+    ``coupled_loss = True`` and is refused by the per-example modes.
+
+    Guarantees:
+        - A logical step is taken for every draw, an empty one included.
+        - No update is made without a permit, and every permit is asked for before noise is drawn.
+        - Losses computed on private rows are logged only where the mode promises nothing, or
+          where ``log_private_loss`` declares the leak; the card then says so.
+
+    Args:
+        privacy: The privacy mode.
+        optimizer: Name, learning rate and schedule of the optimizer.
+        log_private_loss: Log the training loss although it is an unaccounted release.
+    """
+
+    coupled_loss: bool = False
+
+    def __init__(
+        self, *, privacy: PrivacyMode, optimizer: OptimizerSpec, log_private_loss: bool = False
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.privacy = privacy
+        self.optimizer_spec = optimizer
+        self.log_private_loss = log_private_loss
+        self._guard: Guard | None = None
+        self._checked_decoupled = False
+        self._loss_sum = 0.0
+
+    def collate_rows(self, rows: list[Row]) -> Any:
+        """Turn rows of text into what ``per_row_loss`` takes: a dict of tensors, first axis rows."""
+        raise UnsupportedModelError(f"{type(self).__name__} does not implement collate_rows(rows).")
+
+    def per_row_loss(self, rows: Any) -> Tensor:
+        """The loss of each row, shape ``(rows,)``."""
+        raise UnsupportedModelError(f"{type(self).__name__} does not implement per_row_loss(rows).")
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer_spec.build(self.parameters(), steps=self._planned_steps())
+
+    def _planned_steps(self) -> int:
+        return self.trainer.max_steps if self.trainer.max_steps > 0 else 0
+
+    def receive_guard(self, guard: Guard) -> None:
+        """Called by the accountant once plan, mode and ledger are ready."""
+        self._guard = guard
+
+    def on_train_start(self) -> None:
+        if self._guard is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} has no privacy accountant: nothing would be counted. "
+                "Add lit_dpret.callbacks.PrivacyAccountant to the Trainer's callbacks."
+            )
+
+    def training_step(self, batch: UnitBatch, batch_idx: int) -> None:
+        guard = self._guard
+        if guard is None:
+            raise ConfigurationError(f"{type(self).__name__} is trained without a privacy accountant.")
+        if batch.rows is not None:
+            if not self._checked_decoupled:
+                self._refuse_coupled_loss(batch.rows)
+            with self._replayable_dropout(guard, batch):
+                self.privacy.add(self._unit_loss(batch), batch.unit_ids, batch.mask)
+        if batch.last:
+            self._logical_step(guard, batch.step)
+
+    def _logical_step(self, guard: Guard, step: int) -> None:
+        units = self.privacy.counts.units
+        sums = self.privacy.take()
+        permit = guard.authorise(step, units, sums)
+        update = self.privacy.privatize(sums, attempt=permit.attempt, step=permit.step)
+        del sums
+        for name, parameter in self.named_parameters():
+            if name in update.gradients:
+                parameter.grad = update.gradients[name]
+        optimizer = self.optimizers()
+        if isinstance(optimizer, list):
+            raise ConfigurationError(f"{type(self).__name__} must have exactly one optimizer.")
+        guard.record(permit, update)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        scheduler = self.lr_schedulers()
+        if scheduler is not None and not isinstance(scheduler, list):
+            scheduler.step()  # type: ignore[call-arg]
+        if self.log_private_loss or self.privacy.guarantee != "dp":
+            self.log("train/loss", self._loss_sum / max(units, 1), on_step=True, prog_bar=True, batch_size=1)
+        self._loss_sum = 0.0
+
+    def _unit_loss(self, batch: UnitBatch) -> Callable[[], Tensor]:
+        """Row losses scaled so that their sum inside a unit is the unit's mean."""
+        rows_of_unit = torch.bincount(batch.unit_ids, minlength=len(batch.mask))
+
+        def losses() -> Tensor:
+            loss = self.per_row_loss(batch.rows)
+            if loss.shape != batch.unit_ids.shape:
+                raise UnsupportedModelError(
+                    f"{type(self).__name__}.per_row_loss returned shape {tuple(loss.shape)} for "
+                    f"{len(batch.unit_ids)} rows; it must return one loss per row."
+                )
+            weighted = loss / rows_of_unit[batch.unit_ids].to(loss.dtype)
+            self._loss_sum += float(weighted.detach().sum())
+            return weighted
+
+        return losses
+
+    @contextmanager
+    def _replayable_dropout(self, guard: Guard, batch: UnitBatch) -> Any:
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(guard.stream.model_seed(guard.attempt, batch.step, batch.part))
+            yield
+
+    def _refuse_coupled_loss(self, rows: Any) -> None:
+        """Compare the losses of the first half of the rows with and without the other half."""
+        self._checked_decoupled = True
+        if self.privacy.guarantee != "dp" or not isinstance(rows, dict):
+            return
+        tensors = [value for value in rows.values() if isinstance(value, Tensor)]
+        count = len(tensors[0]) if tensors else 0
+        if count < 2 or any(len(value) != count for value in tensors):
+            return
+        half = type(rows)({k: v[: count // 2] if isinstance(v, Tensor) else v for k, v in rows.items()})
+        with _evaluating(self), torch.no_grad():
+            together = self.per_row_loss(rows)[: count // 2].float()
+            alone = self.per_row_loss(half).float()
+        if not torch.allclose(together, alone, rtol=1e-2, atol=1e-3):
+            worst = int((together - alone).abs().argmax())
+            raise UnsupportedModelError(
+                f"privacy={self.privacy.name} cannot train {type(self).__name__}: the loss of row {worst} is "
+                "different when other rows are in the batch, so clipping each example bounds nothing. "
+                "Normalise the loss inside each row, remove batch statistics, or declare coupled_loss = True "
+                "and choose a mode for coupled losses."
+            )
+
+
+@contextmanager
+def _evaluating(module: torch.nn.Module) -> Any:
+    modes = {child: child.training for child in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for child, training in modes.items():
+            child.training = training
+

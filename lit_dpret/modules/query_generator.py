@@ -1,0 +1,219 @@
+"""Passage in, query out: the model that learns to ask, and the only part that sees a private query.
+
+Fine-tuning a sequence-to-sequence model on (passage, query) pairs under DP-SGD gives a model that
+may write as many queries as one likes: they are post-processing (papers: "query-level privacy for
+deep retrieval", section 4). That holds only if the loss is a sum over units, so the loss of a row is
+normalised by the row's *own* number of target tokens. Hugging Face's built-in loss divides by the
+token count of the whole batch: one long query would then change the weight of all the others, and
+clipping each example would bound nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedTokenizerBase
+
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.modules.generator_folder import (
+    GeneratorContract,
+    GeneratorModel,
+    TextCodec,
+    load_generator,
+    save_generator,
+)
+from lit_dpret.modules.model_loading import build_seq2seq, enable_checkpointing, load_seq2seq, load_tokenizer
+from lit_dpret.modules.optimizers import OptimizerSpec
+from lit_dpret.modules.private_module import PrivateModule
+from lit_dpret.privacy.budget import require_choice
+from lit_dpret.privacy.modes import PrivacyMode
+from lit_dpret.privacy.sampling import Row
+
+LossNormalisation = Literal["mean", "sum"]
+IGNORED = -100
+
+
+class QueryGenerator(PrivateModule):
+    """Learn to write the query that a passage answers.
+
+    Guarantees:
+        - The loss of a row depends on that row alone: not on the other rows of the batch, nor on
+          how far the batch was padded.
+        - Weights are trained and noised in float32, whatever type they were stored in.
+        - ``save_model`` writes a plain Hugging Face folder, and ``load_model`` reads back a model
+          that writes the same queries.
+
+    Args:
+        privacy: The privacy mode.
+        optimizer: Name, learning rate and schedule of the optimizer.
+        pretrained: Hub name, model folder, or ``public_t5`` for the model that ships with this
+            package; null to build a new one from ``config``.
+        config: Fields of the Hugging Face config of a new model (``pretrained`` null).
+        tokenizer: Hub name, folder or tokenizer; null for the one of ``pretrained``.
+        prompt: Put before every passage.
+        max_passage_length: Tokens of prompt and passage together.
+        max_query_length: Tokens of a query.
+        lower_case: Lower-case passages and queries.
+        dropout: Overrides the model's own rate; null keeps it.
+        trainable_patterns: Regular expressions; a parameter is trained where one of them matches
+            in its name, all others are frozen. Null trains everything.
+        loss_normalisation: ``mean`` over a row's own target tokens, or their ``sum``.
+        gradient_checkpointing: Recompute activations to save memory.
+        log_private_loss: Log the training loss although it is an unaccounted release.
+
+    Raises:
+        UnsupportedModelError: The model cannot be loaded, or is no sequence-to-sequence model.
+        ConfigurationError: Two settings contradict each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        privacy: PrivacyMode,
+        optimizer: OptimizerSpec,
+        pretrained: str | Path | None,
+        config: Mapping[str, Any] | None = None,
+        tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+        prompt: str = "generate_query: ",
+        max_passage_length: int = 384,
+        max_query_length: int = 128,
+        lower_case: bool = False,
+        dropout: float | None = None,
+        trainable_patterns: Sequence[str] | None = None,
+        loss_normalisation: LossNormalisation = "mean",
+        gradient_checkpointing: bool = False,
+        log_private_loss: bool = False,
+    ) -> None:
+        super().__init__(privacy=privacy, optimizer=optimizer, log_private_loss=log_private_loss)
+        require_choice("model.loss_normalisation", loss_normalisation, get_args(LossNormalisation))
+        contract = GeneratorContract(
+            prompt=prompt,
+            max_passage_length=max_passage_length,
+            max_query_length=max_query_length,
+            lower_case=lower_case,
+        )
+        if (pretrained is None) == (config is None):
+            raise ConfigurationError(
+                f"model.pretrained={pretrained} and model.config={config}: give one of them, a model to start from "
+                "or the shape of a new one."
+            )
+        source = tokenizer if tokenizer is not None else pretrained
+        if source is None:
+            raise ConfigurationError(
+                "model.pretrained=null needs model.tokenizer: a new model has no words of its own."
+            )
+        words = load_tokenizer(source)
+        if pretrained is not None:
+            model = load_seq2seq(pretrained, dropout=dropout)
+        else:
+            model = build_seq2seq(config or {}, words, dropout=dropout)
+        self.pretrained = "none, trained from random weights" if pretrained is None else str(pretrained)
+        self.codec = TextCodec(words, contract)
+        self.loss_normalisation = loss_normalisation
+        self.model = model.train()  # from_pretrained leaves it in evaluation mode, where dropout is off
+        self._check_sizes()
+        if gradient_checkpointing:
+            enable_checkpointing(self.model)
+        if trainable_patterns is not None:
+            self._freeze_all_but(list(trainable_patterns))
+
+    def setup(self, stage: str) -> None:
+        precision = str(getattr(self.trainer, "precision", ""))
+        if precision.startswith("16"):
+            raise ConfigurationError(
+                f"trainer.precision={precision}: the activations of T5 models overflow in float16, and the loss scaler "
+                "would skip steps. Choose bf16-mixed or 32-true."
+            )
+
+    def collate_rows(self, rows: list[Row]) -> dict[str, Tensor]:
+        """Tokens of the rows, padded to the longest of them.
+
+        Returns:
+            ``input_ids`` and ``attention_mask`` of shape ``(rows, passage tokens)``, and ``labels``
+            of shape ``(rows, query tokens)`` with -100 where there is padding.
+        """
+        passages = self.codec.passages([row.passage for row in rows])
+        queries = self.codec.queries([row.query for row in rows])
+        pad = int(self.codec.tokenizer.pad_token_id)
+        return {
+            "input_ids": _padded(passages, pad),
+            "attention_mask": _padded([[1] * len(ids) for ids in passages], 0),
+            "labels": _padded(queries, IGNORED),
+        }
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        """Cross entropy in nats over each row's own target tokens, in float32 or wider, ``(rows,)``."""
+        labels = rows["labels"]
+        logits = self.model(
+            input_ids=rows["input_ids"],
+            attention_mask=rows["attention_mask"],
+            decoder_input_ids=self.model.prepare_decoder_input_ids_from_labels(labels),
+            use_cache=False,
+        ).logits
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        by_token = cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+        loss = by_token.view(labels.shape).sum(dim=1)
+        if self.loss_normalisation == "mean":
+            loss = loss / (labels != IGNORED).sum(dim=1).clamp(min=1)
+        return loss
+
+    def save_model(self, folder: str | Path) -> Path:
+        """Write the generator as a Hugging Face folder with its contract, all of it or nothing.
+
+        Raises:
+            StorageError: The folder cannot be written, or holds something that is no generator.
+        """
+        return save_generator(folder, self.model, self.codec)
+
+    @staticmethod
+    def load_model(folder: str | Path) -> GeneratorModel:
+        """What ``save_model`` wrote, ready to generate."""
+        return load_generator(folder)
+
+    def _check_sizes(self) -> None:
+        vocabulary, words = self.model.get_input_embeddings().num_embeddings, len(self.codec.tokenizer)
+        if vocabulary < words:
+            raise ConfigurationError(
+                f"model.tokenizer has {words} tokens, but the model has embeddings for {vocabulary}: they do not "
+                "belong together."
+            )
+        positions = getattr(self.model.config, "max_position_embeddings", None)
+        for name in ("max_passage_length", "max_query_length"):
+            length = getattr(self.codec.contract, name)
+            if isinstance(positions, int) and length > positions:
+                raise ConfigurationError(
+                    f"model.{name}={length} is more than the {positions} positions that the model has."
+                )
+
+    def _freeze_all_but(self, patterns: list[str]) -> None:
+        parameters = dict(self.model.named_parameters())
+        chosen: set[str] = set()
+        for pattern in patterns:
+            try:
+                found = {name for name in parameters if re.search(pattern, name)}
+            except re.error as error:
+                raise ConfigurationError(
+                    f"model.trainable_patterns: {pattern!r} is no regular expression: {error}."
+                ) from error
+            if not found:
+                raise ConfigurationError(
+                    f"model.trainable_patterns: {pattern!r} matches no parameter. Tied weights go by their first name; "
+                    f"the names begin with {', '.join(sorted({name.split('.')[0] for name in parameters}))}."
+                )
+            chosen |= found
+        if not chosen:
+            raise UnsupportedModelError("model.trainable_patterns is empty: nothing would be learnt.")
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(name in chosen)
+
+
+def _padded(rows: list[list[int]], value: int) -> Tensor:
+    """The rows as one tensor, filled up with ``value`` at the end."""
+    width = max(len(row) for row in rows)
+    return torch.tensor([row + [value] * (width - len(row)) for row in rows], dtype=torch.long)

@@ -1,0 +1,248 @@
+"""How much privacy a list of releases has cost, and how much noise a budget asks for.
+
+Whatever is asked here, be it the claim on the card, the step at which a run must stop, or the noise
+that a budget calls for, is answered by one function, `epsilon`, at one discretisation. One
+accountant never stands in for another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from scipy import stats
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.budget import AccountantName, Neighbours
+from lit_dpret.privacy.ceilings import attack_ceilings
+from lit_dpret.privacy.claims import (
+    delta_at,
+    epsilon,
+    epsilon_curve,
+    epsilon_without_amplification,
+    rough_epsilon,
+)
+from lit_dpret.privacy.composition import LARGEST_EPSILON, SUPPORTED, check_supported, plain
+from lit_dpret.privacy.releases import GaussianRelease, Poisson, Release, SamplingLaw, TruncatedPoisson
+from lit_dpret.privacy.search import DecimalGrid, boundary, least
+
+__all__ = [
+    "LARGEST_EPSILON",
+    "SUPPORTED",
+    "Accountant",
+    "attack_ceilings",
+    "calibrate_noise",
+    "check_supported",
+    "choose_cap",
+    "delta_at",
+    "epsilon",
+    "epsilon_curve",
+    "epsilon_without_amplification",
+    "truncation_delta",
+]
+
+MOST_NOISE = 1e5
+MOST_STEPS = 10_000_000
+
+
+@dataclass(frozen=True)
+class Accountant:
+    """One way of counting, fixed for a run: delta, relation and library.
+
+    Args:
+        delta: The delta of every epsilon it states.
+        neighbours: The relation of every epsilon it states.
+        name: ``pld``, ``rdp`` or ``prv``.
+    """
+
+    delta: float
+    neighbours: Neighbours
+    name: AccountantName = "pld"
+
+    def epsilon(self, releases: Iterable[Release]) -> float:
+        """The epsilon of all ``releases`` together; see the function of that name."""
+        return epsilon(releases, delta=self.delta, neighbours=self.neighbours, accountant=self.name)
+
+    def max_steps(
+        self,
+        release: Release,
+        eps: float,
+        *,
+        already: Iterable[Release] = (),
+        at_most: int = MOST_STEPS,
+    ) -> int:
+        """How many more times ``release`` can be made before epsilon passes ``eps``.
+
+        Guarantees:
+            - ``epsilon`` of what was made already plus the answer is at most ``eps``, by the same
+              function at the same discretisation, and one release more would pass ``eps`` unless
+              the answer is ``at_most``.
+            - One evaluation where ``at_most`` releases fit.
+
+        Args:
+            release: What one step lets out; its ``count`` is ignored.
+            eps: The budget.
+            already: What was let out before.
+            at_most: The steps that are planned; more are not looked for.
+        """
+        already = list(already)
+
+        def spent(count: int) -> float:
+            return self.epsilon([*already, replace(release, count=count)])
+
+        if at_most < 1:
+            return 0
+        excess: int | None = None
+        if at_most < MOST_STEPS:
+            if spent(at_most) <= eps:
+                return at_most
+            excess = at_most
+        if spent(1) > eps:
+            return 0
+        fits = 1
+        while excess is None:
+            # Epsilon grows about as the square root of the number of steps, or faster.
+            growth = 1.2 * (eps / max(spent(fits), eps / 64)) ** 2
+            trial = min(at_most, math.ceil(fits * min(64.0, max(2.0, growth))))
+            if spent(trial) > eps:
+                excess = trial
+            elif trial == at_most:
+                return at_most
+            else:
+                fits = trial
+        return boundary(spent, eps, good=fits, bad=excess)
+
+
+def calibrate_noise(
+    *,
+    eps: float,
+    delta: float,
+    neighbours: Neighbours,
+    law: SamplingLaw,
+    steps: int,
+    accountant: AccountantName = "pld",
+    tolerance: float = 1e-3,
+    already: Iterable[Release] = (),
+) -> float:
+    """The least noise multiplier with which ``steps`` releases by ``law`` stay within ``eps``.
+
+    Guarantees:
+        - ``epsilon`` of the result, with ``already`` composed in, is at most ``eps``.
+        - It is a decimal of as few digits as ``tolerance`` allows, rounded up: at most ``tolerance``
+          above the least noise that would do, and printed in full.
+
+    Raises:
+        UnsupportedAccountingError: The accountant does not judge this law under ``neighbours``.
+        ConfigurationError: No noise meets the budget; the message says what epsilon is left.
+    """
+    already = list(already)
+    if not eps > 0:
+        raise ConfigurationError(f"privacy.eps={eps} is not a positive number.")
+    check_supported(law, accountant, neighbours)
+    law = plain(law)
+    digits = math.ceil(-math.log10(tolerance) - 1e-9)
+    grid = DecimalGrid(digits=digits)
+    most = grid.index(MOST_NOISE)
+    start, stride = 0, int(2 * 10**digits)
+
+    def trial(index: int) -> list[Release]:
+        return [*already, GaussianRelease(noise_multiplier=grid[index], law=law, count=steps)]
+
+    def spent(index: int) -> float:
+        return epsilon(trial(index), delta=delta, neighbours=neighbours, accountant=accountant)
+
+    def rough(index: int) -> float:
+        return rough_epsilon(trial(index), delta=delta, neighbours=neighbours)
+
+    if isinstance(law, TruncatedPoisson):
+        # Truncation can only add loss, so the noise of the plain law is where to start, and nearly always the answer.
+        uncapped = calibrate_noise(
+            eps=eps,
+            delta=delta,
+            neighbours=neighbours,
+            law=Poisson(sample_rate=law.sample_rate),
+            steps=steps,
+            tolerance=tolerance,
+            already=already,
+        )
+        start, stride = grid.index(uncapped), 1
+        if spent(start) <= eps:
+            return uncapped
+    elif accountant != "rdp":
+        guess = least(rough, eps, start=0, most=most, stride=stride, place=grid.__getitem__)
+        if guess is not None and 0 < spent(guess) < math.inf:
+            # A coarse distribution overstates epsilon by a nearly constant factor: aim that much higher.
+            aim = eps * rough(guess) / spent(guess)
+            guess = least(rough, aim, start=guess, most=most, stride=4, place=grid.__getitem__)
+        start, stride = (most, stride) if guess is None else (guess, 1)
+    found = least(spent, eps, start=start, most=most, stride=stride, place=grid.__getitem__)
+    if found is None:
+        raise ConfigurationError(
+            f"privacy.eps={eps:g} cannot be met by any noise: at a noise multiplier of {MOST_NOISE:g} the "
+            f"{accountant} accountant still finds epsilon={spent(most):.3g} at delta={delta:.3g} for {steps} steps"
+            + (" and what was released before" if already else "")
+            + ". Raise privacy.eps or privacy.delta, plan fewer steps, or choose another privacy.accountant."
+        )
+    return grid[found]
+
+
+def truncation_delta(law: TruncatedPoisson, steps: int) -> float:
+    """An upper bound on what truncation adds to delta over ``steps`` steps.
+
+    A step in which the batch was cut and the unit in question was left in it can at worst give that
+    unit away, and in every other step the unit is as hidden as by plain Poisson sampling or better.
+    Such a step has probability P[Binomial(n, q) > cap] * cap / n (the mixture of Ganesh et al. 2025,
+    arXiv 2508.15089, which dp-accounting composes step by step).
+    """
+    return float(steps * stats.binom.sf(law.cap, law.n, law.sample_rate) * law.cap / law.n)
+
+
+def choose_cap(
+    *,
+    n: int,
+    sample_rate: float,
+    steps: int,
+    eps: float,
+    delta: float,
+    neighbours: Neighbours,
+    max_increase: float = 0.005,
+    noise_multiplier: float | None = None,
+) -> int:
+    """The cap of a truncated Poisson law that costs next to nothing and pads as little as that allows.
+
+    The cap is the least for which `truncation_delta` fits into the delta that plain Poisson sampling
+    leaves unused at ``1 + max_increase`` times its epsilon. No truncated distribution has to be
+    computed, at the price of a cap a few per cent above the least possible.
+
+    Guarantees:
+        - At the noise calibrated for plain Poisson sampling, epsilon under the cap is at most
+          ``1 + max_increase`` times epsilon without it, under the same relation.
+        - Never above n; n itself, which cuts nothing, where no smaller cap will do.
+
+    Args:
+        n: Units in the data set.
+        sample_rate: Probability of one unit being drawn.
+        steps: Releases planned.
+        eps: Budget that the noise is calibrated for.
+        delta: Its delta.
+        neighbours: Its relation.
+        max_increase: How much larger epsilon may become, relative.
+        noise_multiplier: The noise, where it is given and not calibrated.
+    """
+    law = Poisson(sample_rate=sample_rate)
+    if noise_multiplier is None:
+        noise_multiplier = calibrate_noise(eps=eps, delta=delta, neighbours=neighbours, law=law, steps=steps)
+    releases = [GaussianRelease(noise_multiplier=noise_multiplier, law=law, count=steps)]
+    allowed = epsilon(releases, delta=delta, neighbours=neighbours) * (1 + max_increase)
+    if not math.isfinite(allowed):
+        return n
+    spare = delta - delta_at([allowed], releases, neighbours=neighbours)[0]
+    low, high = max(1, math.ceil(sample_rate * n)), n
+    while low < high:
+        cap = (low + high) // 2
+        if truncation_delta(TruncatedPoisson(sample_rate=sample_rate, cap=cap, n=n), steps) <= spare:
+            high = cap
+        else:
+            low = cap + 1
+    return low

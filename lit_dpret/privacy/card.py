@@ -1,0 +1,360 @@
+"""The privacy card: what a run may claim, computed from what the run did.
+
+A card is the document that a privacy officer signs. Its epsilon is recomputed from the ledger,
+never copied from a configuration; it never stands without unit, neighbours and delta; and where a
+step of the argument is missing, the card says *not proved* instead of printing a number.
+
+An artefact made from a private artefact without touching the private data again (a synthetic data
+set, a retriever trained on it) inherits the claim: the same number, the parent's SHA-256, nothing
+better. ``verify_card`` lets anyone with the ledger check the arithmetic.
+
+The fields follow Ponomareva et al., "How to DP-fy ML" (2023), section 5.3, and tier 3 of the
+OpenDP deployments registry.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lit_dpret.errors import ConfigurationError, DataError, LedgerError
+from lit_dpret.privacy import accounting
+from lit_dpret.privacy import card_terms as terms
+from lit_dpret.privacy.budget import require_choice
+from lit_dpret.privacy.card_check import verify_card
+from lit_dpret.privacy.card_facts import (
+    Assumption,
+    Verdict,
+    accounting_facts,
+    ceilings_of,
+    derived_assumptions,
+    judge,
+    ledger_facts,
+    mechanism_facts,
+    package_versions,
+    plan_of,
+)
+from lit_dpret.privacy.card_file import (
+    CARD_NAME,
+    SCHEMA,
+    card_path,
+    card_sha256,
+    checksum,
+    file_sha256,
+    read_card,
+    subject_of,
+    write_card,
+)
+from lit_dpret.privacy.card_text import show_delta, show_epsilon, statement
+from lit_dpret.privacy.charges import charged_releases
+from lit_dpret.privacy.plan import PrivacyPlan
+
+__all__ = [
+    "CARD_NAME",
+    "SCHEMA",
+    "Assumption",
+    "build_card",
+    "card_sha256",
+    "inherit_card",
+    "read_card",
+    "subject_of",
+    "verify_card",
+    "write_card",
+]
+
+LEDGER_NAME = "privacy_ledger.jsonl"
+
+TuningData = Literal["none", "public", "synthetic", "private", "unknown"]
+
+_TUNING = {
+    "none": "Hyper-parameters were fixed before the private data were used.",
+    "public": "Hyper-parameters were chosen on public data, which costs no privacy.",
+    "synthetic": "Hyper-parameters were chosen on DP synthetic data, which is post-processing.",
+    "private": "NOT ACCOUNTED: hyper-parameters were chosen on private data; epsilon does not cover that choice.",
+    "unknown": "NOT ACCOUNTED: it was not stated on which data the hyper-parameters were chosen.",
+}
+
+
+def build_card(
+    *,
+    ledger_records: Sequence[Mapping[str, Any]],
+    subject: Mapping[str, Any],
+    plan: PrivacyPlan | None = None,
+    ledger_name: str = LEDGER_NAME,
+    mechanism: Mapping[str, Any] | None = None,
+    tuning: Mapping[str, Any] | None = None,
+    pretraining: Mapping[str, Any] | None = None,
+    generation: Mapping[str, Any] | None = None,
+    randomness: Mapping[str, Any] | None = None,
+    output_released: Sequence[str] = ("the final weights", "every checkpoint on the way"),
+    duplicates_policy: str = "",
+    assumptions: Sequence[Assumption] = (),
+    not_covered: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The card of an artefact that was computed from private data.
+
+    Guarantees:
+        - ``claim.epsilon`` is the accountant's answer to `charged_releases` of the records; no
+          argument of this function can lower it.
+        - It is null, and the card carries a red banner, where any release was made without noise
+          (``guarantee`` is ``none``) or an assumption that the proof needs is false (``not_proved``).
+        - An assumption with ``holds`` false always leaves a banner.
+
+    Args:
+        ledger_records: ``PrivacyLedger.records``.
+        subject: From `subject_of`.
+        plan: The plan as the caller knows it; refused if it is not the one in the ledger.
+        ledger_name: How the ledger's file is called beside the card.
+        mechanism: Facts that the ledger does not hold: ``optimizer``, ``trainable_parameters``, …;
+            they cannot replace facts that it does hold.
+        tuning: ``{"data": none|public|synthetic|private|unknown, "n_trials", "method", "note"}``.
+        pretraining: ``{"model", "overlap_check"}``.
+        generation: How a synthetic set was decoded and filtered.
+        randomness: ``{"rng", "secure"}``.
+        output_released: What has been let out, in words.
+        duplicates_policy: What was done about equal texts; the default says that each is a unit.
+        assumptions: Further steps of the argument, in addition to those the ledger decides.
+        not_covered: Further gaps, in addition to those that unit and neighbours leave.
+
+    Raises:
+        LedgerError: The records contradict each other or the plan, or hold no plan record.
+        ConfigurationError: ``tuning.data`` is no known word, or the run trained on synthetic data.
+    """
+    recorded, last = plan_of(ledger_records)
+    if plan is not None and (recorded is None or plan.to_dict() != recorded.to_dict()):
+        raise LedgerError("The plan given to the card is not the plan in the ledger, for which the releases were made.")
+    if last.get("mode") == "synthetic":
+        raise ConfigurationError(
+            "A run on synthetic data has no claim of its own: inherit_card repeats its data's card."
+        )
+    releases = charged_releases(ledger_records)
+    known = derived_assumptions(ledger_records, recorded) if recorded is not None else []
+    known += assumptions
+    verdict = judge(releases, recorded, known)
+    tuned = _tuning(tuning)
+    random = {"rng": "unknown", "secure": bool(last.get("secure_rng", False)), "secret": "never stored with the run"}
+    random |= dict(randomness or {})
+    facts = mechanism_facts(ledger_records, recorded, releases)
+    card: dict[str, Any] = {
+        "schema": SCHEMA,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "subject": dict(subject),
+        "claim": _claim(recorded, verdict, releases, output_released, duplicates_policy),
+        "mechanism": {**facts, **{k: v for k, v in (mechanism or {}).items() if facts.get(k) is None}},
+        "accounting": None if recorded is None else accounting_facts(releases, recorded, verdict),
+        "assumptions": [assumption.to_dict() for assumption in known],
+        "tuning": tuned,
+        "pretraining": dict(pretraining or {}),
+        "generation": dict(generation or {}),
+        "randomness": random,
+        "empirical": {"results": [], "ceilings": ceilings_of(releases, recorded, verdict)},
+        "not_covered": [*_gaps(recorded, verdict, tuned, secure=bool(random["secure"])), *not_covered],
+        "ledger": ledger_facts(ledger_records, releases, ledger_name),
+        "parents": [],
+        "package_versions": package_versions(),
+    }
+    return _finished(card)
+
+
+def inherit_card(
+    parent_path: str | Path,
+    subject: Mapping[str, Any],
+    *,
+    description: str,
+    parent_ledger: str | Path | None = None,
+    ledger_records: Sequence[Mapping[str, Any]] = (),
+    mechanism: Mapping[str, Any] | None = None,
+    tuning: Mapping[str, Any] | None = None,
+    generation: Mapping[str, Any] | None = None,
+    output_released: Sequence[str] = (),
+    assumptions: Sequence[Assumption] = (),
+) -> dict[str, Any]:
+    """The card of an artefact that was computed from another artefact and public data alone.
+
+    Guarantees:
+        - The claim is the parent's: same epsilon, delta, unit and neighbours; never better. A parent
+          without a guarantee passes on that there is none.
+        - The parent is named by the SHA-256 of its card, and so are the parent's parents.
+
+    Args:
+        parent_path: The parent's ``privacy_card.json``, or the folder that holds it.
+        subject: From `subject_of`.
+        description: What was done with the parent, in a phrase.
+        parent_ledger: The parent's ledger; by default the file that the parent names, beside its
+            card. If it is there, the parent's arithmetic is checked; if not, the card says so.
+        ledger_records: Records of the run that made the new artefact; a release among them means
+            that private data were touched, and is refused.
+        mechanism: Facts about the new run: ``optimizer``, ``steps_done``, …
+        tuning: As in `build_card`.
+        generation: As in `build_card`.
+        output_released: What has been let out, in words; by default the subject's name.
+        assumptions: Further steps of the argument. A false one leaves no guarantee.
+
+    Raises:
+        DataError: The parent is missing, malformed, was edited, contradicts its ledger, or describes
+            files that are not the ones beside it.
+        ConfigurationError: The new run made releases of its own.
+    """
+    parent_path = card_path(parent_path)
+    parent = read_card(parent_path)
+    folder = parent_path.parent
+    if charged_releases(ledger_records):
+        raise ConfigurationError(
+            f"{subject['name']} was trained with releases of its own: it is no post-processing of {parent_path}. "
+            "Its claim must be composed of both; build_card on one ledger with all releases does that."
+        )
+    for name, digest in parent["subject"]["sha256"].items():
+        if (folder / name).exists() and file_sha256(folder / name) != digest:
+            raise DataError(f"{folder / name} is not the file that {parent_path} describes: their SHA-256 differ.")
+    ledger_path = Path(parent_ledger) if parent_ledger else folder / str((parent["ledger"] or {}).get("name"))
+    checked = ledger_path.is_file()
+    if checked and (problems := verify_card(parent, ledger_path)):
+        raise DataError(f"{parent_path} does not agree with its ledger {ledger_path}: {problems[0]}")
+    if parent_ledger and not checked:
+        raise DataError(f"The parent's ledger {ledger_path} does not exist.")
+    known = [
+        Assumption("Nothing but what the parent released, and public data, entered this computation.", "unverified"),
+        Assumption("The parent's epsilon follows from the parent's ledger.", True if checked else "unverified"),
+        *assumptions,
+    ]
+    claim = copy.deepcopy(dict(parent["claim"]))
+    claim["output_released"] = list(output_released) or [str(subject["name"])]
+    if claim["guarantee"] == "dp" and any(assumption.holds is False for assumption in known):
+        claim |= {"guarantee": "not_proved", "epsilon": None, "curve": []}
+    tuned = _tuning(tuning)
+    gaps = [f"{subject['name']}: {gap}" for gap in terms.tuning_gaps(tuned)] + list(parent["not_covered"])
+    card: dict[str, Any] = {
+        "schema": SCHEMA,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "subject": dict(subject),
+        "claim": claim,
+        "mechanism": {**(mechanism or {}), "kind": "post_processing", "mode": "synthetic", "description": description},
+        "accounting": copy.deepcopy(parent["accounting"]),
+        "assumptions": [*(a.to_dict() for a in known), *copy.deepcopy(list(parent["assumptions"]))],
+        "tuning": tuned,
+        "pretraining": copy.deepcopy(dict(parent["pretraining"])),
+        "generation": dict(generation or parent["generation"]),
+        "randomness": copy.deepcopy(dict(parent["randomness"])),
+        "empirical": {"results": [], "ceilings": copy.deepcopy(parent["empirical"].get("ceilings"))},
+        "not_covered": gaps,
+        "ledger": copy.deepcopy(parent["ledger"]),
+        "parents": [
+            {"name": parent["subject"]["name"], "sha256": card_sha256(parent_path), "schema": parent["schema"]},
+            *copy.deepcopy(list(parent["parents"])),
+        ],
+        "package_versions": package_versions(),
+    }
+    return _finished(card)
+
+
+def _claim(
+    plan: PrivacyPlan | None,
+    verdict: Verdict,
+    releases: Sequence[Any],
+    output_released: Sequence[str],
+    duplicates_policy: str,
+) -> dict[str, Any]:
+    if plan is None:
+        return {
+            "flavour": None,
+            "guarantee": "none",
+            "epsilon": None,
+            "delta": None,
+            "delta_rule": None,
+            "curve": [],
+            "unit": None,
+            "unit_text": None,
+            "unit_plural": None,
+            "neighbours": None,
+            "neighbours_text": None,
+            "user_level_epsilon": None,
+            "duplicates_policy": None,
+            "protected": [],
+            "unprotected_quantities": [],
+            "output_released": list(output_released),
+        }
+    budget, n = plan.budget, plan.n_public
+    follows = n is not None and math.isclose(budget.delta, 1 / (2 * n), rel_tol=1e-9)
+    curve: list[list[float]] = []
+    if verdict.basis == "as_charged":
+        pairs = accounting.epsilon_curve(releases, neighbours=budget.neighbours, accountant=plan.accountant)
+        curve = [[epsilon, delta] for epsilon, delta in pairs if math.isfinite(epsilon)]
+    proved = verdict.guarantee == "dp"
+    return {
+        "flavour": "(epsilon, delta)-differential privacy",
+        "guarantee": verdict.guarantee,
+        "epsilon": verdict.epsilon,
+        "delta": budget.delta,
+        "delta_rule": "1 / (2 n)" if follows else "a declared constant",
+        "curve": curve,
+        "unit": budget.unit,
+        "unit_text": terms.describe_unit(budget.unit),
+        "unit_plural": terms.plural(budget.unit),
+        "neighbours": budget.neighbours,
+        "neighbours_text": terms.describe_neighbours(budget.unit, budget.neighbours),
+        "user_level_epsilon": verdict.epsilon if budget.unit == "user" else None,
+        "duplicates_policy": duplicates_policy
+        or f"equal texts are separate {terms.plural(budget.unit)}; none were merged or capped",
+        "protected": terms.protected(budget.unit, budget.neighbours) if proved else [],
+        "unprotected_quantities": terms.unprotected_quantities(budget.unit, budget.neighbours, n),
+        "output_released": list(output_released),
+    }
+
+
+def _gaps(plan: PrivacyPlan | None, verdict: Verdict, tuning: Mapping[str, Any], *, secure: bool) -> list[str]:
+    if plan is None or verdict.guarantee != "dp":
+        return ["Everything: no guarantee is claimed."]
+    return terms.not_covered(plan.budget.unit, plan.budget.neighbours, tuning=tuning, secure=secure)
+
+
+def _tuning(tuning: Mapping[str, Any] | None) -> dict[str, Any]:
+    chosen = {"data": "unknown", "n_trials": None, "method": None, "note": "", **(tuning or {})}
+    require_choice("tuning.data", chosen["data"], get_args(TuningData))
+    text = _TUNING[chosen["data"]]
+    if chosen["n_trials"]:
+        text += f" Number of trials: {chosen['n_trials']}."
+    if chosen["note"]:
+        text += f" {chosen['note']}"
+    return {**chosen, "text": text, "accounted": chosen["data"] not in ("private", "unknown")}
+
+
+def _finished(card: dict[str, Any]) -> dict[str, Any]:
+    """Add what is said about the facts: banners, cautions, statement, checksum."""
+    claim = card["claim"]
+    banners, cautions = [], []
+    if claim["guarantee"] == "none":
+        banners.append(
+            "NO PRIVACY GUARANTEE. Epsilon is infinite: private data went into this without covering noise. "
+            "Do not publish it."
+        )
+    elif claim["guarantee"] == "not_proved":
+        banners.append("PRIVACY NOT PROVED. A step of the proof is false, so no epsilon is printed. Do not publish it.")
+    for assumption in card["assumptions"]:
+        if assumption["holds"] is False:
+            ending = {
+                "charged": "The epsilon on this card takes that into account.",
+                "no_amplification": "The epsilon on this card therefore charges every unit for every step.",
+                "no_guarantee": "Nothing is proved without it.",
+            }[assumption["consequence"]]
+            banners.append(f"An assumption does not hold: {assumption['text']} {ending}")
+    if claim["guarantee"] == "dp":
+        if card["tuning"]["data"] in ("private", "unknown"):
+            cautions.append(card["tuning"]["text"])
+        n = card["mechanism"].get("n_public")
+        if n and claim["delta"] >= 1 / n:
+            cautions.append(
+                f"delta = {show_delta(claim['delta'])} is not below 1/n: it would allow one unit to be published."
+            )
+        if claim["epsilon"] > 20:
+            factor = show_epsilon(claim["epsilon"])
+            cautions.append(
+                f"The odds of a guess about one unit may change by a factor of e^{factor}: hardly a protection."
+            )
+    card |= {"banners": banners, "cautions": cautions}
+    claim["statement"] = statement(card)
+    card["checksum"] = checksum(card)
+    return card

@@ -1,0 +1,98 @@
+"""Holding a card against the ledger it was made from, as any reader can."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.errors import DataError, LedgerError, LitDpretError
+from lit_dpret.privacy.card_facts import Assumption, derived_assumptions, judge, plan_of
+from lit_dpret.privacy.card_file import file_sha256, malformed
+from lit_dpret.privacy.charges import charged_releases, noise_keys
+from lit_dpret.privacy.ledger import PrivacyLedger
+
+# Two evaluations of one accountant differ by less than this; another library version may not.
+TOLERANCE = 1e-6
+
+
+def verify_card(card: Mapping[str, Any], ledger_path: str | Path, *, folder: str | Path | None = None) -> list[str]:
+    """What is wrong with a card, given the ledger it was made from; empty where nothing is.
+
+    Guarantees:
+        - The chain is verified, and epsilon recomputed from it.
+        - Records that were cut off the ledger's end, or appended after the card was made, are
+          reported: the card stores the head hash and the number of records.
+
+    Args:
+        card: From `read_card` (or `build_card`); for an inherited card, the ledger is the parent's.
+        ledger_path: The ledger.
+        folder: Where the subject's files lie; given, their SHA-256 are compared.
+    """
+    if problem := malformed(card):
+        return [problem]
+    problems = [] if folder is None else _changed_files(card["subject"]["sha256"], Path(folder))
+    try:
+        ledger = PrivacyLedger.read(ledger_path)
+    except LedgerError as error:
+        return [*problems, str(error)]
+    records, stored = ledger.records, card["ledger"]
+    if ledger.torn_bytes:
+        problems.append(f"The ledger ends in an incomplete line of {ledger.torn_bytes} bytes.")
+    if len(records) < stored["records"]:
+        problems.append(
+            f"The ledger holds {len(records)} records, the card was made from {stored['records']}: "
+            "records were cut off its end."
+        )
+        return problems
+    if stored["records"] == 0 or records[stored["records"] - 1]["hash"] != stored["head"]:
+        problems.append("The ledger's head is not the card's: this is another ledger, or another run's card.")
+        return problems
+    if len(records) > stored["records"]:
+        more = len(noise_keys(records[stored["records"] :]))
+        problems.append(
+            f"The ledger went on after the card was made, by {len(records) - stored['records']} records with "
+            f"{more} announced steps: the card is out of date."
+        )
+    try:
+        problems += _wrong_claim(card, records[: stored["records"]])
+    except LitDpretError as error:
+        problems.append(str(error))
+    return problems
+
+
+def _wrong_claim(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Compare the claim with what the records allow, computed anew."""
+    plan, _ = plan_of(records)
+    releases = charged_releases(records)
+    known = [Assumption(a["text"], a["holds"], a["consequence"]) for a in card["assumptions"]]
+    fresh = [*(derived_assumptions(records, plan) if plan is not None else []), *(a for a in known if a.holds is False)]
+    verdict = judge(releases, plan, fresh)
+    claim = card["claim"]
+    if verdict.guarantee != claim["guarantee"]:
+        return [f"The card claims the guarantee {claim['guarantee']!r}, the ledger gives {verdict.guarantee!r}."]
+    if plan is None or verdict.epsilon is None:
+        return []
+    budget = plan.budget
+    problems = [
+        f"The card says {name} = {claim[name]}, the ledger's plan {name} = {getattr(budget, name)}."
+        for name in ("delta", "unit", "neighbours")
+        if claim[name] != getattr(budget, name)
+    ]
+    if abs(claim["epsilon"] - verdict.epsilon) > TOLERANCE * max(1.0, verdict.epsilon):
+        problems.append(
+            f"The card claims epsilon = {claim['epsilon']:.6g}, the ledger gives {verdict.epsilon:.6g} "
+            f"(delta = {budget.delta:.3g}, unit = {budget.unit}, neighbours = {budget.neighbours})."
+        )
+    return problems
+
+
+def _changed_files(digests: Mapping[str, str], folder: Path) -> list[str]:
+    problems = []
+    for name, digest in digests.items():
+        try:
+            if file_sha256(folder / name) != digest:
+                problems.append(f"{name} was changed after the card was made: its SHA-256 differs.")
+        except DataError:
+            problems.append(f"{name} is on the card and not in {folder}.")
+    return problems

@@ -1,0 +1,109 @@
+"""What a unit and a neighbouring relation protect, in words a reader can hold against the facts.
+
+An epsilon is a statement about two data sets that differ in one unit. Which unit, and how they
+differ, decides what is protected and what is not; both lists are derived from the two words here,
+so that no card can promise more than its accountant computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lit_dpret.privacy.budget import Neighbours, Unit
+
+_UNITS: dict[str, str] = {
+    "query": "one query with every (query, passage) row that carries it",
+    "pair": "one (query, passage) pair",
+    "user": "everything that one user contributed",
+}
+_SHORT: dict[str, str] = {"query": "query", "pair": "pair", "user": "user"}
+_PLURAL: dict[str, str] = {"query": "queries", "pair": "pairs", "user": "users"}
+
+
+def describe_unit(unit: Unit) -> str:
+    """The unit of privacy in a phrase."""
+    return _UNITS[unit]
+
+
+def plural(unit: Unit) -> str:
+    """``queries`` and so on."""
+    return _PLURAL[unit]
+
+
+def describe_neighbours(unit: Unit, neighbours: Neighbours) -> str:
+    """How the two data sets of the guarantee differ, as an act."""
+    if neighbours == "zero_out":
+        return f"blanking {_UNITS[unit]}, while its place in the data set stays (zero-out)"
+    if neighbours == "add_or_remove":
+        return f"adding or removing {_UNITS[unit]}"
+    return f"replacing {_UNITS[unit]} by any other"
+
+
+def protected(unit: Unit, neighbours: Neighbours) -> list[str]:
+    """What the guarantee hides, up to epsilon and delta."""
+    whose = {"query": "of each query", "pair": "of the query in each pair", "user": "of all queries of each user"}[unit]
+    hidden = [f"the text {whose}", "which passages were relevant to it, beyond what a public list of passages says"]
+    if neighbours == "replace_one":
+        return hidden
+    hidden.append(f"whether a {_SHORT[unit]} was really there")
+    if neighbours == "add_or_remove":
+        hidden.append(f"the number of {_PLURAL[unit]}")
+    return hidden
+
+
+def unprotected_quantities(unit: Unit, neighbours: Neighbours, n: int | None) -> list[str]:
+    """What the guarantee takes as known to everybody."""
+    public = ["the text of every passage in the corpus"]
+    if neighbours == "add_or_remove":
+        return [*public, "the declared constants: delta, sampling rate, batch cap, denominator"]
+    if neighbours == "zero_out":
+        public.append("the list of passages that stand in the training data")
+    size = "" if n is None else f" (n = {n})"
+    return [*public, f"the number of {_PLURAL[unit]}{size}, and what follows from it, such as the sampling rate"]
+
+
+def tuning_gaps(tuning: Mapping[str, Any]) -> list[str]:
+    """What the choice of hyper-parameters leaves open."""
+    if tuning["data"] == "private":
+        return ["The choice of hyper-parameters, which was made on private data and is not accounted."]
+    if tuning["data"] == "unknown":
+        return ["The choice of hyper-parameters: on which data it was made was not stated."]
+    return []
+
+
+def not_covered(unit: Unit, neighbours: Neighbours, *, tuning: Mapping[str, Any], secure: bool) -> list[str]:
+    """What a reader might take for covered and is not."""
+    gaps = []
+    if unit == "pair":
+        gaps.append("A query that stands in several pairs: each pair is protected alone, the query as a whole less.")
+    if unit != "user":
+        gaps.append(
+            f"People who contributed several {_PLURAL[unit]}: the guarantee is for one {_SHORT[unit]}, and no "
+            "user-level epsilon was computed."
+        )
+    gaps.append(
+        f"The same text recorded as several {_PLURAL[unit]}: each copy is a unit of its own, and frequent texts are "
+        "protected less."
+    )
+    if neighbours == "add_or_remove":
+        gaps.append("Passages: their texts are public.")
+    elif neighbours == "zero_out":
+        gaps.append("Passages: their texts, and the fact that a passage stands in the training data, are public.")
+    else:
+        gaps.append("Passages and the number of records, which are public.")
+    gaps += tuning_gaps(tuning)
+    gaps += [
+        "What the pre-trained model had learned before this training.",
+        "Facts that hold for many people at once: learning those is what training is for.",
+        "Queries that are typed when the system is used.",
+        "Losses, metrics and samples computed on private data and shown to anybody outside the ledger.",
+        "A noise secret that leaks, and side channels such as timing or memory.",
+    ]
+    if secure:
+        gaps.append("Attacks on the floating-point form of the noise.")
+    else:
+        gaps.append(
+            "Attacks on the floating-point form of the noise, or on its generator, which is not a cryptographic one."
+        )
+    return gaps

@@ -1,0 +1,38 @@
+"""Clipping engines: from the losses of a physical batch to a sum of bounded gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.clipping.base import ClippedSum, ClipStats
+from lit_dpret.privacy.clipping.ghost import GhostClipping
+from lit_dpret.privacy.clipping.hooks import OpacusClipping
+from lit_dpret.privacy.clipping.loop import LoopClipping
+
+__all__ = ["ClipStats", "ClippedSum", "GhostClipping", "LoopClipping", "OpacusClipping", "make_engine"]
+
+ENGINES: dict[str, type[ClippedSum]] = {
+    "ghost": GhostClipping,
+    "opacus": OpacusClipping,
+    "loop": LoopClipping,
+}
+
+
+def make_engine(name: str, module: nn.Module, **settings: Any) -> ClippedSum:
+    """The engine called ``name``, for ``module``.
+
+    Args:
+        name: ``ghost`` (the default of the package), ``opacus`` or ``loop``; ``privacy.engine``.
+        module: What is trained.
+        settings: ``max_grad_norm``, ``clip``, ``gamma``, and what the engine has of its own.
+
+    Raises:
+        ConfigurationError: No engine has this name.
+        UnsupportedModelError: The engine does not cover the module.
+    """
+    if name not in ENGINES:
+        raise ConfigurationError(f"privacy.engine={name!r} is not one of {', '.join(ENGINES)}.")
+    return ENGINES[name](module, **settings)

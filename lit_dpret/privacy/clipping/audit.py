@@ -1,0 +1,201 @@
+"""Does what was recorded account for the gradient, row by row? Asked before it is believed.
+
+The recorder sees calls of modules; it cannot see whether the first axis of their tensors is the
+batch, whether the loss couples two units, or whether a gradient takes another way. So the first
+batch of an engine, and any later one with a call pattern not seen before, goes through a second
+backward pass in which each unit's loss has a weight of its own. Then
+
+* the gradient at every recorded output must be the first pass's times the weight of the unit it is
+  charged to, which fails for a coupled loss (in-batch negatives, batch statistics), and for a first
+  axis that is not the batch even where its length happens to equal the batch size; and
+* the weighted sum of the engine's gradients must equal that of autograd, for every parameter.
+
+The weights are powers of two of either sign, so scaling commutes with rounding and the first
+comparison is nearly bit-exact in any precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from lit_dpret.errors import UnsupportedModelError
+from lit_dpret.privacy.clipping.base import UnitRows, accumulator_dtype
+from lit_dpret.privacy.clipping.contributions import Contribution, add_weighted
+from lit_dpret.privacy.clipping.gradients import Layout
+from lit_dpret.privacy.clipping.recorder import Use
+
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+LOW_PRECISION_TOLERANCE = 5e-2
+
+
+def unit_weights(batch: UnitRows) -> Tensor:
+    """A power of two of either sign for each slot, different for any two of 16 in a row."""
+    generator = torch.Generator().manual_seed(batch.units)
+    values = torch.tensor([sign * 2.0**e for sign in (1, -1) for e in range(-4, 4)])
+    blocks = [values[torch.randperm(16, generator=generator)] for _ in range(0, batch.units, 16)]
+    return torch.cat(blocks)[: batch.units].to(batch.real.device)
+
+
+def tolerance_of(tensors: Iterable[Tensor]) -> float:
+    """What two computations in the lowest of these precisions may differ by."""
+    return max((TOLERANCE.get(t.dtype, LOW_PRECISION_TOLERANCE) for t in tensors), default=0.0)
+
+
+class Audit:
+    """What has been verified so far, and the layout that was found.
+
+    Args:
+        always: Verify every batch.
+    """
+
+    def __init__(self, always: bool = False) -> None:
+        self.always = always
+        self._layouts: dict[tuple[str, int, bool], Layout] = {}
+        self._parameters_checked = False
+
+    def may_be_due(self, uses: Sequence[Use], loss: Tensor, batch: UnitRows) -> bool:
+        """Whether the graph must be kept for a second pass; known before the first one."""
+        if self.always or not self._parameters_checked:
+            return True
+        if batch.one_unit or all(self._known(use, batch) for use in uses):
+            return False
+        reached = _ancestors(loss)
+        return any(not self._known(use, batch) and use.edge.node in reached for use in uses)
+
+    def is_due(self, uses: Sequence[Use], grads: Sequence[Tensor | None], batch: UnitRows) -> bool:
+        """Whether something unverified takes part in this batch."""
+        if self.always or not self._parameters_checked:
+            return True
+        if batch.one_unit:
+            return False
+        unknown = (g for use, g in zip(uses, grads, strict=True) if g is not None and not self._known(use, batch))
+        return any(bool(g.any()) for g in unknown)
+
+    def layout(self, use: Use, batch: UnitRows) -> Layout:
+        """The layout of a use's batch axis, as verified before."""
+        return self._layouts.get(_key(use, batch), "row_by_row")
+
+    def find_layouts(
+        self,
+        uses: Sequence[Use],
+        grads: Sequence[Tensor | None],
+        weighted: Sequence[Tensor | None],
+        batch: UnitRows,
+    ) -> list[Layout]:
+        """The layout of every use in this batch, from its gradients before and after weighting.
+
+        Slices that are not finite say nothing and are passed over: their unit will be dropped.
+
+        Raises:
+            UnsupportedModelError: Names a module whose gradient follows no unit's weight.
+        """
+        tolerance = tolerance_of(g for g in grads if g is not None)
+        sizes = [None if g is None else _row_norms(g) for g in grads]
+        largest = max((float(s.nan_to_num(0, 0, 0).max()) for s in sizes if s is not None), default=0.0)
+        weights = unit_weights(batch)
+        layouts: list[Layout] = []
+        for use, g, twin, size in zip(uses, grads, weighted, sizes, strict=True):
+            layouts.append("row_by_row")
+            if g is None or size is None or batch.one_unit:
+                continue
+            folds = len(g) // batch.rows
+            finite = size.isfinite()
+            units_of: dict[Layout, Tensor] = {"row_by_row": batch.unit_of_row.repeat_interleave(folds)}
+            if folds > 1:
+                units_of["turn_by_turn"] = batch.unit_of_row.repeat(folds)
+            fitting: list[Layout] = []
+            for layout, units in units_of.items():
+                own = weights[units].abs() * size
+                allowed = own + 1e-3 * torch.where(finite, own, 0).amax() + 1e-6 * largest
+                expected = g.flatten(1) * weights[units].to(g.dtype)[:, None]
+                error = _row_norms(expected if twin is None else twin.flatten(1) - expected)
+                if bool(((error <= tolerance * allowed) | ~finite).all()):
+                    fitting.append(layout)
+            if not fitting:
+                raise UnsupportedModelError(
+                    f"The gradient at {use.site.name} ({type(use.site.module).__name__}) cannot be told apart by "
+                    f"unit: its first axis of {len(g)} is not the batch of {batch.rows} rows (put the batch first, "
+                    "or expand what is shared to the batch), or the loss of one unit depends on another unit "
+                    "(in-batch negatives, batch statistics), which clipping cannot bound."
+                )
+            layouts[-1] = fitting[0]
+            contributing = set(units_of[fitting[0]][(size > 0) & finite].tolist())
+            if len(fitting) == 1 and len(contributing) > 1:
+                self._layouts[_key(use, batch)] = fitting[0]
+        return layouts
+
+    def check_parameters(
+        self,
+        contributions: Mapping[str, Sequence[Contribution]],
+        references: Mapping[str, Tensor],
+        batch: UnitRows,
+        tolerance: float,
+    ) -> None:
+        """Compare the engine's weighted sum with autograd's, parameter by parameter.
+
+        A batch with a broken unit says nothing, since autograd's sum is broken by it: the next
+        batch is asked instead.
+
+        Raises:
+            UnsupportedModelError: Names a parameter whose gradients differ.
+        """
+        norms = {name: float(g.double().norm()) for name, g in references.items()}
+        whole = math.hypot(*norms.values())
+        if not math.isfinite(whole):
+            return
+        coefficients = (unit_weights(batch) * batch.real)[batch.unit_of_row]
+        for name, reference in references.items():
+            dtype = accumulator_dtype(reference)
+            found = add_weighted(contributions.get(name, ()), coefficients, None, reference.shape, dtype)
+            gap = float((found - reference).double().norm())
+            if not gap <= tolerance * (norms[name] + 1e-3 * whole):
+                raise UnsupportedModelError(
+                    f"Parameter {name}: its recorded calls give a gradient that differs from autograd's by {gap:.3g} "
+                    f"(norm {norms[name]:.3g}), so a hook or an unusual forward pass changes it. "
+                    "Remove the hook, freeze the parameter, or choose privacy.engine=loop."
+                )
+        self._parameters_checked = True
+
+    def _known(self, use: Use, batch: UnitRows) -> bool:
+        return _key(use, batch) in self._layouts
+
+
+def _key(use: Use, batch: UnitRows) -> tuple[str, int, bool]:
+    """A call is known again by its place in the forward pass, and by whether its batch axis is folded."""
+    return use.site.name, use.call, use.axis == batch.rows
+
+
+def refuse_lost_gradients(uses: Sequence[Use], grads: Sequence[Tensor | None], loss: Tensor) -> None:
+    """Refuse a call that the loss depends on although no gradient arrived where it was expected."""
+    silent = [use for use, g in zip(uses, grads, strict=True) if g is None]
+    reached = _ancestors(loss) if silent else set()
+    for use in silent:
+        if any(get_gradient_edge(alias).node in reached for alias in use.aliases.values()):
+            raise UnsupportedModelError(
+                f"The output of {use.site.name} ({type(use.site.module).__name__}) was changed in place in a way "
+                "that hides its gradient. Use the out-of-place operation."
+            )
+
+
+def _row_norms(tensor: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(
+        tensor.flatten(1), dim=1, dtype=torch.promote_types(tensor.dtype, torch.float32)
+    )
+    return norms
+
+
+def _ancestors(loss: Tensor) -> set[Node]:
+    """All nodes of the graph below ``loss``."""
+    seen: set[Node] = set()
+    queue = [] if loss.grad_fn is None else [loss.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node not in seen:
+            seen.add(node)
+            queue.extend(parent for parent, _ in node.next_functions if parent is not None)
+    return seen

@@ -1,0 +1,309 @@
+"""What every clipping engine promises, and the parts they share.
+
+An engine turns the losses of one physical batch into a sum of bounded gradients: one gradient per
+*unit* (whatever one neighbouring data set may lack), scaled down to ``max_grad_norm``, added to an
+accumulator in fp32. It draws no noise and divides by nothing: both happen once per logical step,
+after the last physical batch, and belong to the privacy mode.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
+
+ClipName = Literal["abadi", "automatic"]
+RowLoss = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class ClipStats:
+    """What one physical batch did. Private: log a noised summary or nothing.
+
+    Args:
+        norms: L2 norm of each unit's gradient before clipping, ``(units,)``; zero for a masked
+            slot, and whatever came out (NaN, infinity) for a unit that was dropped.
+        clipped: How many units had a norm above ``max_grad_norm``.
+        non_finite: How many units were dropped because their loss or gradient was not finite.
+    """
+
+    norms: Tensor
+    clipped: int
+    non_finite: int
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Units that have equally many rows.
+
+    Args:
+        units: Their slots, ``(n,)``.
+        rows: Their rows, ``(n, rows of each)``.
+        start: The first row where ``rows`` counts up without a gap, so that a slice will do.
+    """
+
+    units: Tensor
+    rows: Tensor
+    start: int | None
+
+    @classmethod
+    def build(cls, units: list[int], rows: list[list[int]], device: torch.device) -> RowGroup:
+        """Put lists on the device."""
+        flat = [row for each in rows for row in each]
+        start = flat[0] if flat == list(range(flat[0], flat[0] + len(flat))) else None
+        return cls(torch.tensor(units, device=device), torch.tensor(rows, device=device), start)
+
+    def split(self, size: int) -> Iterator[RowGroup]:
+        """The group in parts of at most ``size`` units."""
+        each = self.rows.shape[1]
+        for first in range(0, len(self.units), size):
+            start = None if self.start is None else self.start + first * each
+            yield RowGroup(self.units[first : first + size], self.rows[first : first + size], start)
+
+    def join(self, tensor: Tensor) -> Tensor:
+        """(rows, positions, ...) of the whole batch as (n, positions of all rows of a unit, ...)."""
+        n, each = self.rows.shape
+        if self.start is not None:
+            part = tensor[self.start : self.start + n * each]
+        else:
+            part = tensor.index_select(0, self.rows.flatten())
+        return part.reshape(n, each * tensor.shape[1], *tensor.shape[2:])
+
+
+@dataclass(frozen=True)
+class UnitRows:
+    """Which row of a physical batch belongs to which unit.
+
+    Args:
+        unit_of_row: Slot of each row's unit, ``(rows,)``.
+        real: Which slots hold a unit, ``(units,)``; the rest contribute exactly zero.
+        groups: The real units, grouped by their number of rows.
+    """
+
+    unit_of_row: Tensor
+    real: Tensor
+    groups: tuple[RowGroup, ...]
+
+    @classmethod
+    def build(cls, unit_ids: Tensor, mask: Tensor) -> UnitRows:
+        """Group the rows; refuse ids that point outside the mask."""
+        if unit_ids.dim() != 1 or mask.dim() != 1 or mask.dtype != torch.bool:
+            raise DataError(
+                f"unit_ids {tuple(unit_ids.shape)} and mask {tuple(mask.shape)} ({mask.dtype}) must be "
+                "one slot number per row and one boolean per slot."
+            )
+        slots = unit_ids.tolist()
+        real = mask.tolist()
+        if slots and (min(slots) < 0 or max(slots) >= len(real)):
+            raise DataError(f"unit_ids run from {min(slots)} to {max(slots)}, but the mask has {len(real)} slots.")
+        rows_of: dict[int, list[int]] = {}
+        for row, slot in enumerate(slots):
+            if real[slot]:
+                rows_of.setdefault(slot, []).append(row)
+        by_count: dict[int, list[int]] = {}
+        for slot in sorted(rows_of):
+            by_count.setdefault(len(rows_of[slot]), []).append(slot)
+        groups = tuple(
+            RowGroup.build(units, [rows_of[unit] for unit in units], mask.device)
+            for _, units in sorted(by_count.items())
+        )
+        return cls(unit_of_row=unit_ids.to(mask.device).long(), real=mask, groups=groups)
+
+    @property
+    def rows(self) -> int:
+        """Rows in the physical batch."""
+        return int(self.unit_of_row.numel())
+
+    @property
+    def units(self) -> int:
+        """Slots in the physical batch, masked ones included."""
+        return int(self.real.numel())
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether any real unit has a row."""
+        return bool(self.groups)
+
+    @property
+    def one_unit(self) -> bool:
+        """Whether all rows belong to one unit, so that no row can be charged to the wrong one."""
+        return self.rows == 1 or bool((self.unit_of_row == self.unit_of_row[0]).all())
+
+    def row_is_real(self) -> Tensor:
+        """Which rows belong to a real unit, ``(rows,)``."""
+        return self.real[self.unit_of_row]
+
+    def only(self, units: Tensor) -> UnitRows:
+        """The same rows with every slot masked but ``units``, ``(units,)`` booleans."""
+        return UnitRows.build(self.unit_of_row, self.real & units)
+
+
+def clip_factors(norms: Tensor, *, max_grad_norm: float, clip: ClipName, gamma: float) -> Tensor:
+    """What to multiply each unit's gradient by.
+
+    Guarantees:
+        - A factor times its norm is at most ``max_grad_norm``, up to rounding.
+        - ``abadi`` (Abadi et al. 2016, 1607.00133) leaves a gradient within the bound unchanged.
+        - ``automatic`` (Bu et al. 2023, 2206.07136, eq. 5) is ``max_grad_norm / (norm + gamma)``.
+        - A norm that is not finite gets factor zero.
+
+    Example:
+        >>> clip_factors(torch.tensor([5.0, 0.5]), max_grad_norm=1.0, clip="abadi", gamma=0.01)
+        tensor([0.2000, 1.0000])
+    """
+    factors = (max_grad_norm / norms).clamp(max=1.0) if clip == "abadi" else max_grad_norm / (norms + gamma)
+    return torch.where(norms.isfinite(), factors, torch.zeros_like(factors))
+
+
+def accumulator_dtype(parameter: Tensor) -> torch.dtype:
+    """Sums are kept in fp32, and in float64 where the parameter is."""
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
+def check_losses(losses: Tensor, rows: int) -> None:
+    """Refuse a loss that cannot be split into its rows."""
+    if not isinstance(losses, Tensor) or losses.shape != (rows,):
+        shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        raise UnsupportedModelError(
+            f"The loss has shape {shape} for {rows} rows. Clipping needs one loss per row, shape ({rows},): "
+            "a mean or a sum over the batch cannot be split between its units."
+        )
+
+
+def broken_units(losses: Tensor, batch: UnitRows) -> Tensor:
+    """Which real units have a loss that is not finite, ``(units,)``."""
+    broken = torch.zeros_like(batch.real)
+    broken[batch.unit_of_row[~losses.isfinite()]] = True
+    return broken & batch.real
+
+
+def refuse_batch_mixing(module: nn.Module) -> None:
+    """Refuse layers that let one unit change another one's gradient, or that keep its statistics."""
+    for name, layer in module.named_modules():
+        normalises = isinstance(layer, (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm))
+        if not normalises:
+            continue
+        tracks = layer.running_mean is not None
+        batch_norm = isinstance(layer, nn.modules.batchnorm._BatchNorm)
+        if (batch_norm and (layer.training or not tracks)) or (not batch_norm and layer.training and tracks):
+            raise UnsupportedModelError(
+                f"{name or 'the module'} is a {type(layer).__name__} that uses or stores statistics of the whole "
+                "batch, so one unit changes the gradients of all others and no clipping bounds it, frozen or not. "
+                "Replace it by GroupNorm, or put it in eval mode with its running statistics."
+            )
+
+
+class ClippedSum(ABC):
+    """The sum of clipped unit gradients over the physical batches of one logical step.
+
+    Guarantees:
+        - Adding or removing one unit moves the sum by at most ``max_grad_norm`` in L2 norm over
+          all parameters together, up to rounding.
+        - How a logical batch is split into physical batches does not change the sum.
+        - A masked slot contributes exactly zero; so does a unit whose loss or gradient is not
+          finite, and it is counted.
+        - ``add`` leaves no trace in the module: no hook, no attribute, no ``grad``.
+
+    Args:
+        module: What is trained. All its parameters with ``requires_grad`` are clipped together.
+        max_grad_norm: The L2 bound on one unit's gradient; ``privacy.max_grad_norm``.
+        clip: ``abadi`` or ``automatic``; ``privacy.clip``.
+        gamma: The stabiliser of ``automatic``; unused by ``abadi``.
+
+    Raises:
+        ConfigurationError: A setting is out of range.
+        UnsupportedModelError: The module mixes examples, or this engine does not cover one of
+            its trainable parameters; the message names it and the ways out.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, max_grad_norm: float, clip: ClipName = "abadi", gamma: float = 0.01
+    ) -> None:
+        if not (isinstance(max_grad_norm, (int, float)) and math.isfinite(max_grad_norm) and max_grad_norm > 0):
+            raise ConfigurationError(f"privacy.max_grad_norm={max_grad_norm} is not a positive, finite number.")
+        if clip not in get_args(ClipName):
+            raise ConfigurationError(f"privacy.clip={clip!r} is not one of {', '.join(get_args(ClipName))}.")
+        if clip == "automatic" and not (math.isfinite(gamma) and gamma > 0):
+            raise ConfigurationError(f"privacy.gamma={gamma} is not a positive, finite number.")
+        self.module = module
+        self.max_grad_norm = float(max_grad_norm)
+        self.clip: ClipName = clip
+        self.gamma = float(gamma)
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if not self.parameters:
+            raise UnsupportedModelError("The module has no trainable parameter: there is no gradient to clip.")
+        refuse_batch_mixing(module)
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, row_loss: RowLoss, unit_ids: Tensor, mask: Tensor) -> ClipStats:
+        """Add the clipped gradients of one physical batch.
+
+        Args:
+            row_loss: Runs the forward pass and returns one loss per row, ``(rows,)``. It runs
+                once, with gradients enabled, in the caller's autocast. It is not called for a
+                batch without any row of a real unit.
+            unit_ids: Slot of each row's unit, ``(rows,)``. A unit's loss is the sum of its rows'.
+            mask: Which slots are real, ``(units,)`` booleans.
+
+        Returns:
+            The norms and counts of this batch (private).
+        """
+        self._refuse_changes()
+        refuse_batch_mixing(self.module)
+        batch = UnitRows.build(unit_ids, mask)
+        if not batch.has_rows:
+            return ClipStats(norms=torch.zeros(batch.units, device=mask.device), clipped=0, non_finite=0)
+        with torch.enable_grad():
+            return self._add(row_loss, batch)
+
+    @abstractmethod
+    def _add(self, row_loss: RowLoss, batch: UnitRows) -> ClipStats: ...
+
+    def take(self) -> dict[str, Tensor]:
+        """The sums by parameter name, each shared tensor once and dense; the accumulator restarts at zero."""
+        sums = {}
+        for name, parameter in self.parameters.items():
+            found = self._sums.pop(name, None)
+            sums[name] = (
+                torch.zeros_like(parameter, dtype=accumulator_dtype(parameter), requires_grad=False)
+                if found is None
+                else found
+            )
+        return sums
+
+    def zero(self) -> None:
+        """Forget what was added since the last ``take``."""
+        self._sums.clear()
+
+    def factors(self, norms: Tensor) -> Tensor:
+        """The clip factors of this engine's settings."""
+        return clip_factors(norms, max_grad_norm=self.max_grad_norm, clip=self.clip, gamma=self.gamma)
+
+    def stats(self, norms: Tensor, batch: UnitRows) -> ClipStats:
+        """Count what happened to the real units."""
+        finite = norms.isfinite()
+        return ClipStats(
+            norms=norms,
+            clipped=int((finite & (norms > self.max_grad_norm) & batch.real).sum()),
+            non_finite=int((~finite & batch.real).sum()),
+        )
+
+    def _refuse_changes(self) -> None:
+        """Compare the trainable parameters with those at construction, by identity."""
+        now = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        for name in sorted(now.keys() | self.parameters.keys()):
+            if now.get(name) is self.parameters.get(name):
+                continue
+            what = "was replaced" if name in now and name in self.parameters else "became trainable"
+            what = what if name in now else "was frozen or removed"
+            raise UnsupportedModelError(
+                f"Parameter {name} {what} after the clipping engine was made, so its gradient would be "
+                "missed or misplaced. Make the engine after the last change to the model."
+            )

@@ -1,0 +1,179 @@
+"""Book-keeping ghost clipping: exact per-unit clipping at about the cost of an ordinary step.
+
+One forward pass; one backward pass that computes the gradients of layer outputs only; each unit's
+gradient norm from pairs of (input, output gradient), without the gradient; then one weighted sum
+per parameter (Bu et al. 2023, 2210.00038). Nothing of size units x parameters is ever held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from lit_dpret.errors import UnsupportedModelError
+from lit_dpret.privacy.clipping.audit import Audit, refuse_lost_gradients, tolerance_of, unit_weights
+from lit_dpret.privacy.clipping.base import (
+    ClipName,
+    ClippedSum,
+    ClipStats,
+    RowLoss,
+    UnitRows,
+    accumulator_dtype,
+    broken_units,
+    check_losses,
+)
+from lit_dpret.privacy.clipping.contributions import Contribution, add_weighted, squared_norms
+from lit_dpret.privacy.clipping.gradients import Layout, contributions_of
+from lit_dpret.privacy.clipping.recorder import Recorder, Use, uncompiled
+from lit_dpret.privacy.clipping.rules import WAYS_OUT, make_plan, refuse_functional_use
+
+#: A unit whose squared norm is below this share of its energy is computed again in float64.
+CANCELLATION = 0.025
+
+Contributions = dict[str, list[Contribution]]
+
+
+class GhostClipping(ClippedSum):
+    """Clip without writing the gradients out; ``privacy.engine=ghost``, the default.
+
+    Covers nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, T5's layer norm and relative position
+    bias, the position embeddings of BERT, DistilBERT and RoBERTa, weights tied between any of them,
+    and modules called several times. Everything else that is trainable is refused by name.
+
+    Guarantees, beyond those of ``ClippedSum``:
+        - Norms and sums come from the same inputs and output gradients, so a contribution is
+          within the bound in fp32 even where the passes ran in bf16.
+        - A loss that couples units, a tensor whose first axis is not the batch, and a parameter
+          used outside its module are refused. The first batch and every later change of the
+          pattern of calls go through ``Audit``; the last of the three is noticed in every batch.
+
+    Args:
+        module: What is trained.
+        max_grad_norm: The L2 bound on one unit's gradient.
+        clip: ``abadi`` or ``automatic``.
+        gamma: The stabiliser of ``automatic``.
+        verify: Audit every batch, for about the cost of one more backward pass each.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        max_grad_norm: float,
+        clip: ClipName = "abadi",
+        gamma: float = 0.01,
+        verify: bool = False,
+    ) -> None:
+        super().__init__(module, max_grad_norm=max_grad_norm, clip=clip, gamma=gamma)
+        make_plan(module, self.parameters)
+        self._audit = Audit(always=verify)
+
+    def _add(self, row_loss: RowLoss, batch: UnitRows) -> ClipStats:
+        with uncompiled(), Recorder(make_plan(self.module, self.parameters)) as recorder:
+            losses = row_loss()
+            recorder.recording = False
+            check_losses(losses, batch.rows)
+            with torch.autocast(losses.device.type, enabled=False):
+                contributions = self._backward(recorder.uses, losses, batch)
+        recorder.uses.clear()
+        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
+            norms, bounds = self._norms(contributions, losses.detach(), batch)
+            factors = torch.where(batch.real, self.factors(bounds), 0)
+            coefficients = factors[batch.unit_of_row]
+            for name in list(contributions):
+                parameter = self.parameters[name]
+                self._sums[name] = add_weighted(
+                    contributions.pop(name),
+                    coefficients,
+                    self._sums.get(name),
+                    parameter.shape,
+                    accumulator_dtype(parameter),
+                )
+        return self.stats(norms, batch)
+
+    def _backward(self, uses: list[Use], losses: Tensor, batch: UnitRows) -> Contributions:
+        """Gradients of the recorded outputs, audited where due, sorted by parameter."""
+        for use in uses:
+            if use.axis == 0 or use.axis % batch.rows:
+                raise UnsupportedModelError(
+                    f"{use.site.name} ({type(use.site.module).__name__}) works on tensors whose first axis is "
+                    f"{use.axis} for a batch of {batch.rows} rows, so its gradient has no batch axis. "
+                    f"Put the batch first, or expand what is shared to the batch. {WAYS_OUT}"
+                )
+            use.refuse_changed_input()
+        if not losses.requires_grad:
+            return {}
+        edges = [*(use.edge for use in uses), *map(get_gradient_edge, self.parameters.values())]
+        real = torch.where(batch.row_is_real(), losses, torch.zeros_like(losses))
+        keep = self._audit.may_be_due(uses, losses, batch)
+        found: Sequence[Tensor | None] = torch.autograd.grad(real.sum(), edges, allow_unused=True, retain_graph=keep)
+        refuse_functional_use(list(self.parameters), found[len(uses) :])
+        grads: list[Tensor | None] = [None if g is None else g.reshape(use.shape) for use, g in zip(uses, found, strict=False)]
+        refuse_lost_gradients(uses, grads, losses)
+        if keep and self._audit.is_due(uses, grads, batch):
+            return self._audited(uses, grads, real, batch)
+        layouts = [self._audit.layout(use, batch) for use in uses]
+        return self._by_parameter(uses, grads, layouts, batch)
+
+    def _audited(self, uses: list[Use], grads: list[Tensor | None], losses: Tensor, batch: UnitRows) -> Contributions:
+        """Run the second backward pass, in which every unit has a weight of its own."""
+        weights = unit_weights(batch).to(losses.dtype)[batch.unit_of_row]
+        aliases = [(use.site.parameters[local], alias) for use in uses for local, alias in use.aliases.items()]
+        edges = [*(use.edge for use in uses), *(get_gradient_edge(alias) for _, alias in aliases)]
+        twins: Sequence[Tensor | None] = torch.autograd.grad((losses * weights).sum(), edges, allow_unused=True)
+        shaped = [None if g is None else g.reshape(use.shape) for use, g in zip(uses, twins, strict=False)]
+        layouts = self._audit.find_layouts(uses, grads, shaped, batch)
+        tolerance = tolerance_of(g for g in (*grads, *self.parameters.values()) if g is not None)
+        contributions = self._by_parameter(uses, grads, layouts, batch)
+        references = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        for (name, _), twin in zip(aliases, twins[len(uses) :], strict=True):
+            if twin is not None:
+                dense = twin.to_dense() if twin.is_sparse else twin
+                references[name] += dense.reshape(-1, *references[name].shape).sum(0)
+        self._audit.check_parameters(contributions, references, batch, tolerance)
+        return contributions
+
+    @torch.no_grad()
+    def _by_parameter(
+        self, uses: list[Use], grads: list[Tensor | None], layouts: Sequence[Layout], batch: UnitRows
+    ) -> Contributions:
+        found: Contributions = {}
+        for i, (use, layout) in enumerate(zip(uses, layouts, strict=True)):
+            g, grads[i] = grads[i], None  # the last reference to what a small parameter has summed up
+            if g is None:
+                continue
+            for local, contribution in contributions_of(use, g, batch.rows, layout, self._dtype(use)):
+                found.setdefault(use.site.parameters[local], []).append(contribution)
+        return found
+
+    def _dtype(self, use: Use) -> torch.dtype:
+        return accumulator_dtype(self.parameters[next(iter(use.site.parameters.values()))])
+
+    def _norms(self, contributions: Contributions, losses: Tensor, batch: UnitRows) -> tuple[Tensor, Tensor]:
+        """Each unit's gradient norm, and what its clip factor is computed from.
+
+        The two differ for a unit whose terms cancel in fp32: its norm is computed in float64, and
+        the bound adds what rounding may add to its fp32 contribution.
+        """
+        squares = torch.zeros(batch.units, dtype=torch.float64, device=batch.real.device)
+        energy = torch.zeros_like(squares)
+        for name, uses in contributions.items():
+            parameter = self.parameters[name]
+            square, spread = squared_norms(uses, parameter.shape, batch, accumulator_dtype(parameter))
+            squares += square
+            energy += spread if accumulator_dtype(parameter) == torch.float32 else 0
+        slack = torch.zeros_like(squares)
+        doubtful = batch.real & ~(squares >= CANCELLATION * energy)  # NaN is doubtful too
+        doubtful |= batch.real & squares.isinf()
+        if bool(doubtful.any()):
+            again = batch.only(doubtful)
+            exact = torch.zeros_like(squares)
+            for name, uses in contributions.items():
+                exact += squared_norms(uses, self.parameters[name].shape, again, torch.float64)[0]
+            squares = torch.where(doubtful, exact, squares)
+            slack = torch.where(doubtful, 4 * torch.finfo(torch.float32).eps * energy.sqrt(), slack)
+        norms = torch.where(broken_units(losses, batch), torch.nan, squares.clamp(min=0).sqrt())
+        return norms, norms + slack

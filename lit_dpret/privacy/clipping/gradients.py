@@ -1,0 +1,87 @@
+"""From a recorded call, and the gradient that arrived at it, to what its parameters contribute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_dpret.privacy.clipping.contributions import Contribution, Dense, Lookup, Outer
+from lit_dpret.privacy.clipping.recorder import Use
+
+#: How a folded batch axis of rows * k runs: all k of the first row first, or one of each row first.
+Layout = Literal["row_by_row", "turn_by_turn"]
+
+
+def fold(tensor: Tensor, rows: int, layout: Layout) -> Tensor:
+    """(rows * k, ...) as (rows, k, ...)."""
+    if layout == "row_by_row":
+        return tensor.reshape(rows, -1, *tensor.shape[1:])
+    return tensor.reshape(-1, rows, *tensor.shape[1:]).transpose(0, 1)
+
+
+def contributions_of(
+    use: Use, g: Tensor, rows: int, layout: Layout, dtype: torch.dtype
+) -> Iterator[tuple[str, Contribution]]:
+    """What one call adds to the gradients of its parameters, by their own names in the module.
+
+    Args:
+        use: The call.
+        g: Gradient of the summed loss at its output; for a scale, at its batch-expanded weight.
+        rows: Rows in the batch; the first axis of ``g`` is a multiple of it.
+        layout: How that axis runs.
+        dtype: fp32, or float64 where the parameters are.
+    """
+    module, trained = use.site.module, use.aliases
+    if use.site.kind == "linear":
+        folded = fold(g, rows, layout).reshape(rows, -1, g.shape[-1])
+        if "weight" in trained:
+            x = _saved(use)
+            yield "weight", Outer(fold(x, rows, layout).reshape(rows, -1, x.shape[-1]), folded)
+        if "bias" in trained:
+            yield "bias", Dense(folded.sum(1, dtype=dtype))
+    elif use.site.kind == "embedding" and isinstance(module, nn.Embedding):
+        ids = _saved(use)
+        if module.padding_idx is not None:
+            g = g.masked_fill((ids == module.padding_idx)[..., None], 0)
+        folded = fold(g, rows, layout).reshape(rows, -1, g.shape[-1])
+        yield "weight", Lookup(fold(ids, rows, layout).reshape(rows, -1), folded)
+    elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        shape = tuple(module.normalized_shape)
+        g = g.to(dtype)
+        if "weight" in trained:
+            x = _saved(use)
+            if isinstance(module, nn.LayerNorm):
+                normal = F.layer_norm(x.to(dtype), shape, None, None, module.eps)
+            else:
+                eps = torch.finfo(x.dtype).eps if module.eps is None else module.eps
+                normal = F.rms_norm(x.to(dtype), shape, None, eps)
+            yield "weight", Dense(fold(normal.mul_(g), rows, layout).reshape(rows, -1, *shape).sum(1))
+        if "bias" in trained:
+            yield "bias", Dense(fold(g, rows, layout).reshape(rows, -1, *shape).sum(1))
+    elif use.site.kind == "scale":
+        yield "weight", Dense(fold(g, rows, layout).reshape(rows, -1, g.shape[-1]).sum(1, dtype=dtype))
+    else:
+        yield "weight", Dense(_bucketed(fold(g, rows, layout).sum(1, dtype=dtype), _saved(use), len(trained["weight"])))
+
+
+def _saved(use: Use) -> Tensor:
+    if use.saved is None:
+        raise RuntimeError(f"No input was recorded for {use.site.name}.")  # a rule and its recorder disagree
+    return use.saved
+
+
+def _bucketed(g: Tensor, buckets: Tensor, entries: int) -> Tensor:
+    """Sum (rows, heads, queries, keys) over the places of each bucket: (rows, entries, heads)."""
+    rows, heads = g.shape[:2]
+    flat = g.reshape(rows * heads, -1)
+    total = torch.zeros(rows * heads, entries, dtype=g.dtype, device=g.device)
+    places = buckets.flatten()
+    step = max(1, (1 << 20) // entries)
+    for start in range(0, len(places), step):  # a product with indicators: faster than scattering, same sums
+        hot = F.one_hot(places[start : start + step], entries).to(g.dtype)
+        total.addmm_(flat[:, start : start + step], hot)
+    return total.view(rows, heads, entries).transpose(1, 2)

@@ -1,0 +1,171 @@
+"""Opacus' per-row gradients, for the models that opacus handles correctly.
+
+Opacus writes one gradient per row and parameter, which costs units x parameters of memory, and
+covers many layers (convolutions, recurrent layers) that the book-keeping engine does not. What it
+gets wrong (opacus 1.6) is refused: by name where the class tells, and otherwise by comparing its
+gradients with autograd's, as sums in every batch and weighted by unit in the first one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.privacy.clipping.audit import tolerance_of, unit_weights
+from lit_dpret.privacy.clipping.base import (
+    ClipName,
+    ClippedSum,
+    ClipStats,
+    RowLoss,
+    UnitRows,
+    accumulator_dtype,
+    broken_units,
+    check_losses,
+)
+from lit_dpret.privacy.clipping.rules import RELATIVE_ATTENTION, qualified_name
+
+INSTEAD = "Freeze it with requires_grad_(False), or choose privacy.engine=ghost or loop."
+
+
+class OpacusClipping(ClippedSum):
+    """Clip the per-row gradients of opacus; ``privacy.engine=opacus``.
+
+    Refused by name: T5's trainable relative position bias (opacus takes the query length for the
+    batch, an error at best and silently wrong norms where the two are equal), trainable embeddings
+    with a ``padding_idx`` (its gradient of the padding row is not zero), trainable layers with
+    buffers, and any parameter whose per-row gradients do not have one slice per row or do not add up
+    to autograd's (position ids broadcast over the batch, rows folded into the batch, a weight used
+    outside its module). The module must be in train mode: opacus records nothing otherwise.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, max_grad_norm: float, clip: ClipName = "abadi", gamma: float = 0.01
+    ) -> None:
+        super().__init__(module, max_grad_norm=max_grad_norm, clip=clip, gamma=gamma)
+        try:
+            self._opacus: Any = importlib.import_module("opacus.grad_sample").GradSampleHooks
+        except (ImportError, AttributeError) as error:
+            raise ConfigurationError(
+                "privacy.engine=opacus needs opacus 1.6 or later (pip install opacus). "
+                "privacy.engine=ghost does not."
+            ) from error
+        self._attributed = False
+        self._refuse_known_mistakes()
+
+    def _refuse_known_mistakes(self) -> None:
+        names = {id(p): name for name, p in self.parameters.items()}
+        for name, layer in self.module.named_modules():
+            own = [names[id(p)] for p in layer._parameters.values() if p is not None and id(p) in names]
+            bias = getattr(layer, "relative_attention_bias", None)
+            if qualified_name(layer) in RELATIVE_ATTENTION and bias is not None and id(bias.weight) in names:
+                raise UnsupportedModelError(
+                    f"Parameter {names[id(bias.weight)]} is T5's relative position bias, which has no batch axis: "
+                    f"opacus takes the query length for the batch. {INSTEAD}"
+                )
+            if own and isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
+                raise UnsupportedModelError(
+                    f"Parameter {own[0]} belongs to an Embedding with padding_idx={layer.padding_idx}, "
+                    f"whose padding row gets a gradient in opacus and none in autograd. {INSTEAD}"
+                )
+            if own and any(True for _ in layer.buffers()):
+                raise UnsupportedModelError(
+                    f"Parameter {own[0]} belongs to {name or 'the module'} ({type(layer).__name__}), "
+                    f"which has buffers: opacus does not support it. {INSTEAD}"
+                )
+
+    def _add(self, row_loss: RowLoss, batch: UnitRows) -> ClipStats:
+        for name, layer in self.module.named_modules():
+            if not layer.training and any(p.requires_grad for p in layer.parameters(recurse=False)):
+                raise ConfigurationError(
+                    f"{name or 'the module'} is in eval mode, where opacus records nothing. "
+                    "Call train() first, with the dropout rate set to 0 if dropout is not wanted."
+                )
+        hooks = self._opacus(self.module, batch_first=True, loss_reduction="sum", strict=True)
+        try:
+            losses = row_loss()
+            check_losses(losses, batch.rows)
+            samples = self._samples(hooks, losses, batch) if losses.requires_grad else {}
+        finally:
+            hooks.cleanup()
+            for layer in self.module.modules():
+                for attribute in ("activations", "max_batch_len"):
+                    vars(layer).pop(attribute, None)
+        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
+            return self._clip(samples, losses.detach(), batch)
+
+    def _samples(self, hooks: Any, losses: Tensor, batch: UnitRows) -> dict[str, Tensor]:
+        """Per-row gradients, (rows, *shape), compared with autograd's own."""
+        real = torch.where(batch.row_is_real(), losses, torch.zeros_like(losses))
+        weighing = not self._attributed and not batch.one_unit
+        parameters = list(self.parameters.values())
+        with warnings.catch_warnings(), torch.autocast(losses.device.type, enabled=False):
+            warnings.filterwarnings("ignore", message="Full backward hook is firing")  # a first layer's, as meant
+            plain = torch.autograd.grad(real.sum(), parameters, allow_unused=True, retain_graph=weighing)
+            samples = {name: self._sample(name, p, batch.rows) for name, p in self.parameters.items()}
+            tolerance = tolerance_of((losses, *(s for s in samples.values() if s is not None)))
+            ones = torch.ones_like(real)
+            self._compare(samples, plain, ones, tolerance)
+            if weighing:
+                hooks.disable_hooks()
+                weights = unit_weights(batch).to(losses.dtype)[batch.unit_of_row]
+                twins = torch.autograd.grad((real * weights).sum(), parameters, allow_unused=True)
+                self._compare(samples, twins, weights, tolerance)
+                self._attributed = bool(real.isfinite().all())
+        return {name: sample for name, sample in samples.items() if sample is not None}
+
+    def _sample(self, name: str, parameter: Tensor, rows: int) -> Tensor | None:
+        found = getattr(parameter, "grad_sample", None)
+        if found is not None and (not isinstance(found, Tensor) or found.shape != (rows, *parameter.shape)):
+            shape = tuple(found.shape) if isinstance(found, Tensor) else f"a list of {len(found)}"
+            raise UnsupportedModelError(
+                f"Parameter {name}: opacus returns per-row gradients of shape {shape} for {rows} rows, "
+                f"so they cannot be told apart by row. {INSTEAD}"
+            )
+        return found
+
+    def _compare(
+        self,
+        samples: dict[str, Tensor | None],
+        references: tuple[Tensor | None, ...],
+        weights: Tensor,
+        tolerance: float,
+    ) -> None:
+        """Refuse a parameter whose weighted per-row gradients do not add up to autograd's gradient."""
+        whole = sum(float(g.double().square().sum()) for g in references if g is not None) ** 0.5
+        if not torch.tensor(whole).isfinite():
+            return
+        for (name, sample), reference in zip(samples.items(), references, strict=True):
+            if reference is None and sample is None:
+                continue
+            parameter = self.parameters[name]
+            expected = torch.zeros_like(parameter) if reference is None else reference
+            found = torch.zeros_like(parameter) if sample is None else torch.tensordot(
+                weights.to(sample.dtype), sample, dims=1
+            )
+            gap = float((found - expected).double().norm())
+            if not gap <= tolerance * (float(expected.double().norm()) + 1e-3 * whole):
+                raise UnsupportedModelError(
+                    f"Parameter {name}: the per-row gradients of opacus do not add up to autograd's (they differ "
+                    f"by {gap:.3g}, norm {float(expected.norm()):.3g}): it is shared over the batch, used outside "
+                    f"its module, or the loss of one unit depends on another unit. {INSTEAD}"
+                )
+
+    def _clip(self, samples: dict[str, Tensor], losses: Tensor, batch: UnitRows) -> ClipStats:
+        squares = torch.zeros(batch.units, dtype=torch.float64, device=batch.real.device)
+        for group in batch.groups:
+            for sample in samples.values():
+                gradients = group.join(sample[:, None].to(accumulator_dtype(sample))).sum(1)
+                squares[group.units] += gradients.double().flatten(1).square().sum(1)
+        norms = torch.where(broken_units(losses, batch), torch.nan, squares.sqrt())
+        factors = torch.where(batch.real, self.factors(norms), 0)[batch.unit_of_row]
+        keep = factors.nonzero().flatten()
+        for name, sample in samples.items():
+            dtype = accumulator_dtype(self.parameters[name])
+            total = torch.tensordot(factors[keep].to(dtype), sample[keep].to(dtype), dims=1)
+            self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
+        return self.stats(norms, batch)

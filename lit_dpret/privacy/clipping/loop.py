@@ -1,0 +1,85 @@
+"""The reference: each unit's gradient alone, by plain autograd.
+
+Slow (one backward pass per unit) and heavy (one whole gradient at a time), but it covers every
+module that autograd covers, and it is what the fast engine is compared with.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lit_dpret.privacy.clipping.base import (
+    ClippedSum,
+    ClipStats,
+    RowLoss,
+    UnitRows,
+    accumulator_dtype,
+    check_losses,
+)
+
+
+class LoopClipping(ClippedSum):
+    """One backward pass per unit over the graph of one forward pass; ``privacy.engine=loop``.
+
+    It trusts that a row's loss depends on that row alone: a loss with in-batch negatives passes
+    here, and its sum has no bound. ``GhostClipping`` refuses such a loss.
+    """
+
+    def _add(self, row_loss: RowLoss, batch: UnitRows) -> ClipStats:
+        saved = _SavedTensors(batch.rows)
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+            losses = row_loss()
+        check_losses(losses, batch.rows)
+        finite = losses.detach().isfinite()
+        saved.broken_rows = ~finite
+        names, parameters = list(self.parameters), list(self.parameters.values())
+        norms = torch.zeros(batch.units, dtype=torch.float64, device=batch.real.device)
+        for group in batch.groups:
+            for unit, rows in zip(group.units.tolist(), group.rows, strict=True):
+                if not losses.requires_grad:
+                    continue
+                if not finite[rows].all():
+                    norms[unit] = torch.nan
+                    continue
+                loss = losses[rows].sum()
+                found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+                grads = [
+                    None if g is None else (g.to_dense() if g.is_sparse else g).to(accumulator_dtype(p))
+                    for g, p in zip(found, parameters, strict=True)
+                ]
+                squares = [g.double().square().sum() for g in grads if g is not None]
+                norms[unit] = torch.stack(squares).sum().sqrt() if squares else 0.0
+                factor = float(self.factors(norms[unit]))
+                if factor == 0.0:
+                    continue
+                for name, grad in zip(names, grads, strict=True):
+                    if grad is not None:
+                        self._sums[name] = self._sums.get(name, 0) + factor * grad
+        return self.stats(norms, batch)
+
+
+class _SavedTensors:
+    """Keep a broken unit's NaNs out of the other units' gradients.
+
+    A weight's gradient sums over the whole batch. The other units send zeros into the broken
+    unit's rows, but zero times NaN is NaN, and one broken unit would silence all others.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.broken_rows: Tensor | None = None
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    def unpack(self, tensor: Tensor) -> Tensor:
+        broken = self.broken_rows
+        if broken is None or not tensor.is_floating_point() or not broken.any():
+            return tensor
+        tensor = torch.where(tensor.isnan(), torch.zeros_like(tensor), tensor)
+        if tensor.dim() and tensor.shape[0] and tensor.shape[0] % self.rows == 0:
+            folded = tensor.unflatten(0, (self.rows, -1))
+            keep = ~broken.view(-1, *[1] * (folded.dim() - 1)) | folded.isfinite()
+            tensor = torch.where(keep, folded, torch.zeros_like(folded)).flatten(0, 1)
+        return tensor

@@ -1,0 +1,222 @@
+"""Watching one forward pass, and leaving no trace.
+
+While a recorder is active, each covered module runs its own, unchanged forward with fresh leaf
+aliases in place of its parameters, and every call is written down: the input, and the place in the
+graph where the output's gradient will arrive. So the real parameters are not in the graph at all
+unless somebody uses them behind the module's back, which is how that is noticed.
+
+Two things have no batch axis of their own and are given one: position ids of shape (1, length) are
+expanded to the batch of the embedding block they belong to, and T5's relative position bias, made
+once per stack and added to the scores of every layer, is expanded to the batch of its attention.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from lit_dpret.errors import UnsupportedModelError
+from lit_dpret.privacy.clipping.rules import WAYS_OUT, Plan, Site
+
+Forward = Callable[..., Any]
+
+
+@dataclass
+class Use:
+    """One call of one covered module.
+
+    Args:
+        site: The module.
+        call: Which call of it in this forward pass, from 0.
+        edge: Where the gradient of its output (or of its expanded weight) arrives.
+        shape: The shape of that gradient.
+        saved: The input that its rule needs; nothing where the gradient itself suffices.
+        version: The input's version when it was saved.
+        aliases: The leaves that stood for its parameters, by the module's own names.
+    """
+
+    site: Site
+    call: int
+    edge: GradientEdge
+    shape: torch.Size
+    saved: Tensor | None
+    aliases: dict[str, Tensor]
+    version: int = field(default=0)
+
+    @property
+    def axis(self) -> int:
+        """Length of the gradient's first axis, which should be the batch; 0 where it has no axis."""
+        return self.shape[0] if self.shape else 0
+
+    def refuse_changed_input(self) -> None:
+        """Refuse an input that somebody wrote into since the call."""
+        if self.saved is not None and self.saved._version != self.version:
+            raise UnsupportedModelError(
+                f"The input of {self.site.name} ({type(self.site.module).__name__}) was changed in place after "
+                "the call, so its gradient cannot be computed. Use the out-of-place operation."
+            )
+
+
+def uncompiled() -> AbstractContextManager[object]:
+    """Run compiled modules as they were written: a compiled graph does not call what a recorder watches."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+class Recorder:
+    """A context in which calls of covered modules are recorded, and after which the module is as before."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.uses: list[Use] = []
+        self.recording = True
+        self._patched: list[tuple[nn.Module, str]] = []
+        self._calls: dict[int, int] = {}
+        self._batch_sizes: list[int] = []
+        self._biases: list[tuple[Site, Tensor, Tensor]] | None = None
+
+    def __enter__(self) -> Recorder:
+        try:
+            for site in self.plan.sites:
+                self._patch(site.module, "forward", self._site_forward(site))
+            for _, module in (*self.plan.relative, *self.plan.positioned):
+                self._patch(module, "forward", self._sized_forward(module))
+            for name, module in self.plan.relative:
+                self._patch(module, "compute_bias", self._compute_bias(name, module))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._patched:
+            module, attribute = self._patched.pop()
+            vars(module).pop(attribute, None)
+
+    def _patch(self, module: nn.Module, attribute: str, replacement: Forward) -> None:
+        if attribute in vars(module):
+            raise UnsupportedModelError(
+                f"{attribute} of a {type(module).__name__} was replaced on the instance, "
+                f"so its batch axis is not known. Restore it. {WAYS_OUT}"
+            )
+        vars(module)[attribute] = replacement
+        self._patched.append((module, attribute))
+
+    def _record(self, site: Site, output: Tensor, saved: Tensor | None, aliases: dict[str, Tensor]) -> None:
+        if not self.recording:  # a checkpoint's second forward pass
+            return
+        call = self._calls.get(id(site), 0)
+        self._calls[id(site)] = call + 1
+        saved = None if saved is None else saved.detach()
+        version = 0 if saved is None else saved._version
+        self.uses.append(Use(site, call, _edge_below(output), output.shape, saved, aliases, version))
+
+    def _site_forward(self, site: Site) -> Forward:
+        original = site.module.forward
+        locals_ = tuple(site.parameters)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return original(*args, **kwargs)
+            if args:
+                value, args = args[0], args[1:]
+            else:
+                value = kwargs.pop("hidden_states" if site.kind == "scale" else "input")
+            if site.kind == "embedding" and self._batch_sizes and value.dim() > 1 and value.shape[0] == 1:
+                value = value.expand(self._batch_sizes[-1], *value.shape[1:])
+            parameters = site.module._parameters
+            real = {local: parameters[local] for local in locals_}
+            aliases = {local: _alias(site, p, value) for local, p in real.items() if p is not None}
+            try:
+                parameters.update(aliases)  # type: ignore[arg-type]
+                output = original(value, *args, **kwargs)
+            finally:
+                parameters.update(real)
+            if site.kind == "relative_bias":
+                if self._biases is None:
+                    raise UnsupportedModelError(
+                        f"{site.name} was called outside compute_bias of its attention module, "
+                        f"so its batch axis is not known. {WAYS_OUT}"
+                    )
+                self._biases.append((site, value, aliases["weight"]))
+            elif site.kind == "scale":
+                self._record(site, aliases["weight"], None, aliases)
+            elif site.kind == "linear" and "weight" not in aliases:
+                self._record(site, output, None, aliases)
+            else:
+                self._record(site, output, value, aliases)
+            return output
+
+        return forward
+
+    def _sized_forward(self, module: nn.Module) -> Forward:
+        original = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            sizes = [v.shape[0] for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim()]
+            self._batch_sizes.append(max(sizes))
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._batch_sizes.pop()
+
+        return forward
+
+    def _compute_bias(self, name: str, module: nn.Module) -> Forward:
+        original: Forward = module.compute_bias  # type: ignore[assignment]
+
+        def compute_bias(*args: Any, **kwargs: Any) -> Any:
+            self._biases = []
+            try:
+                bias = original(*args, **kwargs)
+                found = self._biases
+            finally:
+                self._biases = None
+            if not found:  # frozen, or without gradients
+                return bias
+            if len(found) > 1 or bias.dim() != 4 or bias.shape[0] != 1:
+                raise UnsupportedModelError(
+                    f"The relative position bias of {name} has shape {tuple(bias.shape)}; "
+                    f"(1, heads, queries, keys) was expected. {WAYS_OUT}"
+                )
+            site, buckets, weight = found[0]
+            bias = bias.expand(self._batch_sizes[-1], -1, -1, -1).clone(memory_format=torch.contiguous_format)
+            self._record(site, bias, buckets, {"weight": weight})
+            return bias
+
+        return compute_bias
+
+
+def _edge_below(output: Tensor) -> GradientEdge:
+    """Where the gradient of ``output`` arrives, also after somebody writes into it.
+
+    Writing into a tensor that is a view (a linear layer's output often is one) replaces the view's
+    node in the graph; its base's node stays.
+    """
+    base = output._base
+    if base is None or not base.requires_grad or base.numel() != output.numel():
+        return get_gradient_edge(output)
+    whole = base.is_contiguous() and output.is_contiguous()
+    return get_gradient_edge(base if whole else output)
+
+
+def _alias(site: Site, parameter: Tensor, value: Tensor) -> Tensor:
+    """A fresh leaf for one call; a scale gets a batch axis, so that autograd itself keeps the rows apart."""
+    if site.kind == "scale":
+        if value.dim() < 2:
+            raise UnsupportedModelError(
+                f"The input of {site.name} ({type(site.module).__name__}) has shape {tuple(value.shape)}: "
+                f"no batch axis. {WAYS_OUT}"
+            )
+        shape = (value.shape[0], *[1] * (value.dim() - 2), *parameter.shape)
+        return parameter.detach().expand(shape).requires_grad_()
+    return parameter.detach().requires_grad_()

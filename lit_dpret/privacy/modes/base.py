@@ -1,0 +1,117 @@
+"""A privacy mode turns batches into one update and says what the update gave away.
+
+Every mode answers the same four calls, so the training loop, the accountant, the ledger and the
+card do not know which one they drive: ``attach`` (refuse what cannot be honoured), ``add`` (one
+physical batch), ``take`` (the sums of the logical step), ``privatize`` (the update, with what was
+done to it). Training without privacy is a mode too, never a flag.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lit_dpret.privacy.budget import Neighbours, Unit
+from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.plan import PrivacyPlan
+
+Guarantee = Literal["dp", "inherited", "none"]
+
+
+@dataclass(frozen=True)
+class Update:
+    """The gradient that the optimizer sees, and how it came about.
+
+    Attributes:
+        gradients: Per parameter name, already divided by the public denominator.
+        noise_std: The standard deviation of the noise that was really added to the sum.
+        sensitivity: How far one unit can move the sum (L2).
+        denominator: What the noised sum was divided by.
+    """
+
+    gradients: dict[str, Tensor]
+    noise_std: float
+    sensitivity: float
+    denominator: float
+
+
+@dataclass
+class StepCounts:
+    """What a logical step met; private under ``add_or_remove``, so it is never logged as it is."""
+
+    units: int = 0
+    clipped: int = 0
+    non_finite: int = 0
+
+
+class PrivacyMode(ABC):
+    """The seam between a training loop and a privacy mechanism."""
+
+    name: ClassVar[str]
+    guarantee: ClassVar[Guarantee]
+    unit: Unit = "query"
+    neighbours: Neighbours = "zero_out"
+    secret_file: Path | None = None
+    secure_rng: bool = False
+
+    def __init__(self) -> None:
+        self.counts = StepCounts()
+
+    @abstractmethod
+    def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
+        """Get ready to train ``module``; refuse it by name where the claim would not hold."""
+
+    @abstractmethod
+    def add(self, row_loss: Callable[[], Tensor], unit_ids: Tensor, mask: Tensor) -> None:
+        """Add one physical batch; ``row_loss`` runs the forward and returns losses ``(rows,)``."""
+
+    @abstractmethod
+    def take(self) -> dict[str, Tensor]:
+        """The sums of the logical step by parameter name, before noise; starts the next step."""
+
+    @abstractmethod
+    def privatize(self, sums: dict[str, Tensor], *, attempt: int, step: int) -> Update:
+        """Turn the sums into the update: noise once, then divide by a public constant."""
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters by name, each shared tensor once."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+class PlainGradients(PrivacyMode):
+    """Average the gradients as they are; what ``none`` and ``synthetic`` have in common."""
+
+    def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
+        self.counts = StepCounts()
+        self._module = module
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, row_loss: Callable[[], Tensor], unit_ids: Tensor, mask: Tensor) -> None:
+        parameters = trainable(self._module)
+        with torch.enable_grad():
+            loss = row_loss().sum()
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        for name, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                total = self._sums.get(name)
+                self._sums[name] = gradient.detach() if total is None else total + gradient
+        self.counts.units += int(mask.sum())
+
+    def take(self) -> dict[str, Tensor]:
+        sums, self._sums = self._sums, {}
+        for name, parameter in trainable(self._module).items():
+            sums.setdefault(name, torch.zeros_like(parameter))
+        return sums
+
+    def privatize(self, sums: dict[str, Tensor], *, attempt: int, step: int) -> Update:
+        units = max(self.counts.units, 1)
+        self.counts = StepCounts()
+        gradients = {name: total / units for name, total in sums.items()}
+        return Update(gradients, noise_std=0.0, sensitivity=float("inf"), denominator=float(units))

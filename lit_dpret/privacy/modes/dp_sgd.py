@@ -1,0 +1,202 @@
+r"""DP-SGD: clip what each unit contributes, add Gaussian noise once per step.
+
+Abadi et al., "Deep Learning with Differential Privacy" (2016), Algorithm 1, with the sum divided
+by a public constant instead of the realised batch size. One unit is one query with all its rows
+(or one pair, or one user); its loss must depend on its own rows and on public data alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar, Literal, get_args
+
+from torch import Tensor, nn
+
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.privacy.budget import AccountantName, Neighbours, PrivacyBudget, Unit, require_choice
+from lit_dpret.privacy.clipping import make_engine
+from lit_dpret.privacy.modes.base import Guarantee, PrivacyMode, StepCounts, Update, trainable
+from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.sampling import SamplingRequest
+
+Engine = Literal["ghost", "opacus", "loop"]
+Clip = Literal["abadi", "automatic"]
+
+
+class DPSGD(PrivacyMode):
+    """Per-unit clipping and Gaussian noise.
+
+    Guarantees:
+        - Removing one unit, or replacing its queries by nothing, moves the sum of a step by at
+          most ``max_grad_norm`` before noise.
+        - Noise is added once per logical step, to every coordinate of every trainable parameter,
+          also to those that no example of the batch touched, and also in an empty step.
+        - The noised sum is divided by a public constant, never by the realised batch size.
+        - The noise reported for a step is the noise that was measured in it: less than planned is
+          reported as less.
+
+    Args:
+        eps: Budget of the whole run.
+        delta: Its delta; null for 1/(2n), n being the public number of units.
+        unit: ``query``, ``pair`` or ``user``; all rows of one unit are clipped as one.
+        neighbours: ``zero_out``, ``add_or_remove`` or ``replace_one``.
+        max_grad_norm: L2 bound on one unit's gradient.
+        noise_multiplier: Noise standard deviation over sensitivity; null to calibrate it.
+        accountant: ``pld``, ``rdp`` or ``prv``.
+        engine: ``ghost`` (fast, exact), ``opacus`` or ``loop`` (to check against).
+        clip: ``abadi`` scales by min(1, C/norm), ``automatic`` by C/(norm + 0.01).
+        secure_rng: Draw the noise from SHAKE-256 instead of PyTorch's generator.
+        secret_file: Where the noise secret lies; null for the user's state folder.
+
+    Raises:
+        ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
+    """
+
+    name: ClassVar[str] = "dp_sgd"
+    guarantee: ClassVar[Guarantee] = "dp"
+
+    def __init__(
+        self,
+        *,
+        eps: float,
+        delta: float | None = None,
+        unit: Unit = "query",
+        neighbours: Neighbours = "zero_out",
+        max_grad_norm: float = 1.0,
+        noise_multiplier: float | None = None,
+        accountant: AccountantName = "pld",
+        engine: Engine = "ghost",
+        clip: Clip = "abadi",
+        secure_rng: bool = False,
+        secret_file: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        PrivacyBudget(eps=eps, delta=0.5 if delta is None else delta, unit=unit, neighbours=neighbours)
+        require_choice("privacy.accountant", accountant, get_args(AccountantName))
+        require_choice("privacy.engine", engine, get_args(Engine))
+        require_choice("privacy.clip", clip, get_args(Clip))
+        if not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
+            raise ConfigurationError(
+                f"privacy.max_grad_norm={max_grad_norm} is not a positive, finite number."
+            )
+        if noise_multiplier is not None and not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
+            raise ConfigurationError(
+                f"privacy.noise_multiplier={noise_multiplier} is not a positive, finite number. "
+                "Leave it null to have it calibrated, or choose privacy=none."
+            )
+        self.eps = eps
+        self.delta = delta
+        self.unit = unit
+        self.neighbours = neighbours
+        self.max_grad_norm = max_grad_norm
+        self.noise_multiplier = noise_multiplier
+        self.accountant: AccountantName = accountant
+        self.engine = engine
+        self.clip = clip
+        self.secure_rng = secure_rng
+        self.secret_file = None if secret_file is None else Path(secret_file)
+
+    def budget(self, public_units: int | None) -> PrivacyBudget:
+        """The budget, with delta filled in from the public number of units where it was null."""
+        delta = self.delta
+        if delta is None:
+            if public_units is None:
+                raise ConfigurationError(
+                    "privacy.delta=null cannot be derived: under privacy.neighbours=add_or_remove the "
+                    "number of units is private. Set privacy.delta to a constant below 1/n."
+                )
+            delta = 1 / (2 * public_units)
+        budget = PrivacyBudget(eps=self.eps, delta=delta, unit=self.unit, neighbours=self.neighbours)
+        if public_units is not None:
+            budget.check_delta(public_units)
+        return budget
+
+    def plan(self, request: SamplingRequest, *, units: int, steps: int) -> PrivacyPlan:
+        """The plan of ``steps`` logical steps over ``units`` units, drawn as ``request`` asks.
+
+        Under ``add_or_remove`` the number of units is private and no part of the plan derives from it.
+        """
+        public = None if self.neighbours == "add_or_remove" else units
+        return PrivacyPlan.build(
+            budget=self.budget(public),
+            sample_rate=request.sample_rate,
+            expected_batch_size=request.expected_batch_size,
+            n_public=public,
+            sampling=request.sampling,
+            steps=steps,
+            noise_multiplier=self.noise_multiplier,
+            max_grad_norm=self.max_grad_norm,
+            clip=self.clip,
+            accountant=self.accountant,
+            engine=self.engine,
+            mode=self.name,
+            physical_batch_size=request.physical_batch_size,
+            cap=request.cap,
+        )
+
+    def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
+        self.counts = StepCounts()
+        if plan is None:
+            raise ConfigurationError("privacy=dp_sgd needs a plan; the PrivacyAccountant callback makes it.")
+        if getattr(module, "coupled_loss", False):
+            raise UnsupportedModelError(
+                f"privacy=dp_sgd cannot train {type(module).__name__}: its loss couples the examples of a "
+                "batch, so clipping each example bounds nothing. Choose privacy=synthetic, or a loss "
+                "against a public pool (model=frozen_dual_encoder)."
+            )
+        self._plan = plan
+        self._stream = stream
+        self._module = module
+        self._clipper = make_engine(
+            self.engine, module, max_grad_norm=plan.max_grad_norm, clip=self.clip
+        )
+
+    def add(self, row_loss: Callable[[], Tensor], unit_ids: Tensor, mask: Tensor) -> None:
+        stats = self._clipper.add(row_loss, unit_ids, mask)
+        self.counts.units += int(mask.sum())
+        self.counts.clipped += stats.clipped
+        self.counts.non_finite += stats.non_finite
+
+    def take(self) -> dict[str, Tensor]:
+        return self._clipper.take()
+
+    def privatize(self, sums: dict[str, Tensor], *, attempt: int, step: int) -> Update:
+        self.counts = StepCounts()
+        std = self._plan.noise_std
+        gradients: dict[str, Tensor] = {}
+        weakest = std
+        squares, coordinates = 0.0, 0
+        for name, parameter in trainable(self._module).items():
+            total = sums[name]
+            noise = self._stream.normal(
+                total.shape,
+                attempt=attempt,
+                step=step,
+                parameter=name,
+                device=total.device,
+                dtype=total.dtype,
+            ).mul_(std)
+            noised = total + noise
+            added = float((noised - total).double().pow(2).sum())
+            weakest = min(weakest, _believed_std(added, total.numel(), std))
+            squares, coordinates = squares + added, coordinates + total.numel()
+            gradients[name] = noised.div_(self._plan.denominator).to(parameter.dtype)
+        weakest = min(weakest, _believed_std(squares, coordinates, std))
+        return Update(gradients, weakest, self._plan.sensitivity, self._plan.denominator)
+
+
+def _believed_std(squares: float, coordinates: int, planned: float) -> float:
+    """The planned deviation where the measured noise is consistent with it, else the measured one.
+
+    The squared norm of k normals over sigma^2 is chi-square with k degrees of freedom. By Laurent
+    and Massart (2000, Lemma 1) it falls below k - 2 sqrt(k x) with probability at most exp(-x);
+    x = 40 makes a false alarm rarer than 1e-17. The measured value itself is not reported unless
+    the alarm goes off: knowing the exact norm of the noise would help to subtract it.
+    """
+    measured = squares / planned**2
+    if measured > 0 and measured >= coordinates - 2 * math.sqrt(40.0 * coordinates):
+        return planned
+    return planned * math.sqrt(measured / coordinates)

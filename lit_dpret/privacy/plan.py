@@ -1,0 +1,320 @@
+"""Everything that a private run makes public about itself, decided before it starts.
+
+Sampler, clipper, noise and accounting are built from one `PrivacyPlan`, so they cannot disagree. A
+plan holds public values only: under ``add_or_remove``, where the number of units is private, no
+field of it derives from the data, and every constant is declared by the user.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, get_args
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.accounting import Accountant, calibrate_noise, check_supported, choose_cap
+from lit_dpret.privacy.budget import AccountantName, PrivacyBudget, require_choice
+from lit_dpret.privacy.forecast import Forecast, format_plan
+from lit_dpret.privacy.releases import (
+    FixedSize,
+    FullBatch,
+    GaussianRelease,
+    Poisson,
+    SamplingLaw,
+    Shuffle,
+    TruncatedPoisson,
+)
+
+__all__ = ["SAMPLINGS", "PrivacyPlan", "describe_plan", "format_plan"]
+
+SAMPLINGS = ("truncated_poisson", "poisson", "fixed_size", "shuffle", "full_batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyPlan:
+    """What a run promises and how it will keep it; frozen, public, serialisable.
+
+    Args:
+        budget: The guarantee not to exceed.
+        law: How a logical batch is drawn.
+        steps: Releases that are planned.
+        noise_multiplier: Noise standard deviation over ``sensitivity``.
+        max_grad_norm: L2 bound on one unit's gradient.
+        sensitivity: How far taking one unit out, or emptying it, moves the sum (L2). Replacing a unit
+            moves it twice as far, which the accountant of ``replace_one`` takes into account.
+        denominator: The public constant that the noised sum is divided by.
+        physical_batch_size: Units per forward.
+        clip: ``abadi`` or ``automatic``.
+        accountant: ``pld``, ``rdp`` or ``prv``.
+        engine: The clipping engine.
+        mode: The privacy mode.
+        n_public: The number of units where it is public, or a constant that the user declared.
+
+    Raises:
+        ConfigurationError: A value is out of range; the message names it.
+    """
+
+    budget: PrivacyBudget
+    law: SamplingLaw
+    steps: int
+    noise_multiplier: float
+    max_grad_norm: float
+    sensitivity: float
+    denominator: float
+    physical_batch_size: int
+    clip: str = "abadi"
+    accountant: AccountantName = "pld"
+    engine: str = "ghost"
+    mode: str = "dp_sgd"
+    n_public: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("noise_multiplier", "max_grad_norm", "sensitivity", "denominator"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ConfigurationError(f"A private run needs a positive, finite {name}, not {value!r}.")
+            object.__setattr__(self, name, float(value))
+        for name, knob in (("steps", "trainer.max_steps"), ("physical_batch_size", "datamodule.physical_batch_size")):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"{knob}: {name}={value!r} is not a whole number of at least 1.")
+        require_choice("privacy.accountant", self.accountant, get_args(AccountantName))
+        require_choice("privacy.clip", self.clip, ("abadi", "automatic"))
+
+    @classmethod
+    def build(
+        cls,
+        budget: PrivacyBudget,
+        *,
+        sampling: str,
+        steps: int,
+        max_grad_norm: float,
+        n_public: int | None,
+        sample_rate: float | None = None,
+        expected_batch_size: int | None = None,
+        noise_multiplier: float | None = None,
+        cap: int | None = None,
+        clip: str = "abadi",
+        accountant: AccountantName = "pld",
+        engine: str = "ghost",
+        mode: str = "dp_sgd",
+        physical_batch_size: int = 32,
+    ) -> PrivacyPlan:
+        """Resolve what was asked for: the law with its cap, and the noise that the budget needs.
+
+        Guarantees:
+            - The planned steps stay within the budget: a given noise that would not is refused, with
+              the number of steps that it does allow.
+            - The denominator is a public constant: the declared or expected number of units in a batch.
+            - Under ``add_or_remove`` nothing is derived from ``n_public``.
+
+        Args:
+            budget: The guarantee.
+            sampling: The kind of law, one of `SAMPLINGS`.
+            steps: Logical steps planned.
+            max_grad_norm: L2 bound on one unit's gradient.
+            n_public: Units in the data set, where that is public. Under ``add_or_remove`` None, or a
+                constant that the user declared for a truncated law.
+            sample_rate: Probability of one unit being drawn.
+            expected_batch_size: Units per logical batch on average; from it and ``n_public`` follows
+                the rate where that is not given.
+            noise_multiplier: Noise over sensitivity; None to calibrate it to the budget.
+            cap: Largest batch under ``truncated_poisson``; None to have it chosen.
+            clip: ``abadi`` or ``automatic``.
+            accountant: ``pld``, ``rdp`` or ``prv``.
+            engine: The clipping engine.
+            mode: The privacy mode.
+            physical_batch_size: Units per forward.
+
+        Raises:
+            ConfigurationError: Something is missing, out of range, or cannot meet the budget.
+            UnsupportedAccountingError: No library judges the combination.
+        """
+        require_choice("datamodule.sampling", sampling, SAMPLINGS)
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ConfigurationError(f"A private run of {steps} steps releases nothing; set trainer.max_steps.")
+        if n_public is not None:
+            if n_public < 1:
+                raise ConfigurationError("The data set has no unit: nothing can be planned.")
+            budget.check_delta(n_public)
+        law = _law(
+            sampling,
+            budget=budget,
+            n=n_public,
+            sample_rate=sample_rate,
+            batch=expected_batch_size,
+            cap=cap,
+            steps=steps,
+            noise_multiplier=noise_multiplier,
+            accountant=accountant,
+        )
+        check_supported(law, accountant, budget.neighbours)
+        if noise_multiplier is None:
+            noise_multiplier = calibrate_noise(
+                eps=budget.eps,
+                delta=budget.delta,
+                neighbours=budget.neighbours,
+                law=law,
+                steps=steps,
+                accountant=accountant,
+            )
+        else:
+            release = GaussianRelease(noise_multiplier=noise_multiplier, law=law)
+            counter = Accountant(delta=budget.delta, neighbours=budget.neighbours, name=accountant)
+            fits = counter.max_steps(release, budget.eps, at_most=steps)
+            if fits < steps:
+                raise ConfigurationError(
+                    f"privacy.noise_multiplier={noise_multiplier:g} allows {fits} of the {steps} planned steps within "
+                    f"privacy.eps={budget.eps:g}. Raise it, plan fewer steps, or set it to null to have it calibrated."
+                )
+        return cls(
+            budget=budget,
+            law=law,
+            steps=steps,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            sensitivity=max_grad_norm,
+            denominator=_denominator(law, budget, n_public, expected_batch_size),
+            physical_batch_size=physical_batch_size,
+            clip=clip,
+            accountant=accountant,
+            engine=engine,
+            mode=mode,
+            n_public=n_public,
+        )
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise on the sum."""
+        return self.noise_multiplier * self.sensitivity
+
+    def release(self, count: int = 1) -> GaussianRelease:
+        """What ``count`` steps let out."""
+        return GaussianRelease(noise_multiplier=self.noise_multiplier, law=self.law, count=count)
+
+    def epsilon(self) -> float:
+        """Epsilon after all planned steps, at the budget's delta."""
+        counter = Accountant(delta=self.budget.delta, neighbours=self.budget.neighbours, name=self.accountant)
+        return counter.epsilon([self.release(self.steps)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain JSON values; `from_dict` gives the same plan back."""
+        return asdict(self) | {"budget": self.budget.to_dict(), "law": self.law.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PrivacyPlan:
+        """The plan that `to_dict` wrote; refuses unknown fields."""
+        if unknown := sorted(set(data) - {field.name for field in fields(cls)}):
+            raise ConfigurationError(f"A recorded privacy plan has no field {', '.join(unknown)}.")
+        try:
+            budget, law = PrivacyBudget(**data["budget"]), SamplingLaw.from_dict(data["law"])
+            return cls(**{**data, "budget": budget, "law": law})
+        except (KeyError, TypeError) as error:
+            raise ConfigurationError(f"A recorded privacy plan is malformed: {error}.") from error
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the canonical JSON: equal plans have equal fingerprints."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def describe_plan(plan: PrivacyPlan) -> dict[str, Any]:
+    """What the plan promises and costs, as JSON values: noise, epsilon by every way of counting, ceilings.
+
+    Takes some ten seconds for long runs with little noise. ``format_plan`` makes a text of it.
+    """
+    forecast = Forecast(plan.release(), plan.budget, plan.accountant, plan.steps, plan.denominator)
+    return {
+        "plan": plan.to_dict(),
+        "fingerprint": plan.fingerprint(),
+        "law": plan.law.describe(),
+        "noise_std": plan.noise_std,
+        "epsilon": plan.epsilon(),
+        **forecast.to_dict(),
+    }
+
+
+def _law(
+    sampling: str,
+    *,
+    budget: PrivacyBudget,
+    n: int | None,
+    sample_rate: float | None,
+    batch: int | None,
+    cap: int | None,
+    steps: int,
+    noise_multiplier: float | None,
+    accountant: AccountantName,
+) -> SamplingLaw:
+    """The law of that name, its numbers filled in from what is public."""
+    if sampling == "full_batch":
+        return FullBatch()
+    rate = _rate(budget, n, sample_rate, batch)
+    if sampling == "poisson":
+        return Poisson(sample_rate=rate)
+    if n is None or (cap is None and sampling == "truncated_poisson" and budget.neighbours == "add_or_remove"):
+        raise ConfigurationError(
+            f"datamodule.sampling={sampling} is judged by the number of units, which privacy.neighbours="
+            f"{budget.neighbours} keeps private. Choose datamodule.sampling=poisson."
+        )
+    if sampling == "truncated_poisson":
+        if cap is None:
+            if accountant != "pld":
+                check_supported(TruncatedPoisson(sample_rate=rate, cap=1, n=max(2, n)), accountant, budget.neighbours)
+            cap = choose_cap(
+                n=n,
+                sample_rate=rate,
+                steps=steps,
+                eps=budget.eps,
+                delta=budget.delta,
+                neighbours=budget.neighbours,
+                noise_multiplier=noise_multiplier,
+            )
+        return TruncatedPoisson(sample_rate=rate, cap=min(cap, n), n=n)
+    size = batch or max(1, round(rate * n))
+    return FixedSize(batch_size=size, n=n) if sampling == "fixed_size" else Shuffle(batch_size=size, n=n)
+
+
+def _rate(budget: PrivacyBudget, n: int | None, sample_rate: float | None, batch: int | None) -> float:
+    """The sampling rate: as declared, or expected batch size over public number of units."""
+    if batch is not None and (isinstance(batch, bool) or batch < 1):
+        raise ConfigurationError(f"datamodule.expected_batch_size={batch} must be at least 1.")
+    if sample_rate is not None:
+        if not 0 < sample_rate <= 1:
+            raise ConfigurationError(f"datamodule.sample_rate={sample_rate} must lie in (0, 1].")
+        if budget.neighbours != "add_or_remove" and n and batch and abs(sample_rate * n - batch) > 1:
+            raise ConfigurationError(
+                f"datamodule.sample_rate={sample_rate:g} of {n} units is {sample_rate * n:.4g}, and "
+                f"datamodule.expected_batch_size={batch}: they contradict each other. Set one of them to null."
+            )
+        return float(sample_rate)
+    if budget.neighbours == "add_or_remove" or n is None:
+        raise ConfigurationError(
+            f"privacy.neighbours={budget.neighbours} keeps the number of units private, so no rate can be derived "
+            "from it: declare datamodule.sample_rate and privacy.delta as constants."
+        )
+    if batch is None:
+        raise ConfigurationError("Neither datamodule.expected_batch_size nor datamodule.sample_rate is given: set one.")
+    if batch > n:
+        raise ConfigurationError(
+            f"datamodule.expected_batch_size={batch} exceeds the {n} units of the data set. Lower it."
+        )
+    return batch / n
+
+
+def _denominator(law: SamplingLaw, budget: PrivacyBudget, n: int | None, batch: int | None) -> float:
+    """The public constant to divide by: the units that a batch holds on average, never the realised number."""
+    if budget.neighbours != "add_or_remove" and n is not None:
+        if isinstance(law, FullBatch):
+            return float(n)
+        if batch is None:
+            return law.sample_rate * n if isinstance(law, Poisson) else float(law.expected_batch_size or n)
+    if batch is None:
+        raise ConfigurationError(
+            f"privacy.neighbours={budget.neighbours}: the noised sum is divided by a public constant, and none is "
+            "declared. Set datamodule.expected_batch_size."
+        )
+    return float(batch)

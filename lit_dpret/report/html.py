@@ -1,0 +1,274 @@
+"""The page that a run leaves behind: what was reached, at what privacy, on what evidence.
+
+One file without scripts and without anything loaded from elsewhere, for a colleague who has five
+minutes and for the archive. The privacy statement and the list of what is not covered come from
+the run's privacy card, word for word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.errors import StorageError
+from lit_dpret.privacy.card_text import claim_blocks, privacy_line
+from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, esc, to_html
+from lit_dpret.report.chart import bar_chart
+from lit_dpret.report.table import RowResult, metric_names, show
+from lit_dpret.retrieval.statistics import Interval
+
+REPORT_NAME = "report.html"
+MAX_SAMPLES = 40
+MAX_PASSAGE = 500  # characters shown
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A passage and synthetic queries that were generated for it."""
+
+    passage: str
+    queries: Sequence[str]
+    passage_id: str = ""
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """How often a synthetic query finds its own passage, and how often by luck.
+
+    Args:
+        recall: Share of synthetic queries with their own passage among the first ``k``.
+        control: The same with the passages of the queries shuffled: what a query that ignores its
+            passage reaches.
+        k: How many results count.
+        queries: How many synthetic queries were asked.
+        retriever: Which retriever answered.
+    """
+
+    recall: Interval
+    control: Interval
+    k: int
+    queries: int
+    retriever: str = ""
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """A file or folder that the run wrote."""
+
+    label: str
+    path: str
+
+
+def write_report(
+    folder: str | Path,
+    *,
+    title: str,
+    table: Sequence[RowResult],
+    card: Mapping[str, Any] | None = None,
+    samples: Sequence[Sample] = (),
+    round_trip: RoundTrip | None = None,
+    artefacts: Sequence[Artefact] = (),
+    command: str = "",
+    evaluated_on: str = "",
+    private_metrics: bool = False,
+    notes: Sequence[str] = (),
+    chart: bool = True,
+) -> Path:
+    """Write ``report.html`` into ``folder``.
+
+    Args:
+        folder: The run folder; made if absent.
+        title: Heading of the page.
+        table: The systems compared; see `RowResult`.
+        card: The privacy card of the artefact that the page is about. Without one the page says
+            that nothing is promised.
+        samples: Synthetic queries beside their passages; at most ``MAX_SAMPLES`` are shown.
+        round_trip: Recall of the own passage, with its control.
+        artefacts: What the run wrote, and where.
+        command: What to type to get the same again.
+        evaluated_on: Which queries and passages the numbers were computed on.
+        private_metrics: Whether those queries are private; the page then says that its numbers are
+            covered by no guarantee.
+        notes: Further remarks.
+        chart: Draw the bars.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        StorageError: The page cannot be written.
+    """
+    lead: list[Block] = list(_lead(card))
+    if private_metrics:
+        lead.append(
+            Banner(
+                "The numbers on this page were computed on private queries. They are covered by no guarantee: "
+                "keep the page where the queries are kept.",
+            )
+        )
+    sections = [
+        *_results(table, evaluated_on, chart),
+        *_round_trip(round_trip),
+        *_samples(samples, card),
+        *_privacy(card),
+        *_closing(artefacts, command, notes),
+    ]
+    path = Path(folder) / REPORT_NAME
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    page = to_html(title, f"lit-dpret report, {made}", lead, sections)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path} could not be written: {error.strerror}.") from error
+    return path
+
+
+def _lead(card: Mapping[str, Any] | None) -> Sequence[Block]:
+    if card is None:
+        return [Banner("No privacy card: nothing is promised about the data behind these results.", "caution")]
+    return claim_blocks(card)
+
+
+def _results(table: Sequence[RowResult], evaluated_on: str, chart: bool) -> list[Section]:
+    if not table:
+        return []
+    blocks: list[Block] = [ResultTable(table)]
+    where = f"Computed on {evaluated_on}. " if evaluated_on else ""
+    blocks.append(
+        Paragraph(
+            f"{where}Mean over queries with its 95 % confidence interval. The interval covers the choice of queries, "
+            "not the luck of one training run.",
+            small=True,
+        )
+    )
+    if chart and (svg := bar_chart(table)):
+        blocks.append(Drawing(svg))
+    return [Section("Results", blocks)]
+
+
+def _round_trip(result: RoundTrip | None) -> list[Section]:
+    if result is None:
+        return []
+    rows = [
+        ("synthetic queries, own passage", show(result.recall)),
+        ("control, passages shuffled", show(result.control)),
+    ]
+    by = f" by {result.retriever}" if result.retriever else ""
+    text = (
+        f"How often a synthetic query finds the passage it was generated for among the first {result.k} results, "
+        f"over {result.queries:,} queries answered{by}. The control shows what queries reach without their passages."
+    )
+    grid = Grid(("", f"Recall@{result.k}"), rows, frozenset({1}), narrow=True)
+    return [Section("Round trip", [Paragraph(text), grid])]
+
+
+def _samples(samples: Sequence[Sample], card: Mapping[str, Any] | None) -> list[Section]:
+    if not samples:
+        return []
+    blocks: list[Block] = []
+    if card is None or card["claim"]["guarantee"] != "dp":
+        blocks.append(Banner("Made without a privacy guarantee: these queries may repeat private ones word for word."))
+    blocks.append(SampleTable(samples[:MAX_SAMPLES]))
+    if len(samples) > MAX_SAMPLES:
+        blocks.append(Paragraph(f"The first {MAX_SAMPLES} of {len(samples)} passages.", small=True))
+    return [Section("Synthetic queries beside their passages", blocks)]
+
+
+def _privacy(card: Mapping[str, Any] | None) -> list[Section]:
+    if card is None:
+        return []
+    return [
+        Section(
+            "Privacy statement",
+            [
+                Banner(str(card["claim"]["statement"]), "plain"),
+                Paragraph(f"In one line: {privacy_line(card)}", small=True),
+            ],
+        ),
+        Section("What is not covered", [Bullets(card["not_covered"])]),
+    ]
+
+
+def _closing(artefacts: Sequence[Artefact], command: str, notes: Sequence[str]) -> list[Section]:
+    sections = []
+    if notes:
+        sections.append(Section("Notes", [Bullets(notes)]))
+    if artefacts:
+        rows = [(artefact.label, artefact.path) for artefact in artefacts]
+        sections.append(Section("Files", [Grid(("What", "Where"), rows)]))
+    if command:
+        sections.append(Section("How to get this again", [Code(command)]))
+    return sections
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    """Systems with their metrics and the price of each in the same row; notes stand below the names."""
+
+    rows: Sequence[RowResult]
+
+    def html(self) -> str:
+        names = metric_names(self.rows)
+        head = "".join(f'<th class="num">{esc(name)}</th>' for name in names)
+        body = ""
+        for row in self.rows:
+            note = f'<div class="small">{esc(row.note)}</div>' if row.note else ""
+            cells = "".join(f'<td class="num">{esc(show(row.metrics.get(name)))}</td>' for name in names)
+            body += f"<tr><td>{esc(row.system)}{note}</td>{cells}<td>{esc(row.privacy or 'not stated')}</td></tr>"
+        return (
+            f'<div class="scroll"><table><thead><tr><th>System</th>{head}<th>Privacy</th></tr></thead>'
+            f"<tbody>{body}</tbody></table></div>"
+        )
+
+    def markdown(self) -> str:
+        names = metric_names(self.rows)
+        rows = [
+            [row.system, *(show(row.metrics.get(name)) for name in names), row.privacy or "not stated", row.note]
+            for row in self.rows
+        ]
+        return Grid(("System", *names, "Privacy", "Note"), rows, frozenset(range(1, 1 + len(names)))).markdown()
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= MAX_PASSAGE else text[:MAX_PASSAGE].rstrip() + " …"
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """An SVG element of our own making."""
+
+    svg: str
+
+    def html(self) -> str:
+        return f'<figure><div class="scroll">{self.svg}</div></figure>'
+
+    def markdown(self) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class SampleTable:
+    """Passages on the left, their synthetic queries on the right; each text kept to its own direction."""
+
+    samples: Sequence[Sample]
+
+    def html(self) -> str:
+        rows = ""
+        for sample in self.samples:
+            name = f'<div class="small">{esc(sample.passage_id)}</div>' if sample.passage_id else ""
+            queries = "".join(f'<li><span class="text" dir="auto">{esc(query)}</span></li>' for query in sample.queries)
+            rows += (
+                f'<tr class="sample"><td>{name}<div class="text" dir="auto">{esc(_shorten(sample.passage))}</div></td>'
+                f"<td><ul>{queries}</ul></td></tr>"
+            )
+        head = "<tr><th>Passage</th><th>Synthetic queries</th></tr>"
+        return f'<table class="samples"><thead>{head}</thead><tbody>{rows}</tbody></table>'
+
+    def markdown(self) -> str:
+        return Grid(
+            ("Passage", "Synthetic queries"), [(s.passage, " / ".join(s.queries)) for s in self.samples]
+        ).markdown()

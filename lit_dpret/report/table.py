@@ -1,0 +1,142 @@
+"""One comparison table, for a console, a spreadsheet and a program.
+
+Each row is a system, each metric comes with its confidence interval, and the privacy column stands
+in the same row: a number of quality without its price is not a result.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from lit_dpret.errors import DataError, StorageError
+from lit_dpret.retrieval.statistics import Interval
+
+METRICS = ("nDCG@10", "Recall@10", "MRR@10")
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """What one system reached, and what it cost.
+
+    Args:
+        system: Name of the system.
+        metrics: Mean and 95 % confidence interval per metric, e.g. ``{"nDCG@10": Interval(...)}``.
+        privacy: Epsilon with unit, neighbours and delta in one line (``privacy_line`` of a card),
+            or in words that there is none.
+        note: Anything a reader must know beside the numbers.
+    """
+
+    system: str
+    metrics: Mapping[str, Interval] = field(default_factory=dict)
+    privacy: str = ""
+    note: str = ""
+
+
+def metric_names(rows: Sequence[RowResult]) -> list[str]:
+    """The metrics that any row has: the usual three first, the rest in order of appearance."""
+    present = dict.fromkeys(name for row in rows for name in row.metrics)
+    return [name for name in METRICS if name in present] + [name for name in present if name not in METRICS]
+
+
+def show(interval: Interval | None) -> str:
+    """``0.412 [0.398, 0.425]``, or a dash where nothing was measured."""
+    if interval is None or math.isnan(interval.mean):
+        return "–"
+    if math.isnan(interval.low) or math.isnan(interval.high):
+        return f"{interval.mean:.3f}"
+    return f"{interval.mean:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+
+
+def console_table(rows: Sequence[RowResult], *, title: str = "") -> Table:
+    """The table for ``rich.print``."""
+    names = metric_names(rows)
+    notes = any(row.note for row in rows)
+    table = Table(title=title or None, title_justify="left", caption="mean [95 % confidence interval]")
+    table.add_column("System", overflow="fold")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("Privacy", overflow="fold")
+    if notes:
+        table.add_column("Note", overflow="fold")
+    for row in rows:
+        cells = [row.system, *(show(row.metrics.get(name)) for name in names), row.privacy or "not stated"]
+        table.add_row(*map(Text, cells + ([row.note] if notes else [])))  # Text: brackets are no markup
+    return table
+
+
+def write_csv(rows: Sequence[RowResult], path: Path) -> None:
+    """One line per system; each metric in three columns: name, name low, name high."""
+    names = metric_names(rows)
+    header = ["system", *(column for name in names for column in (name, f"{name} low", f"{name} high"))]
+    try:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow([*header, "privacy", "note"])
+            for row in rows:
+                numbers: list[object] = []
+                for name in names:
+                    interval = row.metrics.get(name)
+                    numbers += ["", "", ""] if interval is None else [interval.mean, interval.low, interval.high]
+                writer.writerow([row.system, *numbers, row.privacy, row.note])
+    except OSError as error:
+        raise StorageError(f"{path} could not be written: {error.strerror}.") from error
+
+
+def to_json(rows: Sequence[RowResult]) -> list[dict[str, Any]]:
+    """The rows as plain JSON values; NaN becomes null."""
+
+    def number(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    return [
+        {
+            "system": row.system,
+            "metrics": {
+                name: {"mean": number(i.mean), "low": number(i.low), "high": number(i.high)}
+                for name, i in row.metrics.items()
+            },
+            "privacy": row.privacy,
+            "note": row.note,
+        }
+        for row in rows
+    ]
+
+
+def from_json(data: Sequence[Mapping[str, Any]]) -> list[RowResult]:
+    """The rows that ``to_json`` wrote.
+
+    Raises:
+        DataError: A row lacks a field.
+    """
+    try:
+        return [
+            RowResult(
+                system=row["system"],
+                metrics={
+                    name: Interval(*(math.nan if i[end] is None else i[end] for end in ("mean", "low", "high")))
+                    for name, i in row["metrics"].items()
+                },
+                privacy=row["privacy"],
+                note=row["note"],
+            )
+            for row in data
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"A result row is malformed: {error!r}.") from error
+
+
+def write_json(rows: Sequence[RowResult], path: Path) -> None:
+    """``to_json`` as a file."""
+    try:
+        path.write_text(json.dumps(to_json(rows), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path} could not be written: {error.strerror}.") from error

@@ -1,0 +1,181 @@
+"""nDCG, recall and reciprocal rank for all queries at once, as trec_eval defines them.
+
+A ranking enters as a table of *gains*: the judged relevance of the passage at each rank, 0 where it
+was not judged. What could have been found enters as the *ideal* gains, from the full relevance
+judgements. So a query that found nothing counts as 0 and is not skipped, and a query without any
+relevant passage counts as 0 too, as ``trec_eval -c`` averages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lit_dpret.errors import ConfigurationError, DataError
+
+Qrels = Mapping[str, Mapping[str, int]]
+"""Relevance judgements: query id -> passage id -> grade; a grade above 0 is relevant."""
+
+Gains = NDArray[np.int64]
+Values = NDArray[np.float64]
+MetricKind = Literal["ndcg", "recall", "mrr"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A measure and the rank it looks down to, written ``ndcg@10``."""
+
+    kind: MetricKind
+    cutoff: int
+
+    @classmethod
+    def parse(cls, name: str) -> Metric:
+        """Read ``ndcg@k``, ``recall@k`` or ``mrr@k``, in any letter case.
+
+        Raises:
+            ConfigurationError: The name is none of these.
+        """
+        match = re.fullmatch(r"(ndcg|recall|mrr)@([1-9][0-9]*)", name.strip().lower())
+        if match is None:
+            raise ConfigurationError(f"metric {name!r} is not one of ndcg@k, recall@k and mrr@k with k at least 1.")
+        return cls(cast(MetricKind, match[1]), int(match[2]))
+
+    def __str__(self) -> str:
+        return f"{self.kind}@{self.cutoff}"
+
+    def __call__(self, gains: Gains, ideal: Gains) -> Values:
+        """The value of every query; see `ndcg`, `recall` and `mrr`."""
+        return {"ndcg": ndcg, "recall": recall, "mrr": mrr}[self.kind](gains, ideal, self.cutoff)
+
+
+def ndcg(gains: Gains, ideal: Gains, k: int) -> Values:
+    """Normalised discounted cumulative gain over the first ``k`` ranks.
+
+    The gain of a passage is its grade (linear), its discount the binary logarithm of its rank
+    plus one, and the norm is the best that the judgements allow: trec_eval's ``ndcg_cut``.
+
+    Args:
+        gains: Grades by rank, shape ``(queries, depth)``.
+        ideal: All positive grades of each query, descending, padded with 0, ``(queries, most)``.
+        k: The last rank that counts.
+
+    Returns:
+        Shape ``(queries,)``, in [0, 1]; 0 where nothing is relevant.
+    """
+    best = _discounted(ideal, k)
+    value: Values = np.divide(_discounted(gains, k), best, out=np.zeros(len(best)), where=best > 0)
+    return value
+
+
+def recall(gains: Gains, ideal: Gains, k: int) -> Values:
+    """The share of a query's relevant passages among the first ``k``: trec_eval's ``recall_k``.
+
+    The denominator is the number of all relevant passages, also when that exceeds ``k``.
+
+    Args:
+        gains: Grades by rank, shape ``(queries, depth)``.
+        ideal: All positive grades of each query, padded with 0, shape ``(queries, most)``.
+        k: The last rank that counts.
+
+    Returns:
+        Shape ``(queries,)``, in [0, 1]; 0 where nothing is relevant.
+    """
+    relevant = (ideal > 0).sum(axis=1).astype(np.float64)
+    found = (gains[:, :k] > 0).sum(axis=1).astype(np.float64)
+    share: Values = np.divide(found, relevant, out=np.zeros(len(found)), where=relevant > 0)
+    return share
+
+
+def mrr(gains: Gains, ideal: Gains, k: int) -> Values:
+    """One over the rank of the first relevant passage, 0 when it comes after rank ``k``.
+
+    trec_eval's ``recip_rank`` of the run cut at ``k``; trec_eval itself has no cut.
+
+    Args:
+        gains: Grades by rank, shape ``(queries, depth)``.
+        ideal: Not used; here so that every measure is called alike.
+        k: The last rank that counts.
+
+    Returns:
+        Shape ``(queries,)``, in [0, 1].
+    """
+    hit = gains[:, :k] > 0
+    if not hit.shape[1]:
+        return np.zeros(len(gains))
+    return np.where(hit.any(axis=1), 1.0 / (hit.argmax(axis=1) + 1.0), 0.0)
+
+
+def ideal_gains(query_ids: Sequence[str], qrels: Qrels) -> Gains:
+    """Each query's positive grades, descending, padded with 0: shape ``(queries, most)``."""
+    grades = [sorted((int(g) for g in qrels.get(name, {}).values() if g > 0), reverse=True) for name in query_ids]
+    table = np.zeros((len(grades), max((len(row) for row in grades), default=0)), dtype=np.int64)
+    for row, found in enumerate(grades):
+        table[row, : len(found)] = found
+    return table
+
+
+def gains_of_indices(
+    indices: NDArray[np.int64], query_ids: Sequence[str], passage_ids: Sequence[str], qrels: Qrels
+) -> Gains:
+    """The grades of a ranking given as positions in the list of passages.
+
+    Args:
+        indices: Shape ``(queries, depth)``, best first; negative where there is no passage.
+        query_ids: The id of every row.
+        passage_ids: The id of every passage.
+        qrels: The judgements; negative grades count as 0, as in trec_eval.
+
+    Returns:
+        Shape ``(queries, depth)``.
+
+    Raises:
+        DataError: ``indices`` does not fit the ids.
+    """
+    if indices.ndim != 2 or len(indices) != len(query_ids):
+        raise DataError(f"A ranking of shape {indices.shape} does not rank passages for {len(query_ids)} queries.")
+    if indices.size and int(indices.max()) >= len(passage_ids):
+        raise DataError(f"A ranking names passage {int(indices.max())} of {len(passage_ids)}.")
+    position = {name: place for place, name in enumerate(passage_ids)}
+    width = max(1, len(passage_ids))
+    judged = [
+        (row * width + position[passage], int(grade))
+        for row, query in enumerate(query_ids)
+        for passage, grade in qrels.get(query, {}).items()
+        if grade > 0 and passage in position
+    ]
+    if not judged or not indices.size:
+        return np.zeros(indices.shape, dtype=np.int64)
+    keys, grades = np.array(sorted(judged), dtype=np.int64).T
+    asked = np.arange(len(indices), dtype=np.int64)[:, None] * width + indices
+    place = np.minimum(np.searchsorted(keys, asked), len(keys) - 1)
+    return np.where((indices >= 0) & (keys[place] == asked), grades[place], 0)
+
+
+def gains_of_ids(ranked: Sequence[Sequence[str]], query_ids: Sequence[str], qrels: Qrels) -> Gains:
+    """The grades of rankings given as lists of passage ids, padded with 0 to the longest.
+
+    Args:
+        ranked: For every query its passage ids, best first.
+        query_ids: The id of every row.
+        qrels: The judgements; negative grades count as 0, as in trec_eval.
+
+    Returns:
+        Shape ``(queries, longest)``.
+    """
+    table = np.zeros((len(query_ids), max((len(row) for row in ranked), default=0)), dtype=np.int64)
+    for row, (query, passages) in enumerate(zip(query_ids, ranked, strict=True)):
+        judged = qrels.get(query, {})
+        if judged:
+            table[row, : len(passages)] = [max(0, int(judged.get(passage, 0))) for passage in passages]
+    return table
+
+
+def _discounted(gains: Gains, k: int) -> Values:
+    top = gains[:, :k].astype(np.float64)
+    total: Values = (top / np.log2(np.arange(2, top.shape[1] + 2))).sum(axis=1)
+    return total

@@ -1,0 +1,245 @@
+"""Runs: what a system returned for every query, on disk and as numbers.
+
+A run is written in TREC's format with scores that read back as the same float32 numbers: trec_eval
+re-sorts by score and ignores the rank column, so a rounded score is another ranking. Evaluation is
+over the *full* judgements; a query that the run does not mention counts as 0.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lit_dpret.errors import ConfigurationError, DataError, StorageError
+from lit_dpret.retrieval.metrics import Metric, Qrels, Values, gains_of_ids, gains_of_indices, ideal_gains
+from lit_dpret.retrieval.search import MISSING, TopK
+from lit_dpret.retrieval.statistics import Interval, bootstrap_interval
+
+Run = Mapping[str, Mapping[str, float]]
+"""A run as plain data: query id -> passage id -> score."""
+
+DEFAULT_METRICS = ("ndcg@10", "recall@10", "mrr@10")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """What `search` returned, with the ids it speaks about.
+
+    Args:
+        query_ids: The id of every row.
+        passage_ids: The id of every passage that was searched.
+        top: Scores and indices of shape ``(queries, k)``, best first.
+
+    Raises:
+        DataError: The number of rows and of query ids differ, or a query id occurs twice.
+    """
+
+    query_ids: Sequence[str]
+    passage_ids: Sequence[str]
+    top: TopK
+
+    def __post_init__(self) -> None:
+        if len(self.query_ids) != len(self.top.indices):
+            raise DataError(f"A ranking of {len(self.top.indices)} rows has {len(self.query_ids)} query ids.")
+        if len(set(self.query_ids)) != len(self.query_ids):
+            raise DataError("A ranking names the same query id in more than one row.")
+
+    def to_run(self) -> dict[str, dict[str, float]]:
+        """The same as plain data, without the fillers."""
+        run: dict[str, dict[str, float]] = {}
+        rows = zip(self.query_ids, self.top.scores.tolist(), self.top.indices.tolist(), strict=True)
+        for name, scores, indices in rows:
+            run[name] = {self.passage_ids[i]: score for score, i in zip(scores, indices, strict=True) if i != MISSING}
+        return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult:
+    """How good a run is.
+
+    ``per_query`` speaks of single queries: where those are private, so is it. ``means`` and
+    ``intervals`` of private queries are not covered by a privacy guarantee either.
+
+    Attributes:
+        query_ids: The judged queries, in the order of the judgements.
+        per_query: Metric name to one value per query, aligned with ``query_ids``.
+        means: Metric name to the mean over all judged queries.
+        intervals: Metric name to the bootstrap interval of that mean.
+        without_hits: How many judged queries the run returned nothing for; each counts as 0.
+        without_relevant: How many queries have no relevant passage at all; each counts as 0.
+    """
+
+    query_ids: tuple[str, ...]
+    per_query: Mapping[str, Values]
+    means: Mapping[str, float]
+    intervals: Mapping[str, Interval]
+    without_hits: int
+    without_relevant: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The aggregates, without any per-query value, as plain JSON values."""
+        return {
+            "queries": len(self.query_ids),
+            "without_hits": self.without_hits,
+            "without_relevant": self.without_relevant,
+            "metrics": {name: asdict(interval) for name, interval in self.intervals.items()},
+        }
+
+    def write_per_query(self, path: str | Path) -> None:
+        """Write one tab-separated line per query, with a header."""
+        lines = ["\t".join(["query-id", *self.per_query])]
+        for row, name in enumerate(self.query_ids):
+            lines.append("\t".join([name, *(repr(float(values[row])) for values in self.per_query.values())]))
+        _write_whole(Path(path), "\n".join(lines) + "\n")
+
+
+def evaluate(
+    run: Run | Ranking,
+    qrels: Qrels,
+    metrics: Sequence[str] = DEFAULT_METRICS,
+    *,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> EvaluationResult:
+    """Judge a run against the full relevance judgements.
+
+    Guarantees:
+        - Every value equals trec_eval's: graded nDCG with linear gain, uncapped recall, ties by
+          float32 score and then by passage id, both descending; mrr@k on the run cut at k.
+        - Means are over all queries of ``qrels``, as ``trec_eval -c``: a query without hits, and one
+          without a relevant passage, counts as 0. Queries outside ``qrels`` do not count.
+        - A run as plain data may come in any order; a `Ranking` is taken in the order it has.
+
+    Args:
+        run: Scores by query and passage id, or a `Ranking`.
+        qrels: Grades by query and passage id.
+        metrics: ``ndcg@k``, ``recall@k`` and ``mrr@k``.
+        resamples: Of the bootstrap.
+        seed: Of the bootstrap.
+
+    Raises:
+        ConfigurationError: A metric is unknown, or names a rank deeper than a `Ranking` reaches.
+        DataError: There are no judgements, or a score is NaN.
+    """
+    wanted = [Metric.parse(name) for name in metrics]
+    query_ids = tuple(qrels)
+    if not query_ids:
+        raise DataError("There are no relevance judgements to evaluate against.")
+    if isinstance(run, Ranking):
+        depth = run.top.indices.shape[1]
+        too_deep = [str(metric) for metric in wanted if depth < min(metric.cutoff, len(run.passage_ids))]
+        if too_deep:
+            raise ConfigurationError(f"A ranking of the first {depth} passages cannot answer {', '.join(too_deep)}.")
+        gains, hits = _gains_of_ranking(run, query_ids, qrels)
+    else:
+        gains, hits = _gains(run, query_ids, qrels)
+    ideal = ideal_gains(query_ids, qrels)
+    per_query = {str(metric): metric(gains, ideal) for metric in wanted}
+    intervals = {name: bootstrap_interval(values, resamples=resamples, seed=seed) for name, values in per_query.items()}
+    return EvaluationResult(
+        query_ids=query_ids,
+        per_query=per_query,
+        means={name: interval.mean for name, interval in intervals.items()},
+        intervals=intervals,
+        without_hits=len(query_ids) - hits,
+        without_relevant=int((ideal.sum(axis=1) == 0).sum()),
+    )
+
+
+def _gains_of_ranking(ranking: Ranking, query_ids: Sequence[str], qrels: Qrels) -> tuple[Any, int]:
+    table = ranking.top.indices.cpu().numpy()
+    row = {name: place for place, name in enumerate(ranking.query_ids)}
+    chosen = np.full((len(query_ids), table.shape[1]), MISSING, dtype=np.int64)
+    present = [place for place, name in enumerate(query_ids) if name in row]
+    chosen[present] = table[[row[query_ids[place]] for place in present]]
+    hits = int((chosen != MISSING).any(axis=1).sum())
+    return gains_of_indices(chosen, query_ids, ranking.passage_ids, qrels), hits
+
+
+def _gains(run: Run, query_ids: Sequence[str], qrels: Qrels) -> tuple[Any, int]:
+    ranked = [_sorted_as_trec_eval(name, run.get(name, {})) for name in query_ids]
+    return gains_of_ids(ranked, query_ids, qrels), sum(1 for passages in ranked if passages)
+
+
+def _sorted_as_trec_eval(query: str, scores: Mapping[str, float]) -> list[str]:
+    values = np.fromiter(scores.values(), dtype=np.float32, count=len(scores))
+    if np.isnan(values).any():
+        raise DataError(f"The run holds a NaN score for query {query!r}.")
+    pairs = zip(values.tolist(), (name.encode("utf-8") for name in scores), scores, strict=True)
+    return [name for _, _, name in sorted(pairs, reverse=True)]
+
+
+def write_run(path: str | Path, run: Run | Ranking, tag: str = "lit-dpret") -> None:
+    """Write a run as ``query Q0 passage rank score tag`` lines, best first.
+
+    Guarantees:
+        - `read_run` gives back the same float32 scores, and trec_eval sorts the file as we do.
+        - The file appears whole or not at all.
+
+    Raises:
+        DataError: An id or the tag is empty or holds white space, which the format cannot carry.
+        StorageError: The file cannot be written.
+    """
+    plain = run.to_run() if isinstance(run, Ranking) else run
+    lines: list[str] = []
+    for query, scores in plain.items():
+        for rank, passage in enumerate(_sorted_as_trec_eval(query, scores), start=1):
+            for field in (query, passage, tag):
+                if len(field.split()) != 1 or field.strip() != field:
+                    raise DataError(f"The run format cannot carry {field!r}: ids and tag must be one word each.")
+            lines.append(f"{query} Q0 {passage} {rank} {float(np.float32(scores[passage])):.9g} {tag}\n")
+    _write_whole(Path(path), "".join(lines))
+
+
+def read_run(path: str | Path) -> dict[str, dict[str, float]]:
+    """Read a TREC run; rank and tag are ignored, as trec_eval ignores them.
+
+    Raises:
+        DataError: A line has not six fields, its score is no number, or a passage comes twice for one
+            query; the message has the line number.
+    """
+    run: dict[str, dict[str, float]] = {}
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"The run {path} cannot be read: {error.strerror}.") from error
+    for number, line in enumerate(text.split("\n"), start=1):
+        fields = line.split()
+        if not fields:
+            continue
+        if len(fields) != 6:
+            raise DataError(f"{path}, line {number}: {len(fields)} fields, not `query Q0 passage rank score tag`.")
+        try:
+            score = float(np.float32(fields[4]))
+        except ValueError:
+            raise DataError(f"{path}, line {number}: the score {fields[4]!r} is not a number.") from None
+        passages = run.setdefault(fields[0], {})
+        if fields[2] in passages:
+            raise DataError(f"{path}, line {number}: passage {fields[2]!r} comes twice for query {fields[0]!r}.")
+        passages[fields[2]] = score
+    return run
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write by rename, so that no reader ever sees half a file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+        ) as file:
+            try:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}.") from error

@@ -1,0 +1,133 @@
+"""How sure a mean over queries is, and whether two systems really differ.
+
+Both answers come from resampling the queries of one test collection. They cover the choice of
+queries, not the luck of one training run: under privacy noise, train several seeds as well.
+Everything is seeded: the same values give the same interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lit_dpret.errors import ConfigurationError, DataError
+
+_CHUNK = 2**22  # drawn numbers held at a time
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and the bounds of its confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class PairedTest:
+    """How much ``a`` is above ``b`` on the mean query, and how often chance alone does as much."""
+
+    difference: float
+    p_value: float
+
+
+def bootstrap_interval(values: ArrayLike, *, level: float = 0.95, resamples: int = 2000, seed: int = 0) -> Interval:
+    """The percentile bootstrap interval of the mean over queries.
+
+    Queries are drawn with replacement, as many as there are; the bounds are the quantiles of the
+    resampled means (Efron, 1979).
+
+    Args:
+        values: One value per query.
+        level: The confidence, 0.95 for a 95 % interval.
+        resamples: How many samples of queries to draw.
+        seed: Of the draws.
+
+    Returns:
+        The mean of ``values`` itself and the two bounds; three times NaN for no values.
+
+    Raises:
+        ConfigurationError: level or resamples is out of range.
+        DataError: A value is not finite.
+    """
+    if not 0 < level < 1:
+        raise ConfigurationError(f"level={level} must lie strictly between 0 and 1.")
+    data = _vector("values", values)
+    if not len(data):
+        return Interval(float("nan"), float("nan"), float("nan"))
+    means = np.concatenate(
+        [
+            data[rng.integers(0, len(data), (draws, len(data)))].mean(axis=1)
+            for rng, draws in _chunks(resamples, len(data), seed)
+        ]
+    )
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(data.mean()), float(low), float(high))
+
+
+def paired_randomisation_test(a: ArrayLike, b: ArrayLike, *, resamples: int = 10_000, seed: int = 0) -> PairedTest:
+    """Fisher's randomisation test, two-sided, on the difference of two systems' means.
+
+    If the systems were alike, each query's two values could as well have been swapped. The p-value
+    is the share of random swaps with a difference at least as large, the observed one counted among
+    them, so that it is never 0 (Smucker et al., CIKM 2007).
+
+    Args:
+        a: One value per query.
+        b: The other system's values of the same queries in the same order.
+        resamples: How many random swaps to draw.
+        seed: Of the draws.
+
+    Raises:
+        ConfigurationError: resamples is out of range.
+        DataError: The lengths differ, there are no queries, or a value is not finite.
+    """
+    first, second = _vector("a", a), _vector("b", b)
+    if len(first) != len(second) or not len(first):
+        raise DataError(f"A paired test needs the same queries twice; got {len(first)} and {len(second)} values.")
+    difference = first - second
+    observed = abs(float(difference.mean()))
+    threshold = observed - 1e-12 * max(1.0, float(np.abs(difference).max()))
+    reached = 0
+    for rng, draws in _chunks(resamples, len(difference), seed):
+        signs = rng.integers(0, 2, (draws, len(difference)), dtype=np.int8) * 2 - 1
+        reached += int((np.abs(signs @ difference) / len(difference) >= threshold).sum())
+    return PairedTest(float(difference.mean()), (reached + 1) / (resamples + 1))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """The same p-values, adjusted for having asked several questions (Holm, 1979).
+
+    Example:
+        >>> holm([0.01, 0.04, 0.03])
+        [0.03, 0.06, 0.06]
+    """
+    adjusted = [0.0] * len(p_values)
+    highest = 0.0
+    for place, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        highest = max(highest, min(1.0, (len(p_values) - place) * p_values[index]))
+        adjusted[index] = highest
+    return adjusted
+
+
+def _vector(name: str, values: ArrayLike) -> NDArray[np.float64]:
+    data = np.asarray(values, dtype=np.float64)
+    if data.ndim != 1 or not np.isfinite(data).all():
+        raise DataError(f"{name} must be one finite number per query, not of shape {data.shape} or with NaN.")
+    return data
+
+
+def _chunks(resamples: int, length: int, seed: int) -> list[tuple[np.random.Generator, int]]:
+    """The draws in parts that fit into memory, from one stream."""
+    if resamples < 1:
+        raise ConfigurationError(f"resamples={resamples} must be at least 1.")
+    rng = np.random.default_rng(seed)
+    size = max(1, _CHUNK // length)
+    return [(rng, min(size, resamples - start)) for start in range(0, resamples, size)]

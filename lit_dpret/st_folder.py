@@ -1,0 +1,311 @@
+"""Model folders: reading what one promises, writing one that others can load.
+
+An embedding is decided by more than weights: prefixes, lengths, pooling and normalisation are part
+of the model, and a model whose folder does not say them is a model that scores 0.02 elsewhere. We
+write the layout of sentence-transformers, which says them all, so that a plain
+``SentenceTransformer(folder)`` computes our embeddings. Its class names are the old ones on purpose:
+every version of that library reads them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import save_file
+from torch import nn
+
+from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from lit_dpret.encoders import TextEncoder
+
+_TYPES = "sentence_transformers.models"
+_POOLING_KEYS = {
+    "cls": "pooling_mode_cls_token",
+    "mean": "pooling_mode_mean_tokens",
+    "max": "pooling_mode_max_tokens",
+    "mean_sqrt_len_tokens": "pooling_mode_mean_sqrt_len_tokens",
+    "weightedmean": "pooling_mode_weightedmean_tokens",
+    "lasttoken": "pooling_mode_lasttoken",
+}
+_OURS = "lit_dpret.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tower:
+    """What a folder says about one route from text to embedding."""
+
+    transformer: Path
+    pooling: str = "mean"
+    max_length: int | None = None
+    lower_case: bool = False
+    dense: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFolder:
+    """What a folder says about both routes."""
+
+    query: Tower
+    passage: Tower
+    normalise: bool = True
+    query_prefix: str = ""
+    passage_prefix: str = ""
+    shared_backbone: bool = True
+    one_encoder: bool = True
+
+
+def read_folder(folder: Path) -> ModelFolder:
+    """Read what a transformers or sentence-transformers folder says of itself.
+
+    Raises:
+        UnsupportedModelError: It is neither, or holds a module whose effect we would not reproduce.
+    """
+    if not (folder / "modules.json").is_file():
+        if not (folder / "config.json").is_file():
+            raise UnsupportedModelError(
+                f"encoder={str(folder)!r} holds neither modules.json nor config.json, so it is neither a "
+                "sentence-transformers nor a transformers model."
+            )
+        return ModelFolder(query=Tower(transformer=folder), passage=Tower(transformer=folder))
+    modules = [
+        (str(module["type"]).rsplit(".", 1)[-1], folder / str(module["path"]))
+        for module in sorted(_json(folder / "modules.json"), key=lambda module: int(module["idx"]))
+    ]
+    kinds = [kind for kind, _ in modules]
+    normalise = kinds[-1] == "Normalize"
+    inner = modules[:-1] if normalise else modules
+    shared = one = True
+    if [kind for kind, _ in inner] in (["Router"], ["Asym"]):
+        query, passage, shared, one = _read_router(inner[0][1])
+    else:
+        query = passage = _read_tower(folder, inner)
+    prompts, default = _read_prompts(folder)
+    query_prefix = prompts.get("query", default)
+    passage_prefix = next((prompts[key] for key in ("document", "passage", "corpus") if key in prompts), default)
+    return ModelFolder(
+        query=query,
+        passage=passage,
+        normalise=normalise,
+        query_prefix=query_prefix,
+        passage_prefix=passage_prefix,
+        shared_backbone=shared,
+        one_encoder=one,
+    )
+
+
+def _read_prompts(folder: Path) -> tuple[dict[str, str], str]:
+    path = folder / "config_sentence_transformers.json"
+    config = _json(path) if path.is_file() else {}
+    prompts = {key: text for key, text in (config.get("prompts") or {}).items() if text is not None}
+    return prompts, prompts.get(config.get("default_prompt_name") or "", "")
+
+
+def _read_router(folder: Path) -> tuple[Tower, Tower, bool, bool]:
+    path = next((folder / name for name in ("router_config.json", "config.json") if (folder / name).is_file()), None)
+    if path is None:
+        raise UnsupportedModelError(f"{folder}: a Router without router_config.json.")
+    config = _json(path)
+    routes: Mapping[str, list[str]] = config["structure"]
+    if set(routes) != {"query", "document"}:
+        raise UnsupportedModelError(f"{path}: routes {sorted(routes)} are not query and document.")
+    towers = {
+        route: _read_tower(folder, [(str(config["types"][name]).rsplit(".", 1)[-1], folder / name) for name in names])
+        for route, names in routes.items()
+    }
+    ours = _json(folder / _OURS) if (folder / _OURS).is_file() else {}
+    shared = towers["query"].transformer == towers["document"].transformer or bool(ours.get("shared_backbone"))
+    return towers["query"], towers["document"], shared, bool(ours.get("one_encoder"))
+
+
+def _read_tower(folder: Path, modules: list[tuple[str, Path]]) -> Tower:
+    kinds = [kind for kind, _ in modules]
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Dense"]):
+        raise UnsupportedModelError(
+            f"encoder={str(folder)!r} is made of {', '.join(kinds) or 'nothing'}; supported are Transformer, Pooling, "
+            "an optional linear Dense, and an optional Normalize."
+        )
+    transformer = modules[0][1]
+    said: Mapping[str, Any] = next((_json(path) for path in sorted(transformer.glob("sentence_*_config.json"))), {})
+    dense = modules[2][1] if len(modules) == 3 else None
+    if dense is not None:
+        config = _json(dense / "config.json")
+        linear = str(config.get("activation_function", "")).endswith(".Identity") and not config.get("use_residual")
+        if not linear:
+            raise UnsupportedModelError(
+                f"{dense}: a Dense with activation {config.get('activation_function')!r} is not linear; only "
+                "Identity is supported."
+            )
+    return Tower(
+        transformer=transformer,
+        pooling=_read_pooling(modules[1][1]),
+        max_length=said.get("max_seq_length"),
+        lower_case=bool(said.get("do_lower_case", False)),
+        dense=dense,
+    )
+
+
+def _read_pooling(folder: Path) -> str:
+    config = _json(folder / "config.json")
+    if not config.get("include_prompt", True):
+        raise UnsupportedModelError(f"{folder}: pooling that leaves out the prompt is not supported.")
+    modes = config.get("pooling_mode") or [mode for mode, key in _POOLING_KEYS.items() if config.get(key)] or "mean"
+    modes = [modes] if isinstance(modes, str) else list(modes)
+    if len(modes) != 1 or modes[0] not in ("mean", "cls", "max"):
+        raise UnsupportedModelError(f"{folder}: pooling {' + '.join(modes)} is not one of mean, cls and max.")
+    return str(modes[0])
+
+
+def save_sentence_transformer(
+    folder: str | Path,
+    query_encoder: TextEncoder,
+    passage_encoder: TextEncoder | None = None,
+    *,
+    query_head: nn.Linear | None = None,
+    similarity: str | None = None,
+) -> None:
+    """Write a dual encoder as a folder that ``SentenceTransformer(folder)`` loads.
+
+    Guarantees:
+        - ``encode_query`` and ``encode_document`` of what that library loads are bit-equal to ours
+          for the same batch (float32), prefixes and cut-offs included.
+        - `TextEncoder.from_pretrained` or `load_towers` gives back the same model.
+
+    One tower for both sides becomes a flat folder. Where the sides differ (separate towers, a linear
+    head on the query side, different maximal lengths) it becomes a Router with two routes. Routes
+    share one copy of the weights if they cut at the same length; otherwise each has its own copy.
+
+    Args:
+        folder: Where to write; made if it is not there.
+        query_encoder: Turns queries into embeddings; passages too unless there is another for them.
+        passage_encoder: Turns passages into embeddings.
+        query_head: A linear map of pooled query embeddings, before they are normalised.
+        similarity: ``cosine`` or ``dot``, noted for the reader; by default cosine where embeddings are
+            normalised.
+
+    Raises:
+        ConfigurationError: The two sides do not end in the same space.
+        StorageError: The folder cannot be written.
+    """
+    passage_encoder = query_encoder if passage_encoder is None else passage_encoder
+    if query_head is not None:
+        query_encoder = query_encoder.with_projection(query_head)
+    query, passage = query_encoder.contract, passage_encoder.contract
+    if query_encoder.dim != passage_encoder.dim or query.normalise != passage.normalise:
+        raise ConfigurationError(
+            f"The query side ends in {query_encoder.dim} dimensions (normalise={query.normalise}) and the passage side "
+            f"in {passage_encoder.dim} (normalise={passage.normalise}); they must end in the same space."
+        )
+    one_backbone = query_encoder.backbone is passage_encoder.backbone
+    one_transformer = one_backbone and (query.query_max_length, query.lower_case) == (
+        passage.passage_max_length,
+        passage.lower_case,
+    )
+    flat = (
+        one_transformer and query.pooling == passage.pooling and query_encoder.projection is passage_encoder.projection
+    )
+    root = Path(folder)
+    normalise = ["Normalize"] if query.normalise else []
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if flat:
+            _write_transformer(root, query_encoder, query.query_max_length, passage_encoder)
+            kinds = _write_head(root, ["1_Pooling", "2_Dense"], query_encoder)
+        else:
+            kinds = ["Router"]
+            _write_router(root, query_encoder, passage_encoder, one_transformer)
+            one_encoder = query_encoder is passage_encoder
+            _write_json(root / _OURS, {"shared_backbone": one_backbone, "one_encoder": one_encoder})
+        modules = [
+            {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"{_TYPES}.{kind}"}
+            for i, kind in enumerate(kinds + normalise)
+        ]
+        for module in modules[1:]:
+            (root / str(module["path"])).mkdir(exist_ok=True)
+        if normalise:
+            _write_json(root / str(modules[-1]["path"]) / "config.json", {})
+        _write_json(
+            root / "config_sentence_transformers.json",
+            {
+                "prompts": {"query": query.query_prefix, "document": passage.passage_prefix},
+                "default_prompt_name": None,
+                "similarity_fn_name": similarity or ("cosine" if query.normalise else "dot"),
+            },
+        )
+        _write_json(root / "modules.json", modules)
+    except OSError as error:
+        raise StorageError(f"{root} cannot be written: {error.strerror or error}.") from error
+
+
+def _write_router(root: Path, query_encoder: TextEncoder, passage_encoder: TextEncoder, one_transformer: bool) -> None:
+    structure: dict[str, list[str]] = {}
+    types: dict[str, str] = {}
+    sides = (
+        ("query", query_encoder, query_encoder.contract.query_max_length, passage_encoder),
+        ("document", passage_encoder, passage_encoder.contract.passage_max_length, query_encoder),
+    )
+    for route, encoder, max_length, other in sides:
+        owner = "query" if one_transformer else route
+        if owner == route:
+            _write_transformer(root / f"{route}_0_Transformer", encoder, max_length, other)
+        names = [f"{owner}_0_Transformer", f"{route}_1_Pooling", f"{route}_2_Dense"]
+        kinds = _write_head(root, names[1:], encoder)
+        structure[route] = names[: len(kinds)]
+        types.update({name: f"{_TYPES}.{kind}" for name, kind in zip(names, kinds, strict=False)})
+    parameters = {"default_route": "document", "allow_empty_key": True}
+    _write_json(root / "router_config.json", {"types": types, "structure": structure, "parameters": parameters})
+
+
+def _write_transformer(folder: Path, encoder: TextEncoder, max_length: int, other: TextEncoder) -> None:
+    """Weights, the unused ones among them, and a tokenizer that knows where to cut.
+
+    Of two encoders that share a backbone the first to be made holds the unused weights.
+    """
+    unused = encoder.unused_weights or (other.unused_weights if other.backbone is encoder.backbone else {})
+    encoder.backbone.save_pretrained(folder, state_dict={**encoder.backbone.state_dict(), **unused})
+    tokenizer = copy.deepcopy(encoder.tokenizer)
+    tokenizer.model_max_length = max_length
+    if tokenizer.is_fast:
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+    tokenizer.save_pretrained(folder)
+    said = {"max_seq_length": max_length, "do_lower_case": encoder.contract.lower_case}
+    _write_json(folder / "sentence_bert_config.json", said)
+
+
+def _write_head(root: Path, names: list[str], encoder: TextEncoder) -> list[str]:
+    """What follows the transformer, into the folders ``names``; the kinds of all modules of the route."""
+    pooling, dense = (root / name for name in names)
+    width = encoder.backbone.config.hidden_size
+    modes = {key: mode == encoder.contract.pooling for mode, key in _POOLING_KEYS.items()}
+    _write_json(pooling / "config.json", {"word_embedding_dimension": width, **modes, "include_prompt": True})
+    if encoder.projection is None:
+        return ["Transformer", "Pooling"]
+    linear = encoder.projection
+    sizes = {"in_features": linear.in_features, "out_features": linear.out_features, "bias": linear.bias is not None}
+    _write_json(dense / "config.json", {**sizes, "activation_function": "torch.nn.modules.linear.Identity"})
+    save_file(
+        {f"linear.{name}": value.detach().contiguous() for name, value in linear.state_dict().items()},
+        dense / "model.safetensors",
+    )
+    return ["Transformer", "Pooling", "Dense"]
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UnsupportedModelError(
+            f"{path} is missing or not JSON ({reason}), so the model cannot be read."
+        ) from error

@@ -1,0 +1,75 @@
+"""`task=fit`: train one module under one privacy mode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from lit_dpret.callbacks import MetricsFile
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.tasks.parts import Parts, check_run_dir
+
+LAST_CHECKPOINT = "last.ckpt"
+
+
+class Fit:
+    """Train ``model`` on ``datamodule`` under ``privacy``; write model, ledger and card.
+
+    Args:
+        min_free_mb: Refuse to start with less free disk than this.
+    """
+
+    def __init__(self, *, min_free_mb: float = 200) -> None:
+        self.min_free_mb = min_free_mb
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Build, train and export; returns the last logged metrics."""
+        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
+        L.seed_everything(parts.seed, verbose=False)
+        privacy = parts.make_privacy()
+        datamodule = parts.make_datamodule()
+        module = parts.make_module(privacy=privacy)
+        return train(
+            module,
+            datamodule,
+            run_dir=parts.run_dir,
+            make_trainer=parts.make_trainer,
+            callbacks=parts.make_callbacks(),
+            loggers=parts.make_loggers(),
+            resume=parts.resume,
+        )
+
+
+def train(
+    module: Any,
+    datamodule: Any,
+    *,
+    run_dir: Path,
+    make_trainer: Any,
+    callbacks: list[Any],
+    loggers: list[Any],
+    resume: bool,
+) -> dict[str, float]:
+    """Train ``module`` in ``run_dir``, from the last checkpoint there if ``resume``."""
+    if module.privacy.guarantee == "inherited" and not hasattr(datamodule, "privacy_card_path"):
+        raise ConfigurationError(
+            f"privacy=synthetic trains on data that carries a privacy card, and {type(datamodule).__name__} reads "
+            "data that has none. Choose datamodule=synthetic, or another privacy mode."
+        )
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    if hasattr(module, "prepare"):
+        module.prepare(datamodule)
+    trainer: L.Trainer = make_trainer(
+        default_root_dir=str(run_dir), callbacks=callbacks, logger=[MetricsFile(run_dir), *loggers]
+    )
+    checkpoint = run_dir / "checkpoints" / LAST_CHECKPOINT
+    trainer.fit(
+        module,
+        datamodule=datamodule,
+        ckpt_path=str(checkpoint) if resume and checkpoint.exists() else None,
+        weights_only=True,
+    )
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -1,0 +1,346 @@
+"""`task=pipeline`: a private query log in; synthetic queries, a retriever, a card and a report out.
+
+The retriever that learns from DP synthetic queries stands beside everything that one would compare
+it with: BM25, the untrained encoder, the same retriever trained on the real queries without privacy,
+the same trained on them directly under DP, and the same trained on pseudo-queries that nobody asked.
+Each private row is a release of its own; a reader who publishes two of them adds them up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rich.console import Console
+from rich.markup import escape
+
+from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard, ProgressLine, StepProgress
+from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.generation.pseudo_queries import write_pseudo_queries
+from lit_dpret.generation.round_trip import hits, wrong_sources
+from lit_dpret.generation.writer import synthesize
+from lit_dpret.privacy.card import read_card
+from lit_dpret.privacy.card_text import privacy_line
+from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
+from lit_dpret.report.html import Artefact, RoundTrip, Sample, write_report
+from lit_dpret.report.table import RowResult, console_table, write_csv, write_json
+from lit_dpret.retrieval.runs import EvaluationResult
+from lit_dpret.retrieval.statistics import Interval, bootstrap_interval
+from lit_dpret.tasks.fit import train
+from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.scoring import rank_embeddings, score_bm25, score_embeddings
+from lit_dpret.tasks.stages import Stages
+
+METRIC_NAMES = {"ndcg@10": "nDCG@10", "recall@10": "Recall@10", "mrr@10": "MRR@10"}
+PUBLIC = "no private data"
+
+
+class Pipeline:
+    """Generator, synthetic queries, retriever, baselines, report.
+
+    Args:
+        generator: Makes the query generator, given ``privacy``.
+        retriever: Makes the frozen dual encoder, given ``privacy``.
+        generator_steps, generator_batch, generator_physical_batch, generator_max_grad_norm: The
+            generator's training under the top-level ``privacy``.
+        retriever_steps, retriever_batch, retriever_max_grad_norm: The retriever's, in every row.
+        max_passages: Public sample of passages that are encoded and searched; null for all.
+        queries_per_passage, top_p, temperature, group_size: Of the synthesis.
+        samples: How many synthetic queries the report shows.
+        tuning_note, tuning_data: What the settings were chosen on; they go into the cards.
+        min_free_mb: Refuse to start with less free disk.
+    """
+
+    def __init__(
+        self,
+        *,
+        generator: Callable[..., Any],
+        retriever: Callable[..., Any],
+        generator_steps: int,
+        generator_batch: int,
+        generator_physical_batch: int,
+        generator_max_grad_norm: float,
+        retriever_steps: int,
+        retriever_batch: int,
+        retriever_max_grad_norm: float,
+        max_passages: int | None = None,
+        queries_per_passage: int = 1,
+        top_p: float = 0.8,
+        temperature: float = 1.0,
+        group_size: int = 64,
+        samples: int = 10,
+        tuning_note: str | None = None,
+        tuning_data: str = "unknown",
+        min_free_mb: float = 500,
+    ) -> None:
+        self.make_generator, self.make_retriever = generator, retriever
+        self.generator_steps, self.generator_batch = generator_steps, generator_batch
+        self.generator_physical_batch = generator_physical_batch
+        self.generator_max_grad_norm = generator_max_grad_norm
+        self.retriever_steps, self.retriever_batch = retriever_steps, retriever_batch
+        self.retriever_max_grad_norm = retriever_max_grad_norm
+        self.max_passages, self.queries_per_passage = max_passages, queries_per_passage
+        self.top_p, self.temperature, self.group_size = top_p, temperature, group_size
+        self.samples, self.min_free_mb = samples, min_free_mb
+        self.tuning_note, self.tuning_data = tuning_note, tuning_data
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Run every stage that is not done yet; returns the headline numbers."""
+        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
+        L.seed_everything(parts.seed, verbose=False)
+        self._parts = parts
+        self._stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint())
+        privacy = self._privacy(self.generator_max_grad_norm)
+        log = self._log = parts.make_datamodule(
+            max_passages=None,
+            expected_batch_size=self.generator_batch,
+            physical_batch_size=self.generator_physical_batch,
+        )
+        log.prepare_data()
+        log.setup("fit")
+        self._searched = self._data(max_passages=self.max_passages)
+        self._searched.setup("fit")
+        rows = [self._bm25(), self._zero_shot()]
+        rows.append(self._trained("original", "original queries, no privacy", NoPrivacy))
+        rows.append(
+            self._trained("direct", "original queries, direct DP", lambda: self._privacy(self.retriever_max_grad_norm))
+        )
+        self._stages.run("generator", lambda folder, resume: self._train_generator(folder, resume, privacy))
+        self._stages.run("synthetic", self._synthesize)
+        rows.append(
+            self._trained("from_synthetic", "DP synthetic queries", SyntheticData, self._synthetic_data())
+        )
+        rows.append(self._no_private_data())
+        return self._tell(rows)
+
+    # -- pieces ------------------------------------------------------------------------------
+
+    def _fingerprint(self) -> str:
+        settings = {k: str(v) for k, v in sorted(vars(self).items()) if not k.startswith("_") and k != "min_free_mb"}
+        settings |= {"seed": str(self._parts.seed), "privacy": str(vars(self._privacy(1.0)).get("eps"))}
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+    def _privacy(self, max_grad_norm: float) -> DPSGD:
+        mode = self._parts.make_privacy()
+        if not isinstance(mode, DPSGD):
+            raise ConfigurationError(
+                f"task=pipeline compares training with and without privacy by itself; privacy={mode.name} leaves it "
+                "nothing to promise. Choose privacy=dp_sgd."
+            )
+        mode.max_grad_norm = max_grad_norm
+        return mode
+
+    def _data(self, **changes: Any) -> PairsDataModule:
+        made: PairsDataModule = self._parts.make_datamodule(
+            **{"expected_batch_size": None, "sample_rate": None, "physical_batch_size": self.retriever_batch} | changes
+        )
+        return made
+
+    def _callbacks(self, folder: Path, resume: bool, label: str) -> list[Any]:
+        return [
+            PrivacyAccountant(run_dir=folder, resume=resume),
+            PrivacyCard(run_dir=folder, tuning_note=self.tuning_note, tuning_data=self.tuning_data),
+            ModelCheckpoint(dirpath=folder / "checkpoints", every_n_train_steps=5, save_last=True, save_top_k=1),
+            StepProgress(label),
+        ]
+
+    def _trainer(self, steps: int) -> Callable[..., Any]:
+        return lambda **settings: self._parts.make_trainer(max_steps=steps, **settings)
+
+    # -- stages ------------------------------------------------------------------------------
+
+    def _bm25(self) -> RowResult:
+        queries, qrels = self._searched.evaluation_set("test")
+        result = score_bm25(queries, self._searched.public_passages(), qrels)
+        return _row("BM25", result, PUBLIC)
+
+    def _zero_shot(self) -> RowResult:
+        model = self.make_retriever(privacy=NoPrivacy())
+        with ProgressLine("encoding passages and queries") as progress:
+            model.prepare(self._searched, progress=progress)
+        return _row("zero-shot encoder", self._score(model), PUBLIC)
+
+    def _score(self, model: Any) -> EvaluationResult:
+        queries, qrels = self._searched.evaluation_set("test")
+        passages = self._searched.public_passages()
+        return score_embeddings(
+            list(queries),
+            model.encode_queries(list(queries.values())),
+            list(passages),
+            model.encode_passages(list(passages.values())),
+            qrels,
+        )
+
+    def _trained(
+        self, name: str, label: str, privacy: Callable[[], Any], data: PairsDataModule | None = None
+    ) -> RowResult:
+        def work(folder: Path, resume: bool) -> dict[str, Any]:
+            L.seed_everything(self._parts.seed, verbose=False)
+            model = self.make_retriever(privacy=privacy())
+            source = data or self._data(max_passages=self.max_passages)
+            source.setup("fit")
+            source.use_unit(model.privacy.unit, model.privacy.neighbours)
+            source.expected_batch_size = min(self.retriever_batch, source.n_units)
+            train(
+                model,
+                source,
+                run_dir=folder,
+                make_trainer=self._trainer(self.retriever_steps),
+                callbacks=self._callbacks(folder, resume, f"retriever ({label})"),
+                loggers=[],
+                resume=resume,
+            )
+            result = self._score(model)
+            return {"intervals": {m: [i.mean, i.low, i.high] for m, i in result.intervals.items()}}
+
+        result = self._stages.run(name, work)
+        card = read_card(self._parts.run_dir / name / "privacy_card.json")
+        metrics = {METRIC_NAMES[m]: Interval(*values) for m, values in result["intervals"].items()}
+        return RowResult(system=label, metrics=metrics, privacy=privacy_line(card))
+
+    def _train_generator(self, folder: Path, resume: bool, privacy: DPSGD) -> dict[str, Any]:
+        model = self.make_generator(privacy=privacy)
+        return train(
+            model,
+            self._log,
+            run_dir=folder,
+            make_trainer=self._trainer(self.generator_steps),
+            callbacks=self._callbacks(folder, resume, "DP query generator"),
+            loggers=self._parts.make_loggers(),
+            resume=resume,
+        )
+
+    def _synthesize(self, folder: Path, resume: bool) -> dict[str, Any]:
+        passages = self._searched.public_passages()
+        with ProgressLine("generating queries") as progress:
+            synthesize(
+                self._parts.run_dir / "generator" / "model",
+                passages,
+                folder / "data",
+                passages_are_public=True,
+                queries_per_passage=self.queries_per_passage,
+                seed=self._parts.seed,
+                top_p=self.top_p,
+                temperature=self.temperature,
+                group_size=self.group_size,
+                progress=progress,
+            )
+        return {"passages": len(passages)}
+
+    def _synthetic_data(self) -> SyntheticDataModule:
+        return SyntheticDataModule(
+            folder=self._parts.run_dir / "synthetic" / "data",
+            evaluation=self._searched,
+            physical_batch_size=self.retriever_batch,
+        )
+
+    def _no_private_data(self) -> RowResult:
+        """The same retriever trained on pseudo-queries made from the public passages alone."""
+        folder = self._parts.run_dir / "pseudo_queries"
+        self._stages.run(
+            "pseudo_queries",
+            lambda folder, resume: {"folder": str(write_pseudo_queries(self._searched.public_passages(), folder))},
+        )
+        data = SyntheticDataModule(
+            folder=folder,
+            evaluation=self._searched,
+            require_privacy_card=False,
+            physical_batch_size=self.retriever_batch,
+        )
+        row = self._trained("from_pseudo", "pseudo-queries from the passages", NoPrivacy, data)
+        return RowResult(system=row.system, metrics=row.metrics, privacy=PUBLIC)
+
+    # -- telling -----------------------------------------------------------------------------
+
+    def _tell(self, rows: list[RowResult]) -> dict[str, float]:
+        folder = self._parts.run_dir
+        card = read_card(folder / "synthetic" / "data" / "privacy_card.json")
+        synthetic = self._synthetic_data()
+        synthetic.setup("fit")
+        pairs = synthetic.pair_rows("train")
+        round_trip = self._round_trip({row.query_id: row.query for row in pairs}, {r.query_id: r.passage_id for r in pairs})
+        shown = sorted(pairs, key=lambda row: hashlib.sha256(row.query_id.encode()).digest())[: self.samples]
+        write_json(rows, folder / "results.json")
+        write_csv(rows, folder / "results.csv")
+        passages = len(self._searched.public_passages())
+        queries = len(self._searched.evaluation_set("test")[0])
+        report = write_report(
+            folder,
+            title="Retrieval from private queries: what it reached, and what was promised",
+            table=rows,
+            card=card,
+            samples=[Sample(passage=r.passage, queries=[r.query], passage_id=r.passage_id) for r in shown],
+            round_trip=round_trip,
+            artefacts=self._artefacts(),
+            command=self._parts.command,
+            evaluated_on=f"{queries} test queries over {passages} passages; frozen encoder with a linear query head",
+            notes=[
+                "Each row that touched the real queries is a release of its own. Who publishes both the direct and "
+                "the synthetic one has spent the sum of their epsilons.",
+                "The row without privacy, and nothing else here, was trained on the real queries unprotected.",
+            ],
+        )
+        console = Console()
+        console.print(console_table(rows, title="Retrieval"))
+        for row in shown:
+            console.print(f"[bold]{escape(row.query)}[/bold]\n    {escape(row.passage[:160])}", highlight=False)
+        console.print(
+            f"Round trip: {round_trip.recall.mean:.3f} of {round_trip.queries} synthetic queries find their own passage "
+            f"among the first 10; with shuffled passages {round_trip.control.mean:.3f}.",
+            highlight=False,
+        )
+        for artefact in [*self._artefacts(), Artefact("report", str(report))]:
+            console.print(f"{artefact.label}: {artefact.path}", highlight=False, soft_wrap=True)
+        seconds = sum(self._stages.seconds.values())
+        console.print(f"Stages took {seconds:.0f} s: " + ", ".join(f"{k} {v:.0f}" for k, v in self._stages.seconds.items()))
+        return {row.system: row.metrics["nDCG@10"].mean for row in rows}
+
+    def _round_trip(self, queries: Mapping[str, str], sources: Mapping[str, str]) -> RoundTrip:
+        model = self.make_retriever(privacy=NoPrivacy())
+        model.prepare(self._searched)
+        passages = self._searched.public_passages()
+        names = list(passages)
+        ranking = rank_embeddings(
+            list(queries),
+            model.encode_queries(list(queries.values())),
+            names,
+            model.encode_passages(list(passages.values())),
+            k=10,
+        )
+        rows = zip(queries, ranking.top.indices.tolist(), strict=True)
+        ranked = {query: [names[i] for i in row if i >= 0] for query, row in rows}
+        found = list(hits(sources, ranked, k=10).values())
+        wrong = list(hits(wrong_sources(sources, seed=self._parts.seed), ranked, k=10).values())
+        return RoundTrip(
+            recall=bootstrap_interval([float(hit) for hit in found]),
+            control=bootstrap_interval([float(hit) for hit in wrong]),
+            k=10,
+            queries=len(queries),
+            retriever="the zero-shot encoder",
+        )
+
+    def _artefacts(self) -> list[Artefact]:
+        folder = self._parts.run_dir
+        return [
+            Artefact("DP query generator", str(folder / "generator" / "model")),
+            Artefact("its privacy card", str(folder / "generator" / "privacy_card.html")),
+            Artefact("its ledger", str(folder / "generator" / "privacy_ledger.jsonl")),
+            Artefact("synthetic queries", str(folder / "synthetic" / "data")),
+            Artefact("retriever trained on them", str(folder / "from_synthetic" / "model")),
+            Artefact("retriever trained directly under DP", str(folder / "direct" / "model")),
+            Artefact("results", str(folder / "results.json")),
+        ]
+
+
+def _row(system: str, result: EvaluationResult, privacy: str) -> RowResult:
+    return RowResult(
+        system=system,
+        metrics={METRIC_NAMES[name]: interval for name, interval in result.intervals.items()},
+        privacy=privacy,
+    )

@@ -1,0 +1,61 @@
+"""Stages of a long task: each has a folder, is done once, and is skipped when it was done before."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.errors import ResumeError
+
+DONE = "stage.json"
+
+
+class Stages:
+    """Run named stages in order inside one run folder.
+
+    Guarantees:
+        - A stage that finished is not run again; its recorded result is returned.
+        - A stage is recorded as finished only after all of it was written.
+
+    Args:
+        run_dir: The folder of the run; stage ``x`` gets ``run_dir/x``.
+        resume: Accept stages that an earlier attempt finished.
+        fingerprint: What the run was configured to do; another one is refused on resume.
+    """
+
+    def __init__(self, run_dir: Path, *, resume: bool, fingerprint: str) -> None:
+        self.run_dir, self.resume = run_dir, resume
+        self.seconds: dict[str, float] = {}
+        mark = run_dir / "pipeline.fingerprint"
+        if mark.exists() and not resume:
+            raise ResumeError(
+                f"{run_dir} holds an earlier run of this task. Say resume=true to go on with it, or choose another "
+                "hydra.run.dir."
+            )
+        if mark.exists() and mark.read_text(encoding="utf-8") != fingerprint:
+            raise ResumeError(
+                f"resume=true, but the run in {run_dir} was started with other settings. Restore them, or choose "
+                "another hydra.run.dir."
+            )
+        mark.write_text(fingerprint, encoding="utf-8")
+
+    def run(self, name: str, work: Callable[[Path, bool], dict[str, Any]]) -> dict[str, Any]:
+        """The result of stage ``name``; ``work(folder, resume)`` does it where it is not done yet."""
+        folder = self.run_dir / name
+        folder.mkdir(exist_ok=True)
+        done = folder / DONE
+        if done.exists():
+            record: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
+            self.seconds[name] = record["seconds"]
+            return dict(record["result"])
+        start = time.monotonic()
+        result = work(folder, self.resume)
+        self.seconds[name] = time.monotonic() - start
+        draft = folder / f"{DONE}.tmp"
+        draft.write_text(json.dumps({"result": result, "seconds": self.seconds[name]}), encoding="utf-8")
+        os.replace(draft, done)
+        return result

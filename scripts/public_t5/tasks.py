@@ -1,0 +1,230 @@
+"""From public text to (input, target) examples: four tasks that all serve "ask about this passage".
+
+real      passage -> its real question.
+salient   passage -> a question-shaped sentence made of the passage's most telling words: it teaches what a
+          good query must do, which is to copy the words that set this passage apart.
+keywords  the content words of a real question, shuffled -> the question: how questions are worded.
+spans     span corruption as in T5 (Raffel et al. 2020, section 3.1.4), 15 percent, mean length 3.
+
+Every question any task can show is listed by `Mixture.questions`, so that its hash can be published.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from public_t5.sources import Pair, clean, window
+
+PROMPT = "generate_query: "
+SENTINELS = 16
+TASKS = ("real", "salient", "keywords", "spans")
+MIN_WORDS, MAX_WORDS, GROWTH = 14, 72, 0.4
+
+_WORD = re.compile(r"[a-z][a-z'-]*[a-z]|[a-z]|\d+")
+STOP_WORDS = frozenset(
+    """a about above after again against all also although always am among an and another any anyone anything are as at
+    away b back be became because become been before began behind being below between both but by c called came can
+    cannot come could d did do does doing done down during e each either else enough even ever every everything f far few
+    first for found from further g gave get give given go goes going gone got h had has have having he her here hers
+    herself him himself his how however i if in indeed instead into is it its itself j just k keep know known l last
+    later least less let like long look looked m made make makes making man many may me men might mine more most much
+    must my myself n near neither never new next no nor not nothing now o of off often oh old on once one only onto or
+    other others our ours out over own p perhaps put q quite r rather really s said same saw say says see seem seemed
+    seen several shall she should since so some someone something soon still such t take taken tell than that the their
+    theirs them themselves then there therefore these they thing things think this those though thought three through
+    thus till to together told too took toward two u under until up upon us use used uses using v very w want was way we
+    well went were what when where whether which while who whom whose why will with within without won't would x y yet
+    you your yours yourself z ii iii iv""".split()
+)
+
+# Written by hand for this project; {a} is the most telling term of the passage, {b} and {c} the next. There is no
+# pattern of one term: those ("how does {a} work?") are so general that they met private questions by chance, and so
+# the whole family was left out.
+PATTERNS = {
+    2: """does {a} {b}?|how does {a} affect {b}?|can {a} be used for {b}?|what is the difference between {a} and {b}?
+    is {a} the same as {b}?|what {a} has {b}?|can you have {a} with {b}?|how do i get {a} for {b}?|is {a} {b}?
+    what happens to {a} with {b}?|how long does {a} {b}?|why does {a} {b}?|who can {b} {a}?|which {a} is {b}?
+    can i get {a} with {b}?|should i {b} my {a}?|what is {a} for {b}?|how much {a} for {b}?|when does {a} {b}?
+    what is the {b} of {a}?|does {a} include {b}?|are {a} and {b} related?|do i need {a} for {b}?|what is a {b} in {a}?
+    how can {a} help with {b}?|how to {b} {a}?|can {b} take {a}?|why do i need {a} if i have {b}?|is {b} part of {a}?
+    will {a} pay for {b}?|where do i {b} {a}?|what {b} does {a} have?""",
+    3: """can {a} {b} for {c}?|how does {a} {b} {c}?|what is the {a} of {b} in {c}?|does {a} {b} with {c}?
+    is {a} or {b} better for {c}?|how do {a} and {b} affect {c}?|what {a} do i need to {b} {c}?|why is {a} {b} {c}?""",
+}
+_PATTERNS = {k: [p.strip() for p in re.split(r"[|\n]", v) if p.strip()] for k, v in PATTERNS.items()}
+
+
+@dataclass(frozen=True)
+class Example:
+    """One input and its target, lower-cased text; `task` is one of `TASKS`."""
+
+    task: str
+    source: str
+    text: str
+    target: str
+
+
+def content_words(text: str) -> list[str]:
+    """The words of the text that are not stop words, in order, with repeats."""
+    return [w for w in _WORD.findall(text.lower()) if w not in STOP_WORDS]
+
+
+def document_frequencies(passages: Sequence[str]) -> Counter[str]:
+    """In how many passages each content word occurs."""
+    counts: Counter[str] = Counter()
+    for passage in passages:
+        counts.update(set(content_words(passage)))
+    return counts
+
+
+def salient_terms(passage: str, frequencies: Counter[str], total: int, rng: random.Random) -> list[str]:
+    """Terms of one to three words, runs of content words in the passage, the most telling first (tf-idf, jittered)."""
+    tokens = re.findall(r"[a-z][a-z'-]*[a-z]|[a-z]|\d+|[.,;:!?()\"]", passage.lower())
+    counts = Counter(t for t in tokens if t not in STOP_WORDS)
+    runs: dict[str, float] = {}
+    run: list[str] = []
+    for token in [*tokens, "."]:
+        if token not in STOP_WORDS and token[0].isalpha():
+            run.append(token)
+            continue
+        for size in range(1, 4):
+            for i in range(len(run) - size + 1):
+                part = run[i : i + size]
+                scores = [counts[w] ** 0.7 * math.log(total / (1 + frequencies[w])) for w in part]
+                runs[" ".join(part)] = sum(scores) / size**0.4 * rng.uniform(0.7, 1.3)
+        run = []
+    chosen: list[str] = []
+    used: set[str] = set()
+    for term in sorted(runs, key=lambda t: -runs[t]):
+        if not used & set(term.split()):
+            chosen.append(term)
+            used |= set(term.split())
+        if len(chosen) == 3:
+            break
+    return chosen
+
+
+def salient_question(passage: str, frequencies: Counter[str], total: int, rng: random.Random) -> str | None:
+    """A question-shaped sentence about the passage's most telling terms, or None where it has fewer than two."""
+    terms = salient_terms(passage, frequencies, total, rng)
+    if len(terms) < min(PATTERNS):
+        return None
+    slots = min(len(terms), rng.choices((2, 3), (0.75, 0.25))[0])
+    return rng.choice(_PATTERNS[slots]).format(**dict(zip("abc", terms, strict=False)))
+
+
+def corrupt_spans(text: str, rng: random.Random) -> tuple[str, str]:
+    """T5's span corruption over words: 15 percent in spans of mean length 3, at most `SENTINELS` - 1 of them."""
+    words = text.split()
+    spans = max(1, min(SENTINELS - 1, round(len(words) * 0.15 / 3)))
+    starts = sorted(rng.sample(range(len(words)), min(spans, len(words))))
+    source: list[str] = []
+    target: list[str] = []
+    at = 0
+    mark = 0
+    for start in starts:
+        if start < at:
+            continue
+        end = min(len(words), start + rng.choice((1, 2, 3, 4, 5)))
+        source += [*words[at:start], f"<extra_id_{mark}>"]
+        target += [f"<extra_id_{mark}>", *words[start:end]]
+        at, mark = end, mark + 1
+    return " ".join([*source, *words[at:]]), " ".join([*target, f"<extra_id_{mark}>"])
+
+
+@dataclass
+class Mixture:
+    """The examples of one training run; `draw` makes them, the share of each task moving with the progress.
+
+    Args:
+        pairs: passages with real questions.
+        prose: passages without, by source; shares are per source, not per passage.
+        questions_alone: real questions without passages.
+        salient: how many pseudo questions to prepare (each shown once or twice).
+        start, end: weights of `TASKS` at progress 0 and 1, linear in between.
+
+    Passages grow from `MIN_WORDS` to `MAX_WORDS` words over the first `GROWTH` of the run: from short inputs a
+    small model finds out within minutes that copying pays, and short inputs are cheap.
+    """
+
+    pairs: list[Pair]
+    prose: dict[str, list[str]]
+    questions_alone: list[str]
+    shares: dict[str, float]
+    salient: int = 70_000
+    seed: int = 0
+    start: tuple[float, ...] = (0.35, 0.30, 0.30, 0.05)
+    end: tuple[float, ...] = (0.80, 0.08, 0.08, 0.04)
+    _salient: list[Example] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        rng = random.Random(f"salient {self.seed}")
+        totals: dict[str, float] = {}
+        for pair in self.pairs:
+            totals[pair.source] = totals.get(pair.source, 0.0) + pair.weight
+        self._weights: list[float] = []
+        seen = 0.0
+        for pair in self.pairs:
+            seen += pair.weight * self.shares.get(pair.source, 1.0) / totals[pair.source]
+            self._weights.append(seen)
+        self._sources = [s for s in self.prose if self.prose[s] and self.shares.get(s, 0) > 0]
+        sample = [rng.choice(self.prose[self._source(rng)]) for _ in range(20_000)]
+        frequencies = document_frequencies(sample)
+        for _ in range(self.salient):
+            source = self._source(rng)
+            words = rng.randint(MIN_WORDS, MAX_WORDS)
+            passage = clean(self._cut(rng.choice(self.prose[source]), "", words, rng))
+            question = salient_question(passage, frequencies, len(sample), rng)
+            if question is not None:
+                self._salient.append(Example("salient", source, PROMPT + passage, question))
+        self._salient.sort(key=lambda example: len(example.text.split()))
+        self._lengths = [len(example.text.split()) for example in self._salient]
+
+    def _source(self, rng: random.Random) -> str:
+        return rng.choices(self._sources, [self.shares[s] for s in self._sources])[0]
+
+    @staticmethod
+    def _cut(text: str, anchor: str, words_at_most: int, rng: random.Random) -> str:
+        if not anchor and rng.random() < 0.5:
+            words = text.split()
+            at = rng.randrange(max(1, len(words) - 40))
+            text = " ".join(words[at:])
+        return window(text, anchor, rng, words_at_most)
+
+    def questions(self) -> list[str]:
+        """Every question that any task can show as a target or rebuild in its target."""
+        real = [pair.question for pair in self.pairs]
+        return real + self.questions_alone + [example.target for example in self._salient]
+
+    def draw(self, count: int, progress: float, rng: random.Random) -> list[Example]:
+        """`count` examples at `progress` in [0, 1]."""
+        weights = [a + (b - a) * progress for a, b in zip(self.start, self.end, strict=True)]
+        tasks = rng.choices(TASKS, weights, k=count)
+        limit = round(MIN_WORDS + (MAX_WORDS - MIN_WORDS) * min(1.0, progress / GROWTH))
+        return [self._one(task, limit, rng) for task in tasks]
+
+    def _one(self, task: str, limit: int, rng: random.Random) -> Example:
+        if task == "real":
+            pair = rng.choices(self.pairs, cum_weights=self._weights)[0]
+            head = not pair.anchor or (pair.source == "medquad" and rng.random() < 0.7)
+            words = rng.randint(limit // 2, limit)
+            passage = " ".join(pair.passage.split()[:words]) if head else window(pair.passage, pair.anchor, rng, limit)
+            return Example(task, pair.source, PROMPT + clean(passage), clean(pair.question))
+        if task == "salient":
+            return self._salient[rng.randrange(max(1, bisect.bisect_right(self._lengths, limit + 1)))]
+        if task == "keywords":
+            question = clean(rng.choice(self.questions_alone))
+            if rng.random() < 0.3:
+                question = clean(rng.choices(self.pairs, cum_weights=self._weights)[0].question)
+            words_of = content_words(question) or question.split()
+            rng.shuffle(words_of)
+            return Example(task, "questions", PROMPT + " ".join(words_of), question)
+        source = self._source(rng)
+        text, target = corrupt_spans(clean(self._cut(rng.choice(self.prose[source]), "", limit, rng)) or "empty", rng)
+        return Example(task, source, text, target)

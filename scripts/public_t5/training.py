@@ -1,0 +1,227 @@
+"""One core, a fixed time: batches by tokens, bf16 products, a learning rate that is zero when the time is up.
+
+The schedule follows the clock and not the step count, so the run always ends annealed, on any machine and
+whatever else that machine does; the price is that two runs with one seed are alike, not identical.
+A checkpoint holds the elapsed time, so a killed run goes on with the time it had left.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+
+from lit_dpret.errors import ResumeError
+from public_t5.tasks import Example, Mixture
+
+Batch = dict[str, Tensor]
+POOL = 1024
+MAX_SOURCE, MAX_TARGET = 96, 32
+
+
+def build_model(*, vocabulary: int, d_model: int, d_ff: int, heads: int, layers: int) -> T5ForConditionalGeneration:
+    """A T5 v1.0 (ReLU, tied embeddings, relative positions) with as many decoder as encoder layers."""
+    config = T5Config(
+        vocab_size=vocabulary,
+        d_model=d_model,
+        d_kv=d_model // heads,
+        d_ff=d_ff,
+        num_layers=layers,
+        num_decoder_layers=layers,
+        num_heads=heads,
+        dropout_rate=0.0,
+        feed_forward_proj="relu",
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config)
+
+
+def collate(sources: Sequence[list[int]], targets: Sequence[list[int]]) -> Batch:
+    """Padded tensors: input_ids, attention_mask (rows, source tokens), labels (rows, target tokens; -100 is padding)."""
+    width, height = max(map(len, sources)), max(map(len, targets))
+    ids = torch.zeros(len(sources), width, dtype=torch.long)
+    labels = torch.full((len(sources), height), -100, dtype=torch.long)
+    for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        ids[i, : len(source)] = torch.tensor(source)
+        labels[i, : len(target)] = torch.tensor(target)
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example], max_source: int, max_target: int
+) -> list[tuple[list[int], list[int]]]:
+    """Token ids of each example, cut to `max_source` and `max_target` tokens, `</s>` kept."""
+
+    def ids(texts: list[str], limit: int) -> list[list[int]]:
+        return [list(row) for row in tokenizer(texts, truncation=True, max_length=limit)["input_ids"]]
+
+    return list(
+        zip(ids([e.text for e in examples], max_source), ids([e.target for e in examples], max_target), strict=True)
+    )
+
+
+def batches(rows: list[tuple[list[int], list[int]]], tokens: int) -> Iterator[Batch]:
+    """Rows sorted by length, cut where the padded tokens would pass `tokens`, a target token counted as three.
+
+    (The vocabulary-wide product makes a target token that much dearer.)
+    """
+    rows = sorted(rows, key=lambda row: (len(row[0]), len(row[1])))
+    at = 0
+    while at < len(rows):
+        end = at + 1
+        tall = 3 * len(rows[at][1])
+        while end < len(rows) and (end + 1 - at) * (len(rows[end][0]) + max(tall, 3 * len(rows[end][1]))) <= tokens:
+            tall = max(tall, 3 * len(rows[end][1]))
+            end += 1
+        yield collate([r[0] for r in rows[at:end]], [r[1] for r in rows[at:end]])
+        at = end
+
+
+@dataclass
+class Progress:
+    """What a checkpoint needs besides weights and optimiser."""
+
+    elapsed: float = 0.0
+    steps: int = 0
+    pools: int = 0
+    examples: int = 0
+    source_tokens: int = 0
+    target_tokens: int = 0
+    losses: list[dict[str, float]] = field(default_factory=list)
+
+
+@dataclass
+class Trainer:
+    """Trains `model` on `mixture` for `seconds` of its own clock.
+
+    Args:
+        learning_rate: peak for the matrices; the embedding, whose entries are of order one in T5, may take
+            `embedding_factor` times that.
+        batch_tokens: padded source tokens in a batch.
+        checkpoint: where the run can be resumed from, written every `checkpoint_every` seconds.
+        on_checkpoint: called after each checkpoint, with the progress in [0, 1].
+    """
+
+    model: T5ForConditionalGeneration
+    tokenizer: PreTrainedTokenizerFast
+    mixture: Mixture
+    seconds: float
+    checkpoint: Path
+    seed: int = 0
+    learning_rate: float = 2e-3
+    embedding_factor: float = 2.0
+    warmup: float = 0.03
+    batch_tokens: int = 2048
+    max_source: int = MAX_SOURCE
+    max_target: int = MAX_TARGET
+    checkpoint_every: float = 180.0
+    on_checkpoint: Callable[[float], None] | None = None
+    progress: Progress = field(default_factory=Progress)
+
+    def __post_init__(self) -> None:
+        table = self.model.shared.weight
+        matrices = [p for p in self.model.parameters() if p is not table]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "factor": 1.0}, {"params": [table], "factor": self.embedding_factor}],
+            lr=self.learning_rate,
+            betas=(0.9, 0.98),
+            weight_decay=0.01,
+            fused=True,
+        )
+
+    def resume(self, settings: dict[str, Any]) -> bool:
+        """Take up the checkpoint if there is one; False when there is none.
+
+        Raises:
+            ResumeError: it was written under other settings.
+        """
+        if not self.checkpoint.is_file():
+            return False
+        state = torch.load(self.checkpoint, weights_only=True)
+        if state["settings"] != settings:
+            raise ResumeError(
+                f"{self.checkpoint} was written with {state['settings']}, not {settings}: "
+                "repeat those settings, or name another --work folder"
+            )
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.progress = Progress(**state["progress"])
+        return True
+
+    def save(self, settings: dict[str, Any]) -> None:
+        """Write the checkpoint; a crash leaves the former one whole."""
+        partial = self.checkpoint.with_suffix(".partial")
+        torch.save(
+            {
+                "settings": settings,
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "progress": vars(self.progress),
+            },
+            partial,
+        )
+        partial.replace(self.checkpoint)
+
+    def _rate(self, done: float) -> float:
+        return self.learning_rate * min(1.0, done / self.warmup) * max(0.0, 1.0 - done) / (1.0 - self.warmup)
+
+    def run(self, settings: dict[str, Any], log: Callable[[str], None]) -> None:
+        """Train until the time is up."""
+        state = self.progress
+        self.model.train()
+        saved = time.monotonic()
+        spoken = time.monotonic()
+        sums: list[float] = []
+        while state.elapsed < self.seconds:
+            rng = random.Random(f"pool {self.seed} {state.pools}")
+            examples = self.mixture.draw(POOL, state.elapsed / self.seconds, rng)
+            pool = list(batches(encode(self.tokenizer, examples, self.max_source, self.max_target), self.batch_tokens))
+            rng.shuffle(pool)
+            state.pools += 1
+            clock = time.monotonic()
+            for batch in pool:
+                done = state.elapsed / self.seconds
+                if done >= 1.0:
+                    break
+                for group in self.optimizer.param_groups:
+                    group["lr"] = self._rate(done) * group["factor"]
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = self.model(**batch).loss
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+                sums.append(loss.item())
+                state.steps += 1
+                state.examples += len(batch["labels"])
+                state.source_tokens += int(batch["attention_mask"].sum())
+                state.target_tokens += int((batch["labels"] >= 0).sum())
+                now = time.monotonic()
+                state.elapsed += now - clock
+                clock = now
+                if now - spoken > 30:
+                    mean = sum(sums) / len(sums)
+                    tokens = state.source_tokens + state.target_tokens
+                    state.losses.append({"elapsed": state.elapsed, "step": state.steps, "loss": mean})
+                    log(
+                        f"step {state.steps} loss {mean:.3f} rate {self._rate(done):.1e} "
+                        f"{tokens / state.elapsed:.0f} tokens/s {state.examples / state.elapsed:.1f} examples/s "
+                        f"left {(self.seconds - state.elapsed) / 60:.1f} min"
+                    )
+                    sums, spoken = [], now
+            if time.monotonic() - saved > self.checkpoint_every or state.elapsed >= self.seconds:
+                self.save(settings)
+                if self.on_checkpoint is not None:
+                    self.on_checkpoint(min(1.0, state.elapsed / self.seconds))
+                    self.model.train()
+                saved = time.monotonic()

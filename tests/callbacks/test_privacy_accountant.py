@@ -1,0 +1,293 @@
+"""The accountant's promises, each as a run that tries to break it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from stand_ins import Numbers, Regression, dp, fit
+
+from lit_dpret.callbacks import PrivacyAccountant
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, ResumeError
+from lit_dpret.privacy.accounting import epsilon
+from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases, check_no_key_reuse, noise_keys
+from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.releases import Poisson
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing gets to tidy up."""
+
+
+class KillAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if batch.last and batch.step + 1 == self.step:
+            raise Killed
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return PrivacyLedger.read(folder / "privacy_ledger.jsonl").records
+
+
+def spent(folder: Path, delta: float = 1 / 400) -> float:
+    return epsilon(charged_releases(records(folder)), delta=delta, neighbours="zero_out")
+
+
+def weights(module: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def seeded(tmp_path: Path, **settings: Any) -> Regression:
+    L.seed_everything(0, verbose=False)
+    return Regression(privacy=dp(tmp_path, **settings))
+
+
+def killed_run(tmp_path: Path, at: int, **settings: Any) -> Path:
+    folder = tmp_path / "run"
+    accountant = PrivacyAccountant(eps_log_points=1, run_dir=folder)
+    with pytest.raises(Killed):
+        fit(folder, seeded(tmp_path, **settings), accountant=accountant, extra=[KillAt(at)])
+    accountant.ledger.close()
+    return folder
+
+
+def test_a_run_spends_at_most_its_budget_and_logs_what_the_ledger_recomputes(tmp_path: Path) -> None:
+    runner = fit(tmp_path / "run", seeded(tmp_path))
+    value = spent(tmp_path / "run")
+    assert 2.9 < value <= 3.0
+    assert runner.callback_metrics["privacy/eps_spent"].item() == pytest.approx(value, rel=1e-6)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["privacy/eps_spent"] for line in lines if "privacy/eps_spent" in line][-1] == pytest.approx(value)
+    assert not [line for line in lines if "train/loss" in line], "the loss on private rows is a release"
+    assert len(noise_keys(records(tmp_path / "run"))) == 6
+
+
+def test_min_epochs_cannot_push_a_run_past_its_budget(tmp_path: Path) -> None:
+    module = seeded(tmp_path, noise_multiplier=None)
+    accountant = PrivacyAccountant(eps_log_points=1, run_dir=tmp_path / "run")
+    with pytest.raises((BudgetExceededError, ConfigurationError)):
+        # 6 steps are planned and calibrated for; min_epochs asks Lightning to go on.
+        fit(tmp_path / "run", module, Numbers(sampling="truncated_poisson"), accountant=accountant,
+            max_epochs=100, min_epochs=100, extra=[StretchTo(1000)])  # fmt: skip
+    assert spent(tmp_path / "run") <= 3.0
+    assert accountant.epsilon() <= 3.0
+
+
+class StretchTo(Callback):
+    """Move the end of the run after the plan was made."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        trainer.fit_loop.epoch_loop.max_steps = self.steps
+
+
+def test_a_fixed_noise_that_is_too_small_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises((BudgetExceededError, ConfigurationError), match="noise_multiplier"):
+        fit(tmp_path / "run", seeded(tmp_path, noise_multiplier=0.1))
+    assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists() or not noise_keys(records(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("killed_at", [1, 3, 4])
+def test_a_killed_run_resumes_to_the_weights_and_epsilon_of_an_uninterrupted_one(tmp_path: Path, killed_at: int) -> None:
+    folder = killed_run(tmp_path, killed_at)
+    resumed = seeded(tmp_path)
+    fit(folder, resumed, resume=True)
+    run_id = records(folder)[0]["run_id"]
+    whole = seeded(tmp_path)
+    accountant = PrivacyAccountant(eps_log_points=1, run_dir=tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lit_dpret.callbacks.privacy_accountant.random_secrets.token_hex", lambda _: run_id)
+        fit(tmp_path / "whole", whole, accountant=accountant)
+    assert torch.equal(weights(resumed), weights(whole))
+    assert spent(folder) == spent(tmp_path / "whole")
+    check_no_key_reuse(records(folder))
+    replays = [record for record in records(folder) if record["kind"] == "replay"]
+    expected = {1: 1, 3: 1, 4: 2}[killed_at]  # the last checkpoint is at step 0, 2 and 2
+    assert len(replays) == expected, "steps after the last checkpoint are repeated, not paid for again"
+
+
+def test_without_replay_repeated_steps_draw_fresh_noise_and_are_charged(tmp_path: Path) -> None:
+    folder = killed_run(tmp_path, 3)
+    accountant = PrivacyAccountant(eps_log_points=1, run_dir=folder, resume=True, replay="never")
+    with pytest.raises(BudgetExceededError, match="already spent"):
+        fit(folder, seeded(tmp_path), accountant=accountant, resume=True)
+    assert spent(folder) <= 3.0
+    keys = noise_keys(records(folder))
+    assert len(keys) == len(set(keys)) == 6 and {attempt for attempt, _ in keys} == {0, 1}
+
+
+def test_a_reserve_pays_for_repeated_steps_in_advance(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first = PrivacyAccountant(eps_log_points=1, run_dir=folder, resume_reserve=2)
+    with pytest.raises(Killed):
+        fit(folder, seeded(tmp_path), accountant=first, extra=[KillAt(3)])
+    first.ledger.close()
+    again = PrivacyAccountant(eps_log_points=1, run_dir=folder, resume=True, resume_reserve=2, replay="never")
+    runner = fit(folder, seeded(tmp_path), accountant=again, resume=True)
+    assert runner.global_step == 6 and len(noise_keys(records(folder))) == 7
+    assert spent(folder) <= 3.0
+
+
+def test_a_lost_secret_means_fresh_noise(tmp_path: Path) -> None:
+    folder = killed_run(tmp_path, 3)
+    (tmp_path / "secret").unlink()
+    with pytest.raises(BudgetExceededError):
+        fit(folder, seeded(tmp_path), resume=True)
+    assert {attempt for attempt, _ in noise_keys(records(folder))} == {0, 1}
+    assert spent(folder) <= 3.0
+
+
+def test_a_step_that_does_not_repeat_bit_by_bit_is_refused_and_then_charged(tmp_path: Path) -> None:
+    folder = killed_run(tmp_path, 3)
+    disturbed = seeded(tmp_path)
+    original = disturbed.per_row_loss
+    disturbed.per_row_loss = lambda rows: original(rows) * 1.0001  # type: ignore[method-assign]
+    with pytest.raises(ResumeError, match="bit by bit"):
+        fit(folder, disturbed, resume=True)
+    with pytest.raises(BudgetExceededError):
+        fit(folder, seeded(tmp_path), resume=True)
+    assert {attempt for attempt, _ in noise_keys(records(folder))} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"noise_multiplier": 5.0}, "noise_multiplier"), ({"max_grad_norm": 2.0}, "max_grad_norm"), ({"eps": 2.0}, "eps")],
+)
+def test_a_resume_with_another_mechanism_is_refused(tmp_path: Path, change: dict[str, Any], named: str) -> None:
+    folder = killed_run(tmp_path, 3)
+    with pytest.raises(ResumeError, match=named):
+        fit(folder, seeded(tmp_path, **change), resume=True)
+
+
+def test_a_resume_with_another_data_set_is_refused(tmp_path: Path) -> None:
+    folder = killed_run(tmp_path, 3)
+    with pytest.raises(ResumeError, match="data set"):
+        fit(folder, seeded(tmp_path), Numbers(content="b"), resume=True)
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    fit(tmp_path / "run", seeded(tmp_path))
+    with pytest.raises(ResumeError, match="resume=true"):
+        fit(tmp_path / "run", seeded(tmp_path))
+
+
+def test_a_mutant_with_half_the_noise_is_charged_for_what_it_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stand_ins.nn.Linear", lambda a, b: torch.nn.modules.linear.Linear(a, b))
+    honest = KeyedStream.normal
+    monkeypatch.setattr(KeyedStream, "normal", lambda *a, **k: honest(*a, **k) * 0.2)
+    module = seeded(tmp_path)
+    module.net = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    with pytest.raises(BudgetExceededError):
+        fit(tmp_path / "run", module)
+    assert spent(tmp_path / "run") > 3.0
+
+
+def test_a_mutant_without_noise_has_infinite_epsilon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = KeyedStream.normal
+    monkeypatch.setattr(KeyedStream, "normal", lambda *a, **k: honest(*a, **k) * 0.0)
+    with pytest.raises(BudgetExceededError):
+        fit(tmp_path / "run", seeded(tmp_path))
+    assert spent(tmp_path / "run") == float("inf")
+
+
+def test_a_sampler_built_for_another_law_raises_epsilon(tmp_path: Path) -> None:
+    class Greedy(PrivacyAccountant):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            super().on_train_start(trainer, pl_module)
+            self.sampler.law = Poisson(sample_rate=0.9)
+
+    with pytest.raises(BudgetExceededError):
+        fit(tmp_path / "run", seeded(tmp_path), accountant=Greedy(eps_log_points=1, run_dir=tmp_path / "run"))
+    assert spent(tmp_path / "run") > 3.0
+
+
+def test_a_sampler_that_draws_more_than_it_says_is_noticed_and_charged(tmp_path: Path) -> None:
+    class Liar(PrivacyAccountant):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            super().on_train_start(trainer, pl_module)
+            honest = self.sampler.draw
+            self.sampler.draw = lambda step: list(range(180)) or honest(step)  # type: ignore[method-assign,assignment]
+
+    with pytest.raises((LedgerError, ValueError)):
+        fit(tmp_path / "run", seeded(tmp_path), Numbers(sampling="poisson"), accountant=Liar(eps_log_points=1, run_dir=tmp_path / "run"),
+            steps=40)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("extra", "settings", "named"),
+    [
+        ([EarlyStopping(monitor="train/loss")], {}, "EarlyStopping"),
+        ([ModelCheckpoint(monitor="train/loss")], {}, "ModelCheckpoint"),
+        ([], {"limit_train_batches": 0.5}, "limit_train_batches"),
+        ([PrivacyAccountant()], {}, "count every step twice"),
+    ],
+)
+def test_settings_that_break_the_claim_are_refused(
+    tmp_path: Path, extra: list[Any], settings: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        fit(tmp_path / "run", seeded(tmp_path), extra=extra, **settings)
+
+
+def test_a_replaced_sampler_is_refused(tmp_path: Path) -> None:
+    class Swapped(Numbers):
+        def train_dataloader(self) -> Any:
+            from torch.utils.data import DataLoader
+
+            honest = super().train_dataloader()
+            return DataLoader(honest.dataset, batch_sampler=list(self.batch_sampler), collate_fn=self.collate_fn)
+
+    with pytest.raises(ConfigurationError, match="batch sampler was replaced"):
+        fit(tmp_path / "run", seeded(tmp_path), Swapped())
+
+
+def test_a_module_without_an_accountant_does_not_train(tmp_path: Path) -> None:
+    data = Numbers()
+    data.train_dataloader = lambda: [None]  # type: ignore[method-assign,assignment]
+    trainer = L.Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, default_root_dir=tmp_path)
+    with pytest.raises(ConfigurationError, match="no privacy accountant"):
+        trainer.fit(seeded(tmp_path), datamodule=data)
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "shuffle", "full_batch"])
+def test_every_law_runs_and_stays_in_budget(tmp_path: Path, sampling: str) -> None:
+    fit(tmp_path / "run", seeded(tmp_path), Numbers(sampling=sampling, rows_per_unit="all"), steps=4)
+    assert spent(tmp_path / "run") <= 3.0
+
+
+def test_an_empty_draw_takes_its_step_and_is_counted(tmp_path: Path) -> None:
+    data = Numbers(sampling="poisson", expected_batch_size=None, sample_rate=0.002)
+    module = seeded(tmp_path)
+    before = weights(module)
+    fit(tmp_path / "run", module, data, steps=4)
+    assert len(noise_keys(records(tmp_path / "run"))) == 4
+    assert not torch.equal(weights(module), before)
+
+
+def test_no_privacy_has_infinite_epsilon_and_logs_its_loss(tmp_path: Path) -> None:
+    L.seed_everything(0, verbose=False)
+    runner = fit(
+        tmp_path / "run", Regression(privacy=NoPrivacy(), dropout=0.0), steps=60
+    )
+    assert spent(tmp_path / "run") == float("inf")
+    assert runner.callback_metrics["train/loss"] < 0.5
+
+
+def test_the_secret_reaches_no_file_of_the_run(tmp_path: Path) -> None:
+    fit(tmp_path / "run", seeded(tmp_path))
+    secret = (tmp_path / "secret").read_bytes()
+    for path in (tmp_path / "run").rglob("*"):
+        if path.is_file():
+            content = path.read_bytes()
+            assert secret not in content and secret.hex().encode() not in content, path

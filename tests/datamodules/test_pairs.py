@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, get_args
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lit_dpret.datamodules.insuranceqa import InsuranceQADataModule
+from lit_dpret.datamodules.pairs import PairsDataModule
+from lit_dpret.datamodules.records import Unit
+from lit_dpret.datamodules.synthetic import SyntheticDataModule
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.sampling import PADDING, Draw
+
+Write = Callable[..., Path]
+KEY = bytes(range(32))
+
+
+class Batches:
+    """Two logical steps over a few units, as a plan's sampler would give them."""
+
+    def __init__(self) -> None:
+        self.batches = [
+            [Draw(unit=0, step=0, part=0, last=True), Draw(unit=3, step=0, part=0, last=True)],
+            [Draw(unit=2, step=1, part=0, last=True), Draw(unit=PADDING, step=1, part=0, last=True)],
+        ]
+
+    def __iter__(self) -> Iterator[list[Draw]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def collate(items: list[Any]) -> list[tuple[int, list[str]]]:
+    return [(draw.unit, [row.passage_id for row in rows]) for draw, rows in items]
+
+
+def attached(harbour: Path, **settings: Any) -> PairsDataModule:
+    datamodule = PairsDataModule(folder=harbour, **settings)
+    datamodule.use_unit("query")
+    datamodule.attach(Batches(), collate)
+    return datamodule
+
+
+EXPECTED = [[(0, ["p1", "p2"]), (3, ["p5", "p6"])], [(2, ["p1"]), (PADDING, [])]]
+
+
+def test_a_folder_its_parts_and_a_mapping_of_qrels_give_the_same_collection(harbour: Path) -> None:
+    parts: dict[str, Any] = {"corpus": harbour / "corpus.jsonl", "queries": str(harbour / "queries.jsonl")}
+    splits = {split: harbour / "qrels" / f"{split}.tsv" for split in ("train", "dev", "test")}
+    folder = PairsDataModule(folder=str(harbour)).collection
+    for qrels in (harbour / "qrels", splits, MappingProxyType(splits)):
+        datamodule = PairsDataModule(**parts, qrels=qrels)
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+        assert datamodule.collection.fingerprint(KEY) == folder.fingerprint(KEY)
+        assert datamodule.collection.qrels == folder.qrels
+
+
+def test_a_log_of_pairs_is_read(pair_log: Path) -> None:
+    datamodule = PairsDataModule(pairs=pair_log)
+    datamodule.use_unit("user")
+    datamodule.prepare_data()
+    assert datamodule.n_units == 2
+    assert datamodule.evaluation_set("dev")[0] == {"row-4": "who paints the buoys"}
+
+
+@pytest.mark.parametrize("given", [{}, {"folder": "a", "pairs": "b"}, {"folder": "a", "queries": "b"}, {"corpus": "c"}])
+def test_the_data_is_somewhere_exactly_once(given: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match=r"one of datamodule\.folder, datamodule\.pairs"):
+        PairsDataModule(**given)  # type: ignore[arg-type]
+
+
+def test_parts_go_together(harbour: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"datamodule\.corpus is not set"):
+        PairsDataModule(queries=harbour / "queries.jsonl", qrels=harbour / "qrels")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"sampling": "sorted"}, "datamodule.sampling='sorted' is not one of truncated_poisson, poisson"),
+        ({"rows_per_unit": "two"}, "datamodule.rows_per_unit='two' is not one of one, all"),
+        ({"duplicates": "drop"}, "datamodule.duplicates='drop' is not one of keep, merge"),
+        ({"expected_batch_size": 4, "sample_rate": 0.1}, "set one of them to null"),
+        ({"sample_rate": 0.0}, "datamodule.sample_rate=0.0"),
+        ({"sample_rate": 1.5}, "datamodule.sample_rate=1.5"),
+        ({"cap": 9, "sampling": "poisson"}, "datamodule.cap=9 has no meaning"),
+        ({"physical_batch_size": 0}, "datamodule.physical_batch_size=0"),
+        ({"physical_batch_size": None}, "datamodule.physical_batch_size=None"),
+        ({"expected_batch_size": 2.5}, "datamodule.expected_batch_size=2.5"),
+        ({"max_passages": 0}, "datamodule.max_passages=0"),
+        ({"max_train_queries": -1}, "datamodule.max_train_queries=-1"),
+        ({"max_eval_queries": True}, "datamodule.max_eval_queries=True"),
+        ({"max_rows_per_unit": 0}, "datamodule.max_rows_per_unit=0"),
+        ({"num_workers": -1}, "datamodule.num_workers=-1"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_its_knob(harbour: Path, settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        PairsDataModule(folder=harbour, **settings)
+    assert reason in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "knob"),
+    [
+        ({"folder": "gone"}, "datamodule.folder"),
+        ({"pairs": "gone.tsv"}, "datamodule.pairs"),
+        ({"pairs": "{log}", "corpus": "gone.jsonl"}, "datamodule.corpus"),
+        ({"corpus": "gone.jsonl", "queries": "gone.jsonl", "qrels": {"train": "gone.tsv"}}, "datamodule.corpus"),
+    ],
+)
+def test_prepare_data_names_a_missing_file_by_its_knob(settings: dict[str, Any], knob: str, pair_log: Path) -> None:
+    found: dict[str, Any] = {
+        key: value.format(log=pair_log) if isinstance(value, str) else value for key, value in settings.items()
+    }
+    with pytest.raises(DataError, match=f"gone.*does not exist.*{knob}"):
+        PairsDataModule(**found).prepare_data()
+
+
+def test_a_single_qrels_file_needs_the_name_of_its_split(harbour: Path) -> None:
+    parts: dict[str, Any] = {"corpus": harbour / "corpus.jsonl", "queries": harbour / "queries.jsonl"}
+    with pytest.raises(DataError, match=r"datamodule\.qrels\.train="):
+        PairsDataModule(**parts, qrels=harbour / "qrels" / "train.tsv").prepare_data()
+    twice = {"dev": harbour / "qrels" / "dev.tsv", "valid": harbour / "qrels" / "dev.tsv"}
+    with pytest.raises(DataError, match="two files for the split dev"):
+        PairsDataModule(**parts, qrels=twice).setup()
+
+
+def test_the_data_is_checked_and_prepared_by_setup(harbour_copy: Path) -> None:
+    with (harbour_copy / "queries.jsonl").open("a") as stream:
+        stream.write('{"_id": "lost", "text": "nobody answers"}\n')
+    with pytest.raises(DataError, match="'lost' has no passage"):
+        PairsDataModule(folder=harbour_copy).setup()
+    datamodule = PairsDataModule(folder=harbour_copy, drop_queries_without_passage=True, lower_case_queries=True)
+    assert "lost" not in datamodule.collection.queries
+    assert datamodule.collection.queries["t1"] == "when does the harbour fill?"
+
+
+def test_without_a_unit_of_privacy_there_are_no_units(harbour: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"privacy\.unit"):
+        PairsDataModule(folder=harbour).train_units()
+
+
+def test_the_unit_decides_the_number_of_units(harbour: Path) -> None:
+    datamodule = PairsDataModule(folder=harbour)
+    sizes = {}
+    for unit in get_args(Unit):
+        datamodule.use_unit(unit)
+        sizes[unit] = datamodule.n_units
+    assert sizes == {"query": 5, "pair": 8, "user": 3}
+
+
+def test_the_unit_cannot_change_under_an_attached_sampler(harbour: Path) -> None:
+    datamodule = attached(harbour)
+    datamodule.use_unit("query")
+    with pytest.raises(ConfigurationError, match=r"privacy\.unit=pair.*units of query"):
+        datamodule.use_unit("pair")
+
+
+def test_a_query_limit_is_refused_where_n_is_not_public(harbour: Path) -> None:
+    datamodule = PairsDataModule(folder=harbour, max_train_queries=3)
+    datamodule.use_unit("query", neighbours="zero_out")
+    assert datamodule.n_units == 3
+    with pytest.raises(ConfigurationError, match=r"max_train_queries=3.*add_or_remove"):
+        datamodule.use_unit("query", neighbours="add_or_remove")
+
+
+def test_without_a_privacy_plan_there_is_no_train_loader(harbour: Path) -> None:
+    datamodule = PairsDataModule(folder=harbour)
+    datamodule.use_unit("query")
+    with pytest.raises(ConfigurationError, match=r"privacy=dp_sgd, or privacy=none.*pair_rows"):
+        datamodule.train_dataloader()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_train_loader_gives_what_the_attached_sampler_draws(harbour: Path, num_workers: int) -> None:
+    loader = attached(harbour, num_workers=num_workers).train_dataloader()
+    assert list(loader) == EXPECTED and len(loader) == 2
+
+
+def test_iterating_leaves_torch_s_random_state_alone(harbour: Path) -> None:
+    loader = attached(harbour).train_dataloader()
+    before = torch.get_rng_state()
+    list(loader)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_trainer_sees_exactly_the_drawn_batches(harbour: Path, tmp_path: Path) -> None:
+    class Recorder(pl.LightningModule):
+        seen: list[Any]
+
+        def on_train_start(self) -> None:
+            self.seen = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.seen.append(batch)
+
+        def configure_optimizers(self) -> None:
+            return None
+
+    recorder = Recorder()
+    trainer = pl.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(recorder, datamodule=attached(harbour))
+    assert recorder.seen == EXPECTED
+
+
+def test_the_fingerprint_follows_the_data_and_how_it_is_grouped(harbour: Path, harbour_copy: Path) -> None:
+    def fingerprint(folder: Path = harbour, **settings: Any) -> str:
+        return PairsDataModule(folder=folder, **settings).data_fingerprint(KEY)
+
+    assert fingerprint() == fingerprint(harbour_copy) == fingerprint(physical_batch_size=7)
+    assert PairsDataModule(folder=harbour).data_fingerprint(KEY[::-1]) != fingerprint()
+    text = (harbour_copy / "queries.jsonl").read_text()
+    (harbour_copy / "queries.jsonl").write_text(text.replace("mooring", "moored"))
+    others = [
+        fingerprint(harbour_copy),
+        fingerprint(duplicates="merge"),
+        fingerprint(max_rows_per_unit=1),
+        fingerprint(lower_case_queries=True),
+        fingerprint(max_train_queries=4),
+        fingerprint(drop_overlap=True),
+    ]
+    assert len({fingerprint(), *others}) == 1 + len(others)
+
+
+def test_the_public_passages_are_the_corpus(harbour: Path) -> None:
+    assert list(PairsDataModule(folder=harbour).public_passages()) == [f"p{i}" for i in range(1, 9)]
+
+
+def test_a_log_alone_gives_no_public_passages_unless_declared(pair_log: Path, write: Write) -> None:
+    with pytest.raises(ConfigurationError, match=r"datamodule\.corpus.*datamodule\.passages_are_public=true"):
+        PairsDataModule(pairs=pair_log).public_passages()
+    with pytest.raises(ConfigurationError, match=r"datamodule\.max_passages needs a public list"):
+        PairsDataModule(pairs=pair_log, max_passages=1)
+    assert len(PairsDataModule(pairs=pair_log, passages_are_public=True).public_passages()) == 2
+    corpus = write("c.tsv", "id\ttext\nx\tFour metres at low water.\ny\tThe lighthouse crew, in spring.\nz\tUnused.\n")
+    assert list(PairsDataModule(pairs=pair_log, corpus=corpus).public_passages()) == ["x", "y", "z"]
+
+
+def test_an_evaluation_set_is_a_split_s_queries_and_graded_qrels(harbour: Path) -> None:
+    queries, qrels = PairsDataModule(folder=harbour).evaluation_set("test")
+    assert queries == {"e1": "what does a berth cost", "e2": "what is that noise in the mist"}
+    assert qrels == {"e1": {"p5": 1}, "e2": {"p7": 2, "p1": 0}}
+
+
+def test_the_rows_of_a_split_are_its_positive_pairs(harbour: Path) -> None:
+    datamodule = PairsDataModule(folder=harbour)
+    assert len(datamodule.pair_rows()) == 8
+    assert [(row.query_id, row.passage_id) for row in datamodule.pair_rows("test")] == [("e1", "p5"), ("e2", "p7")]
+
+
+def test_what_data_overlaps_is_reported_and_dropped_on_request(harbour: Path) -> None:
+    assert PairsDataModule(folder=harbour).report_overlap()["test"].queries == 1
+    assert PairsDataModule(folder=harbour, drop_overlap=True).report_overlap()["test"].queries == 0
+
+
+def test_the_policy_on_duplicates_can_be_put_on_a_card(harbour: Path) -> None:
+    datamodule = PairsDataModule(folder=harbour)
+    datamodule.use_unit("query")
+    assert "separate units" in datamodule.describe_duplicates()
+
+
+@pytest.mark.parametrize("kind", [PairsDataModule, InsuranceQADataModule, SyntheticDataModule])
+def test_every_setting_is_a_keyword_with_a_name_of_its_own(kind: type[PairsDataModule]) -> None:
+    parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
+    assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in parameters)
+    base = inspect.signature(PairsDataModule.__init__).parameters
+    own = {"evaluation", "require_privacy_card"}
+    assert {parameter.name for parameter in parameters} <= base.keys() | own

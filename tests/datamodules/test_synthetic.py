@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lit_dpret.datamodules.pairs import PairsDataModule
+from lit_dpret.datamodules.synthetic import SyntheticDataModule
+from lit_dpret.errors import DataError
+
+
+@pytest.fixture
+def written(tmp_path: Path, harbour: Path) -> Path:
+    """A folder as ``task=synthesize`` writes it."""
+    folder = tmp_path / "synthetic"
+    (folder / "qrels").mkdir(parents=True)
+    shutil.copy(harbour / "corpus.jsonl", folder / "corpus.jsonl")
+    queries = [{"_id": f"genQ{i}", "text": f"invented {i}", "metadata": {"log_prob": -1.5}} for i in range(3)]
+    (folder / "queries.jsonl").write_text("".join(json.dumps(query) + "\n" for query in queries))
+    (folder / "qrels" / "train.tsv").write_text(
+        "query-id\tcorpus-id\tscore\ngenQ0\tp1\t1\ngenQ1\tp1\t1\ngenQ2\tp7\t1\n"
+    )
+    (folder / "qrels" / "train.jsonl").write_text('{"query-id": "genQ0", "corpus-id": "p1", "score": 1}\n')
+    (folder / "privacy_card.json").write_text('{"claim": {"epsilon": 3.0}}')
+    return folder
+
+
+def test_a_synthesised_folder_is_training_data_with_a_card(written: Path) -> None:
+    datamodule = SyntheticDataModule(folder=written)
+    datamodule.prepare_data()
+    assert [(row.query_id, row.passage_id) for row in datamodule.pair_rows()] == [
+        ("genQ0", "p1"),
+        ("genQ1", "p1"),
+        ("genQ2", "p7"),
+    ]
+    assert datamodule.privacy_card_path == written / "privacy_card.json"
+    assert len(datamodule.public_passages()) == 8
+
+
+@pytest.mark.parametrize("content", [None, "not json", "[]", "{}"])
+def test_a_folder_without_a_readable_card_is_refused(written: Path, content: str | None) -> None:
+    card = written / "privacy_card.json"
+    card.unlink()
+    if content is not None:
+        card.write_text(content)
+    datamodule = SyntheticDataModule(folder=written)
+    with pytest.raises(DataError, match=r"privacy_card\.json|privacy card"):
+        datamodule.prepare_data()
+    with pytest.raises(DataError, match=r"privacy_card\.json|privacy card"):
+        datamodule.setup()
+    with pytest.raises(DataError, match=r"privacy_card\.json|privacy card"):
+        _ = datamodule.privacy_card_path
+
+
+def test_a_missing_card_can_be_accepted_and_is_then_none(written: Path) -> None:
+    (written / "privacy_card.json").unlink()
+    with pytest.raises(DataError, match=r"datamodule\.require_privacy_card=false"):
+        SyntheticDataModule(folder=written).setup()
+    datamodule = SyntheticDataModule(folder=written, require_privacy_card=False)
+    with pytest.warns(UserWarning, match="no privacy claim to inherit"):
+        datamodule.setup()
+    assert datamodule.privacy_card_path is None
+
+
+def test_evaluation_queries_come_from_the_other_datamodule_and_its_train_split_does_not(
+    written: Path, harbour: Path
+) -> None:
+    datamodule = SyntheticDataModule(folder=written, evaluation=PairsDataModule(folder=harbour))
+    real = PairsDataModule(folder=harbour)
+    for split in ("dev", "test"):
+        assert datamodule.evaluation_set(split) == real.evaluation_set(split)
+    assert set(datamodule.collection.qrels["train"]) == {"genQ0", "genQ1", "genQ2"}
+    assert not set(datamodule.collection.queries) & set(real.collection.qrels["train"])
+
+
+def test_the_folder_may_lack_a_corpus_that_is_found_elsewhere(written: Path, harbour: Path) -> None:
+    (written / "corpus.jsonl").unlink()
+    with pytest.raises(DataError, match=r"lacks corpus\.jsonl"):
+        SyntheticDataModule(folder=written).setup()
+    elsewhere = SyntheticDataModule(folder=written, corpus=harbour / "corpus.jsonl").collection
+    evaluated = SyntheticDataModule(folder=written, evaluation=PairsDataModule(folder=harbour)).collection
+    assert elsewhere.passages == evaluated.passages == PairsDataModule(folder=harbour).collection.passages
+
+
+def test_a_dev_split_of_the_folder_is_preferred_to_the_real_one(written: Path, harbour: Path) -> None:
+    (written / "qrels" / "dev.tsv").write_text("query-id\tcorpus-id\tscore\ngenQ3\tp2\t1\n")
+    with (written / "queries.jsonl").open("a") as stream:
+        stream.write('{"_id": "genQ3", "text": "invented 3"}\n')
+    datamodule = SyntheticDataModule(folder=written, evaluation=PairsDataModule(folder=harbour))
+    assert list(datamodule.evaluation_set("dev")[0]) == ["genQ3"]
+    assert list(datamodule.evaluation_set("test")[0]) == ["e1", "e2"]
+
+
+def test_an_id_with_two_meanings_is_refused(written: Path, harbour: Path) -> None:
+    corpus, queries = written / "corpus.jsonl", written / "queries.jsonl"
+    corpus.write_text(corpus.read_text().replace("Gulls", "Terns"))
+    with pytest.raises(DataError, match="passage 'p8' has another text"):
+        SyntheticDataModule(folder=written, evaluation=PairsDataModule(folder=harbour)).setup()
+    shutil.copy(harbour / "corpus.jsonl", corpus)
+    for path in (queries, written / "qrels" / "train.tsv"):
+        path.write_text(path.read_text().replace("genQ2", "e1"))
+    with pytest.raises(DataError, match="'e1' is also that of an evaluation query"):
+        SyntheticDataModule(folder=written, evaluation=PairsDataModule(folder=harbour)).setup()
+
+
+def test_a_folder_without_train_qrels_is_refused(written: Path) -> None:
+    for name in ("train.tsv", "train.jsonl"):
+        (written / "qrels" / name).rename(written / "qrels" / name.replace("train", "test"))
+    with pytest.raises(DataError, match="nothing to train on"):
+        SyntheticDataModule(folder=written).prepare_data()

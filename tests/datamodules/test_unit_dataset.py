@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lit_dpret.datamodules.collection import Collection
+from lit_dpret.datamodules.layouts import folder_parts, read_parts
+from lit_dpret.datamodules.records import Row, Unit
+from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset, UnitItems
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.sampling import PADDING, Draw, UnitCollator, UnitDataset
+
+
+@pytest.fixture
+def data(harbour: Path) -> Collection:
+    return read_parts(**folder_parts(harbour)).check()
+
+
+def grouped(units: GroupedUnitDataset) -> list[list[tuple[str, str]]]:
+    return [[(row.query_id, row.passage_id) for row in units.rows(unit)] for unit in range(len(units))]
+
+
+def without(data: Collection, query_id: str) -> Collection:
+    """The neighbour that lacks one query's record."""
+    train = {query: judged for query, judged in data.qrels["train"].items() if query != query_id}
+    return replace(data, qrels={**data.qrels, "train": train})
+
+
+def test_all_rows_of_a_query_are_one_unit(data: Collection) -> None:
+    assert grouped(GroupedUnitDataset(data, unit="query")) == [
+        [("t1", "p1"), ("t1", "p2")],
+        [("t2", "p4"), ("t2", "p3")],
+        [("t3", "p1")],
+        [("t4", "p5"), ("t4", "p6")],
+        [("t5", "p3")],
+    ]
+
+
+def test_each_pair_is_a_unit(data: Collection) -> None:
+    assert all(len(rows) == 1 for rows in grouped(GroupedUnitDataset(data, unit="pair")))
+    assert len(GroupedUnitDataset(data, unit="pair")) == 8
+
+
+def test_all_rows_of_a_user_are_one_unit(data: Collection) -> None:
+    assert grouped(GroupedUnitDataset(data, unit="user")) == [
+        [("t1", "p1"), ("t1", "p2"), ("t4", "p5"), ("t4", "p6")],
+        [("t2", "p4"), ("t2", "p3"), ("t3", "p1")],
+        [("t5", "p3")],
+    ]
+
+
+@pytest.mark.parametrize("unit", ["query", "pair", "user"])
+def test_every_positive_pair_is_in_exactly_one_unit(data: Collection, unit: Unit) -> None:
+    rows = list(itertools.chain(*grouped(GroupedUnitDataset(data, unit=unit))))
+    expected = [(query, passage) for query in data.qrels["train"] for passage in data.positives("train", query)]
+    assert sorted(rows) == sorted(expected) and ("t2", "p8") not in rows
+
+
+def test_a_row_carries_its_texts_and_its_own_positives(data: Collection) -> None:
+    rows = GroupedUnitDataset(data, unit="query").rows(1)
+    assert rows[1] == Row(
+        query_id="t2",
+        query="how to dry a rope",
+        passage_id="p3",
+        passage="Ropes A wet rope shrinks, so leave some slack overnight.",
+        positives=frozenset({"p3", "p4"}),
+    )
+
+
+def test_under_pair_a_row_knows_no_positive_but_its_own(data: Collection) -> None:
+    units = GroupedUnitDataset(data, unit="pair")
+    assert all(row.positives == {row.passage_id} for unit in range(len(units)) for row in units.rows(unit))
+
+
+@pytest.mark.parametrize("unit", ["query", "pair", "user"])
+@pytest.mark.parametrize("limit", [None, 1])
+def test_removing_one_record_changes_its_owner_s_units_only(data: Collection, unit: Unit, limit: int | None) -> None:
+    def by_owner(found: Collection) -> dict[str, list[Sequence[Row]]]:
+        units = GroupedUnitDataset(found, unit=unit, max_rows_per_unit=limit)
+        owned: dict[str, list[Sequence[Row]]] = {}
+        for number in range(len(units)):
+            query_id = units.rows(number)[0].query_id
+            owned.setdefault(data.users[query_id] if unit == "user" else query_id, []).append(units.rows(number))
+        return owned
+
+    before = by_owner(data)
+    for query_id in data.qrels["train"]:
+        owner = data.users[query_id] if unit == "user" else query_id
+        after = by_owner(without(data, query_id))
+        assert {o: rows for o, rows in after.items() if o != owner} == {o: r for o, r in before.items() if o != owner}
+        assert unit == "user" or owner not in after
+
+
+def test_units_by_user_need_user_ids_and_say_where_to_put_them(data: Collection) -> None:
+    with pytest.raises(ConfigurationError, match=r"privacy\.unit=user.*'t4' has none.*user_id"):
+        GroupedUnitDataset(replace(data, users={k: v for k, v in data.users.items() if k != "t4"}), unit="user")
+
+
+def test_equal_texts_stay_apart_by_default_and_join_when_merged(data: Collection) -> None:
+    kept, merged = (GroupedUnitDataset(data, unit="query", duplicates=policy) for policy in ("keep", "merge"))
+    assert len(kept) == 5 and len(merged) == 4
+    assert grouped(merged)[0] == [("t1", "p1"), ("t1", "p2"), ("t3", "p1")]
+    assert [row.positives for row in merged.rows(0)] == [frozenset({"p1", "p2"})] * 3
+    assert kept.rows(2)[0].positives == {"p1"}
+    pairs = GroupedUnitDataset(data, unit="pair", duplicates="merge")
+    assert [("t1", "p1"), ("t3", "p1")] in grouped(pairs) and len(pairs) == 7
+
+
+def test_erasing_one_of_two_merged_copies_changes_a_unit_instead_of_removing_it(data: Collection) -> None:
+    """Why merging is not simply stronger, and not the default."""
+    before = GroupedUnitDataset(data, unit="query", duplicates="merge")
+    after = GroupedUnitDataset(without(data, "t3"), unit="query", duplicates="merge")
+    assert len(before) == len(after) and before.rows(0) != after.rows(0)
+
+
+def test_the_duplicates_policy_is_described_without_counts(data: Collection) -> None:
+    for policy in ("keep", "merge"):
+        units = GroupedUnitDataset(data, unit="query", duplicates=policy)
+        sentence = units.describe_duplicates()
+        assert sentence.endswith(".") and not any(character.isdigit() for character in sentence)
+        assert units.count_duplicates() == {"texts": 1, "query_ids": 2}
+
+
+def test_merging_across_users_is_refused(data: Collection) -> None:
+    with pytest.raises(ConfigurationError, match=r"datamodule\.duplicates=merge.*privacy\.unit=user"):
+        GroupedUnitDataset(data, unit="user", duplicates="merge")
+
+
+def test_the_cap_keeps_the_same_rows_whatever_the_file_order(data: Collection) -> None:
+    backwards = {query: dict(reversed([*judged.items()])) for query, judged in reversed([*data.qrels["train"].items()])}
+    shuffled = replace(data, qrels={**data.qrels, "train": backwards})
+    for limit in (1, 2, 3):
+        ours = grouped(GroupedUnitDataset(data, unit="user", max_rows_per_unit=limit))
+        theirs = grouped(GroupedUnitDataset(shuffled, unit="user", max_rows_per_unit=limit))
+        assert {frozenset(rows) for rows in ours} == {frozenset(rows) for rows in theirs}
+        assert max(map(len, ours)) == limit
+    uncapped = grouped(GroupedUnitDataset(data, unit="user", max_rows_per_unit=99))
+    assert uncapped == grouped(GroupedUnitDataset(data, unit="user"))
+
+
+def test_a_capped_query_still_knows_all_its_positives(data: Collection) -> None:
+    assert GroupedUnitDataset(data, unit="query", max_rows_per_unit=1).rows(1)[0].positives == {"p3", "p4"}
+
+
+def test_a_unit_outside_the_data_set_is_refused(data: Collection) -> None:
+    units = GroupedUnitDataset(data, unit="query")
+    for unit in (-1, 5):
+        with pytest.raises(IndexError):
+            units.rows(unit)
+
+
+def test_unknown_choices_and_splits_are_refused(data: Collection) -> None:
+    with pytest.raises(ConfigurationError, match=r"privacy\.unit='document' is not one of query, pair, user"):
+        GroupedUnitDataset(data, unit="document")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"datamodule\.duplicates='drop' is not one of keep, merge"):
+        GroupedUnitDataset(data, unit="query", duplicates="drop")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="no split 'train'"):
+        GroupedUnitDataset(replace(data, qrels={"test": data.qrels["test"]}), unit="query")
+
+
+def test_a_drawn_item_is_the_draw_with_its_rows_and_padding_has_none(data: Collection) -> None:
+    units: UnitDataset = GroupedUnitDataset(data, unit="query")
+    items = UnitItems(GroupedUnitDataset(data, unit="query"))
+    draw, padding = Draw(unit=3, step=0, part=0, last=True), Draw(unit=PADDING, step=0, part=0, last=True)
+    assert len(items) == len(units) == 5
+    assert items[draw] == (draw, units.rows(3)) and items[padding] == (padding, ())
+
+
+def test_the_sampler_s_collator_takes_these_items(data: Collection) -> None:
+    items = UnitItems(GroupedUnitDataset(data, unit="query"))
+    draws = [Draw(unit=unit, step=7, part=0, last=True, pick=1) for unit in (0, PADDING, 4)]
+    batch = UnitCollator(lambda rows: [row.passage_id for row in rows], "one")([items[draw] for draw in draws])
+    assert batch.rows == ["p2", "p3"] and batch.unit_ids.tolist() == [0, 2]
+    assert batch.mask.tolist() == [True, False, True] and batch.step == 7

@@ -1,0 +1,337 @@
+"""The frozen dual encoder: what a row's loss depends on, how it trains, what it saves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stand_ins import Line, dp, fit
+from tiny_models import WORDS, tiny_bert, tiny_tokenizer
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+
+from lit_dpret.datamodules.pairs import PairsDataModule
+from lit_dpret.encoders import Contract, TextEncoder, load_towers
+from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
+from lit_dpret.modules.frozen_dual_encoder import FrozenDualEncoder
+from lit_dpret.modules.optimizers import OptimizerSpec
+from lit_dpret.modules.row_by_row import row_by_row
+from lit_dpret.privacy.clipping import make_engine
+from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.modes import NoPrivacy
+
+PASSAGES = {f"p{i}": " ".join(WORDS[(3 * i + j * j) % 13] for j in range(5)) for i in range(12)}
+QUERIES = {f"q{i}": " ".join(WORDS[(5 * i + j) % 13] for j in range(3)) for i in range(6)}
+POSITIVES = {f"q{i}": [f"p{i}", f"p{i + 6}"][: 1 + i % 2] for i in range(6)}
+
+
+def tower(**contract: Any) -> TextEncoder:
+    lengths = {"query_max_length": 8, "passage_max_length": 10}
+    return TextEncoder(tiny_bert(), tiny_tokenizer(), Contract(**{**lengths, **contract}))
+
+
+def frozen(**settings: Any) -> FrozenDualEncoder:
+    """A module whose head is no longer the identity, so that nothing holds by accident."""
+    known = {"privacy": NoPrivacy(), "optimizer": OptimizerSpec(lr=0.01), "encoder": tower(), "temperature": 0.1}
+    module = FrozenDualEncoder(**{**known, **settings})
+    module.prepare_texts(PASSAGES, QUERIES)
+    torch.manual_seed(1)
+    for head in filter(None, (module.query_head, module.passage_head)):
+        nn.init.normal_(head.weight, std=0.3)
+    return module
+
+
+def rows(queries: dict[str, str] = QUERIES) -> list[Line]:
+    return [
+        Line(name, text, passage, PASSAGES[passage], frozenset(POSITIVES[name]))
+        for name, text in queries.items()
+        for passage in POSITIVES[name]
+    ]
+
+
+def losses(module: FrozenDualEncoder, lines: list[Line]) -> Tensor:
+    return module.per_row_loss(module.collate_rows(lines))
+
+
+def gradients(module: FrozenDualEncoder, lines: list[Line]) -> list[Tensor]:
+    found = losses(module, lines)
+    return [torch.autograd.grad(loss, module.query_head.weight, retain_graph=True)[0] for loss in found]
+
+
+def write_data(folder: Path) -> Path:
+    """A BEIR folder of 60 queries over 12 passages."""
+    queries = {f"q{i}": " ".join(WORDS[(5 * i + j * (1 + i % 4)) % 13] for j in range(3)) for i in range(60)}
+    (folder / "qrels").mkdir(parents=True)
+    for name, texts in (("corpus", PASSAGES), ("queries", queries)):
+        lines = [json.dumps({"_id": key, "title": "", "text": text}) for key, text in texts.items()]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    judged = [f"q{i}\tp{(i + k) % 12}\t1" for i in range(60) for k in range(1 + i % 3)]
+    (folder / "qrels" / "train.tsv").write_text("query-id\tcorpus-id\tscore\n" + "\n".join(judged) + "\n")
+    return folder
+
+
+# -- what a row's loss is --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", ["query", "both"])
+def test_untrained_it_is_the_encoder_itself(head: str) -> None:
+    encoder = tower()
+    module = FrozenDualEncoder(privacy=NoPrivacy(), optimizer=OptimizerSpec(), encoder=encoder, head=head)
+    texts = list(QUERIES.values())
+    torch.testing.assert_close(module.encode_queries(texts), encoder.encode(texts, "query"))
+    torch.testing.assert_close(module.encode_passages(texts), encoder.encode(texts, "passage"))
+
+
+def test_the_loss_is_the_cross_entropy_over_all_passages_but_the_other_positives() -> None:
+    module, lines = frozen(), rows()
+    queries = module.encode_queries([line.query for line in lines])
+    passages, names = module.encode_passages(list(PASSAGES.values())), list(PASSAGES)
+    for line, query, loss in zip(lines, queries, losses(module, lines), strict=True):
+        kept = [i for i, name in enumerate(names) if name == line.passage_id or name not in line.positives]
+        logits = (passages[kept] @ query / 0.1).unsqueeze(0)
+        own = torch.tensor([kept.index(names.index(line.passage_id))])
+        torch.testing.assert_close(loss, cross_entropy(logits, own))
+
+
+def test_a_pool_of_all_passages_is_the_corpus_whatever_its_order() -> None:
+    corpus, pool = frozen(), frozen(pool_size=11)
+    pool.pool_size = 12
+    pool._place = dict(pool._place)  # 12 of 12: not a sample
+    torch.testing.assert_close(losses(corpus, rows()), losses(pool, rows()))
+
+
+def test_the_loss_over_a_drawn_pool_is_that_of_its_passages_and_the_own_positive() -> None:
+    module, lines = frozen(pool_size=5), rows()
+    chosen, _ = module.pool(0)
+    assert chosen is not None and len(set(chosen.tolist())) == 5
+    queries = module.encode_queries([line.query for line in lines])
+    passages, names = module.encode_passages(list(PASSAGES.values())), list(PASSAGES)
+    for line, query, loss in zip(lines, queries, losses(module, lines), strict=True):
+        others = [i for i in chosen.tolist() if names[i] not in line.positives]
+        candidates = passages[[names.index(line.passage_id), *others]]
+        torch.testing.assert_close(loss, cross_entropy((candidates @ query / 0.1).unsqueeze(0), torch.tensor([0])))
+
+
+def test_the_pool_depends_on_seed_and_step_and_not_on_the_queries() -> None:
+    def pool(module: FrozenDualEncoder, step: int) -> list[int]:
+        chosen, _ = module.pool(step)
+        assert chosen is not None
+        return chosen.tolist()
+
+    one, same, other = frozen(pool_size=5), frozen(pool_size=5), frozen(pool_size=5, pool_seed=1)
+    same.prepare_texts(PASSAGES, {"q0": "something else"})
+    torch.manual_seed(99)
+    assert [pool(one, step) for step in (0, 1, 2)] == [pool(same, step) for step in (0, 1, 2)]
+    assert pool(one, 0) != pool(one, 1)
+    assert pool(one, 0) != pool(other, 0)
+
+
+@pytest.mark.parametrize("pool_size", [None, 5])
+def test_changing_one_query_changes_the_losses_and_gradients_of_its_own_rows_alone(pool_size: int | None) -> None:
+    module = frozen(pool_size=pool_size).double()
+    module.passage_embeddings = module.passage_embeddings.double()
+    before, after = rows(), rows({**QUERIES, "q3": "the best policy my"})
+
+    def cast(lines: list[Line]) -> dict[str, Tensor]:
+        batch = module.collate_rows(lines)
+        return {**batch, "query": batch["query"].double()}
+
+    first, second = (module.per_row_loss(cast(lines)) for lines in (before, after))
+    weight = module.query_head.weight
+    for i, line in enumerate(before):
+        one, two = (torch.autograd.grad(loss[i], weight, retain_graph=True)[0] for loss in (first, second))
+        if line.query_id == "q3":
+            assert abs(first[i] - second[i]) > 1e-3 and (one - two).norm() > 1e-3
+        else:
+            torch.testing.assert_close(first[i], second[i], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
+
+
+def test_a_query_with_a_broken_embedding_breaks_no_other_row() -> None:
+    module = frozen()
+    batch = module.collate_rows(rows())
+    batch["query"][2] = torch.nan
+    found = module.per_row_loss(batch)
+    assert found.isnan().tolist() == [i == 2 for i in range(len(found))]
+    clean = module.per_row_loss(module.collate_rows(rows()))
+    one = torch.autograd.grad(found[3], module.query_head.weight, retain_graph=True)
+    assert one[0].isnan().any()  # autograd multiplies zeros with NaN; the clipping engines do not
+    torch.testing.assert_close(found[3:], clean[3:])
+
+
+def test_the_gradient_made_a_few_rows_at_a_time_is_the_gradient() -> None:
+    torch.manual_seed(0)
+    table, target = torch.randn(30, 6), torch.randint(30, (11,))
+
+    def loss(part: slice, embeddings: Tensor) -> Tensor:
+        return cross_entropy(embeddings @ table.T, target[part], reduction="none")
+
+    weights = torch.rand(11)
+    results = []
+    for rows_at_once in (1, 4, 11, 100):
+        leaf = torch.randn(11, 6, generator=torch.Generator().manual_seed(3)).requires_grad_()
+        found = row_by_row(loss, leaf, rows_at_once=rows_at_once)
+        results.append((found.detach(), torch.autograd.grad((found * weights).sum(), leaf)[0]))
+    leaf = torch.randn(11, 6, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    plain = loss(slice(None), leaf)
+    plain_gradient = torch.autograd.grad((plain * weights).sum(), leaf)[0]
+    for found, gradient in results:
+        torch.testing.assert_close(found, plain.detach())
+        torch.testing.assert_close(gradient, plain_gradient)
+
+
+def test_with_two_heads_negatives_come_from_the_batch_and_no_positive_is_one() -> None:
+    module, lines = frozen(head="both"), rows()
+    queries = module.encode_queries([line.query for line in lines])
+    passages = module.encode_passages([line.passage for line in lines])
+    for i, loss in enumerate(losses(module, lines)):
+        kept = [j for j, line in enumerate(lines) if j == i or line.passage_id not in lines[i].positives]
+        logits = (passages[kept] @ queries[i] / 0.1).unsqueeze(0)
+        torch.testing.assert_close(loss, cross_entropy(logits, torch.tensor([kept.index(i)])))
+
+
+# -- what is frozen, and what is looked up ---------------------------------------------------
+
+
+@pytest.mark.parametrize(("head", "names"), [("query", ["query_head.weight"]), ("both", ["query_head.weight", "passage_head.weight"])])
+def test_the_heads_are_all_there_is_to_train_and_to_save(head: str, names: list[str]) -> None:
+    module = frozen(head=head)
+    assert [name for name, _ in module.named_parameters()] == names
+    assert sorted(module.state_dict()) == sorted(names)
+    assert not any(parameter.requires_grad for parameter in module.encoder.parameters())
+    assert not module.train().encoder.training
+
+
+def test_known_texts_are_encoded_once_and_new_ones_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = frozen()
+    encoded: list[str] = []
+    encode = module.encoder.encode
+
+    def count(texts: Any, side: Any, **settings: Any) -> Tensor:
+        encoded.extend(texts)
+        return encode(texts, side, **settings)
+
+    monkeypatch.setattr(module.encoder, "encode", count)
+    module.collate_rows(rows())
+    module.encode_passages(list(PASSAGES.values()))
+    assert encoded == []
+    embeddings = module.encode_queries([QUERIES["q0"], "the life", QUERIES["q1"], "the life"])
+    assert encoded == ["the life"]
+    head = module.query_head.weight.detach()
+    expected = normalize(encode([QUERIES["q0"], "the life", QUERIES["q1"], "the life"], "query") @ head.T, dim=-1)
+    torch.testing.assert_close(embeddings, expected)
+
+
+def test_a_second_module_takes_the_embeddings_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = frozen(cache_dir=tmp_path)
+    second = FrozenDualEncoder(
+        privacy=NoPrivacy(), optimizer=OptimizerSpec(), encoder=tower(), cache_dir=tmp_path
+    )
+    monkeypatch.setattr(second.encoder, "encode", lambda *_, **__: pytest.fail("encoded again"))
+    second.prepare_texts(PASSAGES, QUERIES)
+    assert torch.equal(first.passage_embeddings, second.passage_embeddings)
+    assert [path.stat().st_mode & 0o077 for path in tmp_path.iterdir()] == [0, 0]
+
+
+def test_a_positive_outside_the_encoded_passages_is_refused_by_id() -> None:
+    module = frozen()
+    line = Line("q", "my house", "elsewhere", "policy", frozenset({"elsewhere"}))
+    with pytest.raises(DataError, match="'elsewhere'"):
+        module.collate_rows([line])
+
+
+# -- training --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pool_size", [None, 5])
+@pytest.mark.parametrize("rows_per_unit", ["one", "all"])
+def test_a_private_run_spends_its_budget_and_moves_the_head(
+    tmp_path: Path, rows_per_unit: str, pool_size: int | None
+) -> None:
+    data = PairsDataModule(
+        folder=write_data(tmp_path / "data"), expected_batch_size=12, physical_batch_size=8, rows_per_unit=rows_per_unit
+    )
+    module = FrozenDualEncoder(
+        privacy=dp(tmp_path), optimizer=OptimizerSpec(lr=0.01), encoder=tower(), pool_size=pool_size
+    )
+    fit(tmp_path / "run", module, data, steps=3)
+    assert (module.query_head.weight - torch.eye(16)).norm() > 0.01
+    ledger = PrivacyLedger.read(tmp_path / "run" / "privacy_ledger.jsonl")
+    assert [record["kind"] for record in ledger.records].count("intent") == 3
+
+
+@pytest.mark.parametrize("pool_size", [None, 5])
+def test_ghost_clipping_of_the_head_equals_the_loop_over_units(pool_size: int | None) -> None:
+    module, lines = frozen(pool_size=pool_size), rows()
+    batch = module.collate_rows(lines)
+    slots = {name: slot for slot, name in enumerate(QUERIES)}
+    unit_ids = torch.tensor([slots[line.query_id] for line in lines])
+    mask = torch.ones(len(QUERIES), dtype=torch.bool)
+    for bound in (0.05, 1e6):
+        sums, norms = [], []
+        for engine in ("ghost", "loop"):
+            clipper = make_engine(engine, module, max_grad_norm=bound)
+            norms.append(clipper.add(lambda: module.per_row_loss(batch), unit_ids, mask).norms.float())
+            sums.append(clipper.take()["query_head.weight"])
+        torch.testing.assert_close(norms[0], norms[1], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(sums[0], sums[1], rtol=1e-4, atol=1e-6)
+        assert sums[0].norm() <= bound * len(QUERIES) * 1.001
+
+
+@pytest.mark.parametrize("head", ["query", "both"])
+def test_training_without_privacy_lowers_the_loss(tmp_path: Path, head: str) -> None:
+    data = PairsDataModule(
+        folder=write_data(tmp_path / "data"), expected_batch_size=30, physical_batch_size=30, sampling="shuffle"
+    )
+    module = FrozenDualEncoder(
+        privacy=NoPrivacy(), optimizer=OptimizerSpec(lr=0.05), encoder=tower(), head=head, temperature=0.1
+    )
+    data.setup("fit")
+    module.prepare(data)
+    lines = data.pair_rows()
+    before = losses(module, lines).mean()
+    fit(tmp_path / "run", module, data, steps=20)
+    assert losses(module, lines).mean() < 0.9 * before
+
+
+def test_two_heads_are_refused_under_dp_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"model\.head=query"):
+        frozen(head="both", privacy=dp(tmp_path))
+
+
+def test_the_mode_refuses_two_heads_by_itself(tmp_path: Path) -> None:
+    module = frozen(head="both")
+    module.privacy = dp(tmp_path)
+    data = PairsDataModule(folder=write_data(tmp_path / "data"), expected_batch_size=12, physical_batch_size=60)
+    with pytest.raises(UnsupportedModelError, match="couples"):
+        fit(tmp_path / "run", module, data)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"pool_size": 0}, {"pool_size": 5, "head": "both"}, {"head": "passage"}, {"pool_seed": -1}]
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=f"model.{next(iter(settings))}"):
+        frozen(**settings)
+
+
+# -- saving ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", ["query", "both"])
+@pytest.mark.parametrize("projected", [False, True])
+def test_the_saved_folder_gives_the_same_embeddings(tmp_path: Path, head: str, projected: bool) -> None:
+    encoder = tower(query_prefix="query: ", passage_prefix="passage: ")
+    if projected:
+        torch.manual_seed(4)
+        encoder = encoder.with_projection(nn.Linear(16, 6))
+    module = frozen(head=head, encoder=encoder)
+    module.save_model(tmp_path / "model")
+    loaded = load_towers(tmp_path / "model")
+    queries, passages = list(QUERIES.values()), list(PASSAGES.values())
+    torch.testing.assert_close(loaded.query_encoder.encode(queries, "query"), module.encode_queries(queries))
+    torch.testing.assert_close(loaded.passage_encoder.encode(passages, "passage"), module.encode_passages(passages))
+    assert loaded.query_encoder.contract.query_prefix == "query: "

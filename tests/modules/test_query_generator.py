@@ -1,0 +1,400 @@
+"""The generator's loss, its folder and its refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub.constants
+import lightning as L
+import pytest
+import torch
+from stand_ins import dp, fit
+from tiny_generator import SHAPE, Pair, copy_pairs, generator, passage, tokenizer
+from torch.utils.data import DataLoader
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig, BertModel, T5Config, T5EncoderModel
+
+from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
+from lit_dpret.modules.generator_folder import CONTRACT_NAME, GeneratorContract, load_generator, weights_hash
+from lit_dpret.modules.query_generator import QueryGenerator
+from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.modes import NoPrivacy
+
+
+def pair(query: str, text: str) -> Pair:
+    return Pair("q", query, "p", text, frozenset({"p"}))
+
+
+ROWS = [pair("bana delo", "bana delo fibi"), pair("gomu", passage(5, 9)), pair(passage(3, 6), "kuri")]
+
+
+def losses(module: QueryGenerator, rows: list[Any]) -> torch.Tensor:
+    return module.per_row_loss(module.collate_rows(rows))
+
+
+# -- the loss --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalisation", ["mean", "sum"])
+def test_the_loss_of_a_row_does_not_depend_on_the_other_rows_nor_on_padding(normalisation: str) -> None:
+    module = generator(loss_normalisation=normalisation).double()
+    together = losses(module, ROWS)
+    alone = torch.cat([losses(module, [row]) for row in ROWS])
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
+
+
+def test_the_gradient_of_a_row_does_not_depend_on_the_other_rows() -> None:
+    module = generator().double()
+    parameters = list(module.parameters())
+    together = torch.autograd.grad(losses(module, ROWS)[0], parameters)
+    alone = torch.autograd.grad(losses(module, ROWS[:1])[0], parameters)
+    for ours, theirs in zip(together, alone, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_the_mean_loss_of_one_row_is_what_hugging_face_computes() -> None:
+    module = generator()
+    for row in ROWS:
+        batch = module.collate_rows([row])
+        torch.testing.assert_close(module.per_row_loss(batch)[0], module.model(**batch).loss)
+
+
+def test_the_sum_is_the_mean_times_the_rows_own_number_of_tokens() -> None:
+    mean, total = generator(), generator(loss_normalisation="sum")
+    batch = mean.collate_rows(ROWS)
+    tokens = (batch["labels"] != -100).sum(dim=1)
+    assert tokens.tolist() == [3, 2, 7]  # the end mark is a target too
+    torch.testing.assert_close(total.per_row_loss(batch), mean.per_row_loss(batch) * tokens)
+
+
+def test_the_loss_is_float32_under_bfloat16_autocast() -> None:
+    module = generator()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert losses(module, ROWS).dtype == torch.float32
+    assert losses(module.double(), ROWS).dtype == torch.float64
+
+
+# -- tokens ----------------------------------------------------------------------------------
+
+
+def test_a_long_text_loses_its_end_and_keeps_its_end_mark() -> None:
+    module = generator(max_passage_length=6, max_query_length=4)
+    batch = module.collate_rows([pair(passage(1, 20), passage(2, 20)), pair("bana", "bana")])
+    words = tokenizer()
+    expected = words("generate_query: " + passage(2, 20), truncation=True, max_length=6)["input_ids"]
+    assert batch["input_ids"][0].tolist() == expected
+    assert batch["labels"][0].tolist() == words(passage(1, 20), truncation=True, max_length=4)["input_ids"]
+    assert batch["labels"][1].tolist() == [words.convert_tokens_to_ids("bana"), 1, -100, -100]
+    assert batch["attention_mask"][1].tolist() == [1, 1, 1, 0, 0, 0]
+    assert batch["input_ids"][1, 3:].tolist() == [0, 0, 0]
+
+
+def test_a_batch_is_padded_to_its_longest_row_and_no_further() -> None:
+    batch = generator(max_passage_length=300).collate_rows([pair("bana", "bana delo")])
+    assert batch["input_ids"].shape == (1, 4) and batch["labels"].shape == (1, 2)
+
+
+def test_an_empty_query_still_has_a_loss() -> None:
+    assert torch.isfinite(losses(generator(), [pair("", "bana"), pair("", "")])).all()
+
+
+def test_lower_case_applies_to_both_texts_and_not_to_the_prompt() -> None:
+    class Cased:
+        eos_token_id = 1
+
+        def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+            self.seen = texts
+            return {"input_ids": [[1] for _ in texts]}
+
+    from lit_dpret.modules.generator_folder import TextCodec
+
+    words: Any = Cased()
+    codec = TextCodec(words, GeneratorContract(prompt="Ask: ", lower_case=True))
+    codec.passages(["A Tide"])
+    assert words.seen == ["Ask: a tide"]
+    codec.queries(["A Tide"])
+    assert words.seen == ["a tide"]
+
+
+# -- what is trained -------------------------------------------------------------------------
+
+
+def test_only_matching_parameters_are_trained() -> None:
+    module = generator(trainable_patterns=[r"^decoder\.", "final_layer_norm"])
+    trained = {name for name, p in module.model.named_parameters() if p.requires_grad}
+    assert trained == {
+        name for name, _ in module.model.named_parameters() if name.startswith("decoder.") or "final_layer" in name
+    }
+    assert not module.model.shared.weight.requires_grad  # tied: the decoder's copy of it is the encoder's
+
+
+@pytest.mark.parametrize(("patterns", "word"), [(["lm_haed"], "lm_haed"), (["("], "regular"), ([], "empty")])
+def test_patterns_that_train_nothing_are_refused(patterns: list[str], word: str) -> None:
+    with pytest.raises((ConfigurationError, UnsupportedModelError), match=word):
+        generator(trainable_patterns=patterns)
+
+
+def test_a_loaded_model_trains_with_dropout_and_its_rate_can_be_set(tmp_path: Path) -> None:
+    folder = generator(dropout=None).save_model(tmp_path / "g")
+    loaded = QueryGenerator(privacy=NoPrivacy(), optimizer=generator().optimizer_spec, pretrained=folder)
+    assert all(part.training for part in loaded.modules())
+    assert {part.p for part in loaded.modules() if isinstance(part, torch.nn.Dropout)} == {0.1}
+    assert not torch.equal(losses(loaded, ROWS), losses(loaded, ROWS))
+    calm = QueryGenerator(privacy=NoPrivacy(), optimizer=generator().optimizer_spec, pretrained=folder, dropout=0.0)
+    torch.testing.assert_close(losses(calm, ROWS), losses(calm, ROWS), rtol=0, atol=0)
+
+
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    plain, lean = generator(), generator(gradient_checkpointing=True)
+    losses(plain, ROWS).sum().backward()
+    losses(lean, ROWS).sum().backward()
+    for (name, ours), theirs in zip(plain.named_parameters(), lean.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None, name
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+# -- the folder ------------------------------------------------------------------------------
+
+
+def test_a_saved_generator_comes_back_with_its_weights_words_and_contract(tmp_path: Path) -> None:
+    module = generator(prompt="Ask: ", max_passage_length=9, lower_case=True)
+    folder = module.save_model(tmp_path / "deep" / "g")
+    loaded = QueryGenerator.load_model(folder)
+    assert loaded.contract == module.codec.contract
+    assert not loaded.model.training
+    batch = module.collate_rows(ROWS)
+    ids = loaded.codec.passages([row.passage for row in ROWS])
+    assert [ids_ for ids_ in ids] == [row[row != 0].tolist() for row in batch["input_ids"]]
+    torch.testing.assert_close(loaded.model(**batch).logits, module.model(**batch).logits, rtol=0, atol=0)
+    plain = AutoModelForSeq2SeqLM.from_pretrained(folder)
+    torch.testing.assert_close(plain(**batch).logits, module.model(**batch).logits, rtol=0, atol=0)
+    assert AutoTokenizer.from_pretrained(folder)("bana delo")["input_ids"] == tokenizer()("bana delo")["input_ids"]
+
+
+def test_using_a_tokenizer_leaves_no_trace_in_its_saved_file(tmp_path: Path) -> None:
+    unused, used = generator(), generator()
+    used.collate_rows(ROWS)
+    left, right = unused.save_model(tmp_path / "a"), used.save_model(tmp_path / "b")
+    assert (left / "tokenizer.json").read_bytes() == (right / "tokenizer.json").read_bytes()
+    assert weights_hash(left) == weights_hash(right)
+
+
+def test_the_hash_sees_weights_and_contract(tmp_path: Path) -> None:
+    plain = weights_hash(generator().save_model(tmp_path / "a"))
+    assert plain != weights_hash(generator(seed=1).save_model(tmp_path / "b"))
+    assert plain != weights_hash(generator(prompt="Ask: ").save_model(tmp_path / "c"))
+
+
+def test_a_save_that_fails_leaves_the_old_generator_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = generator().save_model(tmp_path / "g")
+    before = weights_hash(folder)
+    other = generator(seed=1)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(other.codec.tokenizer), "save_pretrained", full)
+    with pytest.raises(StorageError, match="No space left"):
+        other.save_model(folder)
+    monkeypatch.undo()
+    assert weights_hash(folder) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["g"]
+    other.save_model(folder)
+    assert weights_hash(folder) != before
+    assert [path.name for path in tmp_path.iterdir()] == ["g"]
+
+
+def test_a_folder_that_holds_something_else_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(StorageError, match="will not be replaced"):
+        generator().save_model(tmp_path)
+    assert (tmp_path / "thesis.txt").exists()
+
+
+# -- refusals --------------------------------------------------------------------------------
+
+
+def load(pretrained: Any, **settings: Any) -> QueryGenerator:
+    return QueryGenerator(
+        privacy=NoPrivacy(), optimizer=generator().optimizer_spec, pretrained=pretrained, **settings
+    )
+
+
+def test_a_folder_that_is_no_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no model")
+    with pytest.raises(UnsupportedModelError, match="holds no usable") as caught:
+        load(tmp_path)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_path_that_does_not_exist_is_refused_without_asking_a_hub(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="is no folder"):
+        load(tmp_path / "nowhere")
+
+
+def test_a_name_that_cannot_be_reached_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UnsupportedModelError, match="could not be fetched") as caught:
+        load("lit-dpret-tests/no-such-model")
+    assert "lit-dpret-tests/no-such-model" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_encoder_is_refused_although_hugging_face_would_invent_its_decoder(tmp_path: Path) -> None:
+    T5EncoderModel(T5Config(vocab_size=90, **SHAPE)).save_pretrained(tmp_path / "t5")
+    with pytest.raises(UnsupportedModelError, match=r"lacks \d+ of its weights \(decoder"):
+        load(tmp_path / "t5", tokenizer=tokenizer())
+    BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=90)).save_pretrained(
+        tmp_path / "bert"
+    )
+    with pytest.raises(UnsupportedModelError, match="BertConfig"):
+        load(tmp_path / "bert", tokenizer=tokenizer())
+
+
+def test_broken_weights_are_refused(tmp_path: Path) -> None:
+    folder = generator().save_model(tmp_path / "g")
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(UnsupportedModelError, match="holds no usable"):
+        load(folder)
+
+
+def test_half_precision_weights_are_trained_in_float32(tmp_path: Path) -> None:
+    folder = tmp_path / "g"
+    module = generator()
+    module.model.half()
+    module.save_model(folder)
+    assert {p.dtype for p in load(folder).parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"pretrained": None}, "give one of them"),
+        ({"pretrained": None, "config": {"d_modle": 16}}, "d_modle"),
+        ({"pretrained": None, "config": {**SHAPE, "vocab_size": 10}}, "vocab_size=10"),
+        ({"pretrained": None, "config": {"model_type": "t6"}}, "t6"),
+        ({"pretrained": None, "config": {**SHAPE, "d_model": "wide"}}, "does not describe"),
+        ({"pretrained": None, "config": SHAPE, "dropout": 1.5}, "dropout=1.5"),
+        ({"pretrained": None, "config": SHAPE, "loss_normalisation": "batch"}, "loss_normalisation"),
+        ({"pretrained": None, "config": SHAPE, "max_query_length": 1}, "max_query_length=1"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_by_name(settings: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigurationError, match=word):
+        load(**{"tokenizer": tokenizer(), **settings})
+
+
+def test_a_new_model_without_words_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"model\.tokenizer"):
+        load(None, config=SHAPE)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    folder = generator().save_model(tmp_path / "g")
+    words = tokenizer()
+    words.add_tokens(["zanzibar"])
+    with pytest.raises(ConfigurationError, match="do not belong together"):
+        load(folder, tokenizer=words)
+
+
+def test_half_precision_training_is_refused() -> None:
+    module = generator()
+    trainer: Any = SimpleNamespace(precision="16-mixed")
+    module._trainer = trainer
+    with pytest.raises(ConfigurationError, match="16-mixed"):
+        module.setup("fit")
+
+
+@pytest.mark.parametrize("facts", ['{"format": 2}', '{"format": 1, "suffix": "?"}', "[]", "{"])
+def test_a_contract_that_cannot_be_honoured_is_refused(tmp_path: Path, facts: str) -> None:
+    folder = generator().save_model(tmp_path / "g")
+    (folder / CONTRACT_NAME).write_text(facts)
+    with pytest.raises(UnsupportedModelError):
+        load_generator(folder)
+
+
+def test_a_contract_survives_being_written(tmp_path: Path) -> None:
+    contract = GeneratorContract(prompt="frage: ü ", max_passage_length=7, lower_case=True)
+    assert GeneratorContract.from_dict(json.loads(json.dumps(contract.to_dict()))) == contract
+
+
+# -- training --------------------------------------------------------------------------------
+
+
+class _Items:
+    def __init__(self, pairs: list[Pair]) -> None:
+        self._pairs = pairs
+
+    def __getitem__(self, draw: Any) -> Any:
+        return draw, [self._pairs[draw.unit]] if draw.unit >= 0 else []
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+
+class Pairs(L.LightningDataModule):
+    """What the accountant asks of a DataModule, over the copy task."""
+
+    sample_rate, cap, rows_per_unit = None, None, "one"
+
+    def __init__(self, sampling: str, size: int = 64, batch: int = 16) -> None:
+        super().__init__()
+        self.sampling, self.expected_batch_size, self.physical_batch_size = sampling, batch, batch
+        self.pairs = copy_pairs(size)
+
+    def use_unit(self, unit: str, neighbours: str | None = None) -> None:
+        self.unit = unit
+
+    @property
+    def n_units(self) -> int:
+        return len(self.pairs)
+
+    def data_fingerprint(self, key: bytes) -> str:
+        return "copy"
+
+    def attach(self, batch_sampler: Any, collate_fn: Any) -> None:
+        self.batch_sampler, self.collate_fn = batch_sampler, collate_fn
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(_Items(self.pairs), batch_sampler=self.batch_sampler, collate_fn=self.collate_fn)
+
+
+def test_without_privacy_it_learns_to_copy(tmp_path: Path) -> None:
+    module = generator(lr=1e-2)
+    pairs = copy_pairs(64)
+    with torch.no_grad():
+        before = float(losses(module, pairs).mean())
+    fit(tmp_path, module, Pairs("shuffle"), steps=60, save_every=1000)
+    with torch.no_grad():
+        after = float(losses(module, pairs).mean())
+    assert after < 0.5 * before
+
+
+@pytest.mark.parametrize("engine", ["ghost", "loop"])
+def test_it_trains_privately_and_the_ledger_says_so(tmp_path: Path, engine: str) -> None:
+    module = generator(privacy=dp(tmp_path, eps=8.0, noise_multiplier=3.0, engine=engine))
+    before = [p.detach().clone() for p in module.parameters()]
+    runner = fit(tmp_path / "run", module, Pairs("poisson"), steps=3, save_every=1000)
+    assert runner.global_step == 3
+    records = PrivacyLedger.read(tmp_path / "run" / "privacy_ledger.jsonl").records
+    assert [record["kind"] for record in records].count("release") == 3
+    assert all(not torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
+    assert "train/loss" not in runner.callback_metrics
+    QueryGenerator.load_model(module.save_model(tmp_path / "run" / "generator"))
+
+
+def test_clipping_by_ghost_norms_equals_clipping_one_row_at_a_time(tmp_path: Path) -> None:
+    from lit_dpret.privacy.clipping import make_engine
+
+    sums = []
+    for engine in ("ghost", "loop"):
+        module = generator().double()
+        clipper = make_engine(engine, module, max_grad_norm=0.5)
+        batch = module.collate_rows(ROWS)
+        clipper.add(lambda m=module, b=batch: m.per_row_loss(b), torch.arange(3), torch.ones(3, dtype=torch.bool))
+        sums.append(clipper.take())
+    assert set(sums[0]) == set(sums[1])
+    for name, total in sums[0].items():
+        torch.testing.assert_close(total, sums[1][name], rtol=1e-6, atol=1e-9)

@@ -1,0 +1,348 @@
+"""Small real models, and the reference they are compared with: one unit at a time, by autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertModel,
+    DistilBertConfig,
+    DistilBertModel,
+    RobertaConfig,
+    RobertaModel,
+    T5Config,
+    T5EncoderModel,
+    T5ForConditionalGeneration,
+)
+
+from lit_dpret.privacy.clipping import make_engine
+from lit_dpret.privacy.clipping.base import ClippedSum, ClipStats
+
+Rows = dict[str, Tensor]
+VOCAB = 29
+
+
+@dataclass
+class Case:
+    """A model, its loss per row, and some rows."""
+
+    module: nn.Module
+    losses: Callable[[Rows], Tensor]
+    rows: Rows
+
+    @property
+    def count(self) -> int:
+        return len(next(iter(self.rows.values())))
+
+    def take(self, index: Tensor) -> Rows:
+        return {name: value[index] for name, value in self.rows.items()}
+
+    def run(
+        self, engine: ClippedSum, unit_ids: Tensor | None = None, mask: Tensor | None = None, rows: Rows | None = None
+    ) -> ClipStats:
+        rows = self.rows if rows is None else rows
+        count = len(next(iter(rows.values())))
+        unit_ids = torch.arange(count) if unit_ids is None else unit_ids
+        mask = torch.ones(int(unit_ids.max()) + 1, dtype=torch.bool) if mask is None else mask
+        return engine.add(lambda: self.losses(rows), unit_ids, mask)
+
+    def unit_gradients(self, unit_ids: Tensor | None = None, mask: Tensor | None = None) -> list[dict[str, Tensor]]:
+        """Each unit alone in its own forward and backward pass; nothing of the engines is used."""
+        unit_ids = torch.arange(self.count) if unit_ids is None else unit_ids
+        units = int(unit_ids.max()) + 1 if mask is None else len(mask)
+        parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        result = []
+        for unit in range(units):
+            index = (unit_ids == unit).nonzero().flatten()
+            if not len(index) or (mask is not None and not mask[unit]):
+                result.append({n: torch.zeros_like(p) for n, p in parameters.items()})
+                continue
+            loss = self.losses(self.take(index)).sum()
+            grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            found = zip(parameters.items(), grads, strict=True)
+            result.append({n: torch.zeros_like(p) if g is None else g for (n, p), g in found})
+        return result
+
+
+def norm_of(gradient: dict[str, Tensor]) -> Tensor:
+    return torch.stack([g.double().square().sum() for g in gradient.values()]).sum().sqrt()
+
+
+def clipped_sum(gradients: list[dict[str, Tensor]], bound: float, clip: str = "abadi") -> dict[str, Tensor]:
+    total = {n: torch.zeros_like(g) for n, g in gradients[0].items()}
+    for gradient in gradients:
+        norm = norm_of(gradient)
+        factor = min(1.0, bound / float(norm)) if clip == "abadi" and norm > 0 else 1.0
+        factor = bound / (float(norm) + 0.01) if clip == "automatic" else factor
+        for name, g in gradient.items():
+            total[name] += factor * g
+    return total
+
+
+def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Relative L2 distance over all parameters together, and of the worst parameter against the whole."""
+    assert found.keys() == expected.keys()
+    gap = norm_of({n: found[n] - expected[n] for n in found})
+    return float(gap / norm_of(expected))
+
+
+def check_exact(
+    case: Case,
+    *,
+    engine: str = "ghost",
+    unit_ids: Tensor | None = None,
+    mask: Tensor | None = None,
+    clip: str = "abadi",
+    tolerance: float = 1e-10,
+) -> ClippedSum:
+    """Norms and sum equal the reference, with a bound that clips about half of the units; twice, so that the
+    first batch (which is verified) and a later one (which is not) are both compared."""
+    gradients = case.unit_gradients(unit_ids, mask)
+    norms = torch.stack([norm_of(g) for g in gradients])
+    bound = 1.001 * float(norms[norms > 0].median())
+    clipping = make_engine(engine, case.module, max_grad_norm=bound, clip=clip)
+    expected = clipped_sum(gradients, bound, clip)
+    for _ in range(2):
+        stats = case.run(clipping, unit_ids, mask)
+        assert torch.allclose(stats.norms.double(), norms.double(), rtol=tolerance, atol=1e-14)
+        assert stats.non_finite == 0
+        assert stats.clipped == int((norms > bound).sum())
+        assert difference(clipping.take(), expected) < tolerance
+    return clipping
+
+
+# --- models -----------------------------------------------------------------------------------------------------
+
+
+def lengths_mask(count: int, longest: int) -> Tensor:
+    """Rows of different lengths, so that there is padding."""
+    lengths = 2 + torch.arange(count) * 7 % (longest - 1)
+    return (torch.arange(longest)[None, :] < lengths[:, None]).long()
+
+
+def t5_config(**changes: object) -> T5Config:
+    values: dict[str, object] = dict(
+        vocab_size=VOCAB, d_model=12, d_kv=3, d_ff=14, num_layers=2, num_heads=4, dropout_rate=0.0,
+        relative_attention_num_buckets=8, relative_attention_max_distance=12, decoder_start_token_id=0,
+    )  # fmt: skip
+    return T5Config(**(values | changes))
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
+    return losses.sum(1) / (labels != -100).sum(1)
+
+
+def t5(rows: int = 4, query: int = 6, passage: int = 9, untied: bool = False, **changes: object) -> Case:
+    config = t5_config(**changes)
+    config.scale_decoder_outputs = not untied
+    model = T5ForConditionalGeneration(config).double()
+    if untied:
+        model.lm_head.weight = nn.Parameter(torch.randn(VOCAB, config.d_model, dtype=torch.float64) * 0.3)
+    for p in model.parameters():
+        p.data.add_(torch.randn_like(p) * 0.2)
+    attention = lengths_mask(rows, passage)
+    labels = torch.randint(1, VOCAB, (rows, query))
+    labels[lengths_mask(rows, query) == 0] = -100
+    data = {"input_ids": torch.randint(1, VOCAB, (rows, passage)) * attention, "mask": attention, "labels": labels}
+
+    def losses(batch: Rows) -> Tensor:
+        out = model(input_ids=batch["input_ids"], attention_mask=batch["mask"], labels=batch["labels"], use_cache=False)
+        return token_losses(out.logits, batch["labels"])
+
+    return Case(model, losses, data)
+
+
+def pooled(hidden: Tensor, mask: Tensor) -> Tensor:
+    return (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+
+def encoder_case(encoder: nn.Module, rows: int = 5, length: int = 7) -> Case:
+    encoder = encoder.double()
+    for p in encoder.parameters():
+        p.data.add_(torch.randn_like(p) * 0.2)
+    mask = lengths_mask(rows, length)
+    data = {
+        "ids": torch.where(mask.bool(), torch.randint(2, VOCAB, (rows, length)), 1),
+        "mask": mask,
+        "target": torch.randn(rows, 12, dtype=torch.float64),
+    }
+
+    def losses(batch: Rows) -> Tensor:
+        hidden = encoder(input_ids=batch["ids"], attention_mask=batch["mask"]).last_hidden_state
+        return (pooled(hidden, batch["mask"]) * batch["target"]).sum(1).tanh()
+
+    return Case(encoder, losses, data)
+
+
+BERT = dict(
+    vocab_size=VOCAB, hidden_size=12, num_hidden_layers=2, num_attention_heads=3, intermediate_size=14,
+    max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=1,
+)  # fmt: skip
+
+
+def bert(rows: int = 5, **changes: object) -> Case:
+    return encoder_case(BertModel(BertConfig(**(BERT | changes))), rows)
+
+
+def distilbert(rows: int = 5, **changes: object) -> Case:
+    values = dict(
+        vocab_size=VOCAB, dim=12, n_layers=2, n_heads=3, hidden_dim=14, max_position_embeddings=16, dropout=0.0,
+        attention_dropout=0.0, pad_token_id=1,
+    )  # fmt: skip
+    return encoder_case(DistilBertModel(DistilBertConfig(**(values | changes))), rows)
+
+
+def roberta() -> Case:
+    return encoder_case(RobertaModel(RobertaConfig(**BERT)))
+
+
+def t5_encoder() -> Case:
+    return encoder_case(T5EncoderModel(t5_config()))
+
+
+class DualEncoder(nn.Module):
+    """Siamese towers: queries alone, passages folded to (rows * k), or both in one call."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.head = nn.Linear(12, 6, bias=False)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.head(pooled(self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state, mask))
+
+
+def siamese(together: bool = False, rows: int = 4, k: int = 3) -> Case:
+    model = DualEncoder(BertModel(BertConfig(**BERT), add_pooling_layer=False)).double()
+    for p in model.parameters():
+        p.data.add_(torch.randn_like(p) * 0.2)
+    q, p = 5, 8
+    data = {
+        "query": torch.randint(2, VOCAB, (rows, q)),
+        "passages": torch.randint(2, VOCAB, (rows, k, p)),
+        "query_mask": lengths_mask(rows, q),
+        "passages_mask": lengths_mask(rows * k, p).view(rows, k, p),
+    }
+
+    def losses(batch: Rows) -> Tensor:
+        n = len(batch["query"])
+        if together:  # one call, queries first: the batch axis is (2, rows), not (rows, 2)
+            ids = torch.cat([F.pad(batch["query"], (0, p - q), value=1), batch["passages"][:, 0]])
+            mask = torch.cat([F.pad(batch["query_mask"], (0, p - q)), batch["passages_mask"][:, 0]])
+            queries, passages = model(ids, mask).chunk(2)
+            return (queries * passages).sum(1).sigmoid()
+        queries = model(batch["query"], batch["query_mask"])
+        passages = model(batch["passages"].flatten(0, 1), batch["passages_mask"].flatten(0, 1)).view(n, -1, 6)
+        return -torch.einsum("nd,nkd->nk", queries, passages).log_softmax(1)[:, 0]
+
+    return Case(model, losses, data)
+
+
+class Reused(nn.Module):
+    """Small layers in every kind of sharing; ``forward`` gives one loss per row."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.embed = nn.Embedding(VOCAB, 6, padding_idx=1)
+        self.inner = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+        self.scale = nn.RMSNorm(6)
+        self.out = nn.Linear(6, VOCAB)
+        self.idle = nn.Linear(6, 6)
+        if kind == "tied":
+            self.out.weight = self.embed.weight
+        if kind == "two_linears":
+            self.idle.weight = self.inner.weight
+
+    def forward(self, rows: Rows) -> Tensor:
+        ids = rows["ids"]
+        hidden = self.norm(self.embed(ids))
+        for _ in range(3 if self.kind == "loop" else 1):
+            hidden = hidden + self.inner(hidden).tanh()
+        if self.kind == "two_linears":
+            hidden = hidden + self.idle(hidden.cos())
+        if self.kind == "flat":
+            hidden = self.inner(hidden.flatten(0, 1)).view_as(hidden)
+        if self.kind == "wide":
+            hidden = self.inner(hidden.view(len(ids), 1, 2, -1, 6)).view_as(hidden)
+        if self.kind == "inplace":
+            hidden = F.relu(self.inner(hidden), inplace=True)
+        logits = self.out(self.scale(hidden))
+        return token_losses(logits, ids.roll(1, 1))
+
+
+def small(kind: str = "plain", rows: int = 5, length: int = 6) -> Case:
+    model = Reused(kind).double()
+    for p in model.parameters():
+        p.data.add_(torch.randn_like(p) * 0.2)
+    ids = torch.randint(0, VOCAB, (rows, length))
+    ids[:, -1] = 1
+    return Case(model, model, {"ids": ids})
+
+
+def head(rows: int = 6) -> Case:
+    model = nn.Linear(5, 3).double()
+    data = {"x": torch.randn(rows, 5, dtype=torch.float64), "y": torch.arange(rows) % 3}
+    return Case(model, lambda b: F.cross_entropy(model(b["x"]), b["y"], reduction="none"), data)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "head": head,
+    "small": small,
+    "module_called_three_times": lambda: small("loop"),
+    "embedding_tied_to_linear": lambda: small("tied"),
+    "two_linears_with_one_weight": lambda: small("two_linears"),
+    "tokens_flattened_into_the_batch": lambda: small("flat"),
+    "five_axes": lambda: small("wide"),
+    "inplace_activation": lambda: small("inplace"),
+    "t5_tied_relu": t5,
+    "t5_untied_relu": lambda: t5(untied=True),
+    "t5_tied_gated": lambda: t5(feed_forward_proj="gated-gelu"),
+    "t5_untied_gated": lambda: t5(untied=True, feed_forward_proj="gated-gelu"),
+    "t5_eager": lambda: t5(attn_implementation="eager"),
+    "t5_batch_equal_to_query_length": lambda: t5(rows=6, query=6, passage=6),
+    "t5_encoder": t5_encoder,
+    "bert": bert,
+    "distilbert": distilbert,
+    "roberta": roberta,
+    "siamese": siamese,
+    "siamese_in_one_call": lambda: siamese(together=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=sorted(CASES))
+def any_case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]()
+
+
+@pytest.fixture
+def lib() -> SimpleNamespace:
+    """The helpers above, for test files that cannot import a conftest by name."""
+    return SimpleNamespace(
+        Case=Case,
+        bert=bert,
+        case=lambda name: CASES[name](),
+        check_exact=check_exact,
+        clipped_sum=clipped_sum,
+        difference=difference,
+        distilbert=distilbert,
+        head=head,
+        norm_of=norm_of,
+        siamese=siamese,
+        small=small,
+        t5=t5,
+    )

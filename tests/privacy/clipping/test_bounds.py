@@ -1,0 +1,182 @@
+"""One unit moves the sum by at most max_grad_norm: whatever the model, the unit, or the precision."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lit_dpret.privacy.clipping import make_engine
+from lit_dpret.privacy.clipping.base import clip_factors
+
+
+def moved(lib: SimpleNamespace, one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return float(lib.norm_of({n: one[n].double() - other[n].double() for n in one}))
+
+
+class RandomModel(nn.Module):
+    """Random widths, sharing and depth, from the layers that are covered."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(seed)
+
+        def pick(low: int, high: int) -> int:
+            return int(torch.randint(low, high, (), generator=draw))
+
+        self.width, self.calls = pick(2, 9), pick(1, 4)
+        self.embed = nn.Embedding(11, self.width, padding_idx=0 if pick(0, 2) else None)
+        self.layers = nn.ModuleList(nn.Linear(self.width, self.width, bias=bool(pick(0, 2))) for _ in range(pick(1, 4)))
+        self.norm = nn.LayerNorm(self.width) if pick(0, 2) else nn.RMSNorm(self.width)
+        self.out = nn.Linear(self.width, 11, bias=bool(pick(0, 2)))
+        if pick(0, 2):
+            self.out.weight = self.embed.weight
+        self.scale = 10.0 ** pick(-3, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            for _ in range(self.calls):
+                hidden = self.norm(hidden + layer(hidden).tanh())
+        return self.scale * self.out(hidden).log_softmax(-1)[:, :, 3].mean(1)
+
+
+@pytest.mark.parametrize("clip", ["abadi", "automatic"])
+@pytest.mark.parametrize("engine", ["ghost", "loop"])
+@pytest.mark.parametrize("seed", range(8))
+def test_adding_or_removing_one_unit_moves_the_sum_by_at_most_the_bound(
+    seed: int, engine: str, clip: str, lib: SimpleNamespace
+) -> None:
+    torch.manual_seed(seed)
+    model = RandomModel(seed).double()
+    rows, bound = 6, 10.0 ** (seed % 3 - 1)
+    case = lib.Case(model, lambda batch: model(batch["ids"]), {"ids": torch.randint(0, 11, (rows, 5))})
+    unit_ids = torch.tensor([0, 1, 1, 2, 0, 3])
+    clipping = make_engine(engine, model, max_grad_norm=bound, clip=clip)
+    case.run(clipping, unit_ids)
+    whole = clipping.take()
+    largest = 0.0
+    for unit in range(4):
+        mask = torch.arange(4) != unit
+        case.run(clipping, unit_ids, mask)
+        masked = clipping.take()
+        keep = (unit_ids != unit).nonzero().flatten()
+        case.run(clipping, unit_ids[keep], mask, rows=case.take(keep))
+        removed = clipping.take()
+        assert lib.difference(masked, removed) < 1e-10
+        assert moved(lib, whole, masked) <= bound * (1 + 1e-9)
+        largest = max(largest, moved(lib, whole, masked))
+    if clip == "automatic":
+        assert largest > 0.5 * bound or model.scale < 1
+
+
+def test_a_single_unit_of_a_large_gradient_moves_the_sum_by_exactly_the_bound(lib: SimpleNamespace) -> None:
+    case = lib.t5(rows=3)
+    clipping = make_engine("ghost", case.module, max_grad_norm=0.01)
+    for unit in range(3):
+        case.run(clipping, mask=torch.arange(3) == unit)
+        assert math.isclose(float(lib.norm_of(clipping.take())), 0.01, rel_tol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["t5_tied_relu", "t5_untied_gated", "bert", "siamese", "embedding_tied_to_linear"])
+def test_under_bf16_autocast_every_contribution_is_within_the_bound_in_fp32(name: str, lib: SimpleNamespace) -> None:
+    """Norms and sums come from the same bf16 tensors in fp32, so bf16 adds nothing to the bound."""
+    case = lib.case(name)
+    exact = torch.stack([lib.norm_of(g) for g in case.unit_gradients()])
+    case.module.float()
+    case.rows = {n: v.float() if v.is_floating_point() else v for n, v in case.rows.items()}
+    bound = float(exact.min()) / 3
+    clipping = make_engine("ghost", case.module, max_grad_norm=bound)
+    count = case.count
+    for unit in range(count):
+        with torch.autocast("cpu", torch.bfloat16):
+            stats = case.run(clipping, mask=torch.arange(count) == unit)
+        sums = clipping.take()
+        assert all(total.dtype == torch.float32 for total in sums.values())
+        assert float(lib.norm_of(sums)) <= bound * (1 + 1e-5)
+        assert math.isclose(float(lib.norm_of(sums)), bound, rel_tol=1e-5)
+        assert math.isclose(float(stats.norms[unit]), float(exact[unit]), rel_tol=0.1)  # the gradient itself is bf16's
+
+
+def test_terms_that_cancel_in_fp32_are_computed_again_in_float64(lib: SimpleNamespace) -> None:
+    """Two tokens with opposite gradients: the Gram matrix's entries are 1e8 times their sum."""
+    model = nn.Linear(64, 64, bias=False)
+    x = torch.randn(2, 1, 64).expand(2, 2, 64) + 1e-4 * torch.randn(2, 2, 64)
+    sign = torch.tensor([1.0, -1.0])[:, None]
+
+    def losses(batch: dict[str, Tensor]) -> Tensor:
+        return 1e3 * (model(batch["x"]) * sign).sum((1, 2))
+
+    case = lib.Case(model, losses, {"x": x})
+    difference = (1e3 * (x * sign).sum(1)).double()
+    exact = difference.norm(dim=1) * 64**0.5
+    clipping = make_engine("ghost", model, max_grad_norm=1e-3)
+    stats = case.run(clipping)
+    assert torch.allclose(stats.norms, exact, rtol=1e-4)
+    clipping.take()
+    for unit in range(2):
+        case.run(clipping, mask=torch.arange(2) == unit)
+        assert float(lib.norm_of(clipping.take())) <= 1e-3 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("engine", ["ghost", "loop", "opacus"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("where", ["input", "loss"])
+def test_a_broken_unit_contributes_zero_is_counted_and_leaves_the_others_alone(
+    where: str, value: float, engine: str, lib: SimpleNamespace
+) -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3)).double()
+    x = torch.randn(5, 2, 5, dtype=torch.float64)
+    scale = torch.ones(5, dtype=torch.float64)
+    if where == "input":
+        x[2, 1, 3] = value
+    else:
+        scale[2] = value
+    case = lib.Case(model, lambda b: model(b["x"]).square().mean((1, 2)) * b["scale"], {"x": x, "scale": scale})
+    gradients = case.unit_gradients()
+    gradients[2] = {n: torch.zeros_like(g) for n, g in gradients[2].items()}
+    bound = float(torch.stack([lib.norm_of(g) for g in gradients]).median())
+    clipping = make_engine(engine, model, max_grad_norm=bound)
+    for _ in range(2):
+        stats = case.run(clipping)
+        assert stats.non_finite == 1 and not stats.norms[2].isfinite()
+        assert stats.norms[[0, 1, 3, 4]].isfinite().all()
+        assert lib.difference(clipping.take(), lib.clipped_sum(gradients, bound)) < 1e-10
+
+
+@pytest.mark.parametrize("engine", ["ghost", "loop"])
+def test_a_broken_token_in_t5_breaks_its_own_unit_only(engine: str, lib: SimpleNamespace) -> None:
+    case = lib.t5(rows=5)
+    with torch.no_grad():
+        case.module.shared.weight[7] = float("nan")
+        case.rows["input_ids"].masked_fill_(case.rows["input_ids"] == 7, 8)
+        case.rows["labels"].masked_fill_(case.rows["labels"] == 7, 8)
+        case.rows["input_ids"][1, 0] = 7
+    # the tied output layer would spread row 7 to all logits, so only the input side is tied here
+    case.module.lm_head.weight = nn.Parameter(case.module.shared.weight.detach().nan_to_num(0.1))
+    gradients = [g for i, g in enumerate(case.unit_gradients()) if i != 1]
+    clipping = make_engine(engine, case.module, max_grad_norm=0.5)
+    assert case.run(clipping).non_finite == 1
+    assert lib.difference(clipping.take(), lib.clipped_sum(gradients, 0.5)) < 1e-10
+
+
+def test_a_finite_gradient_too_large_for_fp32_squares_is_clipped_not_dropped(lib: SimpleNamespace) -> None:
+    model = nn.Linear(3, 2)
+    case = lib.Case(model, lambda b: 1e15 * model(b["x"]).sum(1), {"x": torch.full((2, 3), 1e10)})
+    clipping = make_engine("ghost", model, max_grad_norm=1.0)
+    stats = case.run(clipping)
+    assert stats.non_finite == 0 and stats.clipped == 2
+    assert math.isclose(float(lib.norm_of(clipping.take())), 2.0, rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("clip", ["abadi", "automatic"])
+def test_a_factor_times_its_norm_is_at_most_the_bound(clip: str) -> None:
+    norms = torch.tensor([0.0, 1e-30, 0.3, 1.0, 7.0, 1e30, float("inf"), float("nan")], dtype=torch.float64)
+    factors = clip_factors(norms, max_grad_norm=1.0, clip=clip, gamma=0.01)  # type: ignore[arg-type]
+    assert (factors[:6] * norms[:6] <= 1.0 + 1e-12).all()
+    assert factors[6:].tolist() == [0.0, 0.0] and factors.isfinite().all()
+    if clip == "abadi":
+        assert factors[:4].tolist() == [1.0] * 4

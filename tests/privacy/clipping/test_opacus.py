@@ -1,0 +1,122 @@
+"""Where opacus is right both engines agree; where it is wrong (opacus 1.6) it is refused by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from opacus.grad_sample import GradSampleModule
+from torch import Tensor, nn
+
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.privacy.clipping import OpacusClipping, make_engine
+
+
+def freeze(case: Any, *words: str) -> Any:
+    case.module.train()
+    for name, p in case.module.named_parameters():
+        p.requires_grad_(not any(word in name for word in words))
+    return case
+
+
+@pytest.mark.parametrize("name", ["t5_tied_relu", "t5_untied_gated", "bert", "distilbert", "head"])
+@pytest.mark.parametrize("unit_ids", [None, [0, 0, 1, 1]], ids=["one_row_each", "two_rows_each"])
+def test_opacus_and_ghost_agree_where_opacus_is_right(
+    name: str, unit_ids: list[int] | None, lib: SimpleNamespace
+) -> None:
+    case = freeze(lib.case(name), "relative_attention_bias", "position_embeddings", "word_embeddings")
+    case.rows = {n: v[:4] for n, v in case.rows.items()}
+    ids = None if unit_ids is None else torch.tensor(unit_ids)
+    found = {}
+    for engine in ("opacus", "ghost"):
+        lib.check_exact(case, engine=engine, unit_ids=ids)
+        clipping = make_engine(engine, case.module, max_grad_norm=0.5)
+        found[engine] = case.run(clipping, ids).norms, clipping.take()
+    assert torch.allclose(found["opacus"][0], found["ghost"][0], rtol=1e-10)
+    assert lib.difference(found["opacus"][1], found["ghost"][1]) < 1e-10
+
+
+def test_opacus_covers_convolutions(lib: SimpleNamespace) -> None:
+    model = nn.Sequential(nn.Conv1d(3, 4, 2), nn.GroupNorm(2, 4)).double()
+    data = {"x": torch.randn(5, 3, 6, dtype=torch.float64)}
+    lib.check_exact(lib.Case(model, lambda b: model(b["x"]).sin().sum((1, 2)), data), engine="opacus")
+
+
+def bias_norms(case: Any) -> Tensor:
+    """What opacus itself, without our checks, says of the decoder's position bias."""
+    wrapped = GradSampleModule(case.module, loss_reduction="sum")
+    case.losses(case.rows).sum().backward()
+    bias = case.module.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+    norms = bias.grad_sample.flatten(1).norm(dim=1)
+    wrapped.to_standard_module()
+    case.module.zero_grad()
+    return norms
+
+
+def test_opacus_takes_the_query_length_for_the_batch_of_t5s_position_bias(lib: SimpleNamespace) -> None:
+    """Batch equal to query length: no error, wrong norms. This is why the bias is refused."""
+    case = lib.case("t5_batch_equal_to_query_length")
+    case.module.train()
+    name = "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    exact = torch.stack([gradient[name].norm() for gradient in case.unit_gradients()])
+    assert bias_norms(case).shape == exact.shape
+    assert not torch.allclose(bias_norms(case), exact, rtol=0.05)
+    with pytest.raises(UnsupportedModelError, match="relative_attention_bias"):
+        make_engine("opacus", case.module, max_grad_norm=1.0)
+
+
+def test_the_position_bias_would_be_caught_by_the_comparison_too(
+    lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OpacusClipping, "_refuse_known_mistakes", lambda self: None)
+    case = lib.case("t5_batch_equal_to_query_length")
+    case.module.train()
+    clipping = make_engine("opacus", case.module, max_grad_norm=1.0)
+    with pytest.raises(UnsupportedModelError, match="relative_attention_bias"):
+        case.run(clipping)
+
+
+def test_the_padding_row_of_an_embedding_is_refused_and_would_be_caught(
+    lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = lib.small()
+    with pytest.raises(UnsupportedModelError, match=r"embed\.weight .* padding_idx=1"):
+        make_engine("opacus", case.module, max_grad_norm=1.0)
+    monkeypatch.setattr(OpacusClipping, "_refuse_known_mistakes", lambda self: None)
+    with pytest.raises(UnsupportedModelError, match=r"embed\.weight"):
+        case.run(make_engine("opacus", case.module, max_grad_norm=1.0))
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert"])
+def test_position_embeddings_shared_by_the_batch_are_refused(name: str, lib: SimpleNamespace) -> None:
+    case = freeze(lib.case(name), "word_embeddings")
+    with pytest.raises(UnsupportedModelError, match="position_embeddings"):
+        case.run(make_engine("opacus", case.module, max_grad_norm=1.0))
+
+
+def test_folded_rows_are_refused(lib: SimpleNamespace) -> None:
+    case = freeze(lib.case("siamese"), "position_embeddings", "word_embeddings")
+    with pytest.raises(UnsupportedModelError, match="for 4 rows"):
+        case.run(make_engine("opacus", case.module, max_grad_norm=1.0))
+
+
+def test_a_layer_with_buffers_is_refused() -> None:
+    layer = nn.Linear(2, 2)
+    layer.register_buffer("mask", torch.ones(2))
+    with pytest.raises(UnsupportedModelError, match="has buffers"):
+        make_engine("opacus", nn.Sequential(layer), max_grad_norm=1.0)
+
+
+def test_eval_mode_is_refused_because_opacus_records_nothing_there(lib: SimpleNamespace) -> None:
+    case = lib.head()
+    case.module.eval()
+    with pytest.raises(ConfigurationError, match="eval mode"):
+        case.run(make_engine("opacus", case.module, max_grad_norm=1.0))
+
+
+def test_a_missing_opacus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "opacus.grad_sample", None)
+    with pytest.raises(ConfigurationError, match="pip install opacus"):
+        make_engine("opacus", nn.Linear(2, 2), max_grad_norm=1.0)

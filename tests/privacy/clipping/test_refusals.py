@@ -1,0 +1,276 @@
+"""What cannot be clipped exactly is refused, by name and with a way out; never skipped, never broadcast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
+from lit_dpret.privacy.clipping import make_engine
+
+
+def test_an_unknown_engine_is_refused_with_the_names_of_all() -> None:
+    with pytest.raises(ConfigurationError, match=r"privacy\.engine='vmap' is not one of ghost, opacus, loop"):
+        make_engine("vmap", nn.Linear(2, 2), max_grad_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_grad_norm": 0.0}, "privacy.max_grad_norm=0.0"),
+        ({"max_grad_norm": float("inf")}, "privacy.max_grad_norm=inf"),
+        ({"max_grad_norm": 1.0, "clip": "hard"}, "privacy.clip='hard'"),
+        ({"max_grad_norm": 1.0, "clip": "automatic", "gamma": 0.0}, "privacy.gamma=0.0"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["ghost", "loop", "opacus"])
+def test_a_setting_out_of_range_is_refused_by_its_key(engine: str, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        make_engine(engine, nn.Linear(2, 2), **settings)
+    assert words in str(caught.value)
+
+
+def test_a_module_without_trainable_parameters_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="no trainable parameter"):
+        make_engine("ghost", nn.Linear(2, 2).requires_grad_(False), max_grad_norm=1.0)
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.temperature
+
+
+class Subclass(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+UNCOVERED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "bare_parameter": (Bare, "temperature", "Bare"),
+    "convolution": (lambda: nn.Sequential(nn.Conv1d(2, 2, 1)), "0.weight", "Conv1d"),
+    "subclass_with_its_own_forward": (lambda: nn.Sequential(Subclass(2, 2)), "0.weight", "Subclass"),
+    "lstm": (lambda: nn.LSTM(2, 2), "weight_ih_l0", "LSTM"),
+    "attention": (lambda: nn.MultiheadAttention(4, 2), "in_proj_weight", "MultiheadAttention"),
+    "weight_norm": (
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))),
+        "original0",
+        "ParametrizationList",
+    ),
+    "embedding_with_max_norm": (lambda: nn.Embedding(3, 2, max_norm=1.0), "weight", "max_norm"),
+    "embedding_by_frequency": (lambda: nn.Embedding(3, 2, scale_grad_by_freq=True), "weight", "scale_grad_by_freq"),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(UNCOVERED))
+def test_an_uncovered_parameter_is_refused_with_its_name_its_class_and_the_ways_out(kind: str) -> None:
+    build, parameter, owner = UNCOVERED[kind]
+    with pytest.raises(UnsupportedModelError) as caught:
+        make_engine("ghost", build(), max_grad_norm=1.0)
+    message = str(caught.value)
+    for words in (parameter, owner, "requires_grad_(False)", "privacy.engine=loop"):
+        assert words in message
+
+
+def test_a_frozen_uncovered_parameter_is_accepted(lib: SimpleNamespace) -> None:
+    model = Bare()
+    model.temperature.requires_grad_(False)
+    model.double()
+    lib.check_exact(lib.Case(model, lambda b: model(b["x"]).sum(1).sin(), {"x": torch.randn(4, 3).double()}))
+
+
+@pytest.mark.parametrize("kind", ["bare", "convolution"])
+def test_the_loop_covers_what_ghost_refuses(kind: str, lib: SimpleNamespace) -> None:
+    model = Bare().double() if kind == "bare" else nn.Conv1d(3, 2, 2).double()
+    x = torch.randn(5, 3, dtype=torch.float64) if kind == "bare" else torch.randn(5, 3, 6, dtype=torch.float64)
+    lib.check_exact(lib.Case(model, lambda b: model(b["x"]).flatten(1).sum(1).sin(), {"x": x}), engine="loop")
+
+
+@pytest.mark.parametrize("engine", ["ghost", "loop", "opacus"])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.BatchNorm1d(3),
+        nn.BatchNorm1d(3, track_running_stats=False).eval(),
+        nn.SyncBatchNorm(3),
+        nn.InstanceNorm1d(3, track_running_stats=True),
+    ],
+    ids=["batch_norm", "eval_without_running_statistics", "sync", "instance_norm_with_running_statistics"],
+)
+def test_batch_statistics_are_refused_even_when_frozen(layer: nn.Module, engine: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), layer.requires_grad_(False))
+    with pytest.raises(UnsupportedModelError, match="GroupNorm"):
+        make_engine(engine, model, max_grad_norm=1.0)
+
+
+def test_batch_norm_in_eval_mode_is_accepted_until_it_trains(lib: SimpleNamespace) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).requires_grad_(False)).double().eval()
+    case = lib.Case(model, lambda b: model(b["x"]).sum(1).sin(), {"x": torch.randn(4, 3, dtype=torch.float64)})
+    clipping = lib.check_exact(case)
+    model.train()
+    with pytest.raises(UnsupportedModelError, match="GroupNorm"):
+        case.run(clipping)
+
+
+@pytest.mark.parametrize("change", ["was replaced", "became trainable", "was frozen"])
+@pytest.mark.parametrize("engine", ["ghost", "loop", "opacus"])
+def test_a_parameter_changed_after_the_engine_was_made_is_refused(
+    engine: str, change: str, lib: SimpleNamespace
+) -> None:
+    case = lib.head()
+    model = nn.ModuleList([case.module, nn.Linear(2, 2).double().requires_grad_(False)])
+    clipping = make_engine(engine, model, max_grad_norm=1.0)
+    if change == "was replaced":
+        model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    elif change == "became trainable":
+        model[1].weight.requires_grad_(True)
+    else:
+        model[0].weight.requires_grad_(False)
+    with pytest.raises(UnsupportedModelError, match=f"{'1' if change == 'became trainable' else '0'}.weight {change}"):
+        case.run(clipping)
+
+
+def refused(case: Any, words: str, engine: str = "ghost", unit_ids: Tensor | None = None) -> None:
+    clipping = make_engine(engine, case.module, max_grad_norm=1.0)
+    with pytest.raises(UnsupportedModelError) as caught:
+        case.run(clipping, unit_ids)
+    assert words in str(caught.value)
+    assert not any(total.any() for total in clipping.take().values())
+
+
+@pytest.mark.parametrize("engine", ["ghost", "loop", "opacus"])
+def test_a_loss_that_is_not_one_per_row_is_refused(engine: str, lib: SimpleNamespace) -> None:
+    case = lib.head()
+    plain = case.losses
+    case.losses = lambda b: plain(b).mean()
+    refused(case, "one loss per row", engine)
+
+
+def in_batch(x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(x @ y.T, torch.arange(len(x)), reduction="none")
+
+
+@pytest.mark.parametrize("engine", ["ghost", "opacus"])
+def test_in_batch_negatives_are_refused(engine: str, lib: SimpleNamespace) -> None:
+    model = nn.Linear(4, 3).double()
+    data = {"x": torch.randn(5, 4, dtype=torch.float64), "y": torch.randn(5, 3, dtype=torch.float64)}
+    refused(lib.Case(model, lambda b: in_batch(model(b["x"]), model(b["x"]).sin()), data), "another unit", engine)
+
+
+def test_negatives_from_the_units_own_rows_are_accepted(lib: SimpleNamespace) -> None:
+    model = nn.Linear(4, 3).double()
+    data = {"x": torch.randn(6, 4, dtype=torch.float64)}
+
+    def losses(batch: dict[str, Tensor]) -> Tensor:
+        pairs = model(batch["x"]).view(-1, 2, 3)
+        return (pairs @ pairs.mT).log_softmax(-1)[:, :, 0].flatten()
+
+    lib.check_exact(lib.Case(model, losses, data), unit_ids=torch.tensor([0, 0, 1, 1, 2, 2]))
+    refused(lib.Case(model, losses, data), "another unit")
+
+
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.transpose(0, 1)).sin().sum((0, 2))
+
+
+@pytest.mark.parametrize("length", [2, 4, 5, 8])
+@pytest.mark.parametrize("engine", ["ghost", "opacus"])
+def test_a_first_axis_that_is_not_the_batch_is_refused_also_where_the_lengths_agree(
+    length: int, engine: str, lib: SimpleNamespace
+) -> None:
+    model = TimeFirst()
+    data = {"x": torch.randn(4, length, 3, dtype=torch.float64)}
+    with pytest.raises(UnsupportedModelError, match="linear"):
+        lib.Case(model, lambda b: model(b["x"]), data).run(make_engine(engine, model, max_grad_norm=1.0))
+
+
+def test_a_batch_of_one_row_says_nothing_about_the_axis_of_the_next(lib: SimpleNamespace) -> None:
+    model = TimeFirst()
+    case = lib.Case(model, lambda b: model(b["x"]), {"x": torch.randn(4, 4, 3, dtype=torch.float64)})
+    clipping = make_engine("ghost", model, max_grad_norm=1.0)
+    assert case.run(clipping, rows=case.take(torch.tensor([0]))).norms[0] > 0  # any axis is right for one unit
+    with pytest.raises(UnsupportedModelError, match="not the batch"):
+        case.run(clipping)
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_positions_shared_by_the_batch_are_refused_outside_the_known_embeddings(
+    rows: int, lib: SimpleNamespace
+) -> None:
+    tokens, positions = nn.Embedding(9, 4).double(), nn.Embedding(4, 4).double()
+    model = nn.ModuleList([tokens, positions])
+    ids = {"ids": torch.randint(0, 9, (rows, 4))}
+    for shared in (torch.arange(4), torch.arange(4)[None]):
+        case = lib.Case(
+            model, lambda b, shared=shared: (tokens(b["ids"]) + positions(shared)).sin().sum((1, 2)), ids
+        )
+        with pytest.raises(UnsupportedModelError, match="expand what is shared"):
+            case.run(make_engine("ghost", model, max_grad_norm=1.0))
+
+
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 3).double()
+        self.functional = True
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        return (hidden @ self.embed.weight.T if self.functional else hidden).logsumexp(-1).sum(1)
+
+
+def test_a_weight_used_outside_its_module_is_refused_in_every_batch(lib: SimpleNamespace) -> None:
+    model = Functional()
+    case = lib.Case(model, lambda b: model(b["ids"]), {"ids": torch.randint(0, 7, (4, 5))})
+    refused(case, "embed.weight is also used outside")
+    model.functional = False
+    clipping = lib.check_exact(case)
+    model.functional = True
+    with pytest.raises(UnsupportedModelError, match=r"embed\.weight is also used outside"):
+        case.run(clipping)
+
+
+def test_an_input_changed_in_place_after_the_call_is_refused(lib: SimpleNamespace) -> None:
+    model = nn.Linear(3, 3).double()
+
+    def losses(batch: dict[str, Tensor]) -> Tensor:
+        x = batch["x"].clone()
+        out = model(x)
+        x.mul_(2)
+        return out.sum(1)
+
+    refused(lib.Case(model, losses, {"x": torch.randn(4, 3, dtype=torch.float64)}), "changed in place")
+
+
+def test_a_frozen_weight_normalised_in_the_forward_pass_is_no_matter(lib: SimpleNamespace) -> None:
+    case = lib.small()
+    with torch.no_grad():
+        case.module.idle.weight.requires_grad_(False)
+    lib.check_exact(case)
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask"),
+    [([0, 1, 2, 3, 4, 6], [True] * 6), ([0, 1, 2, 3, 4, -1], [True] * 6), ([[0, 1]], [True] * 6), ([0], [1.0])],
+)
+def test_rows_outside_the_mask_are_refused(ids: list[Any], mask: list[Any], lib: SimpleNamespace) -> None:
+    case = lib.head()
+    with pytest.raises(DataError):
+        make_engine("ghost", case.module, max_grad_norm=1.0).add(
+            lambda: case.losses(case.rows), torch.tensor(ids), torch.tensor(mask)
+        )

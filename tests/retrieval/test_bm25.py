@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.retrieval.bm25 import BM25
+from lit_dpret.retrieval.runs import Ranking, evaluate
+from lit_dpret.retrieval.search import MISSING
+
+PASSAGES = [
+    "flood insurance covers water damage",
+    "water water everywhere",
+    "life insurance after retirement",
+    "nothing in common",
+    "flood insurance covers water damage",
+]
+
+
+def test_scores_are_those_of_the_formula() -> None:
+    """Lucene's BM25, by hand: idf = ln(1 + (N - df + 0.5) / (df + 0.5)), no (k1 + 1) factor."""
+    index = BM25(PASSAGES, stemmer=None)
+    top = index.search(["water insurance"], k=5)
+    tokens = [  # "in" is a stop word
+        ["flood", "insurance", "covers", "water", "damage"],
+        ["water", "water", "everywhere"],
+        ["life", "insurance", "after", "retirement"],
+        ["nothing", "common"],
+        ["flood", "insurance", "covers", "water", "damage"],
+    ]
+    lengths = [len(words) for words in tokens]
+    average = sum(lengths) / 5
+
+    def score(row: int) -> float:
+        total = 0.0
+        for word in ("water", "insurance"):
+            frequency = tokens[row].count(word)
+            containing = sum(word in words for words in tokens)
+            idf = math.log(1 + (5 - containing + 0.5) / (containing + 0.5))
+            total += idf * frequency / (frequency + 0.9 * (1 - 0.4 + 0.4 * lengths[row] / average))
+        return total
+
+    for value, row in zip(top.scores[0].tolist(), top.indices[0].tolist(), strict=True):
+        if row != MISSING:
+            assert value == pytest.approx(score(row), rel=1e-5)
+    assert sorted(top.indices[0].tolist()) == [MISSING, 0, 1, 2, 4]
+
+
+def test_equal_passages_tie_and_the_larger_id_comes_first() -> None:
+    assert BM25(PASSAGES, ["a", "b", "c", "d", "e"]).search(["flood damage"], k=2).indices.tolist() == [[4, 0]]
+    assert BM25(PASSAGES, ["e", "b", "c", "d", "a"]).search(["flood damage"], k=2).indices.tolist() == [[0, 4]]
+    assert BM25(PASSAGES).search(["flood damage"], k=1).indices.tolist() == [[0]]
+
+
+def test_a_passage_that_shares_no_word_is_not_returned() -> None:
+    top = BM25(PASSAGES).search(["retirement", "unheard-of", "", "the of and"], k=3)
+    assert top.indices.tolist() == [[2, MISSING, MISSING]] + [[MISSING] * 3] * 3
+    assert torch.isneginf(top.scores[1:]).all()
+
+
+def test_the_stemmer_finds_other_forms_of_a_word_and_can_be_left_out() -> None:
+    assert BM25(PASSAGES).search(["retire"], k=1).indices.tolist() == [[2]]
+    assert BM25(PASSAGES, stemmer=None).search(["retire"], k=1).indices.tolist() == [[MISSING]]
+
+
+def test_settings_out_of_range_are_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match=r"bm25.b=1.5"):
+        BM25(PASSAGES, b=1.5)
+    with pytest.raises(ConfigurationError, match=r"bm25.stemmer='klingon'"):
+        BM25(PASSAGES, stemmer="klingon")
+    with pytest.raises(ConfigurationError, match="k=0"):
+        BM25(PASSAGES).search(["x"], k=0)
+    with pytest.raises(DataError, match="None of 2 passages"):
+        BM25(["", "the"])
+    with pytest.raises(DataError, match="5 passages have 1 ids"):
+        BM25(PASSAGES, ["a"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "stemmer", "expected"),
+    [
+        ("cranfield", None, 0.316),
+        ("scifact", None, 0.657),
+        ("scifact", "english", 0.676),  # Anserini's flat index: 0.679
+        ("insuranceqa", None, 0.291),
+        ("insuranceqa", "english", 0.290),
+    ],
+)
+def test_ndcg_at_10_is_the_known_one(
+    collection: Callable[[str], Any], name: str, stemmer: str | None, expected: float
+) -> None:
+    data = collection(name)
+    top = BM25(data.passages, data.passage_ids, stemmer=stemmer).search(data.queries, k=10)
+    result = evaluate(Ranking(query_ids=data.query_ids, passage_ids=data.passage_ids, top=top), data.qrels, ["ndcg@10"])
+    assert result.means["ndcg@10"] == pytest.approx(expected, abs=0.001)

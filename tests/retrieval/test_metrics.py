@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.retrieval.metrics import Metric, gains_of_indices, ideal_gains
+from lit_dpret.retrieval.runs import Ranking, evaluate
+from lit_dpret.retrieval.search import MISSING, TopK, lexicographic_rank, search
+
+Run = dict[str, dict[str, float]]
+Qrels = dict[str, dict[str, int]]
+
+pytrec_eval = pytest.importorskip("pytrec_eval", reason="pytrec_eval-terrier, of the [dev] extra, is the truth here")
+
+
+def cut(run: Run, k: int) -> Run:
+    """The first k of every query, ordered as trec_eval orders."""
+    ordered = {q: sorted(s, key=lambda d: (np.float32(s[d]), d.encode()), reverse=True) for q, s in run.items()}
+    return {q: {d: run[q][d] for d in docs[:k]} for q, docs in ordered.items()}
+
+
+def trec_eval(run: Run, qrels: Qrels, name: str) -> dict[str, float]:
+    """What trec_eval -c says of every judged query."""
+    kind, k = name.split("@")
+    measure, key = {
+        "ndcg": (f"ndcg_cut.{k}", f"ndcg_cut_{k}"),
+        "recall": (f"recall.{k}", f"recall_{k}"),
+        "mrr": ("recip_rank", "recip_rank"),
+    }[kind]
+    found = pytrec_eval.RelevanceEvaluator(qrels, {measure}).evaluate(cut(run, int(k)) if kind == "mrr" else run)
+    return {query: found.get(query, {}).get(key, 0.0) for query in qrels}
+
+
+def assert_equals_trec_eval(run: Any, plain: Run, qrels: Qrels, metrics: list[str]) -> None:
+    result = evaluate(run, qrels, metrics, resamples=2)
+    for name in metrics:
+        truth = trec_eval(plain, qrels, name)
+        values = dict(zip(result.query_ids, result.per_query[name].tolist(), strict=True))
+        assert values.keys() == truth.keys()
+        assert max(abs(values[q] - truth[q]) for q in truth) <= 1e-12, name
+        assert result.means[name] == pytest.approx(sum(truth.values()) / len(truth), abs=1e-12)
+
+
+METRICS = ["ndcg@1", "ndcg@10", "ndcg@1000", "recall@1", "recall@10", "recall@100", "mrr@1", "mrr@10", "mrr@100"]
+
+
+def random_collection(seed: int) -> tuple[Run, Qrels]:
+    """Graded and negative judgements, heavy ties, scores that tie only as float32, missing queries."""
+    rng = np.random.default_rng(seed)
+    docs = [f"{'é' if i % 5 == 0 else 'doc'}{i * 37 % 1009}" for i in range(300)]
+    qrels: Qrels = {
+        f"q{q}": {docs[i]: int(rng.integers(-1, 4)) for i in rng.choice(300, rng.integers(1, 40), replace=False)}
+        for q in range(40)
+    }
+    run: Run = {}
+    for q in range(5, 45):
+        depth = int(rng.integers(0, 250))
+        scores = rng.integers(0, 6, depth) + rng.choice([0.0, 1e-9, 0.25], depth)
+        run[f"q{q}"] = {docs[i]: float(s) for i, s in zip(rng.permutation(300)[:depth], scores, strict=True)}
+    return run, qrels
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_value_equals_trec_eval_with_ties_grades_and_missing_queries(seed: int) -> None:
+    run, qrels = random_collection(seed)
+    assert_equals_trec_eval(run, {q: s for q, s in run.items() if s}, qrels, METRICS)
+
+
+def test_a_query_without_hits_and_one_without_relevant_passages_count_as_zero() -> None:
+    qrels = {"found": {"a": 1}, "missed": {"b": 1}, "nothing-relevant": {"a": 0, "b": -1}}
+    result = evaluate({"found": {"a": 1.0}, "nothing-relevant": {"a": 1.0}, "not-judged": {"a": 1.0}}, qrels)
+    assert result.means == {"ndcg@10": 1 / 3, "recall@10": 1 / 3, "mrr@10": 1 / 3}
+    assert (result.without_hits, result.without_relevant) == (1, 1)
+    assert_equals_trec_eval({"found": {"a": 1.0}}, {"found": {"a": 1.0}}, qrels, METRICS)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_ranking_from_search_scores_as_its_run_does_in_trec_eval(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    queries, passages = (
+        torch.randint(-1, 2, (30, 6), generator=generator),
+        torch.randint(-1, 2, (200, 6), generator=generator),
+    )
+    passage_ids = [f"p{i * 7 % 211}" for i in range(200)]
+    query_ids = [f"q{i}" for i in range(30)]
+    rng = np.random.default_rng(seed)
+    qrels: Qrels = {
+        f"q{q}": {passage_ids[i]: int(rng.integers(0, 4)) for i in rng.choice(200, 12, replace=False)}
+        for q in reversed(range(2, 33))
+    }
+    qrels["q7"]["not-in-the-corpus"] = 2
+    top = search(queries.float(), passages.float(), 100, tie_rank=lexicographic_rank(passage_ids))
+    ranking = Ranking(query_ids=query_ids, passage_ids=passage_ids, top=top)
+    assert_equals_trec_eval(ranking, ranking.to_run(), qrels, [m for m in METRICS if m != "ndcg@1000"])
+
+
+def test_every_value_equals_trec_eval_on_cranfield(collection: Callable[[str], Any]) -> None:
+    data = collection("cranfield")
+    assert {grade for judged in data.qrels.values() for grade in judged.values()} > {1, 2}
+    rng = np.random.default_rng(0)
+    run = {
+        query: {passage: float(rng.integers(0, 20)) for passage in data.passage_ids}
+        | {passage: float(rng.integers(10, 25)) for passage in judged}
+        for query, judged in data.qrels.items()
+    }
+    assert_equals_trec_eval(run, run, data.qrels, METRICS)
+
+
+def test_gains_do_not_depend_on_the_order_of_the_judgements() -> None:
+    qrels = {"q": {"a": 1, "b": 3, "c": 0}}
+    flipped = {"q": {"c": 0, "b": 3, "a": 1}}
+    indices = np.array([[2, 1, MISSING, 0]])
+    for judged in (qrels, flipped):
+        assert gains_of_indices(indices, ["q"], ["a", "b", "c"], judged).tolist() == [[0, 3, 0, 1]]
+        assert ideal_gains(["q", "none"], judged).tolist() == [[3, 1], [0, 0]]
+
+
+def test_a_metric_is_written_the_way_it_is_read() -> None:
+    assert [str(Metric.parse(name)) for name in ("NDCG@10", "recall@100", " mrr@5 ")] == [
+        "ndcg@10",
+        "recall@100",
+        "mrr@5",
+    ]
+    for wrong in ("ndcg", "ndcg@0", "map@10", "mrr@-1", "recall@1.5"):
+        with pytest.raises(ConfigurationError, match="is not one of"):
+            Metric.parse(wrong)
+
+
+def test_what_cannot_be_judged_is_refused() -> None:
+    ranking = Ranking(
+        query_ids=["q"], passage_ids=list("abcd"), top=TopK(torch.tensor([[1.0, 0.5]]), torch.tensor([[0, 1]]))
+    )
+    with pytest.raises(ConfigurationError, match="first 2 passages cannot answer ndcg@3, recall@10"):
+        evaluate(ranking, {"q": {"a": 1}}, ["ndcg@3", "mrr@2", "recall@10"])
+    with pytest.raises(DataError, match="no relevance judgements"):
+        evaluate(ranking, {}, ["mrr@1"])
+    with pytest.raises(DataError, match="NaN score for query 'q'"):
+        evaluate({"q": {"a": float("nan")}}, {"q": {"a": 1}})
+    with pytest.raises(DataError, match="more than one row"):
+        Ranking(
+            query_ids=["q", "q"], passage_ids=["a"], top=TopK(torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.long))
+        )

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.retrieval import search as search_module
+from lit_dpret.retrieval.search import MISSING, TopK, lexicographic_rank, search, top_k_of
+
+
+def brute_force(queries: Tensor, passages: Tensor, k: int, ids: list[str]) -> tuple[list[list[float]], list[list[int]]]:
+    """The definition, slowly: float64 dot products as float32, ties by id descending as bytes."""
+    table = (queries.double() @ passages.double().T).float().tolist()
+    orders = [sorted(range(len(ids)), key=lambda i: (row[i], ids[i].encode()), reverse=True)[:k] for row in table]
+    return [[row[i] for i in order] for row, order in zip(table, orders, strict=True)], orders
+
+
+def with_ties(passages: int, queries: int = 23, dim: int = 8, levels: int = 2) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(passages)
+    draw = torch.randint(-levels, levels + 1, (passages + queries, dim), generator=generator).float()
+    return draw[passages:], draw[:passages]
+
+
+def names(count: int) -> list[str]:
+    """Ids whose order as text is not their order as numbers, with non-ASCII among them."""
+    return [f"{'é' if i % 7 == 0 else 'd'}{(i * 7919) % 10007}" for i in range(count)]
+
+
+@pytest.mark.parametrize("k", [1, 10, 100, 400])
+def test_the_first_k_are_the_ones_a_full_sort_gives_under_heavy_ties(k: int) -> None:
+    queries, passages = with_ties(400)
+    ids = names(400)
+    top = search(queries, passages, k, tie_rank=lexicographic_rank(ids))
+    scores, indices = brute_force(queries, passages, k, ids)
+    assert top.indices.tolist() == indices
+    assert top.scores.tolist() == scores
+
+
+def test_the_first_k_are_the_ones_a_full_sort_gives_for_real_valued_embeddings() -> None:
+    generator = torch.Generator().manual_seed(0)
+    queries, passages = torch.randn(17, 48, generator=generator), torch.randn(1500, 48, generator=generator)
+    ids = names(1500)
+    top = search(queries, passages, 20, tie_rank=lexicographic_rank(ids))
+    scores, indices = brute_force(queries, passages, 20, ids)
+    assert top.indices.tolist() == indices
+    assert top.scores.tolist() == scores
+
+
+@pytest.mark.parametrize(("query_chunk", "passage_chunk"), [(1, 1000), (5, 7), (1000, 1), (4, 333), (23, 64)])
+@pytest.mark.parametrize("scale", [1.0, 0.0137])
+def test_the_result_does_not_depend_on_the_chunk_sizes(query_chunk: int, passage_chunk: int, scale: float) -> None:
+    queries, passages = with_ties(1000)
+    queries, passages = queries * scale, passages + torch.linspace(0, 1e-6, 1000)[:, None]
+    whole = search(queries, passages, 30)
+    parts = search(queries, passages, 30, query_chunk=query_chunk, passage_chunk=passage_chunk)
+    assert torch.equal(whole.indices, parts.indices)
+    assert torch.equal(whole.scores, parts.scores)
+
+
+def test_shuffling_the_passages_shuffles_the_indices_and_nothing_else() -> None:
+    queries, passages = with_ties(700, dim=5)
+    ids = names(700)
+    order = torch.randperm(700, generator=torch.Generator().manual_seed(1))
+    shuffled = [ids[i] for i in order.tolist()]
+    plain = search(queries, passages, 25, tie_rank=lexicographic_rank(ids))
+    moved = search(queries, passages[order], 25, tie_rank=lexicographic_rank(shuffled))
+    assert torch.equal(order[moved.indices], plain.indices)
+    assert torch.equal(moved.scores, plain.scores)
+
+
+def test_more_exact_ties_than_the_net_holds_are_still_broken_by_id() -> None:
+    ids = names(900)
+    passages = torch.ones(900, 4)
+    passages[450] = 2.0
+    top = search(
+        torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.0, 0.0, 0.0, 0.0]]), passages, 5, tie_rank=lexicographic_rank(ids)
+    )
+    by_id = sorted(range(900), key=lambda i: ids[i].encode(), reverse=True)
+    assert top.indices[0].tolist() == [450, *[i for i in by_id if i != 450][:4]]
+    assert top.indices[1].tolist() == by_id[:5]
+
+
+def test_a_matrix_product_that_is_wrong_within_its_bound_does_not_change_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Near-ties closer than float32 resolves in a sum, scored by a product with another order of sums."""
+    generator = torch.Generator().manual_seed(3)
+    base = torch.randn(1, 256, generator=generator)
+    passages = base + 1e-7 * torch.randn(500, 256, generator=generator)
+    queries = base.repeat(3, 1) * torch.tensor([[1.0], [3.0], [0.1]])
+    ids = names(500)
+    expected = search(queries, passages, 10, tie_rank=lexicographic_rank(ids))
+    original = search_module._Corpus.parts
+
+    def noisy(self: search_module._Corpus) -> object:
+        for start, part in original(self):
+            yield start, part * (1 + 2.0**-22 * (torch.rand(len(part), 1, generator=generator) - 0.5))
+
+    monkeypatch.setattr(search_module._Corpus, "parts", noisy)
+    actual = search(queries, passages, 10, tie_rank=lexicographic_rank(ids))
+    assert torch.equal(actual.indices, expected.indices)
+    assert torch.equal(actual.scores, expected.scores)
+    assert actual.indices.tolist() == brute_force(queries, passages, 10, ids)[1]
+
+
+def test_cosine_is_the_dot_product_of_normalised_embeddings() -> None:
+    queries, passages = with_ties(50)
+    queries[0], passages[0] = 0.0, 0.0
+    wide = torch.nn.functional.normalize
+    expected = search(wide(queries.double(), dim=-1), wide(passages.double(), dim=-1), 50)
+    actual = search(queries, passages, 50, similarity="cosine")
+    assert torch.equal(actual.indices, expected.indices)
+    assert torch.allclose(actual.scores, expected.scores, atol=1e-7)
+    assert actual.scores[0].eq(0).all()
+
+
+def test_half_precision_embeddings_are_compared_in_float32() -> None:
+    generator = torch.Generator().manual_seed(5)
+    queries, passages = torch.randn(4, 32, generator=generator), torch.randn(300, 32, generator=generator)
+    low = search(queries.bfloat16(), passages.bfloat16(), 10)
+    high = search(queries.bfloat16().float(), passages.bfloat16().float(), 10)
+    assert torch.equal(low.indices, high.indices)
+    assert torch.equal(low.scores, high.scores)
+    assert low.scores.dtype == torch.float32
+
+
+def test_a_lowered_matmul_precision_and_autocast_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine where they would change nothing anyway, the precision in force is looked at."""
+    generator = torch.Generator().manual_seed(6)
+    queries, passages = torch.randn(4, 64, generator=generator), torch.randn(900, 64, generator=generator)
+    expected = search(queries, passages, 10)
+    original, seen = search_module._Corpus.best, []
+
+    def best(*arguments: Any) -> TopK:
+        seen.append((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")))
+        return original(*arguments)
+
+    monkeypatch.setattr(search_module._Corpus, "best", best)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            actual = search(queries, passages, 10)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert seen == [("highest", False)]
+    assert torch.equal(actual.indices, expected.indices)
+    assert torch.equal(actual.scores, expected.scores)
+
+
+@pytest.mark.parametrize("k", [3, 200])
+def test_an_excluded_passage_is_skipped_for_its_query_alone(k: int) -> None:
+    queries, passages = with_ties(200)
+    full = search(queries, passages, 200)
+    exclude = full.indices[:, 0].clone()
+    exclude[3] = MISSING
+    top = search(queries, passages, k, exclude=exclude)
+    for row in range(len(queries)):
+        rest = [i for i in full.indices[row].tolist() if i != int(exclude[row])]
+        wanted = (rest + [MISSING] * k)[:k]
+        assert top.indices[row].tolist() == wanted
+    assert top.scores[top.indices == MISSING].eq(float("-inf")).all()
+
+
+def test_fewer_passages_than_k_are_filled_up_with_missing() -> None:
+    top = search(torch.ones(2, 3), torch.ones(2, 3), 4)
+    assert top.indices.tolist() == [[0, 1, MISSING, MISSING]] * 2
+    assert top.scores[:, 2:].eq(float("-inf")).all()
+    assert search(torch.ones(2, 3), torch.ones(0, 3), 2).indices.eq(MISSING).all()
+    assert search(torch.ones(0, 3), torch.ones(2, 3), 2).indices.shape == (0, 2)
+
+
+def test_the_top_of_one_row_is_that_of_a_full_sort() -> None:
+    generator = torch.Generator().manual_seed(7)
+    scores = torch.randint(0, 5, (300,), generator=generator).float()
+    ids = names(300)
+    for k in (1, 17, 300, 500):
+        top = top_k_of(scores, k, lexicographic_rank(ids))
+        wanted = sorted(range(300), key=lambda i: (float(scores[i]), ids[i].encode()), reverse=True)[:k]
+        assert top.indices[0].tolist() == wanted
+
+
+def test_what_cannot_be_searched_is_refused_by_name() -> None:
+    good = torch.ones(3, 2)
+    with pytest.raises(ConfigurationError, match="k=0"):
+        search(good, good, 0)
+    with pytest.raises(ConfigurationError, match="passage_chunk=-1"):
+        search(good, good, 1, passage_chunk=-1)
+    with pytest.raises(ConfigurationError, match="one model"):
+        search(good, torch.ones(3, 4), 1)
+    with pytest.raises(ConfigurationError, match="similarity='euclid'"):
+        search(good, good, 1, similarity="euclid")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="tie_rank"):
+        search(good, good, 1, tie_rank=torch.arange(2))
+    broken = good.clone()
+    broken[1, 0] = float("nan")
+    with pytest.raises(DataError, match="1 of 3 passage embeddings"):
+        search(good, broken, 1)
+    with pytest.raises(DataError, match="'b' occurs twice"):
+        lexicographic_rank(["b", "a", "b"])

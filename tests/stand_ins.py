@@ -1,0 +1,122 @@
+"""Stand-ins that fit on a screen: a linear module and a data set of invented rows.
+
+Imported by path through ``conftest.py``; not a test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lit_dpret.callbacks import MetricsFile, PrivacyAccountant
+from lit_dpret.modules.optimizers import OptimizerSpec
+from lit_dpret.modules.private_module import PrivateModule
+from lit_dpret.privacy.modes import DPSGD, PrivacyMode
+
+
+@dataclass(frozen=True)
+class Line:
+    query_id: str
+    query: str
+    passage_id: str
+    passage: str
+    positives: frozenset[str]
+
+
+class Units:
+    """``size`` units with one to three rows each."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def rows(self, unit: int) -> list[Line]:
+        names = [f"p{unit}.{i}" for i in range(1 + unit % 3)]
+        return [Line(f"q{unit}", f"{unit}", name, f"{i}", frozenset(names)) for i, name in enumerate(names)]
+
+
+class _Items:
+    def __init__(self, units: Units) -> None:
+        self._units = units
+
+    def __getitem__(self, draw: Any) -> Any:
+        return draw, self._units.rows(draw.unit) if draw.unit >= 0 else []
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+
+class Numbers(L.LightningDataModule):
+    """What the accountant asks of a DataModule, over `Units`."""
+
+    def __init__(self, size: int = 200, *, sampling: str = "truncated_poisson", expected_batch_size: int | None = 20,
+                 sample_rate: float | None = None, physical_batch_size: int = 16, rows_per_unit: str = "one",
+                 content: str = "a") -> None:  # fmt: skip
+        super().__init__()
+        self.size, self.sampling, self.content = size, sampling, content
+        self.expected_batch_size, self.sample_rate, self.cap = expected_batch_size, sample_rate, None
+        self.physical_batch_size, self.rows_per_unit = physical_batch_size, rows_per_unit
+        self.batch_sampler: Any = None
+
+    def use_unit(self, unit: str, neighbours: str | None = None) -> None:
+        self.unit = unit
+
+    @property
+    def n_units(self) -> int:
+        return self.size
+
+    def data_fingerprint(self, key: bytes) -> str:
+        return f"{self.content}{self.size}"
+
+    def attach(self, batch_sampler: Any, collate_fn: Any) -> None:
+        self.batch_sampler, self.collate_fn = batch_sampler, collate_fn
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(_Items(Units(self.size)), batch_sampler=self.batch_sampler, collate_fn=self.collate_fn)
+
+
+class Regression(PrivateModule):
+    """Fit row numbers by a small network with dropout; deterministic given the run's streams."""
+
+    def __init__(self, *, privacy: PrivacyMode, lr: float = 0.05, dropout: float = 0.1) -> None:
+        super().__init__(privacy=privacy, optimizer=OptimizerSpec(name="adam", lr=lr))
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1))
+
+    def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
+        numbers = torch.tensor([[float(row.query), float(row.passage)] for row in rows])
+        inputs = torch.stack([numbers[:, 0].sin(), numbers[:, 0].cos(), numbers[:, 1], torch.ones(len(rows))], dim=1)
+        return {"inputs": inputs, "target": numbers[:, 0].sin() + numbers[:, 1]}
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return (self.net(rows["inputs"]).squeeze(-1) - rows["target"]).square()
+
+
+def dp(tmp_path: Path, **settings: Any) -> DPSGD:
+    return DPSGD(**{"eps": 3.0, "max_grad_norm": 1.0, "secret_file": tmp_path / "secret"} | settings)
+
+
+def fit(folder: Path, module: Any, data: Any | None = None, *, steps: int = 6, resume: bool = False,
+        accountant: PrivacyAccountant | None = None, extra: list[Any] | None = None, save_every: int = 2,
+        **trainer: Any) -> L.Trainer:  # fmt: skip
+    """One run in ``folder`` as `train.py` would do it."""
+    accountant = accountant or PrivacyAccountant(run_dir=folder, resume=resume, eps_log_points=1)
+    checkpoint = ModelCheckpoint(dirpath=folder / "checkpoints", every_n_train_steps=save_every, save_last=True)
+    settings: dict[str, Any] = {
+        "accelerator": "cpu", "devices": 1, "max_steps": steps, "max_epochs": -1, "enable_progress_bar": False,
+        "enable_model_summary": False, "log_every_n_steps": 1, "logger": [MetricsFile(folder)],
+        "callbacks": [accountant, checkpoint, *(extra or [])], "default_root_dir": folder,
+    }  # fmt: skip
+    runner = L.Trainer(**settings | trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    last = folder / "checkpoints" / "last.ckpt"
+    runner.fit(module, datamodule=data or Numbers(), ckpt_path=str(last) if resume and last.exists() else None)
+    return runner

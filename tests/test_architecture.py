@@ -1,0 +1,97 @@
+"""Imports run one way. Each package may import the packages listed here, and no others of ours."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# `errors` holds the words of refusal and imports nothing, so every layer may use it.
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "privacy": {"errors"},
+    "similarity": {"errors"},
+    "pooling": {"errors"},
+    "retrieval": {"errors"},
+    "losses": {"errors", "similarity"},
+    "encoders": {"errors", "pooling", "st_folder"},
+    "st_folder": {"errors", "pooling", "encoders"},
+    "assets": {"errors"},
+    "modules": {"errors", "privacy", "losses", "similarity", "pooling", "encoders", "st_folder", "assets"},
+    "generation": {"errors", "privacy", "modules"},
+    "datamodules": {"errors", "privacy.sampling"},
+    "report": {"errors", "retrieval", "privacy"},
+    "callbacks": {"errors", "privacy", "retrieval", "report"},
+    "tasks": {
+        "errors", "privacy", "retrieval", "report", "callbacks", "datamodules", "generation", "modules",
+        "encoders", "assets",
+    },
+    "cli": {"errors", "tasks"},
+    "__main__": {"cli"},
+    "__init__": set(),
+}  # fmt: skip
+
+
+def ours() -> list[Path]:
+    """Every source file, found in the real folders; the links inside the package are not followed."""
+    folders = [ROOT / "lit_dpret", ROOT / "callbacks", ROOT / "datamodules"]
+    links = {"callbacks", "datamodules", "configs"}
+    return [
+        path
+        for folder in folders
+        for path in sorted(folder.rglob("*.py"))
+        if not (folder.name == "lit_dpret" and path.relative_to(folder).parts[0] in links)
+    ]
+
+
+def package_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).parts
+    if parts[0] in ("callbacks", "datamodules"):
+        return parts[0]
+    return parts[1].removesuffix(".py")
+
+
+def imported(path: Path) -> set[str]:
+    """Our modules that a file imports, anywhere in it, without the leading ``lit_dpret.``."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: import by full name, not relatively"
+            names |= {node.module} if node.module != "lit_dpret" else {f"lit_dpret.{a.name}" for a in node.names}
+    return {name.removeprefix("lit_dpret.") for name in names if name.startswith("lit_dpret.")}
+
+
+def test_every_file_belongs_to_a_known_package() -> None:
+    assert {package_of(path) for path in ours()} <= set(ALLOWED)
+
+
+@pytest.mark.parametrize("path", ours(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_run_one_way(path: Path) -> None:
+    package = package_of(path)
+    for name in imported(path):
+        allowed = ALLOWED[package] | {package}
+        assert any(name == a or name.startswith(f"{a}.") for a in allowed), f"{package} must not import {name}"
+
+
+def test_only_the_command_line_knows_hydra() -> None:
+    for path in ours():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        roots = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+        roots |= {(n.module or "").split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+        if package_of(path) != "cli":
+            assert not roots & {"hydra", "omegaconf"}, f"{path} imports {roots & {'hydra', 'omegaconf'}}"
+
+
+def test_the_privacy_package_does_not_know_lightning() -> None:
+    for path in (ROOT / "lit_dpret" / "privacy").rglob("*.py"):
+        assert "lightning" not in path.read_text(encoding="utf-8").lower().replace("lightningmodule", ""), path
+
+
+def test_product_code_raises_and_never_asserts() -> None:
+    for path in ours():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert not [n for n in ast.walk(tree) if isinstance(n, ast.Assert)], f"{path} asserts"

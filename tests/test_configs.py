@@ -1,0 +1,98 @@
+"""Every option of every group composes, and its keys are the arguments of the class that it names."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig, OmegaConf
+
+from lit_dpret.cli import _hydra_main
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+OPTIONS = sorted((p.parent.name, p.stem) for p in CONFIGS.glob("*/*.yaml"))
+
+
+def composed(*overrides: str) -> DictConfig:
+    with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
+        return compose("train", overrides=["run_dir=run", *overrides])
+
+
+def targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every mapping with a ``_target_`` in a resolved configuration."""
+    if isinstance(node, dict):
+        if "_target_" in node:
+            yield path, node
+        for key, value in node.items():
+            yield from targets(value, f"{path}.{key}")
+
+
+def constructor(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def test_there_is_an_option_in_every_group() -> None:
+    assert {group for group, _ in OPTIONS} >= {
+        "task", "model", "datamodule", "privacy", "trainer", "logger", "callbacks", "experiment", "debug",
+    }  # fmt: skip
+    assert _hydra_main is not None
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_an_option_composes_and_its_keys_are_arguments(group: str, option: str) -> None:
+    prefix = "+" if group in ("experiment", "debug") else ""
+    cfg = composed(f"{prefix}{group}={option}".lstrip("+"))
+    container = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(container, dict)
+    found = list(targets(container))
+    assert found
+    for path, node in found:
+        parameters = inspect.signature(constructor(node["_target_"])).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        for key in set(node) - {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}:
+            assert takes_any or key in parameters, f"{path}.{key} is no argument of {node['_target_']}"
+
+
+SAFE = {
+    "privacy": ["dp_sgd", "none", "synthetic"],
+    "trainer": ["cpu"],
+    "task": [p.stem for p in (CONFIGS / "task").glob("*.yaml")],
+    "callbacks": ["default"],
+    "logger": ["none", "csv"],
+    "datamodule": ["insuranceqa", "pairs", "synthetic"],
+}
+
+
+@pytest.mark.parametrize(("group", "option"), list(itertools.chain(*([(g, o) for o in os] for g, os in SAFE.items()))))
+def test_an_option_instantiates(group: str, option: str, tmp_path: Path) -> None:
+    from hydra.utils import instantiate
+
+    values = {"datamodule.synthetic": ["datamodule.folder=x"], "task.synthesize": ["task.generator=x"],
+              "datamodule.pairs": ["datamodule.pairs=x.jsonl"]}.get(f"{group}.{option}", [])  # fmt: skip
+    cfg = composed(f"run_dir={tmp_path}", f"{group}={option}", *values)
+    node = cfg[group]
+    if node is None:
+        return
+    made = instantiate(node, _convert_="all")
+    assert made is not None
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["privacy.epsilon=3", "model.lr=1", "datamodule.batch_size=8", "trainer.steps=3", "epsilon=3"],
+)
+def test_a_misspelt_key_is_refused(override: str) -> None:
+    with pytest.raises(Exception, match="not in struct|Could not override"):
+        composed(override)
+
+
+def test_no_privacy_has_no_epsilon() -> None:
+    with pytest.raises(Exception, match="eps"):
+        composed("privacy=none", "privacy.eps=3")

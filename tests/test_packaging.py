@@ -1,0 +1,96 @@
+"""What is installed is what lies in the repository: from a clone, editable, and by sdist -> wheel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = {
+    "callbacks": "lit_dpret/callbacks",
+    "datamodules": "lit_dpret/datamodules",
+    "configs": "lit_dpret/configs",
+}
+
+
+def tracked(folder: str) -> set[str]:
+    """Files of a folder as git knows them, or as they lie there where this is no checkout."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", folder], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if listed.returncode == 0 and listed.stdout:
+        return set(listed.stdout.split())
+    return {str(p.relative_to(ROOT)) for p in (ROOT / folder).rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The sdist of this tree, and the wheel made from that sdist alone."""
+    out = tmp_path_factory.mktemp("dist")
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(out)], cwd=ROOT, check=True)
+    sdist = next(out.glob("*.tar.gz"))
+    with tarfile.open(sdist) as archive:
+        archive.extractall(out, filter="data")
+    unpacked = out / sdist.name.removesuffix(".tar.gz")
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)], cwd=unpacked, check=True)
+    return sdist, next(out.glob("*.whl"))
+
+
+def test_the_wheel_of_the_sdist_holds_every_file_once(built: tuple[Path, Path]) -> None:
+    names = zipfile.ZipFile(built[1]).namelist()
+    assert len(names) == len(set(names))
+    expected = {path for path in tracked("lit_dpret") if Path(path).parts[1] not in FOLDERS}
+    for folder, target in FOLDERS.items():
+        expected |= {path.replace(folder, target, 1) for path in tracked(folder)}
+    found = {name for name in names if ".dist-info/" not in name}
+    assert found == expected
+
+
+def test_the_wheel_declares_the_command_and_the_licence(built: tuple[Path, Path]) -> None:
+    wheel = zipfile.ZipFile(built[1])
+    entry = next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+    assert "lit-dpret = lit_dpret.cli:main" in wheel.read(entry).decode()
+    assert any(name.endswith("LICENSE") for name in wheel.namelist())
+
+
+def test_the_wheel_imports_and_composes_without_the_repository(built: tuple[Path, Path], tmp_path: Path) -> None:
+    with zipfile.ZipFile(built[1]) as wheel:
+        wheel.extractall(tmp_path / "site")
+    code = (
+        "import lit_dpret, lit_dpret.callbacks, lit_dpret.datamodules\n"
+        "from hydra import compose, initialize_config_module\n"
+        "with initialize_config_module(version_base='1.3', config_module='lit_dpret.configs'):\n"
+        "    print(compose('train', overrides=['privacy.eps=2', 'run_dir=x']).privacy.eps, lit_dpret.__file__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2") and str(tmp_path / "site") in done.stdout
+
+
+def test_a_clone_runs_without_being_installed(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "train.py", "--cfg", "job", "privacy.eps=2", f"hydra.run.dir={tmp_path}"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "eps: 2" in done.stdout
+
+
+def test_the_links_and_the_folders_are_one_set_of_modules() -> None:
+    for name, target in FOLDERS.items():
+        link = ROOT / target
+        assert link.is_symlink() and os.readlink(link) == f"../{name}"
+        assert link.resolve() == ROOT / name

@@ -1,0 +1,197 @@
+"""The T5 that ships with the package: it loads offline, it is small, and it saw no private query."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerBase, T5ForConditionalGeneration
+
+from lit_dpret.assets import public_t5_path
+from lit_dpret.assets.overlap import (
+    HASH_BYTES,
+    HASH_FILE,
+    normalise,
+    overlap,
+    query_hash,
+    read_hashes,
+    write_hashes,
+)
+from lit_dpret.errors import DataError
+
+DATA = Path(os.environ.get("LIT_DPRET_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+PASSAGE = "generate_query: Flood insurance is sold by the national program and pays for damage to the house."
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    loaded = AutoTokenizer.from_pretrained(public_t5_path())
+    assert isinstance(loaded, PreTrainedTokenizerBase)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def model() -> T5ForConditionalGeneration:
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(public_t5_path())
+    assert isinstance(loaded, T5ForConditionalGeneration)
+    return loaded.eval()
+
+
+@pytest.fixture(scope="module")
+def hashes() -> frozenset[bytes]:
+    return read_hashes(public_t5_path() / HASH_FILE)
+
+
+def _insuranceqa_from_pip() -> Iterator[str]:
+    package = importlib.import_module("insuranceqa_data")
+    for load in (package.load_train, package.load_valid, package.load_test):
+        for row in load().values():
+            yield row["en"]
+
+
+def _insuranceqa_from_folder() -> Iterator[str]:
+    with gzip.open(DATA / "insuranceqa" / "queries.jsonl.gz", "rt", encoding="utf-8") as lines:
+        for line in lines:
+            yield json.loads(line)["text"]
+
+
+@pytest.fixture(scope="module")
+def private_questions() -> list[str]:
+    try:
+        return list(_insuranceqa_from_pip())
+    except (ImportError, AttributeError):  # releases after 1.0 hold no data
+        pass
+    try:
+        return list(_insuranceqa_from_folder())
+    except FileNotFoundError:
+        pytest.skip(f"needs InsuranceQA: pip install insuranceqa-data==1.0, or LIT_DPRET_DATA (looked in {DATA})")
+
+
+def test_the_public_warm_up_saw_no_question_of_the_private_set(
+    private_questions: list[str], hashes: frozenset[bytes]
+) -> None:
+    assert len(private_questions) > 16_000
+    assert overlap(private_questions, hashes) == []
+
+
+def test_the_check_names_a_planted_overlap(private_questions: list[str], hashes: frozenset[bytes]) -> None:
+    planted = private_questions[7]
+    disguised = f"  {planted.upper().replace(' ', '   ')}!! "
+    assert overlap(private_questions[:20], hashes | {query_hash(disguised)}) == [planted]
+
+
+def test_the_published_hashes_hold_the_public_questions_that_were_trained_on(hashes: frozenset[bytes]) -> None:
+    path = DATA / "squad_dev" / "queries.jsonl.gz"
+    if not path.is_file():
+        pytest.skip(f"needs the public questions at {path}, set LIT_DPRET_DATA")
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    seen = [row["text"] for row in rows if row["split"] != "dev"]
+    held_out = [row["text"] for row in rows if row["split"] == "dev"]
+    assert overlap(seen, hashes) == seen
+    assert len(overlap(held_out, hashes)) < len(held_out) // 100
+
+
+def test_case_punctuation_and_spacing_do_not_hide_a_copy() -> None:
+    assert normalise("Does\tGEICO's  plan, cover ÉCLAIRS?") == normalise("does geicos plan cover éclairs")
+    assert normalise("is it covered") != normalise("is it not covered")
+    assert overlap(["a b", "c"], {query_hash("AB")}) == ["a b"]
+    assert overlap([], {query_hash("x")}) == []
+
+
+def test_hashes_come_back_as_they_were_written(tmp_path: Path) -> None:
+    path = tmp_path / HASH_FILE
+    assert write_hashes(["One?", "one", "two"], path) == 2
+    assert read_hashes(path) == {query_hash("one"), query_hash("TWO")}
+    path.write_bytes(b"\0" * (HASH_BYTES + 1))
+    with pytest.raises(DataError, match="not a whole number"):
+        read_hashes(path)
+    with pytest.raises(DataError, match="no hashes"):
+        read_hashes(tmp_path / "nowhere")
+
+
+def test_the_weights_are_safetensors_under_20_megabytes_and_nothing_is_pickled() -> None:
+    folder = public_t5_path()
+    assert (folder / "model.safetensors").stat().st_size < 20_000_000
+    assert {path.suffix for path in folder.iterdir()} <= {".json", ".safetensors", ".model", ".md", ".sha256_48"}
+    assert (folder / HASH_FILE).stat().st_size < 1_000_000
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 20_000_000
+    with safe_open(folder / "model.safetensors", "pt") as weights:  # type: ignore[no-untyped-call]
+        for name in weights.keys():  # noqa: SIM118
+            assert torch.isfinite(weights.get_tensor(name).float()).all(), name
+
+
+def test_the_model_loads_offline_in_float32_with_tied_embeddings(
+    model: T5ForConditionalGeneration, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.config.tie_word_embeddings
+    assert model.lm_head.weight is model.shared.weight
+    assert model.config.vocab_size == len(tokenizer)
+    assert 2_000_000 < sum(parameter.numel() for parameter in model.parameters()) < 8_000_000
+    assert model.config.decoder_start_token_id == tokenizer.pad_token_id == 0
+
+
+def test_the_tokenizer_lower_cases_appends_the_end_and_knows_the_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = tokenizer(PASSAGE)["input_ids"]
+    assert ids == tokenizer(PASSAGE.lower())["input_ids"]
+    assert ids[-1] == tokenizer.eos_token_id == 1
+    assert tokenizer.unk_token_id == 2
+    assert tokenizer.convert_ids_to_tokens(ids)[:2] == ["▁", "generate_query:"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == PASSAGE.lower()
+    assert tokenizer.model_max_length == 512
+    assert len(tokenizer(PASSAGE * 10, truncation=True, max_length=96)["input_ids"]) == 96
+
+
+def test_no_text_is_unknown_because_bytes_stand_in(tokenizer: PreTrainedTokenizerBase) -> None:
+    for text in ("naïve café", "東京 ☂", "a\u200bb"):
+        assert tokenizer.unk_token_id not in tokenizer(text)["input_ids"]
+    assert tokenizer.decode(tokenizer("東京 ☂")["input_ids"], skip_special_tokens=True) == "東京 ☂"
+
+
+def test_the_fast_tokenizer_cuts_text_as_sentencepiece_does(tokenizer: PreTrainedTokenizerBase) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece", reason="compares with the sentencepiece library")
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(public_t5_path() / "spiece.model"))
+    texts = [PASSAGE, "  Two   spaces, ONE Ünïcödé — 3.14159 % of £5,000?", "", "x" * 200, "e-mail: a.b@c.d"]
+    texts += (public_t5_path() / "README.md").read_text(encoding="utf-8").splitlines()
+    for text in texts:
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == reference.encode(text), text
+
+
+def test_the_prior_asks_about_the_passage_it_is_given(
+    model: T5ForConditionalGeneration, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    passages = [
+        "The mutual fund charges an annual fee, and the fee of the fund lowers what the investor earns.",
+        "A landlord must return the deposit within thirty days after the tenant leaves the apartment.",
+        "The drug metformin lowers blood sugar in people who have diabetes; nausea is a common side effect.",
+        "Volcanoes form where plates of the earth's crust move apart, and lava rises through the cracks.",
+    ]
+    rows = tokenizer([f"generate_query: {p}" for p in passages], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        out = model.generate(**{k: rows[k] for k in ("input_ids", "attention_mask")}, max_new_tokens=24)
+    questions = tokenizer.batch_decode(out, skip_special_tokens=True)
+    own = [bool({w for w in q.strip("?").split() if len(w) > 4} & set(p.lower().split())) for q, p in zip(questions, passages, strict=True)]
+    assert sum(own) >= 3, questions
+
+
+def test_an_installation_without_the_weights_says_how_to_get_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assets = importlib.import_module("lit_dpret.assets")
+    monkeypatch.setattr(assets, "__file__", str(tmp_path / "__init__.py"))
+    with pytest.raises(DataError, match="train_public_t5"):
+        assets.public_t5_path()

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import TEXTS, tiny_bert, tiny_t5, tiny_tokenizer
+from torch import Tensor, nn
+
+from lit_dpret.encoders import Contract, TextEncoder, load_towers
+from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
+from lit_dpret.st_folder import read_folder, save_sentence_transformer
+
+Model = tuple[TextEncoder, TextEncoder | None, nn.Linear | None]
+"""Query encoder, passage encoder where it is another, query head."""
+SAME: dict[str, Any] = {"query_max_length": 9, "passage_max_length": 9}
+PREFIXES: dict[str, Any] = {"query_prefix": "query: ", "passage_prefix": "passage: "}
+
+
+def tiny_encoder(family: str = "bert", seed: int = 0, **contract: Any) -> TextEncoder:
+    backbone = tiny_bert(seed) if family == "bert" else tiny_t5(seed)
+    return TextEncoder(backbone, tiny_tokenizer(eos_only=family == "t5"), Contract(**{**SAME, **contract})).eval()
+
+
+def two_poolings(**lengths: int) -> Model:
+    """One set of weights, read off in two ways."""
+    query = tiny_encoder()
+    passage = TextEncoder(query.backbone, query.tokenizer, Contract(pooling="cls", **{**SAME, **lengths})).eval()
+    return query, passage, None
+
+
+def head(dim: int = 16, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(5)
+    return nn.Linear(16, dim, bias=bias)
+
+
+MODELS: dict[str, Callable[[], Model]] = {
+    "flat": lambda: (tiny_encoder(), None, None),
+    "flat t5": lambda: (tiny_encoder("t5"), None, None),
+    "prefixes": lambda: (tiny_encoder(**PREFIXES), None, None),
+    "t5 with prefixes, not normalised": lambda: (tiny_encoder("t5", normalise=False, **PREFIXES), None, None),
+    "cls": lambda: (tiny_encoder(pooling="cls"), None, None),
+    "max, lower case": lambda: (tiny_encoder(pooling="max", lower_case=True, **PREFIXES), None, None),
+    "projection on both sides": lambda: (tiny_encoder().with_projection(head(7)), None, None),
+    "query head": lambda: (tiny_encoder(**PREFIXES), None, head()),
+    "query head without bias, t5": lambda: (tiny_encoder("t5", normalise=False), None, head(bias=False)),
+    "two lengths": lambda: (tiny_encoder(passage_max_length=14), None, None),
+    "two lengths and a projection": lambda: (tiny_encoder(passage_max_length=14).with_projection(head(7)), None, None),
+    "two lengths and a query head": lambda: (tiny_encoder("t5", passage_max_length=14, lower_case=True), None, head()),
+    "two towers": lambda: (tiny_encoder(**PREFIXES), tiny_encoder(seed=1, **PREFIXES), None),
+    "two poolings": lambda: two_poolings(),
+    "two poolings and lengths": lambda: two_poolings(passage_max_length=14),
+    "two families": lambda: (tiny_encoder(query_max_length=5), tiny_encoder("t5", passage_max_length=60), None),
+}
+ALL = pytest.mark.parametrize("name", list(MODELS))
+
+
+def expected(model: Model) -> tuple[Tensor, Tensor]:
+    """Our embeddings of all texts as queries and as passages, one batch each."""
+    query, passage, linear = model
+    with_head = query if linear is None else query.with_projection(linear)
+    return with_head.encode(TEXTS, "query"), (passage or query).encode(TEXTS, "passage")
+
+
+def save(name: str, folder: Path) -> Path:
+    return write(MODELS[name](), folder)
+
+
+def write(model: Model, folder: Path) -> Path:
+    query, passage, linear = model
+    save_sentence_transformer(folder, query, passage, query_head=linear)
+    return folder
+
+
+@ALL
+def test_sentence_transformers_computes_our_embeddings_bit_for_bit(
+    name: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    st = pytest.importorskip(
+        "sentence_transformers", reason="sentence-transformers is the other implementation; install it to compare"
+    )
+    ours = MODELS[name]()
+    model = st.SentenceTransformer(str(write(ours, tmp_path)), device="cpu")
+    queries, passages = expected(ours)
+    settings = {"batch_size": len(TEXTS), "convert_to_tensor": True}
+    assert torch.equal(model.encode_query(TEXTS, **settings), queries)
+    assert torch.equal(model.encode_document(TEXTS, **settings), passages)
+    if passages.shape == queries.shape:
+        assert not torch.equal(queries, passages) or name in ("flat", "flat t5", "cls", "projection on both sides")
+    assert [str(w.message) for w in recwarn if "sentence_transformers" in str(w.filename)] == []
+
+
+@ALL
+def test_what_is_saved_is_loaded_again(name: str, tmp_path: Path) -> None:
+    model = MODELS[name]()
+    towers = load_towers(write(model, tmp_path))
+    queries, passages = expected(model)
+    assert torch.equal(towers.query_encoder.eval().encode(TEXTS, "query"), queries)
+    assert torch.equal(towers.passage_encoder.eval().encode(TEXTS, "passage"), passages)
+    query, passage, linear = model
+    one = passage is None and linear is None
+    assert (towers.query_encoder is towers.passage_encoder) == one
+    assert (towers.query_encoder.backbone is towers.passage_encoder.backbone) == (
+        passage is None or passage.backbone is query.backbone
+    )
+    if one:
+        loaded = TextEncoder.from_pretrained(tmp_path)
+        assert loaded.contract == query.contract
+        assert loaded.fingerprint() == query.fingerprint()
+    else:
+        with pytest.raises(UnsupportedModelError, match="load it with load_towers"):
+            TextEncoder.from_pretrained(tmp_path)
+
+
+@ALL
+def test_saving_what_was_loaded_gives_the_same_files(name: str, tmp_path: Path) -> None:
+    save(name, tmp_path / "first")
+    save_sentence_transformer(tmp_path / "second", *load_towers(tmp_path / "first"))
+    files = {path.relative_to(tmp_path / "first") for path in (tmp_path / "first").rglob("*.*")}
+    assert files == {path.relative_to(tmp_path / "second") for path in (tmp_path / "second").rglob("*.*")}
+    for file in files:
+        first, second = tmp_path / "first" / file, tmp_path / "second" / file
+        if file.suffix == ".safetensors":
+            assert load_file(first).keys() == load_file(second).keys()
+            assert all(torch.equal(value, load_file(second)[key]) for key, value in load_file(first).items())
+        elif file.name != "lit_dpret.json" and file.suffix == ".json":
+            drop = ("name_or_path", "_name_or_path", "is_local", "local_files_only")
+            one, two = json.loads(first.read_text()), json.loads(second.read_text())
+            if isinstance(one, dict):
+                one, two = ({k: v for k, v in d.items() if k not in drop} for d in (one, two))
+            assert one == two, file
+
+
+@ALL
+def test_the_folder_says_where_texts_are_cut_in_both_places(name: str, tmp_path: Path) -> None:
+    """A T5 tokenizer alone knows no limit; readers look in one place or the other."""
+    query, passage, _ = model = MODELS[name]()
+    write(model, tmp_path)
+    limits = {query.contract.query_max_length, (passage or query).contract.passage_max_length}
+    told, tokenized = set(), set()
+    for path in tmp_path.rglob("sentence_bert_config.json"):
+        told.add(json.loads(path.read_text())["max_seq_length"])
+        tokenized.add(json.loads((path.parent / "tokenizer_config.json").read_text())["model_max_length"])
+        content = json.loads((path.parent / "tokenizer.json").read_text())
+        assert content["truncation"] is None and content["padding"] is None
+    assert told == tokenized == limits
+
+
+def test_routes_share_one_copy_of_the_weights_when_they_cut_alike(tmp_path: Path) -> None:
+    save("query head", tmp_path / "head")
+    save("two lengths", tmp_path / "lengths")
+    assert len(list((tmp_path / "head").rglob("*_Transformer/model.safetensors"))) == 1
+    assert len(list((tmp_path / "lengths").rglob("*_Transformer/model.safetensors"))) == 2
+
+
+def test_the_pooler_that_embeddings_do_not_use_is_saved_with_the_rest(tmp_path: Path) -> None:
+    pooler = tiny_bert().pooler.dense.weight
+    for name in ("flat", "two lengths", "two poolings and lengths"):
+        for file in save(name, tmp_path / name).rglob("model.safetensors"):
+            assert torch.equal(load_file(file)["pooler.dense.weight"], pooler), file
+
+
+def test_saving_leaves_the_encoder_as_it_was(tmp_path: Path) -> None:
+    encoder = tiny_encoder()
+    before, limit = encoder.fingerprint(), encoder.tokenizer.model_max_length
+    save_sentence_transformer(tmp_path, encoder)
+    assert (encoder.fingerprint(), encoder.tokenizer.model_max_length) == (before, limit)
+
+
+def test_the_similarity_is_noted_for_the_reader(tmp_path: Path) -> None:
+    def noted(folder: Path) -> str:
+        return str(json.loads((folder / "config_sentence_transformers.json").read_text())["similarity_fn_name"])
+
+    assert noted(save("flat", tmp_path / "a")) == "cosine"
+    assert noted(save("t5 with prefixes, not normalised", tmp_path / "b")) == "dot"
+    save_sentence_transformer(tmp_path / "c", tiny_encoder(), similarity="dot")
+    assert noted(tmp_path / "c") == "dot"
+
+
+def test_a_head_that_ends_in_another_space_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"ends in 7 dimensions .* passage side in 16"):
+        save_sentence_transformer(tmp_path / "a", tiny_encoder(), query_head=head(7))
+    with pytest.raises(ConfigurationError, match="normalise=False"):
+        save_sentence_transformer(tmp_path / "b", tiny_encoder(), tiny_encoder(normalise=False))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot be written"):
+        save_sentence_transformer(tmp_path / "file" / "model", tiny_encoder())
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_prompts_and_limits_of_other_peoples_folders_are_read(tmp_path: Path) -> None:
+    save("flat", tmp_path)
+    config = tmp_path / "config_sentence_transformers.json"
+    config.write_text(json.dumps({"prompts": {"passage": "p: ", "web": "w: "}, "default_prompt_name": "web"}))
+    assert (read_folder(tmp_path).query_prefix, read_folder(tmp_path).passage_prefix) == ("w: ", "p: ")
+    config.unlink()
+    (tmp_path / "sentence_bert_config.json").unlink()
+    assert TextEncoder.from_pretrained(tmp_path).contract == Contract(**SAME)  # the tokenizer says it too
+    pooling = tmp_path / "1_Pooling" / "config.json"
+    pooling.write_text(json.dumps({"embedding_dimension": 16, "pooling_mode": "cls"}))
+    assert TextEncoder.from_pretrained(tmp_path).contract.pooling == "cls"
+
+
+def test_a_folder_written_by_sentence_transformers_itself_is_read_as_it_means_it(tmp_path: Path) -> None:
+    st = pytest.importorskip(
+        "sentence_transformers", reason="sentence-transformers is the other implementation; install it to compare"
+    )
+    for name in ("prefixes", "max, lower case", "projection on both sides", "query head", "two towers"):
+        theirs = st.SentenceTransformer(str(save(name, tmp_path / name / "ours")), device="cpu")
+        theirs.save(str(tmp_path / name / "theirs"))
+        towers = load_towers(tmp_path / name / "theirs")
+        settings = {"batch_size": len(TEXTS), "convert_to_tensor": True}
+        assert torch.equal(theirs.encode_query(TEXTS, **settings), towers.query_encoder.eval().encode(TEXTS, "query"))
+        assert torch.equal(
+            theirs.encode_document(TEXTS, **settings), towers.passage_encoder.eval().encode(TEXTS, "passage")
+        )
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("1_Pooling/config.json", {"pooling_mode_cls_token": True}, r"pooling cls \+ mean is not one of"),
+        ("1_Pooling/config.json", {"pooling_mode": "lasttoken"}, "pooling lasttoken is not one of"),
+        ("1_Pooling/config.json", {"include_prompt": False}, "leaves out the prompt"),
+        ("2_Dense/config.json", {"activation_function": "torch.nn.modules.activation.Tanh"}, "Tanh' is not linear"),
+        ("2_Dense/config.json", {"use_residual": True}, "is not linear"),
+    ],
+)
+def test_a_module_we_would_not_reproduce_is_refused(
+    tmp_path: Path, file: str, changes: dict[str, Any], message: str
+) -> None:
+    save("projection on both sides", tmp_path)
+    rewrite(tmp_path / file, **changes)
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_towers(tmp_path)
+
+
+def test_other_modules_and_broken_files_are_refused_by_name(tmp_path: Path) -> None:
+    save("projection on both sides", tmp_path)
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    (tmp_path / "modules.json").write_text(
+        json.dumps([*modules[:2], {"idx": 2, "name": "2", "path": "2_LayerNorm", "type": "x.LayerNorm"}])
+    )
+    with pytest.raises(UnsupportedModelError, match="is made of Transformer, Pooling, LayerNorm"):
+        load_towers(tmp_path)
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "2_Dense" / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModelError, match="holds no linear layer"):
+        load_towers(tmp_path)
+    (tmp_path / "modules.json").write_text("[")
+    with pytest.raises(UnsupportedModelError, match=r"modules.json is missing or not JSON"):
+        load_towers(tmp_path)

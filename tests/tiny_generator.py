@@ -1,0 +1,98 @@
+"""A T5 of a hundred words, built in a blink; used by the tests of the generator and of generation.
+
+Imported by path through ``conftest.py``; not a test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from lit_dpret.modules.optimizers import OptimizerSpec
+from lit_dpret.modules.query_generator import QueryGenerator
+from lit_dpret.privacy.budget import PrivacyBudget
+from lit_dpret.privacy.card import build_card, subject_of, write_card
+from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
+from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.releases import Poisson
+
+WORDS = [first + second for first in "bdfgklmnprst" for second in ("ana", "elo", "ibi", "omu", "uri", "ato", "eku")]
+SHAPE = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+
+
+@dataclass(frozen=True)
+class Pair:
+    query_id: str
+    query: str
+    passage_id: str
+    passage: str
+    positives: frozenset[str]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Whole words, lower-cased; every text ends in ``</s>``."""
+    words = ["<pad>", "</s>", "<unk>", "generate_query:", *WORDS]
+    fast = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    fast.normalizer = normalizers.Lowercase()
+    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+
+
+def generator(*, privacy: PrivacyMode | None = None, seed: int = 0, lr: float = 1e-2, **settings: Any) -> QueryGenerator:
+    """A new, random generator."""
+    torch.manual_seed(seed)
+    defaults: dict[str, Any] = {
+        "pretrained": None, "config": SHAPE, "tokenizer": tokenizer(), "max_passage_length": 12,
+        "max_query_length": 8, "dropout": 0.0,
+    }  # fmt: skip
+    return QueryGenerator(
+        privacy=privacy or NoPrivacy(), optimizer=OptimizerSpec(name="adam", lr=lr), **defaults | settings
+    )
+
+
+def lively_generator(seed: int = 1) -> QueryGenerator:
+    """A random generator whose next word is neither certain nor uniform, and that now and then ends."""
+    module = generator(seed=seed, config={**SHAPE, "tie_word_embeddings": False})
+    coins = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        head = module.model.get_output_embeddings().weight
+        head.copy_(0.4 * torch.randn(head.shape, generator=coins))
+        head[1] *= 3
+    return module
+
+
+def passage(number: int, words: int = 3) -> str:
+    """A passage of invented words, another for each number."""
+    return " ".join(WORDS[(number * 7 + 13 * i + i * i) % len(WORDS)] for i in range(words))
+
+
+def copy_pairs(count: int) -> list[Pair]:
+    """Pairs whose query is the first two words of the passage."""
+    texts = [passage(number) for number in range(count)]
+    return [
+        Pair(f"q{i}", " ".join(text.split()[:2]), f"p{i}", text, frozenset({f"p{i}"})) for i, text in enumerate(texts)
+    ]
+
+
+def write_parent_card(folder: Path) -> None:
+    """A ledger of one private step, and the card of the generator in ``folder`` that follows from it."""
+    law = Poisson(sample_rate=0.01)
+    plan = PrivacyPlan(
+        budget=PrivacyBudget(eps=3.0, delta=1e-5), law=law, steps=1, noise_multiplier=1.0, max_grad_norm=1.0,
+        sensitivity=1.0, denominator=10.0, physical_batch_size=8, n_public=1000,
+    )  # fmt: skip
+    files = [path for path in folder.iterdir() if path.is_file()]
+    with PrivacyLedger.open(folder / "privacy_ledger.jsonl") as ledger:
+        ledger.append("plan", run_id="r", attempt=0, mode="dp_sgd", plan=plan.to_dict())
+        ledger.append("intent", attempt=0, step=0, release=plan.release().to_dict(), state_hash=None, sum_tag=None)
+        ledger.append("release", attempt=0, step=0, noise_std=1.0, sensitivity=1.0, denominator=10.0, law=law.to_dict())
+        records = ledger.records
+    subject = subject_of("weights", "tiny", files, root=folder)
+    write_card(build_card(ledger_records=records, subject=subject, plan=plan, tuning={"data": "none"}), folder)

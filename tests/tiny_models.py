@@ -1,0 +1,71 @@
+"""Random transformers of a few thousand weights, with real tokenizers, made on the spot.
+
+Imported by path through ``conftest.py``; not a test.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+WORDS = [
+    "how",
+    "to",
+    "file",
+    "a",
+    "claim",
+    "does",
+    "flood",
+    "insurance",
+    "cover",
+    "my",
+    "house",
+    "What",
+    "Is",
+    "The",
+    "best",
+    "life",
+    "policy",
+    "query:",
+    "passage:",
+    "é",
+]
+TEXTS = [
+    "how to file a claim",
+    "does flood insurance cover my house",
+    "What Is The best life insurance policy",
+    "life",
+    "unseen words here",
+    "my house my house my house my house my house my house my house my house",
+    "",
+]
+
+
+def tiny_tokenizer(special: bool = True, eos_only: bool = False, **settings: Any) -> PreTrainedTokenizerFast:
+    """Splits at white space; [CLS] and [SEP] around a text, or one </s> behind it, or nothing."""
+    vocabulary = {name: i for i, name in enumerate(["<pad>", "[UNK]", "[CLS]", "[SEP]", "</s>", *WORDS])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if special:
+        single = "$A </s>" if eos_only else "[CLS] $A [SEP]"
+        names = ["</s>"] if eos_only else ["[CLS]", "[SEP]"]
+        backend.post_processor = processors.TemplateProcessing(
+            single=single, special_tokens=[(name, vocabulary[name]) for name in names]
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="[UNK]", **settings)
+
+
+def tiny_bert(seed: int = 0, **settings: Any) -> BertModel:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = BertConfig(vocab_size=64, max_position_embeddings=48, initializer_range=0.5, **{**sizes, **settings})
+    return BertModel(config).eval()
+
+
+def tiny_t5(seed: int = 0, **settings: Any) -> T5EncoderModel:
+    torch.manual_seed(seed)
+    sizes = {"d_model": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2, "d_kv": 8}
+    return T5EncoderModel(T5Config(vocab_size=64, **{**sizes, **settings})).eval()
