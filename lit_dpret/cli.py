@@ -7,9 +7,11 @@ build what it needs, and turns what a user can cause into one line and a non-zer
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,7 @@ from lit_dpret.tasks.parts import Parts
 
 CONFIG_MODULE = "lit_dpret.configs"
 USER_ERROR = 2
+_CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT)
 
 
 def build_parts(cfg: DictConfig) -> Parts:
@@ -68,7 +71,7 @@ def _hydra_main(cfg: DictConfig) -> Any:
 def main() -> None:
     """Console entry; exits with status 2 and one line on what a user can mend."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    _quieten()
     try:
         _hydra_main()
     except KeyboardInterrupt:
@@ -78,6 +81,23 @@ def main() -> None:
         if line is None:
             raise
         _stop(line, USER_ERROR)
+
+
+def _quieten() -> None:
+    """Leave the terminal to what the user asked for; what goes wrong is still said."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for message in (
+        ".*isinstance.treespec, LeafSpec.*",
+        ".*does not have many workers.*",
+        # The sampler resumes by the step number and the checkpoint holds the state after the update, both by design.
+        ".*your dataloader is not resumable.*",
+        ".*pre-optimization state.*",
+        ".*Checkpoint directory .* exists and is not empty.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
 
 
 def _stop(line: str, status: int) -> None:
@@ -92,6 +112,8 @@ def explain(error: BaseException) -> str | None:
             return str(cause)
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             return f"the disk is full ({cause.filename or 'no file named'}). Free space, then resume=true."
+        if isinstance(cause, OSError) and cause.errno in _CANNOT_WRITE and cause.filename:
+            return f"{cause.filename}: {cause.strerror}. Choose another hydra.run.dir, or mend the permissions."
         if isinstance(cause, RuntimeError) and "PytorchStreamWriter" in str(cause):
             return "a checkpoint could not be written (is the disk full?). Free space, then resume=true."
     if isinstance(error, (HydraException, OmegaConfBaseException)):

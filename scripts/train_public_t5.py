@@ -1,6 +1,6 @@
 """Train the small public T5 that ships in `lit_dpret/assets/public_t5`.
 
-    python scripts/train_public_t5.py --data ../shared/data --out /tmp/public_t5 --minutes 70
+    python scripts/train_public_t5.py --data ../shared/data --out /tmp/public_t5 --minutes 30
 
 The model learns, from text whose licence lets weights be published, to write a question about a passage:
 the prior from which a private fine-tuning starts. It sees no private query, and publishes a hash of every
@@ -26,16 +26,16 @@ for _path in (str(ROOT), str(ROOT / "scripts")):
         sys.path.insert(0, _path)
 
 import torch  # noqa: E402
-from transformers import T5ForConditionalGeneration  # noqa: E402
-
-from lit_dpret.assets.overlap import HASH_FILE, write_hashes  # noqa: E402
-from lit_dpret.errors import ConfigurationError, LitDpretError  # noqa: E402
 from public_t5 import sources, tasks  # noqa: E402
 from public_t5.circuits import log_frequencies, write_circuits  # noqa: E402
 from public_t5.export import export  # noqa: E402
 from public_t5.measure import held_out, measure, token_loss  # noqa: E402
 from public_t5.training import MAX_TARGET, Trainer, build_model, encode  # noqa: E402
 from public_t5.vocabulary import fast_tokenizer, train_vocabulary  # noqa: E402
+from transformers import T5ForConditionalGeneration  # noqa: E402
+
+from lit_dpret.assets.overlap import HASH_FILE, write_hashes  # noqa: E402
+from lit_dpret.errors import ConfigurationError, LitDpretError  # noqa: E402
 
 # Share of a draw by source; a source with few texts gets little, so that none is shown too often.
 SHARES = {
@@ -47,13 +47,21 @@ SHARES = {
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with squad_dev, medquad, real_queries, pretrain_text")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with squad_dev, medquad, real_queries, pretrain_text"
+    )
     parser.add_argument("--nqg", type=Path, help="data/processed of github.com/xinyadu/nqg (more SQuAD pairs)")
-    parser.add_argument("--usagov", type=Path, help="usagov_md of github.com/GSA-TTS/10x-usagov-wrangler (usa.gov pages)")
+    parser.add_argument(
+        "--usagov", type=Path, help="usagov_md of github.com/GSA-TTS/10x-usagov-wrangler (usa.gov pages)"
+    )
     parser.add_argument("--out", type=Path, required=True, help="the model folder to write")
     parser.add_argument("--work", type=Path, help="checkpoint, vocabulary and log; default <out>.work")
-    parser.add_argument("--minutes", type=float, default=70.0, help="training time; the learning rate ends at zero then")
-    parser.add_argument("--export-every", type=float, default=15.0, help="minutes between exports; the first comes early")
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help="training time; the learning rate ends at zero then"
+    )
+    parser.add_argument(
+        "--export-every", type=float, default=15.0, help="minutes between exports; the first comes early"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--vocabulary", type=int, default=8192)
@@ -68,13 +76,15 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     if chosen.minutes <= 0:
         raise ConfigurationError(f"--minutes {chosen.minutes} leaves no time to train: give a positive number")
     if chosen.d_model % chosen.heads:
-        raise ConfigurationError(f"--d-model {chosen.d_model} cannot be shared by --heads {chosen.heads}: choose a divisor")
+        raise ConfigurationError(
+            f"--d-model {chosen.d_model} cannot be shared by --heads {chosen.heads}: choose a divisor"
+        )
     chosen.work = chosen.work or chosen.out.with_name(chosen.out.name + ".work")
     return chosen
 
 
 def gather(chosen: argparse.Namespace) -> tuple[tasks.Mixture, dict[str, list[sources.Pair]]]:
-    """The training mixture, and the held-out pairs by set (the dev splits of SQuAD and MedQuAD, by article and focus)."""
+    """The training mixture, and the held-out pairs by set: the dev splits of SQuAD (articles) and MedQuAD (foci)."""
     pairs = sources.squad(chosen.data, ("train", "test")) + sources.medquad(chosen.data, ("train", "test"))
     prose = sources.prose(chosen.data)
     for name in ("squad", "medquad"):
@@ -116,7 +126,8 @@ def main(argv: list[str] | None = None) -> int:
         print(line, file=journal, flush=True)
 
     mixture, held = gather(chosen)
-    log(f"{len(mixture.pairs)} pairs, {len(mixture.questions_alone)} questions alone, {sum(map(len, mixture.prose.values()))} passages")
+    passages = sum(map(len, mixture.prose.values()))
+    log(f"{len(mixture.pairs)} pairs, {len(mixture.questions_alone)} questions alone, {passages} passages")
     vocabulary = chosen.work / "spiece.model"
     if not vocabulary.is_file():
         train_vocabulary(vocabulary_lines(mixture), vocabulary, chosen.vocabulary, chosen.threads)

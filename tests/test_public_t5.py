@@ -129,7 +129,7 @@ def test_the_weights_are_safetensors_under_20_megabytes_and_nothing_is_pickled()
     assert {path.suffix for path in folder.iterdir()} <= {".json", ".safetensors", ".model", ".md", ".sha256_48"}
     assert (folder / HASH_FILE).stat().st_size < 1_000_000
     assert sum(path.stat().st_size for path in folder.iterdir()) < 20_000_000
-    with safe_open(folder / "model.safetensors", "pt") as weights:  # type: ignore[no-untyped-call]
+    with safe_open(folder / "model.safetensors", "pt") as weights:
         for name in weights.keys():  # noqa: SIM118
             assert torch.isfinite(weights.get_tensor(name).float()).all(), name
 
@@ -184,7 +184,10 @@ def test_the_prior_asks_about_the_passage_it_is_given(
     with torch.no_grad():
         out = model.generate(**{k: rows[k] for k in ("input_ids", "attention_mask")}, max_new_tokens=24)
     questions = tokenizer.batch_decode(out, skip_special_tokens=True)
-    own = [bool({w for w in q.strip("?").split() if len(w) > 4} & set(p.lower().split())) for q, p in zip(questions, passages, strict=True)]
+    own = [
+        bool({w for w in q.strip("?").split() if len(w) > 4} & set(p.lower().split()))
+        for q, p in zip(questions, passages, strict=True)
+    ]
     assert sum(own) >= 3, questions
 
 

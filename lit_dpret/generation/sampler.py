@@ -30,7 +30,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 
-HEAD = 256  # tokens looked at before the whole vocabulary is sorted
+HEADS = (256, 2048)  # so many of the largest scores are looked at before the whole vocabulary is sorted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,45 +112,56 @@ def choose_tokens(
     Returns:
         Token ids, and their log probabilities under the untouched logits, both ``(rows,)``.
     """
-    scaled = logits.double()
-    log_mass = torch.logsumexp(scaled, dim=1)
+    log_mass = torch.logsumexp(logits.double(), dim=1)
     if not bool(torch.isfinite(log_mass).all()):
         raise UnsupportedModelError(
             "The generator gives NaN or infinite scores: its weights are broken. Check the run that made it "
             "(learning rate, noise, precision)."
         )
-    scaled_mass = log_mass
+    scores, scaled_mass = logits, log_mass
     if forbidden or decoding.temperature != 1:
-        scaled = scaled / decoding.temperature
-        scaled[:, list(forbidden)] = -math.inf
-        scaled_mass = torch.logsumexp(scaled, dim=1)
+        scores = logits.clone()
+        scores[:, list(forbidden)] = -math.inf
+        scaled_mass = torch.logsumexp(scores.double() / decoding.temperature, dim=1)
     mass = scaled_mass.cpu().numpy()
     vocabulary = logits.shape[1]
     tokens = np.full(len(logits), -1)
-    for width in (min(HEAD, vocabulary), vocabulary):
+    for width in (*(head for head in HEADS if head < vocabulary), vocabulary):
         rows = np.flatnonzero(tokens < 0)
         if len(rows) == 0:
             break
-        part = torch.from_numpy(rows).to(scaled.device)
-        values, ids = torch.topk(scaled[part], width, dim=1)
+        part = scores if len(rows) == len(scores) else scores[torch.from_numpy(rows).to(scores.device)]
+        values, ids = _largest(part, width)
         tokens[rows] = _from_nucleus(
-            values.cpu().numpy(), ids.cpu().numpy(), mass[rows], numbers[rows], decoding, whole=width == vocabulary
+            values / decoding.temperature, ids, mass[rows], numbers[rows], decoding, whole=width == vocabulary
         )
     chosen = torch.from_numpy(tokens).to(logits.device)
     log_probs = logits.gather(1, chosen[:, None])[:, 0].double() - log_mass
     return tokens, log_probs.cpu().numpy()
 
 
+def _largest(scores: Tensor, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """The ``width`` largest scores of each row in float64, and their ids; equal scores by id."""
+    if width == scores.shape[1]:
+        ranked, order = torch.sort(scores, dim=1, descending=True, stable=True)
+        return ranked.double().cpu().numpy(), order.cpu().numpy()
+    top, places = torch.topk(scores, width, dim=1)
+    values, ids = top.double().cpu().numpy(), places.cpu().numpy()
+    tied = np.flatnonzero((values[:, 1:] == values[:, :-1]).any(axis=1))
+    if len(tied):
+        order = np.lexsort((ids[tied], -values[tied]), axis=-1)
+        ids[tied] = np.take_along_axis(ids[tied], order, 1)
+    return values, ids
+
+
 def _from_nucleus(
     values: np.ndarray, ids: np.ndarray, mass: np.ndarray, numbers: np.ndarray, decoding: Decoding, *, whole: bool
 ) -> np.ndarray:
-    """Tokens by row, or -1 where the largest ``values`` alone cannot settle the nucleus.
+    """Tokens by row, or -1 where the ``values`` given, the largest ones in order, do not settle the nucleus.
 
     Among values equal to the smallest one given, which ids were given is arbitrary (``topk`` breaks
     ties as it likes), so a nucleus that reaches them is not settled unless ``whole``.
     """
-    order = np.lexsort((ids, -values), axis=-1)
-    values, ids = np.take_along_axis(values, order, 1), np.take_along_axis(ids, order, 1)
     allowed = np.isfinite(values)
     settled = np.ones(len(values), dtype=bool)
     if decoding.top_k is not None:

@@ -198,7 +198,7 @@ def accounting_facts(releases: Sequence[Release], plan: PrivacyPlan, verdict: Ve
         try:
             value = compute()
         except UnsupportedAccountingError:
-            skipped[name] = "no accountant judges this"
+            skipped[name] = "not proved: no accountant judges this"
             return None
         if math.isfinite(value):
             return value

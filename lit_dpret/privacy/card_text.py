@@ -251,11 +251,11 @@ def _accounting_blocks(card: Card) -> list[Block]:
 def _ceiling_blocks(ceilings: Mapping[str, Any]) -> list[Block]:
     rows = [("telling whether one unit was there, with even odds beforehand", ceilings["membership_accuracy"])]
     rows += [
-        (f"recognising a unit that was there, with false alarms in {_percent(float(rate))} of cases", value)
+        (f"recognising a unit that was there, with false alarms in {100 * float(rate):g} % of cases", value)
         for rate, value in ceilings["tpr_at_fpr"].items()
     ]
     rows += [
-        (f"naming a secret that a blind guess hits with probability {float(prior):.0e}", value)
+        (f"naming a secret that a blind guess hits once in {1 / float(prior):,.0f} times", value)
         for prior, value in ceilings["secret_guess"].items()
     ]
     text = (
@@ -269,7 +269,7 @@ def _ceiling_blocks(ceilings: Mapping[str, Any]) -> list[Block]:
 def _percent(value: float) -> str:
     """A share in percent, rounded up to three digits; tiny ones as a power of ten."""
     if value < 1e-4:
-        return f"{float(show_epsilon(value)):.1e}" if value > 0 else "0"
+        return show_delta(value) if value > 0 else "0"
     digits = max(0, 2 - math.floor(math.log10(100 * value)))
     return f"{math.ceil(100 * value * 10**digits * (1 - 1e-12)) / 10**digits:.{digits}f} %"
 

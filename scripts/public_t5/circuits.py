@@ -31,7 +31,8 @@ def log_frequencies(targets: Sequence[Sequence[int]], vocabulary: int) -> Tensor
     for row in targets:
         counts += torch.bincount(torch.tensor(row), minlength=vocabulary)
     logs = (counts + 0.5).log()
-    return (logs - logs.mean()) / logs.std()
+    standard: Tensor = (logs - logs.mean()) / logs.std()
+    return standard
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, T5ForConditionalGeneration
 
 from public_t5.sources import Pair, clean, window
 from public_t5.tasks import MAX_WORDS, PROMPT, Example, content_words
-from public_t5.training import batches, encode
+from public_t5.training import MAX_SOURCE, MAX_TARGET, batches, encode
 
 
 def held_out(pairs: Sequence[Pair], count: int, seed: int = 0) -> list[Example]:
@@ -35,7 +35,7 @@ def token_loss(
     """Mean negative log-likelihood (nats) of a target token, `</s>` included, in float32."""
     model.eval()
     total = tokens = 0.0
-    for batch in batches(encode(tokenizer, examples, 96, 32), 4096):
+    for batch in batches(encode(tokenizer, examples, MAX_SOURCE, MAX_TARGET), 4096):
         count = int((batch["labels"] >= 0).sum())
         total += float(model(**batch).loss) * count
         tokens += count
@@ -58,9 +58,10 @@ def ask(
     options = {"do_sample": False, "num_beams": 1} if top_p is None else {"do_sample": True, "top_p": top_p, "top_k": 0}
     questions: list[str] = []
     for at in range(0, len(texts), batch):
-        rows = tokenizer(list(texts[at : at + batch]), truncation=True, max_length=96, padding=True, return_tensors="pt")
+        some = list(texts[at : at + batch])
+        rows = tokenizer(some, truncation=True, max_length=MAX_SOURCE, padding=True, return_tensors="pt")
         out = model.generate(
-            input_ids=rows["input_ids"], attention_mask=rows["attention_mask"], max_new_tokens=32, **options
+            input_ids=rows["input_ids"], attention_mask=rows["attention_mask"], max_new_tokens=MAX_TARGET, **options
         )
         questions += tokenizer.batch_decode(out, skip_special_tokens=True)
     return questions

@@ -108,9 +108,10 @@ def squad(data: Path, splits: tuple[str, ...]) -> list[Pair]:
 
 def squad_sentences(folder: Path) -> list[Pair]:
     """Sentence and question pairs of SQuAD's training articles as github.com/xinyadu/nqg ships them. CC BY-SA 4.0."""
+    marks = {"-lrb- ": "(", " -rrb-": ")", "-lsb- ": "[", " -rsb-": "]", "`` ": '"', " ''": '"', " n't": "n't"}
 
     def undo(line: str) -> str:
-        for old, new in (("-lrb- ", "("), (" -rrb-", ")"), ("`` ", '"'), (" ''", '"'), (" n't", "n't"), ("-lsb- ", "["), (" -rsb-", "]")):
+        for old, new in marks.items():
             line = line.replace(old, new)
         return re.sub(r" ([.,;:?!%]|'s\b|'t\b|'re\b|')", r"\1", line).strip()
 
@@ -118,7 +119,7 @@ def squad_sentences(folder: Path) -> list[Pair]:
         passages = (folder / "src-test.txt").read_text(encoding="utf-8").splitlines()
         questions = (folder / "tgt-test.txt").read_text(encoding="utf-8").splitlines()
     except FileNotFoundError as error:
-        raise DataError(f"--nqg needs src-test.txt and tgt-test.txt (data/processed of the repository): {error}") from error
+        raise DataError(f"--nqg must name a folder with src-test.txt and tgt-test.txt: {error}") from error
     return [Pair("squad-sentences", undo(p), undo(q)) for p, q in zip(passages, questions, strict=True)]
 
 

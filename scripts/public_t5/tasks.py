@@ -30,8 +30,8 @@ _WORD = re.compile(r"[a-z][a-z'-]*[a-z]|[a-z]|\d+")
 STOP_WORDS = frozenset(
     """a about above after again against all also although always am among an and another any anyone anything are as at
     away b back be became because become been before began behind being below between both but by c called came can
-    cannot come could d did do does doing done down during e each either else enough even ever every everything f far few
-    first for found from further g gave get give given go goes going gone got h had has have having he her here hers
+    cannot come could d did do does doing done down during e each either else enough even ever every everything f far
+    few first for found from further g gave get give given go goes going gone got h had has have having he her here hers
     herself him himself his how however i if in indeed instead into is it its itself j just k keep know known l last
     later least less let like long look looked m made make makes making man many may me men might mine more most much
     must my myself n near neither never new next no nor not nothing now o of off often oh old on once one only onto or
@@ -40,7 +40,7 @@ STOP_WORDS = frozenset(
     theirs them themselves then there therefore these they thing things think this those though thought three through
     thus till to together told too took toward two u under until up upon us use used uses using v very w want was way we
     well went were what when where whether which while who whom whose why will with within without won't would x y yet
-    you your yours yourself z ii iii iv""".split()
+    you your yours yourself z ii iii iv""".split()  # noqa: SIM905
 )
 
 # Written by hand for this project; {a} is the most telling term of the passage, {b} and {c} the next. There is no

@@ -47,7 +47,7 @@ def build_model(*, vocabulary: int, d_model: int, d_ff: int, heads: int, layers:
 
 
 def collate(sources: Sequence[list[int]], targets: Sequence[list[int]]) -> Batch:
-    """Padded tensors: input_ids, attention_mask (rows, source tokens), labels (rows, target tokens; -100 is padding)."""
+    """Padded input_ids and attention_mask (rows, source tokens), labels (rows, target tokens; -100 is padding)."""
     width, height = max(map(len, sources)), max(map(len, targets))
     ids = torch.zeros(len(sources), width, dtype=torch.long)
     labels = torch.full((len(sources), height), -100, dtype=torch.long)

@@ -45,7 +45,7 @@ def train_vocabulary(lines: Iterable[str], path: Path, size: int, threads: int) 
 
 def fast_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     """The fast tokenizer that cuts text as the sentencepiece model at `path` does."""
-    proto = sentencepiece_model_pb2.ModelProto()
+    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined,unused-ignore]
     proto.ParseFromString(path.read_bytes())
     pieces = [(piece.piece, piece.score) for piece in proto.pieces]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2, byte_fallback=True))
@@ -61,7 +61,8 @@ def fast_tokenizer(path: Path) -> PreTrainedTokenizerFast:
         [decoders.ByteFallback(), decoders.Metaspace(replacement="▁", prepend_scheme="always")]
     )
     sentinels = [f"<extra_id_{i}>" for i in range(SENTINELS)]
-    tokenizer.add_special_tokens([AddedToken(s, lstrip=True, normalized=False) for s in ("<pad>", "</s>", "<unk>", *sentinels)])
+    marks = ("<pad>", "</s>", "<unk>", *sentinels)
+    tokenizer.add_special_tokens([AddedToken(mark, lstrip=True, normalized=False) for mark in marks])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
     )

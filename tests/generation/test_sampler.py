@@ -13,7 +13,7 @@ from tiny_generator import generator, lively_generator, passage
 from transformers import PreTrainedModel
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.generation.sampler import HEAD, Decoding, Sampled, choose_tokens, decode, encode, uniforms
+from lit_dpret.generation.sampler import HEADS, Decoding, Sampled, choose_tokens, decode, encode, uniforms
 
 
 def model_and_passages(count: int = 5) -> tuple[PreTrainedModel, list[list[int]]]:
@@ -171,12 +171,12 @@ def test_the_first_tokens_of_a_model_come_with_its_probabilities() -> None:
     assert stats.chisquare(list(counts.values()), [draws * p for p in expected.values()]).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("top_k", [None, 3, HEAD, HEAD + 40])
-@pytest.mark.parametrize("spread", [0.0, 0.05, 3.0])
+@pytest.mark.parametrize("top_k", [None, 3, HEADS[0], HEADS[0] + 40])
+@pytest.mark.parametrize("spread", [0.0, 0.05, 1.5, 3.0])
 def test_a_large_vocabulary_is_sorted_only_as_far_as_needed_and_gives_the_same(spread: float, top_k: int | None) -> None:
     """Flat scores reach past the head; equal scores at its edge are settled by token id."""
     coins = torch.Generator().manual_seed(0)
-    logits = (spread * torch.randn((24, 3 * HEAD), generator=coins)).bfloat16().float()  # coarse: many ties
+    logits = (spread * torch.randn((24, HEADS[1] + 300), generator=coins)).bfloat16().float()  # coarse: many ties
     u = np.random.default_rng(0).random(24)
     decoding = Decoding(top_p=0.7, top_k=top_k)
     tokens, _ = choose_tokens(logits, u, decoding)

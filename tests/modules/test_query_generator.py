@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig, BertModel, T5Config, T5EncoderModel
 
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
-from lit_dpret.modules.generator_folder import CONTRACT_NAME, GeneratorContract, load_generator, weights_hash
+from lit_dpret.modules.generator_folder import CONTRACT_NAME, GeneratorContract, TextCodec, load_generator, weights_hash
 from lit_dpret.modules.query_generator import QueryGenerator
+from lit_dpret.privacy.clipping import make_engine
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import NoPrivacy
 
@@ -108,8 +109,6 @@ def test_lower_case_applies_to_both_texts_and_not_to_the_prompt() -> None:
             self.seen = texts
             return {"input_ids": [[1] for _ in texts]}
 
-    from lit_dpret.modules.generator_folder import TextCodec
-
     words: Any = Cased()
     codec = TextCodec(words, GeneratorContract(prompt="Ask: ", lower_case=True))
     codec.passages(["A Tide"])
@@ -166,7 +165,7 @@ def test_a_saved_generator_comes_back_with_its_weights_words_and_contract(tmp_pa
     assert not loaded.model.training
     batch = module.collate_rows(ROWS)
     ids = loaded.codec.passages([row.passage for row in ROWS])
-    assert [ids_ for ids_ in ids] == [row[row != 0].tolist() for row in batch["input_ids"]]
+    assert ids == [row[row != 0].tolist() for row in batch["input_ids"]]
     torch.testing.assert_close(loaded.model(**batch).logits, module.model(**batch).logits, rtol=0, atol=0)
     plain = AutoModelForSeq2SeqLM.from_pretrained(folder)
     torch.testing.assert_close(plain(**batch).logits, module.model(**batch).logits, rtol=0, atol=0)
@@ -385,12 +384,15 @@ def test_it_trains_privately_and_the_ledger_says_so(tmp_path: Path, engine: str)
     QueryGenerator.load_model(module.save_model(tmp_path / "run" / "generator"))
 
 
-def test_clipping_by_ghost_norms_equals_clipping_one_row_at_a_time(tmp_path: Path) -> None:
-    from lit_dpret.privacy.clipping import make_engine
-
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"gradient_checkpointing": True}, {"trainable_patterns": [r"^decoder\."]}, {"loss_normalisation": "sum"}],
+    ids=["plain", "checkpointing", "decoder only", "sum"],
+)
+def test_clipping_by_ghost_norms_equals_clipping_one_row_at_a_time(settings: dict[str, Any]) -> None:
     sums = []
     for engine in ("ghost", "loop"):
-        module = generator().double()
+        module = generator(**settings if engine == "ghost" else {**settings, "gradient_checkpointing": False}).double()
         clipper = make_engine(engine, module, max_grad_norm=0.5)
         batch = module.collate_rows(ROWS)
         clipper.add(lambda m=module, b=batch: m.per_row_loss(b), torch.arange(3), torch.ones(3, dtype=torch.bool))

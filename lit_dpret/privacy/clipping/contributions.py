@@ -15,7 +15,7 @@ Li et al. 2022, 2110.05679).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +23,8 @@ from torch import Tensor
 
 from lit_dpret.privacy.clipping.base import RowGroup, UnitRows
 
-#: A Gram matrix also costs two passes over it, so it must save this factor in multiplications.
-GRAM_ADVANTAGE = 1.5
-
+#: A Gram matrix costs passes over it besides its multiplications, so it must save this factor in those.
+GRAM_ADVANTAGE = 1.2
 
 @dataclass(frozen=True)
 class Outer:
@@ -54,9 +53,12 @@ Contribution = Outer | Lookup | Dense
 
 
 def squared_norms(
-    uses: Sequence[Contribution], shape: torch.Size, batch: UnitRows, dtype: torch.dtype
+    parameters: Sequence[Sequence[Contribution]], shape: torch.Size, batch: UnitRows, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Squared norm of each unit's gradient of one parameter, in float64, ``(units,)``.
+    """Squared norm of each unit's gradient, in float64, ``(units,)``.
+
+    Takes the uses of one parameter, or those of several linear weights that saw the same inputs
+    (queries, keys and values), whose squared norms are added up: ``by_input`` finds them.
 
     The second result is the *energy* of the norms that were computed as a sum of products of
     either sign: the squared norm that the same terms would have were they orthogonal. The rounding
@@ -65,29 +67,42 @@ def squared_norms(
     """
     squares = torch.zeros(batch.units, dtype=torch.float64, device=batch.real.device)
     energy = torch.zeros_like(squares)
-    outers = [use for use in uses if isinstance(use, Outer)]
-    lookups = [use for use in uses if isinstance(use, Lookup)]
-    dense = [use for use in uses if isinstance(use, Dense)]
+    outers = [[use for use in uses if isinstance(use, Outer)] for uses in parameters]
+    lookups = [use for use in parameters[0] if isinstance(use, Lookup)]
+    dense = [use for use in parameters[0] if isinstance(use, Dense)]
     size = _units_at_once(outers, lookups, shape, batch)
     if dense:  # a mixture with them is rare enough to be written out, one unit at a time
-        size = 1 if outers or lookups else batch.units
+        size = 1 if outers[0] or lookups else batch.units
     for whole in batch.groups:
         for group in whole.split(size):
             if dense:
-                total = unit_gradients(uses, shape, group, dtype)
+                total = unit_gradients(parameters[0], shape, group, dtype)
                 squares[group.units] = total.double().flatten(1).square().sum(1)
                 continue
-            pairs = [(group.join(use.a).to(dtype), group.join(use.g).to(dtype)) for use in outers]
-            found = _looked_up(lookups, group, dtype)
-            if pairs:
-                squares[group.units], energy[group.units] = _outer_squares(pairs, shape, always_energy=bool(found))
-            if found:
-                ids, g = found
+            inputs = [group.join(use.a).to(dtype) for use in outers[0]]
+            outputs = [[group.join(use.g).to(dtype) for use in uses] for uses in outers]
+            looked_up = _joined_lookups(lookups, group, dtype)
+            if inputs:
+                squares[group.units], energy[group.units] = _outer_squares(
+                    inputs, outputs, shape, tied=looked_up is not None
+                )
+            if looked_up:
+                ids, g = looked_up
                 squares[group.units] += _lookup_squares(ids, g, shape[0])
-            if found and pairs:
-                squares[group.units] += cross_terms(pairs, ids, g)
-                energy[group.units] += g.double().square().sum((1, 2))
+                if inputs:
+                    squares[group.units] += cross_terms(inputs, outputs[0], ids, g)
+                    energy[group.units] += g.double().square().sum((1, 2))
     return squares, energy
+
+
+def by_input(contributions: Mapping[str, Sequence[Contribution]]) -> list[list[str]]:
+    """The names of the parameters, those together whose gradients are outer products with the same inputs."""
+    found: dict[object, list[str]] = {}
+    for name, uses in contributions.items():
+        outers = [use for use in uses if isinstance(use, Outer)]
+        inputs = tuple((use.a.data_ptr(), use.a.shape, use.a.stride()) for use in outers)
+        found.setdefault(inputs if len(outers) == len(uses) else name, []).append(name)
+    return list(found.values())
 
 
 def add_weighted(
@@ -111,8 +126,9 @@ def add_weighted(
             if total is None:
                 total = g.T @ a.to(dtype)
             else:
-                for part, columns in zip(total.split(8192), g.split(8192, 1), strict=True):
-                    part.addmm_(columns.to(dtype).T, a.to(dtype))
+                for start in range(0, len(total), 8192):  # in parts: a cast copy of all logit gradients would be large
+                    columns = g[:, start : start + 8192].to(dtype)
+                    total[start : start + 8192].addmm_(columns.T, a.to(dtype))
             continue
         if total is None:
             total = torch.zeros(shape, dtype=dtype, device=coefficients.device)
@@ -140,10 +156,10 @@ def unit_gradients(uses: Sequence[Contribution], shape: torch.Size, group: RowGr
     return total
 
 
-def cross_terms(pairs: list[tuple[Tensor, Tensor]], ids: Tensor, looked_up: Tensor) -> Tensor:
+def cross_terms(inputs: list[Tensor], outputs: list[Tensor], ids: Tensor, looked_up: Tensor) -> Tensor:
     """Twice the inner product of a tied weight's linear and embedding gradients, ``(n,)``."""
     total = torch.zeros(len(ids), dtype=torch.float64, device=ids.device)
-    for a, g in pairs:
+    for a, g in zip(inputs, outputs, strict=True):
         at_ids = g.gather(2, ids[:, None, :].expand(-1, g.shape[1], -1))
         total += 2 * (a @ looked_up.mT).mul_(at_ids).sum((1, 2), dtype=torch.float64)
     return total
@@ -153,39 +169,69 @@ def _kept(tensor: Tensor, rows: Tensor | None) -> Tensor:
     return tensor if rows is None else tensor.index_select(0, rows)
 
 
-def _looked_up(lookups: list[Lookup], group: RowGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+def _joined_lookups(lookups: list[Lookup], group: RowGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
     if not lookups:
         return None
     ids = [group.join(use.ids) for use in lookups]
-    g = [group.join(use.g).to(dtype) for use in lookups]
-    return (ids[0], g[0]) if len(lookups) == 1 else (torch.cat(ids, 1), torch.cat(g, 1))
+    return _cat(ids), _cat([group.join(use.g).to(dtype) for use in lookups])
 
 
-def _prefers_gram(positions: int, shape: torch.Size) -> bool:
-    out, into = shape
-    return GRAM_ADVANTAGE * positions * (into + out) < into * out
+def _block(positions: int) -> int:
+    """How many positions to take at a time in a Gram matrix, of which only one triangle is computed."""
+    return max(64, -(-positions // 4))
+
+
+def _prefers_gram(positions: int, out: int, into: int) -> bool:
+    triangle = positions * (positions + _block(positions)) // 2
+    return GRAM_ADVANTAGE * triangle * (into + out) < positions * into * out
 
 
 def _outer_squares(
-    pairs: list[tuple[Tensor, Tensor]], shape: torch.Size, always_energy: bool
+    inputs: list[Tensor], outputs: list[list[Tensor]], shape: torch.Size, tied: bool
 ) -> tuple[Tensor, Tensor]:
-    """Squared norms and energy of the sum of outer products, by Gram matrices or written out."""
-    positions = sum(a.shape[1] for a, _ in pairs)
-    if _prefers_gram(positions, shape):
-        a = pairs[0][0] if len(pairs) == 1 else torch.cat([a for a, _ in pairs], 1)
-        g = pairs[0][1] if len(pairs) == 1 else torch.cat([g for _, g in pairs], 1)
-        gram = (a @ a.mT).mul_(g @ g.mT)
-        energy = gram.diagonal(dim1=1, dim2=2).double().sum(1)
-        return gram.sum((1, 2), dtype=torch.float64), energy
-    total = pairs[0][1].mT @ pairs[0][0]
-    for a, g in pairs[1:]:
-        total.baddbmm_(g.mT, a)
-    squares = torch.linalg.vector_norm(total, dim=2).double().square().sum(1)  # short sums: a long one drifts in fp32
+    """Squared norms and energy of sums of outer products, by Gram matrices or written out.
+
+    Args:
+        inputs: One tensor (n, positions, in) per use.
+        outputs: For every parameter, one tensor (n, positions, out) per use.
+        shape: The shape of each parameter, (out, in).
+        tied: Whether cross terms follow, so that the energy matters in any case.
+    """
+    positions = sum(a.shape[1] for a in inputs)
+    if _prefers_gram(positions, shape[0] * len(outputs), shape[1]):
+        return _gram(_cat(inputs), [_cat(g) for g in outputs])
+    squares = torch.zeros(len(inputs[0]), dtype=torch.float64, device=inputs[0].device)
     energy = torch.zeros_like(squares)
-    if always_energy:
-        for a, g in pairs:
+    for gs in outputs:
+        total = gs[0].mT @ inputs[0]
+        for a, g in zip(inputs[1:], gs[1:], strict=True):
+            total.baddbmm_(g.mT, a)
+        # short sums, put together in float64: one long sum of squares drifts in fp32
+        squares += torch.linalg.vector_norm(total, dim=2).double().square().sum(1)
+        for a, g in zip(inputs, gs, strict=True) if tied else ():
             energy += (a.square().sum(2) * g.square().sum(2)).double().sum(1)
     return squares, energy
+
+
+def _gram(a: Tensor, gs: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The sum over t and s of (a_t . a_s)(g_t . g_s), and of its diagonal."""
+    squares = torch.zeros(len(a), dtype=torch.float64, device=a.device)
+    energy = torch.zeros_like(squares)
+    step = _block(a.shape[1])
+    for start in range(0, a.shape[1], step):
+        rows = slice(start, start + step)
+        products = gs[0][:, rows] @ gs[0][:, start:].mT
+        for g in gs[1:]:
+            products.baddbmm_(g[:, rows], g[:, start:].mT)
+        products.mul_(a[:, rows] @ a[:, start:].mT)
+        square = products[:, :, : products.shape[1]]
+        squares += 2 * products.sum((1, 2), dtype=torch.float64) - square.sum((1, 2), dtype=torch.float64)
+        energy += square.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float64)
+    return squares, energy
+
+
+def _cat(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1)
 
 
 def _lookup_squares(ids: Tensor, g: Tensor, entries: int) -> Tensor:
@@ -199,13 +245,16 @@ def _lookup_squares(ids: Tensor, g: Tensor, entries: int) -> Tensor:
     return squares.index_add_(0, keys // entries, summed.double().square().sum(1))
 
 
-def _units_at_once(outers: list[Outer], lookups: list[Lookup], shape: torch.Size, batch: UnitRows) -> int:
+def _units_at_once(
+    outers: Sequence[Sequence[Outer]], lookups: Sequence[Lookup], shape: torch.Size, batch: UnitRows
+) -> int:
     """How many units fit into temporaries of bounded size (small on a CPU, where memory is the bound)."""
     each = max(group.rows.shape[1] for group in batch.groups)
-    outer = each * sum(use.g.shape[1] for use in outers)
+    outer = each * sum(use.g.shape[1] for use in outers[0])
     lookup = each * sum(use.g.shape[1] for use in lookups)
     elements = lookup * (outer + shape[-1])
     if outer:
-        elements += 2 * outer**2 if _prefers_gram(outer, shape) else shape.numel()
+        gram = _prefers_gram(outer, shape[0] * len(outers), shape[1])
+        elements += 2 * outer * _block(outer) if gram else shape.numel()
     limit = 1 << 22 if batch.real.device.type == "cpu" else 1 << 27
     return max(1, limit // max(1, elements))

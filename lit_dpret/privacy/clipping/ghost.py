@@ -25,7 +25,7 @@ from lit_dpret.privacy.clipping.base import (
     broken_units,
     check_losses,
 )
-from lit_dpret.privacy.clipping.contributions import Contribution, add_weighted, squared_norms
+from lit_dpret.privacy.clipping.contributions import Contribution, add_weighted, by_input, squared_norms
 from lit_dpret.privacy.clipping.gradients import Layout, contributions_of
 from lit_dpret.privacy.clipping.recorder import Recorder, Use, uncompiled
 from lit_dpret.privacy.clipping.rules import WAYS_OUT, make_plan, refuse_functional_use
@@ -111,7 +111,7 @@ class GhostClipping(ClippedSum):
         keep = self._audit.may_be_due(uses, losses, batch)
         found: Sequence[Tensor | None] = torch.autograd.grad(real.sum(), edges, allow_unused=True, retain_graph=keep)
         refuse_functional_use(list(self.parameters), found[len(uses) :])
-        grads: list[Tensor | None] = [None if g is None else g.reshape(use.shape) for use, g in zip(uses, found, strict=False)]
+        grads = self._shaped(uses, found)
         refuse_lost_gradients(uses, grads, losses)
         if keep and self._audit.is_due(uses, grads, batch):
             return self._audited(uses, grads, real, batch)
@@ -124,8 +124,7 @@ class GhostClipping(ClippedSum):
         aliases = [(use.site.parameters[local], alias) for use in uses for local, alias in use.aliases.items()]
         edges = [*(use.edge for use in uses), *(get_gradient_edge(alias) for _, alias in aliases)]
         twins: Sequence[Tensor | None] = torch.autograd.grad((losses * weights).sum(), edges, allow_unused=True)
-        shaped = [None if g is None else g.reshape(use.shape) for use, g in zip(uses, twins, strict=False)]
-        layouts = self._audit.find_layouts(uses, grads, shaped, batch)
+        layouts = self._audit.find_layouts(uses, grads, self._shaped(uses, twins), batch)
         tolerance = tolerance_of(g for g in (*grads, *self.parameters.values()) if g is not None)
         contributions = self._by_parameter(uses, grads, layouts, batch)
         references = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
@@ -149,6 +148,9 @@ class GhostClipping(ClippedSum):
                 found.setdefault(use.site.parameters[local], []).append(contribution)
         return found
 
+    def _shaped(self, uses: list[Use], found: Sequence[Tensor | None]) -> list[Tensor | None]:
+        return [None if g is None else g.reshape(use.shape) for use, g in zip(uses, found, strict=False)]
+
     def _dtype(self, use: Use) -> torch.dtype:
         return accumulator_dtype(self.parameters[next(iter(use.site.parameters.values()))])
 
@@ -160,19 +162,20 @@ class GhostClipping(ClippedSum):
         """
         squares = torch.zeros(batch.units, dtype=torch.float64, device=batch.real.device)
         energy = torch.zeros_like(squares)
-        for name, uses in contributions.items():
-            parameter = self.parameters[name]
-            square, spread = squared_norms(uses, parameter.shape, batch, accumulator_dtype(parameter))
+        for names in by_input(contributions):
+            uses = [contributions[name] for name in names]
+            dtype = accumulator_dtype(self.parameters[names[0]])
+            square, spread = squared_norms(uses, self.parameters[names[0]].shape, batch, dtype)
             squares += square
-            energy += spread if accumulator_dtype(parameter) == torch.float32 else 0
+            energy += spread if dtype == torch.float32 else 0
         slack = torch.zeros_like(squares)
         doubtful = batch.real & ~(squares >= CANCELLATION * energy)  # NaN is doubtful too
         doubtful |= batch.real & squares.isinf()
         if bool(doubtful.any()):
             again = batch.only(doubtful)
             exact = torch.zeros_like(squares)
-            for name, uses in contributions.items():
-                exact += squared_norms(uses, self.parameters[name].shape, again, torch.float64)[0]
+            for name, each in contributions.items():
+                exact += squared_norms([each], self.parameters[name].shape, again, torch.float64)[0]
             squares = torch.where(doubtful, exact, squares)
             slack = torch.where(doubtful, 4 * torch.finfo(torch.float32).eps * energy.sqrt(), slack)
         norms = torch.where(broken_units(losses, batch), torch.nan, squares.clamp(min=0).sqrt())

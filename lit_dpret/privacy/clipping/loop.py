@@ -79,7 +79,7 @@ class _SavedTensors:
             return tensor
         tensor = torch.where(tensor.isnan(), torch.zeros_like(tensor), tensor)
         if tensor.dim() and tensor.shape[0] and tensor.shape[0] % self.rows == 0:
-            folded = tensor.unflatten(0, (self.rows, -1))
+            folded = tensor.reshape(self.rows, -1, *tensor.shape[1:])
             keep = ~broken.view(-1, *[1] * (folded.dim() - 1)) | folded.isfinite()
             tensor = torch.where(keep, folded, torch.zeros_like(folded)).flatten(0, 1)
         return tensor

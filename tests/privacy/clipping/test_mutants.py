@@ -19,12 +19,12 @@ squared_norms = contributions.squared_norms
 
 
 def no_cross_term(patch: Patch) -> None:
-    patch.setattr(contributions, "cross_terms", lambda pairs, ids, looked_up: torch.zeros(len(ids)).double())
+    patch.setattr(contributions, "cross_terms", lambda inputs, outputs, ids, looked_up: torch.zeros(len(ids)).double())
 
 
 def each_use_alone(patch: Patch) -> None:
-    def mutant(uses: Any, *rest: Any) -> tuple[Tensor, Tensor]:
-        found = [squared_norms([use], *rest) for use in uses]
+    def mutant(parameters: Any, *rest: Any) -> tuple[Tensor, Tensor]:
+        found = [squared_norms([[use]], *rest) for uses in parameters for use in uses]
         return sum(s for s, _ in found), sum(e for _, e in found)  # type: ignore[return-value]
 
     patch.setattr(ghost, "squared_norms", mutant)
@@ -32,7 +32,7 @@ def each_use_alone(patch: Patch) -> None:
 
 def last_use_only(patch: Patch) -> None:
     """What fastDP does: the second use of a weight overwrites the norm of the first."""
-    patch.setattr(ghost, "squared_norms", lambda uses, *rest: squared_norms(uses[-1:], *rest))
+    patch.setattr(ghost, "squared_norms", lambda all_, *rest: squared_norms([uses[-1:] for uses in all_], *rest))
 
 
 def rows_alone(patch: Patch) -> None:

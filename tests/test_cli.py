@@ -1,0 +1,137 @@
+"""The command line: one line and a non-zero exit for what a user can cause, before training starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lit_dpret.cli import explain
+from lit_dpret.errors import ConfigurationError
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = [
+    "trainer.max_steps=2",
+    "datamodule=pairs",
+    "datamodule.expected_batch_size=8",
+    "datamodule.physical_batch_size=8",
+    "model.max_passage_length=16",
+    "model.max_query_length=8",
+]
+
+
+def write_log(folder: Path, lines: int = 40) -> Path:
+    path = folder / "log.jsonl"
+    rows = [{"query": f"what is number {i}", "passage": f"number {i} is a number after {i - 1}"} for i in range(lines)]
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n", encoding="utf-8")
+    return path
+
+
+def call(*arguments: str, folder: Path, program: tuple[str, ...] = ("train.py",), **environment: str) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    return subprocess.run(
+        [sys.executable, *program, f"hydra.run.dir={folder / 'run'}", f"run_dir={folder / 'run'}", *arguments],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+        env=os.environ | {"XDG_STATE_HOME": str(folder / "state"), "CUDA_VISIBLE_DEVICES": ""} | environment,
+    )  # fmt: skip
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line of a refusal; everything else about the refusal is checked here."""
+    assert done.returncode != 0, done.stdout
+    assert "Traceback" not in done.stderr, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+# Each case is a process of a few seconds; the slow ones repeat through the command line what unit tests already check.
+FAST = [
+    (["privacy.epsilon=3"], r"privacy.epsilon is not a setting.*delta, .*eps"),
+    (["privacy=none", "privacy.eps=3"], r"privacy.eps is not a setting"),
+    (["privacy.eps=0"], r"privacy.eps=0"),
+]
+SLOW = [
+    (["privacy.eps=-1"], r"privacy.eps=-1"),
+    (["privacy.delta=0.5"], r"privacy.delta=0.5 is not below 1/n"),
+    (["privacy.eps=1e-9", "privacy.delta=1e-300"], r"privacy.eps"),
+    (["datamodule.pairs=missing.jsonl"], r"missing.jsonl"),
+    (["model.pretrained=configs"], r"configs"),
+    (["model.optimizer.name=adamx"], r"model.optimizer.name='adamx' is not one of"),
+    (["model=nonsense"], r"model=nonsense does not exist.*generator"),
+    (["privacy.secret_file=${run_dir}/secret"], r"inside the run folder"),
+    (["run_dir=/proc/nowhere"], r"/proc/nowhere cannot be written"),
+    (["task.min_free_mb=1e12"], r"free disk"),
+    (["datamodule.expected_batch_size=1000"], r"exceeds the 40 units"),
+]
+
+
+def check(arguments: list[str], pattern: str, tmp_path: Path) -> None:
+    import re
+
+    log = [] if any(a.startswith("datamodule.pairs=") for a in arguments) else [f"datamodule.pairs={write_log(tmp_path)}"]
+    line = refused(call(*TINY, *log, *arguments, folder=tmp_path))
+    assert re.search(pattern, line), line
+    assert not list(tmp_path.glob("run/privacy_card.*"))
+
+
+@pytest.mark.parametrize(("arguments", "pattern"), FAST, ids=[a[-1] for a, _ in FAST])
+def test_bad_input_is_one_clear_line(arguments: list[str], pattern: str, tmp_path: Path) -> None:
+    check(arguments, pattern, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "pattern"), SLOW, ids=[a[-1] for a, _ in SLOW])
+def test_more_bad_input_is_one_clear_line(arguments: list[str], pattern: str, tmp_path: Path) -> None:
+    check(arguments, pattern, tmp_path)
+
+
+@pytest.mark.slow
+def test_malformed_jsonl_is_named_with_its_line(tmp_path: Path) -> None:
+    log = write_log(tmp_path)
+    log.write_text(log.read_text(encoding="utf-8") + "{not json\n", encoding="utf-8")
+    assert "41" in refused(call(*TINY, f"datamodule.pairs={log}", folder=tmp_path))
+
+
+@pytest.mark.slow
+def test_the_quickstart_extra_that_is_not_installed_is_named(tmp_path: Path) -> None:
+    hide = tmp_path / "hide"
+    hide.mkdir()
+    (hide / "insuranceqa_data.py").write_text("raise ImportError('hidden')\n", encoding="utf-8")
+    line = refused(call("datamodule=insuranceqa", folder=tmp_path, PYTHONPATH=str(hide)))
+    assert "lit-dpret[quickstart]" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [("train.py",), ("-m", "lit_dpret")])
+def test_a_run_leaves_model_ledger_card_and_metrics(tmp_path: Path, program: tuple[str, ...]) -> None:
+    from lit_dpret.privacy.accounting import epsilon
+    from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
+
+    done = call(*TINY, f"datamodule.pairs={write_log(tmp_path)}", "privacy.eps=3", folder=tmp_path, program=program)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    card = json.loads((run / "privacy_card.json").read_text(encoding="utf-8"))
+    records = PrivacyLedger.read(run / "privacy_ledger.jsonl").records
+    spent = epsilon(charged_releases(records), delta=1 / 80, neighbours="zero_out")
+    assert card["claim"]["epsilon"] == pytest.approx(spent) and spent <= 3
+    assert (run / "metrics.jsonl").exists() and (run / "model" / "model.safetensors").exists()
+    assert "lit-dpret" in (tmp_path / "state").name or (tmp_path / "state" / "lit-dpret" / "privacy_secret").exists()
+
+
+def test_an_error_deep_in_a_chain_is_explained_by_its_own_line() -> None:
+    try:
+        try:
+            raise ConfigurationError("the knob")
+        except ConfigurationError as inner:
+            raise RuntimeError("wrapped by Hydra") from inner
+    except RuntimeError as outer:
+        assert explain(outer) == "the knob"
+
+
+def test_a_full_disk_is_explained_and_a_defect_is_not() -> None:
+    assert "disk is full" in (explain(OSError(28, "No space left on device", "/x/last.ckpt")) or "")
+    assert explain(KeyError("a defect of ours")) is None
