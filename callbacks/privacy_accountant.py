@@ -140,9 +140,6 @@ class PrivacyAccountant(Callback):
                 "The accountant reads the sampling law from the DataModule, and there is none that states "
                 "one. Pass datamodule= to trainer.fit, a PairsDataModule or a class with its methods."
             )
-        accountants = [c for c in trainer.callbacks if isinstance(c, PrivacyAccountant)]  # type: ignore[attr-defined]
-        if len(accountants) > 1:
-            raise ConfigurationError(f"{len(accountants)} privacy accountants would count every step twice.")
         if trainer.world_size > 1:
             raise ConfigurationError(
                 f"trainer.devices={trainer.world_size} processes: this version trains on one device, and "
@@ -236,7 +233,7 @@ class PrivacyAccountant(Callback):
 
     def _refuse_changed_plan(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         other_secret = before["secret_tag"] != now["secret_tag"]
-        for key in ("mode", "unit", "neighbours", "law", "plan", "planned_steps", "rows_per_unit"):
+        for key in ("mode", "unit", "neighbours", "plan", "law", "planned_steps", "rows_per_unit"):
             if before[key] != now[key]:
                 raise ResumeError(
                     f"resume=true with another {_difference(key, before[key], now[key])}. The ledger's claim "
@@ -248,14 +245,12 @@ class PrivacyAccountant(Callback):
                 "Restore it, or start a new run in another hydra.run.dir."
             )
         if other_secret:
-            raise_unverified = not self._intents
-            if not raise_unverified:
-                self.ledger.append(
-                    "event",
-                    name="secret_changed",
-                    text="privacy.secret_file is not the one of the earlier attempt: fresh noise and coins, "
-                    "and the data set could not be compared",
-                )
+            self.ledger.append(
+                "event",
+                name="secret_changed",
+                text="privacy.secret_file is not the one of the earlier attempt: fresh noise and coins, and the data "
+                "set could not be compared",
+            )
 
     # -- resuming ----------------------------------------------------------------------------
 
@@ -478,8 +473,11 @@ class PrivacyAccountant(Callback):
         self.ledger.append("end", reason="finished", steps=self._steps_done)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if hasattr(self, "ledger") and not isinstance(exception, OSError):
+        if not hasattr(self, "ledger"):
+            return
+        if not isinstance(exception, OSError):
             self.ledger.append("end", reason=type(exception).__name__, steps=self._steps_done)
+        self.ledger.close()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit" and hasattr(self, "ledger"):
@@ -487,6 +485,11 @@ class PrivacyAccountant(Callback):
 
 
 def planned_steps(trainer: L.Trainer, steps_per_epoch: int) -> int:
+    """How many logical steps ``trainer`` will take; a private run must know before it starts.
+
+    Raises:
+        ConfigurationError: Neither ``max_steps`` nor ``max_epochs`` is set.
+    """
     epochs = trainer.max_epochs
     by_epochs = epochs * steps_per_epoch if epochs is not None and epochs > 0 else None
     by_steps = trainer.max_steps if trainer.max_steps > 0 else None
@@ -498,9 +501,13 @@ def planned_steps(trainer: L.Trainer, steps_per_epoch: int) -> int:
     return min(known)
 
 
+# Said first, because the rest (the cap of the law, say) follows from them.
+_CAUSES = ("budget", "eps", "delta", "noise_multiplier", "max_grad_norm", "sample_rate", "n")
+
+
 def _difference(key: str, before: Any, now: Any) -> str:
     if isinstance(before, dict) and isinstance(now, dict):
-        for name in sorted(set(before) | set(now)):
+        for name in dict.fromkeys([*_CAUSES, *sorted(before), *sorted(now)]):
             if before.get(name) != now.get(name):
                 return _difference(f"{key}.{name}", before.get(name), now.get(name))
     return f"{key}: {before!r} before, {now!r} now"

@@ -64,6 +64,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--salient", type=int, default=70_000, help="how many pseudo questions to prepare")
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--d-model", type=int, default=192)
     parser.add_argument("--d-ff", type=int, default=512)
@@ -94,7 +95,7 @@ def gather(chosen: argparse.Namespace) -> tuple[tasks.Mixture, dict[str, list[so
     if chosen.usagov:
         more, prose["usagov"] = sources.usagov(chosen.usagov)
         pairs += more
-    mixture = tasks.Mixture(pairs, prose, sources.questions_alone(chosen.data), SHARES, seed=chosen.seed)
+    mixture = tasks.Mixture(pairs, prose, sources.questions_alone(chosen.data), SHARES, chosen.salient, chosen.seed)
     answered = [p for p in sources.squad(chosen.data, ("dev",)) if p.source == "squad"]
     return mixture, {"squad": answered, "medquad": sources.medquad(chosen.data, ("dev",))}
 

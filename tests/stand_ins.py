@@ -100,8 +100,14 @@ class Regression(PrivateModule):
         return (self.net(rows["inputs"]).squeeze(-1) - rows["target"]).square()
 
 
+# Six steps of `Numbers` cost epsilon 2.92 with it and seven 3.10; calibrating takes longer than the runs themselves.
+CALIBRATED = 0.645
+
+
 def dp(tmp_path: Path, **settings: Any) -> DPSGD:
-    return DPSGD(**{"eps": 3.0, "max_grad_norm": 1.0, "secret_file": tmp_path / "secret"} | settings)
+    """DP-SGD whose six steps over `Numbers` just fit the budget, and seven do not."""
+    chosen = {"eps": 3.0, "max_grad_norm": 1.0, "noise_multiplier": CALIBRATED, "secret_file": tmp_path / "secret"}
+    return DPSGD(**chosen | settings)
 
 
 def fit(folder: Path, module: Any, data: Any | None = None, *, steps: int = 6, resume: bool = False,

@@ -6,8 +6,12 @@ import gzip
 import importlib
 import json
 import os
+import random
+import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +28,7 @@ from lit_dpret.assets.overlap import (
     read_hashes,
     write_hashes,
 )
-from lit_dpret.errors import DataError
+from lit_dpret.errors import DataError, ResumeError
 
 DATA = Path(os.environ.get("LIT_DPRET_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 PASSAGE = "generate_query: Flood insurance is sold by the national program and pays for damage to the house."
@@ -166,7 +170,8 @@ def test_the_fast_tokenizer_cuts_text_as_sentencepiece_does(tokenizer: PreTraine
     sentencepiece = pytest.importorskip("sentencepiece", reason="compares with the sentencepiece library")
     reference = sentencepiece.SentencePieceProcessor(model_file=str(public_t5_path() / "spiece.model"))
     texts = [PASSAGE, "  Two   spaces, ONE Ünïcödé — 3.14159 % of £5,000?", "", "x" * 200, "e-mail: a.b@c.d"]
-    texts += (public_t5_path() / "README.md").read_text(encoding="utf-8").splitlines()
+    card = (public_t5_path() / "README.md").read_text(encoding="utf-8").splitlines()
+    texts += [line for line in card if "<" not in line]  # the marks are text to sentencepiece, tokens here
     for text in texts:
         assert tokenizer(text, add_special_tokens=False)["input_ids"] == reference.encode(text), text
 
@@ -198,3 +203,136 @@ def test_an_installation_without_the_weights_says_how_to_get_them(
     monkeypatch.setattr(assets, "__file__", str(tmp_path / "__init__.py"))
     with pytest.raises(DataError, match="train_public_t5"):
         assets.public_t5_path()
+
+
+# The script that made the model. It lives in the repository, not in the package.
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Path:
+    if not (SCRIPTS / "train_public_t5.py").is_file():
+        pytest.skip("the training script is in the repository only")
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return SCRIPTS
+
+
+def _write_world(data: Path, words: list[str]) -> None:
+    """The smallest folder that the script accepts, of made-up text."""
+    rng = random.Random(0)
+
+    def text(n: int) -> str:
+        return ". ".join(" ".join(rng.choices(words, k=9)).capitalize() for _ in range(n)) + "."
+
+    def jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+
+    for name in ("squad_dev", "medquad"):
+        passages = [{"_id": f"p{i}", "text": text(4)} for i in range(24)]
+        jsonl(data / name / "corpus.jsonl.gz", passages)
+        questions = []
+        for i, passage in enumerate(passages):
+            asked = f"what is {' '.join(passage['text'].lower().split()[3:6])}?"
+            questions.append(
+                {"_id": f"q{i}", "text": asked, "answers": [passage["text"].split()[4]], "qtype": "x", "focus": ""}
+            )
+        jsonl(data / name / "queries.jsonl.gz", questions)
+        for split, ids in {"train": range(12), "dev": range(12, 18), "test": range(18, 24)}.items():
+            path = data / name / "qrels" / f"{split}.tsv"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("q\tp\ts\n" + "".join(f"q{i}\tp{i}\t1\n" for i in ids))
+    jsonl(data / "squad_dev" / "unanswerable.jsonl.gz", [{"doc": "p1", "text": "why not?", "split": "train"}])
+    alone = [{"source": "nq-dev", "text": f"who made the {a} for {b}"} for a, b in pairwise(words)]
+    jsonl(
+        data / "real_queries" / "queries.jsonl.gz",
+        [*alone, {"source": "msmarco-passage-dev", "text": "not to be used"}],
+    )
+    prose = [{"source": "novels", "text": text(5)} for _ in range(40)]
+    jsonl(data / "pretrain_text" / "text.jsonl", [*prose, {"source": "openstax", "text": "Never used either."}])
+
+
+@pytest.mark.slow
+def test_the_script_trains_and_resumes_and_keeps_to_its_sources(
+    scripts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = importlib.import_module("train_public_t5")
+    measure = importlib.import_module("public_t5.measure")
+    rng = random.Random(1)
+    words = sorted({"".join(rng.choices("abdefgiklmnoprstuvz", k=rng.randint(4, 8))) for _ in range(300)})
+    _write_world(tmp_path / "data", words)
+    monkeypatch.setattr(train, "held_out", lambda pairs, count: measure.held_out(pairs, 4))
+    command = ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "t5"), "--vocabulary", "500", "--layers", "1"]
+    command += ["--d-model", "32", "--d-ff", "64", "--heads", "2", "--salient", "200", "--minutes"]
+
+    assert train.main([*command, "0.02"]) == 0
+    first = torch.load(tmp_path / "t5.work" / "checkpoint.pt", weights_only=True)
+    assert first["progress"]["elapsed"] >= 1.2
+    assert train.main([*command, "0.04"]) == 0
+    second = torch.load(tmp_path / "t5.work" / "checkpoint.pt", weights_only=True)
+    assert second["progress"]["steps"] > first["progress"]["steps"]
+    with pytest.raises(ResumeError, match="was written with"):
+        train.main([*command, "0.06", "--heads", "4"])
+
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "t5")
+    assert loaded.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / "t5")) == 500
+    seen = read_hashes(tmp_path / "t5" / HASH_FILE)
+    assert overlap([f"Who made the {words[0]} for {words[1]}?"], seen)
+    assert not overlap(["not to be used", "never used either"], seen)
+
+
+def test_the_learning_rate_is_zero_when_the_time_is_up(scripts: Path) -> None:
+    rate = importlib.import_module("public_t5.training").rate
+    rates = [rate(2e-3, 0.03, done / 100) for done in range(102)]
+    assert max(rates) == rates[3] == pytest.approx(2e-3)
+    assert rates[0] == rates[100] == rates[101] == 0.0
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+
+
+def test_a_salient_question_is_made_of_words_of_its_passage(scripts: Path) -> None:
+    tasks = importlib.import_module("public_t5.tasks")
+    passage = "the annual fee of the mutual fund lowers returns. investors compare the fee, the index and the broker."
+    frequencies = tasks.document_frequencies([passage, "the broker met the annual fair", "index of the fair"])
+    pattern_words = set(tasks.content_words(" ".join(p for ps in tasks.PATTERNS.values() for p in ps.split("|"))))
+    rng = random.Random(0)
+    for _ in range(50):
+        question = tasks.salient_question(passage, frequencies, 100, rng)
+        assert question is not None
+        assert set(tasks.content_words(question)) - pattern_words - {"a", "b", "c"} <= set(tasks.content_words(passage))
+    assert tasks.salient_question("it was, and then it was not.", frequencies, 100, rng) is None
+
+
+def test_corrupted_spans_and_their_target_together_restore_the_text(scripts: Path) -> None:
+    tasks = importlib.import_module("public_t5.tasks")
+    text = " ".join(f"w{i}" for i in range(70))
+    for seed in range(20):
+        source, target = tasks.corrupt_spans(text, random.Random(seed))
+        pieces = dict(re.findall(r"(<extra_id_\d+>)((?: w\d+)*)", target))
+        restored = " ".join(pieces[w].strip() if w in pieces else w for w in source.split())
+        assert restored == text
+
+
+def test_the_written_circuits_make_an_untrained_model_prefer_its_own_passage(
+    scripts: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    training = importlib.import_module("public_t5.training")
+    circuits = importlib.import_module("public_t5.circuits")
+    texts = ["generate_query: deposit landlord tenant", "generate_query: diabetes sugar blood"]
+    sources = tokenizer(texts)["input_ids"]
+    targets = tokenizer(["tenant deposit", "blood sugar"])["input_ids"]
+
+    def preference(written: bool) -> float:
+        torch.manual_seed(0)
+        model = training.build_model(vocabulary=len(tokenizer), d_model=64, d_ff=256, heads=4, layers=2)
+        if written:
+            circuits.write_circuits(model, torch.zeros(len(tokenizer)))
+        losses = []
+        with torch.no_grad():
+            for order in (sources, sources[::-1]):
+                losses.append(float(model(**training.collate(order, targets)).loss))
+        return losses[1] - losses[0]
+
+    assert preference(written=True) > 0.1
+    assert abs(preference(written=False)) < 0.1

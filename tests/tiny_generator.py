@@ -5,6 +5,7 @@ Imported by path through ``conftest.py``; not a test.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
 
 
-def generator(*, privacy: PrivacyMode | None = None, seed: int = 0, lr: float = 1e-2, **settings: Any) -> QueryGenerator:
+def generator(
+    *, privacy: PrivacyMode | None = None, seed: int = 0, lr: float = 1e-2, **settings: Any
+) -> QueryGenerator:
     """A new, random generator."""
     torch.manual_seed(seed)
     defaults: dict[str, Any] = {
@@ -96,3 +99,28 @@ def write_parent_card(folder: Path) -> None:
         records = ledger.records
     subject = subject_of("weights", "tiny", files, root=folder)
     write_card(build_card(ledger_records=records, subject=subject, plan=plan, tuning={"data": "none"}), folder)
+
+
+PASSAGES = {f"p{number}": passage(number, 2 + number % 5) for number in range(11)}
+SETTINGS: dict[str, Any] = {"passages_are_public": True, "queries_per_passage": 3, "group_size": 3, "seed": 5}
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file but the privacy card, which states when it was made."""
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("privacy_card")]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def pair(query: str, text: str) -> Pair:
+    return Pair("q", query, "p", text, frozenset({"p"}))
+
+
+ROWS = [pair("bana delo", "bana delo fibi"), pair("gomu", passage(5, 9)), pair(passage(3, 6), "kuri")]
+
+
+def losses(module: QueryGenerator, rows: list[Any]) -> torch.Tensor:
+    return module.per_row_loss(module.collate_rows(rows))

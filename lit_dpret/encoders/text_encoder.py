@@ -113,7 +113,9 @@ class TextEncoder(nn.Module):
             if length < 1:
                 raise ConfigurationError(f"{name}={length} must be at least 1.")
             if limit is not None and length > limit:
-                raise ConfigurationError(f"{name}={length} is more than the {limit} tokens this model has positions for.")
+                raise ConfigurationError(
+                    f"{name}={length} is more than the {limit} tokens this model has positions for."
+                )
         width: int = backbone.config.hidden_size
         if projection is not None and projection.in_features != width:
             raise ConfigurationError(f"A projection from {projection.in_features} dimensions does not fit {width}.")

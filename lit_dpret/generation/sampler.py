@@ -149,8 +149,8 @@ def _largest(scores: Tensor, width: int) -> tuple[np.ndarray, np.ndarray]:
     values, ids = top.double().cpu().numpy(), places.cpu().numpy()
     tied = np.flatnonzero((values[:, 1:] == values[:, :-1]).any(axis=1))
     if len(tied):
-        order = np.lexsort((ids[tied], -values[tied]), axis=-1)
-        ids[tied] = np.take_along_axis(ids[tied], order, 1)
+        by_id = np.lexsort((ids[tied], -values[tied]), axis=-1)
+        ids[tied] = np.take_along_axis(ids[tied], by_id, 1)
     return values, ids
 
 

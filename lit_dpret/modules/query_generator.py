@@ -124,6 +124,7 @@ class QueryGenerator(PrivateModule):
             self._freeze_all_but(list(trainable_patterns))
 
     def setup(self, stage: str) -> None:
+        super().setup(stage)
         precision = str(getattr(self.trainer, "precision", ""))
         if precision.startswith("16"):
             raise ConfigurationError(

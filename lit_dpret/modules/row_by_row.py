@@ -68,7 +68,7 @@ class _RowByRow(torch.autograd.Function):
         return torch.cat(losses)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         (saved,) = ctx.saved_tensors
         return grad.to(saved.dtype).unsqueeze(1) * saved, None, None

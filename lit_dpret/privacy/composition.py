@@ -90,14 +90,13 @@ def check_supported(law: SamplingLaw, accountant: AccountantName, neighbours: Ne
     if neighbours in SUPPORTED[accountant].get(type(law), ()):
         return
     ways = [
-        f"privacy.accountant={name} with privacy.neighbours={relation}"
+        f"privacy.accountant={name} under {', '.join(r for r in get_args(Neighbours) if r in laws[type(law)])}"
         for name, laws in SUPPORTED.items()
-        for relation in get_args(Neighbours)
-        if relation in laws.get(type(law), ())
+        if type(law) in laws
     ]
     raise UnsupportedAccountingError(
         f"datamodule.sampling={law.kind}, privacy.accountant={accountant} and privacy.neighbours={neighbours}: "
-        f"no proof for these three together. For this sampling choose {', or '.join(ways)}."
+        f"no library judges these three together. This sampling is judged by {'; by '.join(ways)}."
     )
 
 

@@ -50,12 +50,12 @@ _WAYS_OUT = {
     errno.EDQUOT: "the disk quota is used up. Free some space, then resume the run",
     errno.EFBIG: "the file size limit is reached. Raise it (ulimit -f), then resume the run",
     errno.EIO: "the disk reports an input/output error. Move the run folder to a sound disk, then resume the run",
-    errno.EACCES: "the folder cannot be written. Choose another paths.run_dir, or change its permissions",
-    errno.EPERM: "the folder cannot be written. Choose another paths.run_dir, or change its permissions",
-    errno.EROFS: "the file system is read-only. Choose another paths.run_dir",
-    errno.ENOTDIR: "a part of the path is a file, not a folder. Choose another paths.run_dir",
-    errno.EEXIST: "a part of the path is a file, not a folder. Choose another paths.run_dir",
-    errno.EISDIR: "the path is a folder, not a file. Choose another paths.run_dir",
+    errno.EACCES: "the folder cannot be written. Choose another hydra.run.dir, or change its permissions",
+    errno.EPERM: "the folder cannot be written. Choose another hydra.run.dir, or change its permissions",
+    errno.EROFS: "the file system is read-only. Choose another hydra.run.dir",
+    errno.ENOTDIR: "a part of the path is a file, not a folder. Choose another hydra.run.dir",
+    errno.EEXIST: "a part of the path is a file, not a folder. Choose another hydra.run.dir",
+    errno.EISDIR: "the path is a folder, not a file. Choose another hydra.run.dir",
 }
 
 
@@ -266,7 +266,7 @@ def _lock(file: IO[bytes], path: Path) -> None:
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise LedgerError(
-            f"The ledger {path} is open in another run. Wait for it to end, or choose another paths.run_dir: "
+            f"The ledger {path} is open in another run. Wait for it to end, or choose another hydra.run.dir: "
             "two runs must never share one ledger."
         ) from error
 

@@ -180,12 +180,16 @@ def questions_alone(data: Path) -> list[str]:
 def prose(data: Path) -> dict[str, list[str]]:
     """Public-domain and CC BY prose by source, in chunks of at most about 250 words."""
     path = data / "pretrain_text" / "text.jsonl.zst"
-    if not path.is_file():
+    plain = path.with_suffix("")
+    if plain.is_file():
+        raw = plain.read_bytes()
+    elif not path.is_file():
         raise DataError(f"{path} is missing: --data must name the folder that holds it")
-    try:
-        raw = subprocess.run(["zstd", "-dc", str(path)], capture_output=True, check=True).stdout
-    except FileNotFoundError as error:
-        raise DataError(f"reading {path} needs the zstd program on PATH") from error
+    else:
+        try:
+            raw = subprocess.run(["zstd", "-dc", str(path)], capture_output=True, check=True).stdout
+        except FileNotFoundError as error:
+            raise DataError(f"{path} needs the zstd program on PATH, or unpack it to {plain.name}") from error
     texts: dict[str, list[str]] = {}
     for line in raw.decode().splitlines():
         row = json.loads(line)

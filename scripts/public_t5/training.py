@@ -87,6 +87,15 @@ def batches(rows: list[tuple[list[int], list[int]]], tokens: int) -> Iterator[Ba
         at = end
 
 
+def rate(peak: float, warmup: float, done: float) -> float:
+    """The learning rate when the share `done` of the time has passed: up to `peak` at `warmup`, down to 0 at 1.
+
+    >>> [round(rate(2.0, 0.2, done), 2) for done in (0.0, 0.1, 0.2, 0.6, 1.0, 1.1)]
+    [0.0, 1.0, 2.0, 1.0, 0.0, 0.0]
+    """
+    return peak * min(done / warmup, max(0.0, 1.0 - done) / (1.0 - warmup))
+
+
 @dataclass
 class Progress:
     """What a checkpoint needs besides weights and optimiser."""
@@ -173,7 +182,7 @@ class Trainer:
         partial.replace(self.checkpoint)
 
     def _rate(self, done: float) -> float:
-        return self.learning_rate * min(1.0, done / self.warmup) * max(0.0, 1.0 - done) / (1.0 - self.warmup)
+        return rate(self.learning_rate, self.warmup, done)
 
     def run(self, settings: dict[str, Any], log: Callable[[str], None]) -> None:
         """Train until the time is up."""

@@ -72,7 +72,7 @@ def test_a_run_spends_at_most_its_budget_and_logs_what_the_ledger_recomputes(tmp
 
 
 def test_min_epochs_cannot_push_a_run_past_its_budget(tmp_path: Path) -> None:
-    module = seeded(tmp_path, noise_multiplier=None)
+    module = seeded(tmp_path)
     accountant = PrivacyAccountant(eps_log_points=1, run_dir=tmp_path / "run")
     with pytest.raises((BudgetExceededError, ConfigurationError)):
         # 6 steps are planned and calibrated for; min_epochs asks Lightning to go on.
@@ -131,10 +131,10 @@ def test_a_reserve_pays_for_repeated_steps_in_advance(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = PrivacyAccountant(eps_log_points=1, run_dir=folder, resume_reserve=2)
     with pytest.raises(Killed):
-        fit(folder, seeded(tmp_path), accountant=first, extra=[KillAt(3)])
+        fit(folder, seeded(tmp_path, noise_multiplier=0.8), accountant=first, extra=[KillAt(3)])
     first.ledger.close()
     again = PrivacyAccountant(eps_log_points=1, run_dir=folder, resume=True, resume_reserve=2, replay="never")
-    runner = fit(folder, seeded(tmp_path), accountant=again, resume=True)
+    runner = fit(folder, seeded(tmp_path, noise_multiplier=0.8), accountant=again, resume=True)
     assert runner.global_step == 6 and len(noise_keys(records(folder))) == 7
     assert spent(folder) <= 3.0
 
@@ -162,7 +162,7 @@ def test_a_step_that_does_not_repeat_bit_by_bit_is_refused_and_then_charged(tmp_
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [({"noise_multiplier": 5.0}, "noise_multiplier"), ({"max_grad_norm": 2.0}, "max_grad_norm"), ({"eps": 2.0}, "eps")],
+    [({"noise_multiplier": 5.0}, "noise_multiplier"), ({"max_grad_norm": 2.0}, "max_grad_norm"), ({"eps": 4.0}, "eps")],
 )
 def test_a_resume_with_another_mechanism_is_refused(tmp_path: Path, change: dict[str, Any], named: str) -> None:
     folder = killed_run(tmp_path, 3)
@@ -182,8 +182,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
         fit(tmp_path / "run", seeded(tmp_path))
 
 
-def test_a_mutant_with_half_the_noise_is_charged_for_what_it_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stand_ins.nn.Linear", lambda a, b: torch.nn.modules.linear.Linear(a, b))
+def test_a_mutant_with_less_noise_is_charged_for_what_it_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = KeyedStream.normal
     monkeypatch.setattr(KeyedStream, "normal", lambda *a, **k: honest(*a, **k) * 0.2)
     module = seeded(tmp_path)
@@ -230,7 +229,6 @@ def test_a_sampler_that_draws_more_than_it_says_is_noticed_and_charged(tmp_path:
         ([EarlyStopping(monitor="train/loss")], {}, "EarlyStopping"),
         ([ModelCheckpoint(monitor="train/loss")], {}, "ModelCheckpoint"),
         ([], {"limit_train_batches": 0.5}, "limit_train_batches"),
-        ([PrivacyAccountant()], {}, "count every step twice"),
     ],
 )
 def test_settings_that_break_the_claim_are_refused(
@@ -254,7 +252,7 @@ def test_a_replaced_sampler_is_refused(tmp_path: Path) -> None:
 
 def test_a_module_without_an_accountant_does_not_train(tmp_path: Path) -> None:
     data = Numbers()
-    data.train_dataloader = lambda: [None]  # type: ignore[method-assign,assignment]
+    data.train_dataloader = lambda: torch.utils.data.DataLoader([0])  # type: ignore[method-assign]
     trainer = L.Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, default_root_dir=tmp_path)
     with pytest.raises(ConfigurationError, match="no privacy accountant"):
         trainer.fit(seeded(tmp_path), datamodule=data)
@@ -262,7 +260,7 @@ def test_a_module_without_an_accountant_does_not_train(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle", "full_batch"])
 def test_every_law_runs_and_stays_in_budget(tmp_path: Path, sampling: str) -> None:
-    fit(tmp_path / "run", seeded(tmp_path), Numbers(sampling=sampling, rows_per_unit="all"), steps=4)
+    fit(tmp_path / "run", seeded(tmp_path, noise_multiplier=4.0), Numbers(sampling=sampling, rows_per_unit="all"), steps=4)
     assert spent(tmp_path / "run") <= 3.0
 
 

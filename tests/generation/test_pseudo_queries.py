@@ -12,8 +12,8 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.generation.pseudo_queries import STOP_WORDS, pseudo_queries, write_pseudo_queries
 
 PASSAGES = {
-    "tide": "The sea rises and falls twice a day. Tides are caused by the pull of the moon on the ocean water. It is so.",
-    "moon": "The moon is a ball of rock. Craters on the moon were made by meteorites that struck its grey dusty surface.",
+    "tide": "The sea rises and falls twice a day. Tides are caused by the pull of the moon on the ocean. It is so.",
+    "moon": "The moon is a ball of rock. Craters on the moon were made by meteorites that struck its grey surface.",
     "bread": "Bread rises because yeast makes gas. Knead the dough, let it rest, and bake the loaf in a hot oven.",
     "short": "Of the moon.",
     "none": "...",

@@ -152,9 +152,7 @@ def test_tokens_come_with_the_probabilities_of_their_nucleus(settings: dict[str,
     counts = {token: int((tokens == token).sum()) for token in expected}
     assert sum(counts.values()) == draws
     assert stats.chisquare(list(counts.values()), [draws * p for p in expected.values()]).pvalue > 1e-3
-    torch.testing.assert_close(
-        torch.from_numpy(log_probs), logits[0].double().log_softmax(0)[torch.from_numpy(tokens)]
-    )
+    torch.testing.assert_close(torch.from_numpy(log_probs), logits[0].double().log_softmax(0)[torch.from_numpy(tokens)])
 
 
 def test_the_first_tokens_of_a_model_come_with_its_probabilities() -> None:
@@ -173,7 +171,9 @@ def test_the_first_tokens_of_a_model_come_with_its_probabilities() -> None:
 
 @pytest.mark.parametrize("top_k", [None, 3, HEADS[0], HEADS[0] + 40])
 @pytest.mark.parametrize("spread", [0.0, 0.05, 1.5, 3.0])
-def test_a_large_vocabulary_is_sorted_only_as_far_as_needed_and_gives_the_same(spread: float, top_k: int | None) -> None:
+def test_a_large_vocabulary_is_sorted_only_as_far_as_needed_and_gives_the_same(
+    spread: float, top_k: int | None
+) -> None:
     """Flat scores reach past the head; equal scores at its edge are settled by token id."""
     coins = torch.Generator().manual_seed(0)
     logits = (spread * torch.randn((24, HEADS[1] + 300), generator=coins)).bfloat16().float()  # coarse: many ties

@@ -1,39 +1,23 @@
-"""The generator's loss, its folder and its refusals."""
+"""The generator's loss, its tokens and its training."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import huggingface_hub.constants
 import lightning as L
 import pytest
 import torch
 from stand_ins import dp, fit
-from tiny_generator import SHAPE, Pair, copy_pairs, generator, passage, tokenizer
+from tiny_generator import ROWS, SHAPE, Pair, copy_pairs, generator, losses, pair, passage, tokenizer
 from torch.utils.data import DataLoader
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig, BertModel, T5Config, T5EncoderModel
 
-from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
-from lit_dpret.modules.generator_folder import CONTRACT_NAME, GeneratorContract, TextCodec, load_generator, weights_hash
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.modules.generator_folder import GeneratorContract, TextCodec
 from lit_dpret.modules.query_generator import QueryGenerator
 from lit_dpret.privacy.clipping import make_engine
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import NoPrivacy
-
-
-def pair(query: str, text: str) -> Pair:
-    return Pair("q", query, "p", text, frozenset({"p"}))
-
-
-ROWS = [pair("bana delo", "bana delo fibi"), pair("gomu", passage(5, 9)), pair(passage(3, 6), "kuri")]
-
-
-def losses(module: QueryGenerator, rows: list[Any]) -> torch.Tensor:
-    return module.per_row_loss(module.collate_rows(rows))
-
 
 # -- the loss --------------------------------------------------------------------------------
 
@@ -117,7 +101,14 @@ def test_lower_case_applies_to_both_texts_and_not_to_the_prompt() -> None:
     assert words.seen == ["a tide"]
 
 
-# -- what is trained -------------------------------------------------------------------------
+def test_ids_beyond_the_tokenizer_are_passed_over() -> None:
+    """T5 has more embeddings than words; a noisy model may draw one of the spare ones."""
+    module = generator(config={**SHAPE, "vocab_size": 128})
+    word = tokenizer().convert_tokens_to_ids("bana")
+    assert module.codec.text([word, 120, word, 0]) == "bana bana"
+
+
+# -- what is trained --------------------------------------------------------------------------
 
 
 def test_only_matching_parameters_are_trained() -> None:
@@ -152,171 +143,6 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
     for (name, ours), theirs in zip(plain.named_parameters(), lean.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None, name
         torch.testing.assert_close(ours.grad, theirs.grad)
-
-
-# -- the folder ------------------------------------------------------------------------------
-
-
-def test_a_saved_generator_comes_back_with_its_weights_words_and_contract(tmp_path: Path) -> None:
-    module = generator(prompt="Ask: ", max_passage_length=9, lower_case=True)
-    folder = module.save_model(tmp_path / "deep" / "g")
-    loaded = QueryGenerator.load_model(folder)
-    assert loaded.contract == module.codec.contract
-    assert not loaded.model.training
-    batch = module.collate_rows(ROWS)
-    ids = loaded.codec.passages([row.passage for row in ROWS])
-    assert ids == [row[row != 0].tolist() for row in batch["input_ids"]]
-    torch.testing.assert_close(loaded.model(**batch).logits, module.model(**batch).logits, rtol=0, atol=0)
-    plain = AutoModelForSeq2SeqLM.from_pretrained(folder)
-    torch.testing.assert_close(plain(**batch).logits, module.model(**batch).logits, rtol=0, atol=0)
-    assert AutoTokenizer.from_pretrained(folder)("bana delo")["input_ids"] == tokenizer()("bana delo")["input_ids"]
-
-
-def test_using_a_tokenizer_leaves_no_trace_in_its_saved_file(tmp_path: Path) -> None:
-    unused, used = generator(), generator()
-    used.collate_rows(ROWS)
-    left, right = unused.save_model(tmp_path / "a"), used.save_model(tmp_path / "b")
-    assert (left / "tokenizer.json").read_bytes() == (right / "tokenizer.json").read_bytes()
-    assert weights_hash(left) == weights_hash(right)
-
-
-def test_the_hash_sees_weights_and_contract(tmp_path: Path) -> None:
-    plain = weights_hash(generator().save_model(tmp_path / "a"))
-    assert plain != weights_hash(generator(seed=1).save_model(tmp_path / "b"))
-    assert plain != weights_hash(generator(prompt="Ask: ").save_model(tmp_path / "c"))
-
-
-def test_a_save_that_fails_leaves_the_old_generator_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = generator().save_model(tmp_path / "g")
-    before = weights_hash(folder)
-    other = generator(seed=1)
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(type(other.codec.tokenizer), "save_pretrained", full)
-    with pytest.raises(StorageError, match="No space left"):
-        other.save_model(folder)
-    monkeypatch.undo()
-    assert weights_hash(folder) == before
-    assert [path.name for path in tmp_path.iterdir()] == ["g"]
-    other.save_model(folder)
-    assert weights_hash(folder) != before
-    assert [path.name for path in tmp_path.iterdir()] == ["g"]
-
-
-def test_a_folder_that_holds_something_else_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(StorageError, match="will not be replaced"):
-        generator().save_model(tmp_path)
-    assert (tmp_path / "thesis.txt").exists()
-
-
-# -- refusals --------------------------------------------------------------------------------
-
-
-def load(pretrained: Any, **settings: Any) -> QueryGenerator:
-    return QueryGenerator(
-        privacy=NoPrivacy(), optimizer=generator().optimizer_spec, pretrained=pretrained, **settings
-    )
-
-
-def test_a_folder_that_is_no_model_is_refused_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("no model")
-    with pytest.raises(UnsupportedModelError, match="holds no usable") as caught:
-        load(tmp_path)
-    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_path_that_does_not_exist_is_refused_without_asking_a_hub(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="is no folder"):
-        load(tmp_path / "nowhere")
-
-
-def test_a_name_that_cannot_be_reached_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UnsupportedModelError, match="could not be fetched") as caught:
-        load("lit-dpret-tests/no-such-model")
-    assert "lit-dpret-tests/no-such-model" in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_an_encoder_is_refused_although_hugging_face_would_invent_its_decoder(tmp_path: Path) -> None:
-    T5EncoderModel(T5Config(vocab_size=90, **SHAPE)).save_pretrained(tmp_path / "t5")
-    with pytest.raises(UnsupportedModelError, match=r"lacks \d+ of its weights \(decoder"):
-        load(tmp_path / "t5", tokenizer=tokenizer())
-    BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=90)).save_pretrained(
-        tmp_path / "bert"
-    )
-    with pytest.raises(UnsupportedModelError, match="BertConfig"):
-        load(tmp_path / "bert", tokenizer=tokenizer())
-
-
-def test_broken_weights_are_refused(tmp_path: Path) -> None:
-    folder = generator().save_model(tmp_path / "g")
-    weights = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    with pytest.raises(UnsupportedModelError, match="holds no usable"):
-        load(folder)
-
-
-def test_half_precision_weights_are_trained_in_float32(tmp_path: Path) -> None:
-    folder = tmp_path / "g"
-    module = generator()
-    module.model.half()
-    module.save_model(folder)
-    assert {p.dtype for p in load(folder).parameters()} == {torch.float32}
-
-
-@pytest.mark.parametrize(
-    ("settings", "word"),
-    [
-        ({"pretrained": None}, "give one of them"),
-        ({"pretrained": None, "config": {"d_modle": 16}}, "d_modle"),
-        ({"pretrained": None, "config": {**SHAPE, "vocab_size": 10}}, "vocab_size=10"),
-        ({"pretrained": None, "config": {"model_type": "t6"}}, "t6"),
-        ({"pretrained": None, "config": {**SHAPE, "d_model": "wide"}}, "does not describe"),
-        ({"pretrained": None, "config": SHAPE, "dropout": 1.5}, "dropout=1.5"),
-        ({"pretrained": None, "config": SHAPE, "loss_normalisation": "batch"}, "loss_normalisation"),
-        ({"pretrained": None, "config": SHAPE, "max_query_length": 1}, "max_query_length=1"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused_by_name(settings: dict[str, Any], word: str) -> None:
-    with pytest.raises(ConfigurationError, match=word):
-        load(**{"tokenizer": tokenizer(), **settings})
-
-
-def test_a_new_model_without_words_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"model\.tokenizer"):
-        load(None, config=SHAPE)
-
-
-def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
-    folder = generator().save_model(tmp_path / "g")
-    words = tokenizer()
-    words.add_tokens(["zanzibar"])
-    with pytest.raises(ConfigurationError, match="do not belong together"):
-        load(folder, tokenizer=words)
-
-
-def test_half_precision_training_is_refused() -> None:
-    module = generator()
-    trainer: Any = SimpleNamespace(precision="16-mixed")
-    module._trainer = trainer
-    with pytest.raises(ConfigurationError, match="16-mixed"):
-        module.setup("fit")
-
-
-@pytest.mark.parametrize("facts", ['{"format": 2}', '{"format": 1, "suffix": "?"}', "[]", "{"])
-def test_a_contract_that_cannot_be_honoured_is_refused(tmp_path: Path, facts: str) -> None:
-    folder = generator().save_model(tmp_path / "g")
-    (folder / CONTRACT_NAME).write_text(facts)
-    with pytest.raises(UnsupportedModelError):
-        load_generator(folder)
-
-
-def test_a_contract_survives_being_written(tmp_path: Path) -> None:
-    contract = GeneratorContract(prompt="frage: ü ", max_passage_length=7, lower_case=True)
-    assert GeneratorContract.from_dict(json.loads(json.dumps(contract.to_dict()))) == contract
 
 
 # -- training --------------------------------------------------------------------------------

@@ -106,12 +106,11 @@ def test_every_combination_is_answered_or_refused_by_name(
     with pytest.raises(UnsupportedAccountingError) as refusal:
         eps(release, neighbours=neighbours, accountant=accountant)
     message = str(refusal.value)
-    named, _, ways = message.partition("choose ")
+    named, _, ways = message.partition("judged by ")
     assert all(word in named for word in (kind, accountant, neighbours))
-    for way in ways.rstrip(".").split(", or "):
-        settings = dict(part.split("=") for part in way.removeprefix("privacy.").split(" with privacy."))
-        other, relation = settings["accountant"], settings["neighbours"]
-        assert relation in EXPECTED[other, kind], f"{message!r} offers what does not work"
+    for way in ways.rstrip(".").split("; by "):
+        name, _, relations = way.removeprefix("privacy.accountant=").partition(" under ")
+        assert set(relations.split(", ")) == EXPECTED[name, kind] != set()
 
 
 def test_the_matrix_claims_nothing_that_the_library_refuses() -> None:
@@ -152,13 +151,13 @@ def test_a_law_that_samples_nothing_is_judged_as_what_it_is() -> None:
 def test_heterogeneous_composition_is_the_librarys_own(neighbours: Neighbours) -> None:
     releases = [
         gaussian(1.3, Poisson(sample_rate=0.02), 200),
-        gaussian(2.0, TruncatedPoisson(sample_rate=0.01, cap=40, n=2000), 100),
+        gaussian(4.0, TruncatedPoisson(sample_rate=0.01, cap=40, n=2000), 100),
         gaussian(10.0, FullBatch(), 3, "histogram"),
         gaussian(20.0, FullBatch(), 1, "histogram"),
     ]
     library = PLDAccountant(RELATIONS[neighbours])
     library.compose(PoissonSampledDpEvent(0.02, GaussianDpEvent(1.3)), 200)
-    library.compose(TruncatedSubsampledGaussianDpEvent(2000, 0.01, 40, 2.0), 100)
+    library.compose(TruncatedSubsampledGaussianDpEvent(2000, 0.01, 40, 4.0), 100)
     library.compose(GaussianDpEvent(10.0), 3)
     library.compose(GaussianDpEvent(20.0), 1)
     assert eps(*releases, neighbours=neighbours) == pytest.approx(library.get_epsilon(DELTA), abs=1e-4)
@@ -192,7 +191,7 @@ def test_one_unsampled_gaussian_has_its_exact_epsilon() -> None:
 @pytest.mark.parametrize("law", [LAWS["poisson"], LAWS["truncated_poisson"], LAWS["full_batch"]])
 def test_zero_out_and_add_or_remove_cost_the_same(law: SamplingLaw) -> None:
     """One dominating pair serves both, so an accountant that knows one of them (PRV) knows the other."""
-    release = gaussian(1.1, law, 100)
+    release = gaussian(3.0, law, 100)
     assert eps(release) == pytest.approx(eps(release, neighbours="add_or_remove"), abs=1e-9)
 
 
@@ -221,8 +220,8 @@ def test_fixed_size_batches_cost_at_least_what_one_pair_of_data_sets_shows() -> 
 
 
 def test_relations_are_ordered() -> None:
-    release = gaussian(1.0, count=200)
-    half = gaussian(0.5, count=200)
+    release = gaussian(2.0, count=200)
+    half = gaussian(1.0, count=200)
     assert eps(release) < eps(release, neighbours="replace_one") < eps(half)
 
 
@@ -265,9 +264,9 @@ def test_order_labels_and_bundling_change_nothing() -> None:
 
 def test_epsilon_rises_with_steps_and_falls_with_noise_and_delta() -> None:
     for accountant in get_args(AccountantName):
-        by_steps = [eps(gaussian(1.0, count=c), accountant=accountant) for c in (1, 10, 100, 1000)]
-        by_noise = [eps(gaussian(s, count=100), accountant=accountant) for s in (0.8, 1.0, 1.5, 3.0)]
-        by_delta = [eps(gaussian(1.0, count=100), delta=d, accountant=accountant) for d in (1e-8, 1e-6, 1e-4)]
+        by_steps = [eps(gaussian(1.5, count=c), accountant=accountant) for c in (1, 10, 100, 1000)]
+        by_noise = [eps(gaussian(s, count=100), accountant=accountant) for s in (1.0, 1.5, 3.0)]
+        by_delta = [eps(gaussian(1.5, count=100), delta=d, accountant=accountant) for d in (1e-8, 1e-6, 1e-4)]
         assert by_steps == sorted(by_steps)
         assert by_noise == sorted(by_noise, reverse=True)
         assert by_delta == sorted(by_delta, reverse=True)
@@ -275,10 +274,10 @@ def test_epsilon_rises_with_steps_and_falls_with_noise_and_delta() -> None:
 
 def test_rdp_is_never_below_pld() -> None:
     draw = random.Random(0)
-    for _ in range(8):
+    for _ in range(6):
         law = Poisson(sample_rate=draw.choice([0.001, 0.01, 0.1]))
         releases = [
-            gaussian(draw.uniform(0.8, 3), law, draw.randint(1, 500)),
+            gaussian(draw.uniform(1, 3), law, draw.randint(1, 500)),
             gaussian(draw.uniform(5, 20), FullBatch()),
         ]
         delta = 10 ** -draw.uniform(4, 8)
@@ -325,7 +324,7 @@ def test_without_amplification_every_pass_is_charged_whole() -> None:
 @pytest.mark.parametrize("accountant", get_args(AccountantName))
 def test_the_step_limit_is_the_last_step_within_the_budget(accountant: AccountantName) -> None:
     counter = Accountant(DELTA, "zero_out", accountant)
-    already = [gaussian(3.0, count=40), gaussian(20.0, FullBatch(), label="histogram")]
+    already = [gaussian(3.0, count=40), gaussian(4.0, Poisson(sample_rate=0.1), 5, "phase 1")]
     limit = counter.max_steps(gaussian(1.2), 1.5, already=already)
     assert limit > 0
     assert counter.epsilon([*already, gaussian(1.2, count=limit)]) <= 1.5
@@ -365,20 +364,31 @@ def test_calibrated_noise_meets_the_budget_and_is_no_larger_than_told(
     accountant: AccountantName, neighbours: Neighbours, kind: str
 ) -> None:
     law, steps = LAWS[kind], 200
-    noise = calibrate_noise(eps=2.0, delta=DELTA, neighbours=neighbours, law=law, steps=steps, accountant=accountant)
-    assert eps(gaussian(noise, law, steps), neighbours=neighbours, accountant=accountant) <= 2.0
-    assert eps(gaussian(noise * (1 - 1.01e-3), law, steps), neighbours=neighbours, accountant=accountant) > 2.0
+    noise = calibrate_noise(eps=0.8, delta=DELTA, neighbours=neighbours, law=law, steps=steps, accountant=accountant)
+    assert eps(gaussian(noise, law, steps), neighbours=neighbours, accountant=accountant) <= 0.8
+    assert eps(gaussian(noise * (1 - 1.01e-3), law, steps), neighbours=neighbours, accountant=accountant) > 0.8
     assert float(f"{noise:.4g}") == noise
 
 
-def test_calibration_pays_for_what_was_released_before() -> None:
-    already = [gaussian(2.0, count=100), gaussian(10.0, FullBatch(), label="histogram")]
-    noise = calibrate_noise(
-        eps=2.0, delta=DELTA, neighbours="zero_out", law=LAWS["poisson"], steps=100, already=already
-    )
-    assert noise > calibrate_noise(eps=2.0, delta=DELTA, neighbours="zero_out", law=LAWS["poisson"], steps=100)
-    assert eps(*already, gaussian(noise, count=100)) <= 2.0
-    assert eps(*already, gaussian(noise * 0.998, count=100)) > 2.0
+@pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
+def test_calibration_pays_for_what_was_released_before(accountant: AccountantName) -> None:
+    already = [gaussian(4.0, count=100), gaussian(20.0, FullBatch(), label="histogram")]
+
+    def noise(before: list[Release]) -> float:
+        return calibrate_noise(
+            eps=0.8,
+            delta=DELTA,
+            neighbours="zero_out",
+            law=LAWS["poisson"],
+            steps=100,
+            accountant=accountant,
+            already=before,
+        )
+
+    found = noise([*already])
+    assert found > noise([])
+    assert eps(*already, gaussian(found, count=100), accountant=accountant) <= 0.8
+    assert eps(*already, gaussian(found * 0.998, count=100), accountant=accountant) > 0.8
 
 
 @pytest.mark.parametrize("accountant", get_args(AccountantName))
@@ -403,7 +413,7 @@ def test_an_accountant_with_a_floor_says_what_is_left() -> None:
 
 @pytest.mark.parametrize("neighbours", ["zero_out", "replace_one"])
 def test_the_chosen_cap_costs_less_than_half_a_per_cent_and_is_no_waste(neighbours: Neighbours) -> None:
-    n, steps, budget = 5000, 300, 2.0
+    n, steps, budget = 5000, 300, 0.7
     cap = choose_cap(n=n, sample_rate=Q, steps=steps, eps=budget, delta=DELTA, neighbours=neighbours)
     noise = calibrate_noise(eps=budget, delta=DELTA, neighbours=neighbours, law=Poisson(sample_rate=Q), steps=steps)
     plain = eps(gaussian(noise, count=steps), neighbours=neighbours)
@@ -413,24 +423,26 @@ def test_the_chosen_cap_costs_less_than_half_a_per_cent_and_is_no_waste(neighbou
         return eps(gaussian(noise, law, steps), neighbours=neighbours)
 
     assert plain <= capped(cap) <= 1.005 * plain
-    assert capped(int(0.9 * cap)) > 1.005 * plain
+    assert capped(cap - 4) > 1.005 * plain  # 4 units are less than half a standard deviation of the batch
     assert 100 < cap < n
 
 
 def test_the_cap_never_passes_n() -> None:
-    assert choose_cap(n=12, sample_rate=0.5, steps=10, eps=3.0, delta=1e-2, neighbours="zero_out") <= 12
-    assert choose_cap(n=1, sample_rate=0.5, steps=10, eps=3.0, delta=1e-2, neighbours="zero_out") == 1
+    assert choose_cap(n=12, sample_rate=0.5, steps=10, eps=0.5, delta=1e-2, neighbours="zero_out") <= 12
+    assert choose_cap(n=1, sample_rate=0.5, steps=10, eps=0.5, delta=1e-2, neighbours="zero_out") == 1
 
 
-@pytest.mark.parametrize("cap", [66, 70, 76])
 @pytest.mark.parametrize("neighbours", get_args(Neighbours))
+@pytest.mark.parametrize("cap", [60, 70])
 def test_truncation_adds_no_more_to_delta_than_its_bound(cap: int, neighbours: Neighbours) -> None:
-    law, steps = TruncatedPoisson(sample_rate=Q, cap=cap, n=2000), 100
-    release = gaussian(1.2, law, steps)
-    for point in (0.5, 1.0, 2.0):
-        (capped,) = delta_at([point], [release], neighbours=neighbours)
-        (plain,) = delta_at([point], [gaussian(1.2, count=steps)], neighbours=neighbours)
-        assert plain * (1 - 1e-6) <= capped <= plain + truncation_delta(law, steps) * (1 + 1e-6) + 1e-12
+    law, steps, points = TruncatedPoisson(sample_rate=Q, cap=cap, n=2000), 100, [0.1, 0.3, 0.6]
+    capped = delta_at(points, [gaussian(4.0, law, steps)], neighbours=neighbours)
+    plain = delta_at(points, [gaussian(4.0, count=steps)], neighbours=neighbours)
+    most = truncation_delta(law, steps)
+    for with_cap, without in zip(capped, plain, strict=True):
+        assert without <= with_cap + 1e-12
+        assert with_cap <= without + most + 1e-12
+    assert capped[0] > plain[0]
 
 
 # -- ceilings ----------------------------------------------------------------------------------
@@ -523,7 +535,8 @@ def test_three_accountants_give_the_recorded_epsilons(
     release = gaussian(noise, Poisson(sample_rate=rate), steps)
     assert eps(release, delta=delta) == pytest.approx(pld, abs=2e-4)
     assert eps(release, delta=delta, accountant="prv") == pytest.approx(prv, abs=5e-4)
-    assert eps(release, delta=delta, accountant="rdp") == pytest.approx(rdp, abs=5e-4)
+    # The last but one was recorded with Opacus' orders, which are a little worse there than dp-accounting's.
+    assert eps(release, delta=delta, accountant="rdp") == pytest.approx(rdp, rel=1e-3)
 
 
 PAPER = [  # budget, noise, RDP, without amplification, replace one

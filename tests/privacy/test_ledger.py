@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,29 @@ def test_the_same_content_in_other_json_is_refused(content: bytes, path: Path) -
     path.write_bytes(b"\n".join(lines) + b"\n")
     with pytest.raises(LedgerError, match="line 1: not a record in canonical JSON"):
         PrivacyLedger.read(path)
+
+
+def test_a_chain_that_was_linked_anew_with_a_record_missing_is_detected(content: bytes, path: Path) -> None:
+    records = [json.loads(line) for line in content.splitlines()]
+    del records[4]
+    for before, record in pairwise(records):
+        record["prev"] = before["hash"]
+        record["hash"] = record_hash(record)
+    path.parent.mkdir()
+    path.write_bytes(b"".join(canonical_json(record).encode() + b"\n" for record in records))
+    with pytest.raises(LedgerError, match="line 5"):
+        PrivacyLedger.read(path)
+
+
+@pytest.mark.parametrize("end", [b" ", b"x", b"}", b"\r", b"\x00"])
+def test_a_whole_last_record_with_something_else_than_a_line_end_was_edited(
+    content: bytes, path: Path, end: bytes
+) -> None:
+    path.parent.mkdir()
+    path.write_bytes(content[:-1] + end)
+    with pytest.raises(LedgerError, match="line 10, without a line end"):
+        PrivacyLedger.open(path)
+    assert path.read_bytes() == content[:-1] + end
 
 
 def test_a_broken_chain_is_never_repaired(content: bytes, path: Path) -> None:

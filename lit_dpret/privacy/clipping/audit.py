@@ -58,9 +58,14 @@ class Audit:
         self._layouts: dict[tuple[str, int, bool], Layout] = {}
         self._parameters_checked = False
 
+    @property
+    def wants_parameters(self) -> bool:
+        """Whether the gradients of the parameters are to be compared with autograd's."""
+        return self.always or not self._parameters_checked
+
     def may_be_due(self, uses: Sequence[Use], loss: Tensor, batch: UnitRows) -> bool:
         """Whether the graph must be kept for a second pass; known before the first one."""
-        if self.always or not self._parameters_checked:
+        if self.wants_parameters:
             return True
         if batch.one_unit or all(self._known(use, batch) for use in uses):
             return False
@@ -69,7 +74,7 @@ class Audit:
 
     def is_due(self, uses: Sequence[Use], grads: Sequence[Tensor | None], batch: UnitRows) -> bool:
         """Whether something unverified takes part in this batch."""
-        if self.always or not self._parameters_checked:
+        if self.wants_parameters:
             return True
         if batch.one_unit:
             return False
@@ -152,7 +157,7 @@ class Audit:
         for name, reference in references.items():
             dtype = accumulator_dtype(reference)
             found = add_weighted(contributions.get(name, ()), coefficients, None, reference.shape, dtype)
-            gap = float((found - reference).double().norm())
+            gap = float(found.sub_(reference).norm())
             if not gap <= tolerance * (norms[name] + 1e-3 * whole):
                 raise UnsupportedModelError(
                     f"Parameter {name}: its recorded calls give a gradient that differs from autograd's by {gap:.3g} "

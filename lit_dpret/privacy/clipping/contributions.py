@@ -118,20 +118,19 @@ def add_weighted(
     for use in sorted(uses, key=lambda use: not isinstance(use, Outer)):
         if isinstance(use, Outer):
             a, g = _kept(use.a, rows), _kept(use.g, rows)
-            small = (a if a.shape[2] <= g.shape[2] else g).to(dtype) * weights[:, None, None]
-            a, g = (small, g) if a.shape[2] <= g.shape[2] else (a, small)
-            a, g = a.flatten(0, 1), g.flatten(0, 1)
-            if total is None:
-                total = torch.zeros(shape, dtype=dtype, device=a.device) if g.dtype != dtype else None
-            if total is None:
-                total = g.T @ a.to(dtype)
+            if a.shape[2] <= g.shape[2]:  # scale the smaller of the two
+                a = a.to(dtype) * weights[:, None, None]
             else:
-                for start in range(0, len(total), 8192):  # in parts: a cast copy of all logit gradients would be large
-                    columns = g[:, start : start + 8192].to(dtype)
-                    total[start : start + 8192].addmm_(columns.T, a.to(dtype))
+                a, g = a.to(dtype), g.to(dtype) * weights[:, None, None]
+            a, g = a.flatten(0, 1), g.flatten(0, 1)
+            if total is None and g.dtype == dtype:
+                total = g.T @ a
+                continue
+            total = torch.zeros(shape, dtype=dtype, device=a.device) if total is None else total
+            for start in range(0, len(total), 8192):  # in parts: a cast copy of all logit gradients is large
+                total[start : start + 8192].addmm_(g[:, start : start + 8192].to(dtype).T, a)
             continue
-        if total is None:
-            total = torch.zeros(shape, dtype=dtype, device=coefficients.device)
+        total = torch.zeros(shape, dtype=dtype, device=coefficients.device) if total is None else total
         if isinstance(use, Lookup):
             g = _kept(use.g, rows).to(dtype) * weights[:, None, None]
             total.index_add_(0, _kept(use.ids, rows).flatten(), g.flatten(0, 1))
@@ -178,7 +177,7 @@ def _joined_lookups(lookups: list[Lookup], group: RowGroup, dtype: torch.dtype) 
 
 def _block(positions: int) -> int:
     """How many positions to take at a time in a Gram matrix, of which only one triangle is computed."""
-    return max(64, -(-positions // 4))
+    return min(positions, max(64, -(-positions // 4)))
 
 
 def _prefers_gram(positions: int, out: int, into: int) -> bool:

@@ -119,20 +119,30 @@ class GhostClipping(ClippedSum):
         return self._by_parameter(uses, grads, layouts, batch)
 
     def _audited(self, uses: list[Use], grads: list[Tensor | None], losses: Tensor, batch: UnitRows) -> Contributions:
-        """Run the second backward pass, in which every unit has a weight of its own."""
-        weights = unit_weights(batch).to(losses.dtype)[batch.unit_of_row]
-        aliases = [(use.site.parameters[local], alias) for use in uses for local, alias in use.aliases.items()]
-        edges = [*(use.edge for use in uses), *(get_gradient_edge(alias) for _, alias in aliases)]
-        twins: Sequence[Tensor | None] = torch.autograd.grad((losses * weights).sum(), edges, allow_unused=True)
-        layouts = self._audit.find_layouts(uses, grads, self._shaped(uses, twins), batch)
+        """Go through the graph again with a weight for every unit: once for the outputs, once for the parameters."""
+        weighted = (losses * unit_weights(batch).to(losses.dtype)[batch.unit_of_row]).sum()
         tolerance = tolerance_of(g for g in (*grads, *self.parameters.values()) if g is not None)
+        layouts: Sequence[Layout] = ["row_by_row"] * len(uses)
+        if not batch.one_unit:
+            edges = [use.edge for use in uses]
+            twins = self._shaped(uses, torch.autograd.grad(weighted, edges, allow_unused=True, retain_graph=True))
+            layouts = self._audit.find_layouts(uses, grads, twins, batch)
+            del twins
         contributions = self._by_parameter(uses, grads, layouts, batch)
-        references = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
-        for (name, _), twin in zip(aliases, twins[len(uses) :], strict=True):
-            if twin is not None:
-                dense = twin.to_dense() if twin.is_sparse else twin
-                references[name] += dense.reshape(-1, *references[name].shape).sum(0)
-        self._audit.check_parameters(contributions, references, batch, tolerance)
+        if self._audit.wants_parameters:
+            aliases = [(use.site.parameters[local], alias) for use in uses for local, alias in use.aliases.items()]
+            edges = [get_gradient_edge(alias) for _, alias in aliases]
+            found = list(torch.autograd.grad(weighted, edges, allow_unused=True))
+            references: dict[str, Tensor] = {}
+            for i, (name, _) in enumerate(aliases):
+                reference, found[i] = found[i], None
+                if reference is None:
+                    continue
+                reference = reference.to_dense() if reference.is_sparse else reference
+                if reference.shape != self.parameters[name].shape:  # a scale, which had a batch axis
+                    reference = reference.flatten(0, -2).sum(0)
+                references[name] = references[name].add_(reference) if name in references else reference
+            self._audit.check_parameters(contributions, references, batch, tolerance)
         return contributions
 
     @torch.no_grad()
