@@ -64,7 +64,7 @@ def build_step(variant: str, model: Any, shape: tuple[int, int, int]) -> Callabl
 
         def plain() -> None:
             model.zero_grad(set_to_none=True)
-            losses().sum().backward()
+            torch.autograd.backward(losses().sum())
 
         return plain
     if variant == "ghost":
@@ -96,7 +96,7 @@ def build_step(variant: str, model: Any, shape: tuple[int, int, int]) -> Callabl
         optimizer.zero_grad(set_to_none=True)
         for p in trained:
             p.summed_grad = None
-        losses().sum().backward()
+        torch.autograd.backward(losses().sum())
         optimizer.clip_and_accumulate()
 
     return opacus
@@ -195,7 +195,7 @@ def main() -> None:
         "pairs": arguments.pairs,
         "threads": arguments.threads,
         "load_before": os.getloadavg()[0],
-        "versions": {"torch": torch.__version__, "opacus": opacus.__version__, "transformers": transformers.__version__},
+        "versions": {library.__name__: library.__version__ for library in (torch, opacus, transformers)},
         "shapes": {},
     }
     labels = {"plain": "no privacy", "ghost": "ghost (all trained)", "opacus": "opacus (position bias frozen)"}

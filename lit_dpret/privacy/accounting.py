@@ -25,7 +25,7 @@ from lit_dpret.privacy.claims import (
 )
 from lit_dpret.privacy.composition import LARGEST_EPSILON, SUPPORTED, check_supported, plain
 from lit_dpret.privacy.releases import GaussianRelease, Poisson, Release, SamplingLaw, TruncatedPoisson
-from lit_dpret.privacy.search import DecimalGrid, boundary, least
+from lit_dpret.privacy.search import DecimalGrid, least
 
 __all__ = [
     "LARGEST_EPSILON",
@@ -88,30 +88,49 @@ class Accountant:
         """
         already = list(already)
 
-        def spent(count: int) -> float:
-            return self.epsilon([*already, replace(release, count=count)])
+        # Counts are searched downwards, as negative integers: epsilon then falls as the index rises.
+        def made(index: int) -> list[Release]:
+            return [*already, replace(release, count=-index)]
+
+        def spent(index: int) -> float:
+            return math.inf if -index > at_most else self.epsilon(made(index))
+
+        def rough(index: int) -> float:
+            return math.inf if -index > at_most else rough_epsilon(made(index), self.delta, self.neighbours)
 
         if at_most < 1:
             return 0
-        excess: int | None = None
-        if at_most < MOST_STEPS:
-            if spent(at_most) <= eps:
-                return at_most
-            excess = at_most
-        if spent(1) > eps:
-            return 0
-        fits = 1
-        while excess is None:
-            # Epsilon grows about as the square root of the number of steps, or faster.
-            growth = 1.2 * (eps / max(spent(fits), eps / 64)) ** 2
-            trial = min(at_most, math.ceil(fits * min(64.0, max(2.0, growth))))
-            if spent(trial) > eps:
-                excess = trial
-            elif trial == at_most:
-                return at_most
-            else:
-                fits = trial
-        return boundary(spent, eps, good=fits, bad=excess)
+        if at_most < MOST_STEPS and spent(-at_most) <= eps:
+            return at_most
+        start = _aim(rough, spent, eps, start=-1, most=-1, stride=1, place=_share) if self.name != "rdp" else -1
+        found = least(spent, eps, start=-1 if start is None else start, most=-1, stride=1, place=_share)
+        return 0 if found is None else -found
+
+
+def _share(index: int) -> float:
+    """One over a count that is held as a negative integer; beyond all counts, next to nothing."""
+    return -1 / index
+
+
+def _aim(
+    rough: Callable[[int], float],
+    exact: Callable[[int], float],
+    eps: float,
+    *,
+    start: int,
+    most: int,
+    stride: int,
+    place: Callable[[int], float],
+) -> int | None:
+    """Where ``exact`` is about to fall to ``eps``, by one evaluation of it and many of ``rough``.
+
+    A coarse distribution overstates epsilon by a nearly constant factor, which one comparison shows.
+    """
+    guess = least(rough, eps, start=start, most=most, stride=stride, place=place)
+    if guess is None or not 0 < exact(guess) < math.inf:
+        return guess
+    corrected = eps * rough(guess) / exact(guess)
+    return least(rough, corrected, start=guess, most=most, stride=4, place=place)
 
 
 def calibrate_noise(
@@ -153,7 +172,7 @@ def calibrate_noise(
         return epsilon(trial(index), delta=delta, neighbours=neighbours, accountant=accountant)
 
     def rough(index: int) -> float:
-        return rough_epsilon(trial(index), delta=delta, neighbours=neighbours)
+        return rough_epsilon(trial(index), delta, neighbours)
 
     if isinstance(law, TruncatedPoisson):
         # Truncation can only add loss, so the noise of the plain law is where to start, and nearly always the answer.
@@ -170,11 +189,7 @@ def calibrate_noise(
         if spent(start) <= eps:
             return uncapped
     elif accountant != "rdp":
-        guess = least(rough, eps, start=0, most=most, stride=stride, place=grid.__getitem__)
-        if guess is not None and 0 < spent(guess) < math.inf:
-            # A coarse distribution overstates epsilon by a nearly constant factor: aim that much higher.
-            aim = eps * rough(guess) / spent(guess)
-            guess = least(rough, aim, start=guess, most=most, stride=4, place=grid.__getitem__)
+        guess = _aim(rough, spent, eps, start=0, most=most, stride=stride, place=grid.__getitem__)
         start, stride = (most, stride) if guess is None else (guess, 1)
     found = least(spent, eps, start=start, most=most, stride=stride, place=grid.__getitem__)
     if found is None:
@@ -249,13 +264,13 @@ def choose_cap(
 
     enough = _first(surely, least_cap, n)
     stride = max(1, math.ceil(math.sqrt(sample_rate * (1 - sample_rate) * n) / 8))
-    rough_allowed = (1 + max_increase) * rough_epsilon(released(None), delta=delta, neighbours=neighbours)
+    rough_allowed = (1 + max_increase) * rough_epsilon(released(None), delta, neighbours)
 
     def cap_at(index: int) -> int:
         return min(enough, least_cap + index * stride)
 
     def roughly(index: int) -> bool:
-        return rough_epsilon(released(cap_at(index)), delta=delta, neighbours=neighbours) <= rough_allowed
+        return rough_epsilon(released(cap_at(index)), delta, neighbours) <= rough_allowed
 
     index = _first(roughly, 0, math.ceil((enough - least_cap) / stride))
     while cap_at(index) < enough and epsilon(released(cap_at(index)), delta=delta, neighbours=neighbours) > allowed:

@@ -56,7 +56,7 @@ def epsilon(
     return epsilon_of(parts, delta, neighbours, accountant) if parts else 0.0
 
 
-def rough_epsilon(releases: Iterable[Release], *, delta: float, neighbours: Neighbours) -> float:
+def rough_epsilon(releases: Iterable[Release], delta: float, neighbours: Neighbours) -> float:
     """An epsilon for first guesses only, ten times as fast; never stated."""
     parts = _checked_parts(list(releases), neighbours, "pld")
     if parts is None:

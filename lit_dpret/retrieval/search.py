@@ -27,7 +27,8 @@ Similarity = Literal["dot", "cosine"]
 MISSING = -1
 """The index that fills a row when there are fewer than k passages to return."""
 
-_RESCORE_BYTES = 128 * 2**20
+_CPU_BLOCK = 4 * 2**20  # bytes that a cache holds
+_DEVICE_BLOCK = 256 * 2**20  # bytes that keep an accelerator busy
 _UNIT_ROUNDOFF = 2.0**-24
 
 
@@ -185,7 +186,8 @@ class _Corpus:
     def _rescored(self, queries: Tensor, candidates: Tensor) -> Tensor:
         """The definition of a score, pair by pair; float32 on the CPU, shaped as ``candidates``."""
         width = candidates.shape[1]
-        pairs = max(1, _RESCORE_BYTES // (16 * queries.shape[1]))
+        budget = _CPU_BLOCK if self.device.type == "cpu" else _DEVICE_BLOCK
+        pairs = max(1, budget // (16 * queries.shape[1]))
         rows, columns = max(1, pairs // width), min(width, pairs)
         scores = torch.empty(candidates.shape, dtype=torch.float32)
         for row in range(0, len(queries), rows):

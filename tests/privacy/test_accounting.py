@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
+from decimal import Decimal
 from typing import get_args
 
-import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SampledWithoutReplacementDpEvent
 from dp_accounting.dp_event import DpEvent, TruncatedSubsampledGaussianDpEvent
@@ -584,7 +585,13 @@ def test_calibration_gives_the_recorded_noise(n: int, steps: int, budget: float,
     found = calibrate_noise(
         eps=budget, delta=1 / (2 * n), neighbours="zero_out", law=Poisson(sample_rate=1024 / n), steps=steps
     )
-    assert found == pytest.approx(noise, abs=1.1e-3)
+    # The recorded noise was searched to 1e-3 and rounded up.
+    assert noise - 1.5e-3 <= found <= noise + 5e-4
+    least = gaussian(found, Poisson(sample_rate=1024 / n), steps)
+    library = PLDAccountant(NeighboringRelation.REPLACE_SPECIAL)
+    library.compose(PoissonSampledDpEvent(1024 / n, GaussianDpEvent(found)), steps)
+    assert library.get_epsilon(1 / (2 * n)) <= budget
+    assert eps(replace(least, noise_multiplier=found * (1 - 1.01e-3)), delta=1 / (2 * n)) > budget
 
 
 @pytest.mark.slow
@@ -597,19 +604,18 @@ def test_truncation_costs_what_was_recorded(cap: int, expected: float) -> None:
 
 
 CEILINGS = [  # noise, membership accuracy, TPR at 0.1, 1, 10 percent FPR, secrets of prior 1e-2, 1e-4, 1e-6, 1e-10
-    (1.235, 0.546, 0.002, 0.018, 0.147, 0.0182, 2.47e-4, 3.1e-6, 4.6e-10),
-    (0.7296, 0.609, 0.006, 0.040, 0.237, 0.0405, 9.3e-4, 1.9e-5, 8.8e-9),
-    (0.5541, 0.704, 0.031, 0.124, 0.431, 0.124, 7.4e-3, 3.8e-4, 8.1e-7),
-    (0.4659, 0.806, 0.140, 0.336, 0.688, 0.336, 0.053, 6.4e-3, 6.4e-5),
+    "1.235 .546 .002 .018 .147 .0182 2.47e-4 3.1e-6 4.6e-10",
+    ".7296 .609 .006 .040 .237 .0405 9.3e-4 1.9e-5 8.8e-9",
+    ".5541 .704 .031 .124 .431 .124 7.4e-3 3.8e-4 8.1e-7",
+    ".4659 .806 .140 .336 .688 .336 .053 6.4e-3 6.4e-5",
 ]
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, marks=pytest.mark.slow if row[0] < 1 else ()) for row in CEILINGS])
-def test_the_papers_run_has_the_recorded_ceilings(row: tuple[float, ...]) -> None:
-    noise, *expected = row
-    found = attack_ceilings([gaussian(noise, PAPER_LAW, PAPER_STEPS)], neighbours="zero_out")
+@pytest.mark.parametrize("row", [CEILINGS[0], *(pytest.param(row, marks=pytest.mark.slow) for row in CEILINGS[1:])])
+def test_the_papers_run_has_the_recorded_ceilings(row: str) -> None:
+    noise, *recorded = map(Decimal, row.split())
+    found = attack_ceilings([gaussian(float(noise), PAPER_LAW, PAPER_STEPS)], neighbours="zero_out")
     values = [found["membership_accuracy"], *found["tpr_at_fpr"].values(), *found["secret_guess"].values()]
-    for value, recorded in zip(values, expected, strict=True):
-        printed = 10 ** (math.floor(math.log10(recorded)) - (2 if recorded > 0.01 else 1))
-        assert value == pytest.approx(recorded, rel=0.02, abs=0.5 * max(printed, 5e-4 if 1e-3 < recorded < 0.04 else 0))
-    assert np.all(np.diff(list(found["tpr_at_fpr"].values())) > 0)
+    for value, printed in zip(values, recorded, strict=True):
+        last_digit = 10.0 ** int(printed.as_tuple().exponent)
+        assert value == pytest.approx(float(printed), rel=0.02, abs=0.51 * last_digit)

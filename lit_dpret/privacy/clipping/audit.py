@@ -17,17 +17,22 @@ comparison is nearly bit-exact in any precision.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.clipping.base import UnitRows, accumulator_dtype
 from lit_dpret.privacy.clipping.contributions import Contribution, add_weighted
 from lit_dpret.privacy.clipping.gradients import Layout
 from lit_dpret.privacy.clipping.recorder import Use
+
+#: What a gradient may depart from its unit's weight, relative to it; 0 but for operations that are not deterministic.
+SLIPPAGE = {torch.float64: 1e-10, torch.float32: 1e-4}
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 LOW_PRECISION_TOLERANCE = 5e-2
@@ -85,54 +90,45 @@ class Audit:
         """The layout of a use's batch axis, as verified before."""
         return self._layouts.get(_key(use, batch), "row_by_row")
 
-    def find_layouts(
-        self,
-        uses: Sequence[Use],
-        grads: Sequence[Tensor | None],
-        weighted: Sequence[Tensor | None],
-        batch: UnitRows,
-    ) -> list[Layout]:
-        """The layout of every use in this batch, from its gradients before and after weighting.
+    @contextmanager
+    def watching(
+        self, uses: Sequence[Use], grads: Sequence[Tensor | None], batch: UnitRows
+    ) -> Iterator[list[Layout]]:
+        """Inspect the gradients of the weighted pass as they arrive, none of them kept.
 
-        Slices that are not finite say nothing and are passed over: their unit will be dropped.
+        Yields:
+            The layout of every use, complete when the pass is over.
 
         Raises:
-            UnsupportedModelError: Names a module whose gradient follows no unit's weight.
+            UnsupportedModelError: On leaving; names the modules whose gradient follows no unit's
+                weight.
         """
-        tolerance = tolerance_of(g for g in grads if g is not None)
-        sizes = [None if g is None else _row_norms(g) for g in grads]
-        largest = max((float(s.nan_to_num(0, 0, 0).max()) for s in sizes if s is not None), default=0.0)
-        weights = unit_weights(batch)
-        layouts: list[Layout] = []
-        for use, g, twin, size in zip(uses, grads, weighted, sizes, strict=True):
-            layouts.append("row_by_row")
-            if g is None or size is None or batch.one_unit:
-                continue
-            folds = len(g) // batch.rows
-            finite = size.isfinite()
-            units_of: dict[Layout, Tensor] = {"row_by_row": batch.unit_of_row.repeat_interleave(folds)}
-            if folds > 1:
-                units_of["turn_by_turn"] = batch.unit_of_row.repeat(folds)
-            fitting: list[Layout] = []
-            for layout, units in units_of.items():
-                own = weights[units].abs() * size
-                allowed = own + 1e-3 * torch.where(finite, own, 0).amax() + 1e-6 * largest
-                expected = g.flatten(1) * weights[units].to(g.dtype)[:, None]
-                error = _row_norms(expected if twin is None else twin.flatten(1) - expected)
-                if bool(((error <= tolerance * allowed) | ~finite).all()):
-                    fitting.append(layout)
-            if not fitting:
-                raise UnsupportedModelError(
-                    f"The gradient at {use.site.name} ({type(use.site.module).__name__}) cannot be told apart by "
-                    f"unit: its first axis of {len(g)} is not the batch of {batch.rows} rows (put the batch first, "
-                    "or expand what is shared to the batch), or the loss of one unit depends on another unit "
-                    "(in-batch negatives, batch statistics), which clipping cannot bound."
-                )
-            layouts[-1] = fitting[0]
-            contributing = set(units_of[fitting[0]][(size > 0) & finite].tolist())
-            if len(fitting) == 1 and len(contributing) > 1:
-                self._layouts[_key(use, batch)] = fitting[0]
-        return layouts
+        attribution = _Attribution(uses, grads, batch)
+        layouts: list[Layout] = ["row_by_row"] * len(uses)
+        if batch.one_unit:
+            yield layouts
+            return
+        handles = [attribution.watch(i) for i in range(len(uses))]
+        try:
+            yield layouts
+        finally:
+            for handle in handles:
+                handle.remove()
+        wrong = [use for i, use in enumerate(uses) if grads[i] is not None and not attribution.fitting[i]]
+        if wrong:
+            use = wrong[-1]  # the first in the forward pass may only hand on what the last one did
+            raise UnsupportedModelError(
+                f"The gradient at {use.site.name} ({type(use.site.module).__name__}) cannot be told apart by "
+                f"unit: its first axis of {use.axis} is not the batch of {batch.rows} rows (put the batch first, "
+                "or expand what is shared to the batch), or the loss of one unit depends on another unit "
+                f"(in-batch negatives, batch statistics), which clipping cannot bound. ({len(wrong)} of "
+                f"{len(uses)} recorded calls are concerned.)"
+            )
+        for i, (use, fits) in enumerate(zip(uses, attribution.fitting, strict=True)):
+            if fits:
+                layouts[i] = fits[0]
+            if len(fits) == 1 and attribution.contributing[i] > 1:
+                self._layouts[_key(use, batch)] = fits[0]
 
     def check_parameters(
         self,
@@ -185,6 +181,50 @@ def refuse_lost_gradients(uses: Sequence[Use], grads: Sequence[Tensor | None], l
                 f"The output of {use.site.name} ({type(use.site.module).__name__}) was changed in place in a way "
                 "that hides its gradient. Use the out-of-place operation."
             )
+
+
+class _Attribution:
+    """Which layouts explain how the gradient at each use follows the units' weights.
+
+    Slices that are not finite say nothing and are passed over: their unit will be dropped.
+    """
+
+    def __init__(self, uses: Sequence[Use], grads: Sequence[Tensor | None], batch: UnitRows) -> None:
+        self.uses, self.grads, self.batch = uses, grads, batch
+        self.weights = unit_weights(batch)
+        self.tolerance = max((SLIPPAGE.get(g.dtype, 2e-2) for g in grads if g is not None), default=0.0)
+        self.sizes = [None if g is None else _row_norms(g) for g in grads]
+        self.largest = max((float(s.nan_to_num(0, 0, 0).max()) for s in self.sizes if s is not None), default=0.0)
+        self.fitting: list[list[Layout]] = [[] for _ in uses]
+        self.contributing = [0] * len(uses)
+
+    def watch(self, i: int) -> RemovableHandle:
+        """Inspect what arrives at use ``i`` from now on."""
+        use = self.uses[i]
+        if use.site.kind == "scale":  # a leaf: its node only collects, and is not run
+            return use.aliases["weight"].register_hook(lambda twin: self._inspect(i, twin))
+        return use.edge.node.register_prehook(lambda arrived: self._inspect(i, arrived[use.edge.output_nr]))
+
+    def _inspect(self, i: int, twin: Tensor | None) -> None:
+        g, size = self.grads[i], self.sizes[i]
+        if twin is None or g is None or size is None:
+            return
+        finite = size.isfinite()
+        for layout, units in self._units_of(self.uses[i]).items():
+            weights = self.weights[units]
+            own = weights.abs() * size
+            allowed = own + 1e-3 * torch.where(finite, own, 0).amax() + 1e-6 * self.largest
+            error = _row_norms(twin.reshape(g.shape).flatten(1) - g.flatten(1) * weights.to(g.dtype)[:, None])
+            if bool(((error <= self.tolerance * allowed) | ~finite).all()):
+                self.fitting[i].append(layout)
+                self.contributing[i] = len(set(units[(size > 0) & finite].tolist()))
+
+    def _units_of(self, use: Use) -> dict[Layout, Tensor]:
+        folds = use.axis // self.batch.rows
+        units: dict[Layout, Tensor] = {"row_by_row": self.batch.unit_of_row.repeat_interleave(folds)}
+        if folds > 1:
+            units["turn_by_turn"] = self.batch.unit_of_row.repeat(folds)
+        return units
 
 
 def _row_norms(tensor: Tensor) -> Tensor:

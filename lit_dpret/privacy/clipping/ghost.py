@@ -119,30 +119,24 @@ class GhostClipping(ClippedSum):
         return self._by_parameter(uses, grads, layouts, batch)
 
     def _audited(self, uses: list[Use], grads: list[Tensor | None], losses: Tensor, batch: UnitRows) -> Contributions:
-        """Go through the graph again with a weight for every unit: once for the outputs, once for the parameters."""
+        """Go through the graph again, to the parameters, with a weight of its own for every unit."""
         weighted = (losses * unit_weights(batch).to(losses.dtype)[batch.unit_of_row]).sum()
         tolerance = tolerance_of(g for g in (*grads, *self.parameters.values()) if g is not None)
-        layouts: Sequence[Layout] = ["row_by_row"] * len(uses)
-        if not batch.one_unit:
-            edges = [use.edge for use in uses]
-            twins = self._shaped(uses, torch.autograd.grad(weighted, edges, allow_unused=True, retain_graph=True))
-            layouts = self._audit.find_layouts(uses, grads, twins, batch)
-            del twins
+        aliases = [(use.site.parameters[local], alias) for use in uses for local, alias in use.aliases.items()]
+        leaves = [alias for _, alias in aliases]
+        with self._audit.watching(uses, grads, batch) as layouts:
+            found: list[Tensor | None] = list(torch.autograd.grad(weighted, leaves, allow_unused=True))
         contributions = self._by_parameter(uses, grads, layouts, batch)
-        if self._audit.wants_parameters:
-            aliases = [(use.site.parameters[local], alias) for use in uses for local, alias in use.aliases.items()]
-            edges = [get_gradient_edge(alias) for _, alias in aliases]
-            found = list(torch.autograd.grad(weighted, edges, allow_unused=True))
-            references: dict[str, Tensor] = {}
-            for i, (name, _) in enumerate(aliases):
-                reference, found[i] = found[i], None
-                if reference is None:
-                    continue
-                reference = reference.to_dense() if reference.is_sparse else reference
-                if reference.shape != self.parameters[name].shape:  # a scale, which had a batch axis
-                    reference = reference.flatten(0, -2).sum(0)
-                references[name] = references[name].add_(reference) if name in references else reference
-            self._audit.check_parameters(contributions, references, batch, tolerance)
+        references: dict[str, Tensor] = {}
+        for i, (name, _) in enumerate(aliases):
+            reference, found[i] = found[i], None
+            if reference is None:
+                continue
+            reference = reference.to_dense() if reference.is_sparse else reference
+            if reference.shape != self.parameters[name].shape:  # a scale, which had a batch axis
+                reference = reference.flatten(0, -2).sum(0)
+            references[name] = references[name].add_(reference) if name in references else reference
+        self._audit.check_parameters(contributions, references, batch, tolerance)
         return contributions
 
     @torch.no_grad()
