@@ -122,6 +122,51 @@ def test_a_run_leaves_model_ledger_card_and_metrics(tmp_path: Path, program: tup
     assert "lit-dpret" in (tmp_path / "state").name or (tmp_path / "state" / "lit-dpret" / "privacy_secret").exists()
 
 
+@pytest.mark.slow
+def test_a_run_killed_by_signal_9_resumes_to_the_same_weights_and_epsilon(tmp_path: Path) -> None:
+    """The whole command, killed by the operating system in the middle of a step, against one that was left alone."""
+    import signal
+    import time
+
+    from safetensors.torch import load_file
+
+    log = write_log(tmp_path)
+    settings = [*TINY, f"datamodule.pairs={log}", "trainer.max_steps=6", "callbacks.checkpoint.every_n_train_steps=2",
+                "privacy.noise_multiplier=5.0", "model.dropout=0.1"]  # fmt: skip
+    environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")}
+    killed = tmp_path / "killed"
+    command = [sys.executable, "train.py", f"hydra.run.dir={killed}", *settings]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    ledger = killed / "privacy_ledger.jsonl"
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and process.poll() is None:
+        if ledger.exists() and ledger.read_text(encoding="utf-8").count('"kind":"release"') >= 3:
+            break
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert process.returncode == -signal.SIGKILL, "it must be killed in the middle"
+
+    def finish(folder: Path, *more: str) -> dict[str, object]:
+        done = subprocess.run([sys.executable, "train.py", f"hydra.run.dir={folder}", *settings, *more], cwd=ROOT,
+                              env=environment, capture_output=True, text=True, check=False)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads((folder / "privacy_card.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+    resumed = finish(killed, "resume=true")
+    # The first record names the streams; the run that is left alone begins with it, and with nothing released.
+    (tmp_path / "whole").mkdir()
+    first = ledger.read_text(encoding="utf-8").splitlines()[0]
+    (tmp_path / "whole" / "privacy_ledger.jsonl").write_text(first + "\n", encoding="utf-8")
+    whole = finish(tmp_path / "whole", "resume=true")
+    assert resumed["claim"]["epsilon"] == whole["claim"]["epsilon"]  # type: ignore[index]
+    one, other = (load_file(folder / "model" / "model.safetensors") for folder in (killed, tmp_path / "whole"))
+    assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+    from lit_dpret.privacy.ledger import PrivacyLedger, check_no_key_reuse
+
+    check_no_key_reuse(PrivacyLedger.read(ledger).records)
+
+
 def test_an_error_deep_in_a_chain_is_explained_by_its_own_line() -> None:
     try:
         try:

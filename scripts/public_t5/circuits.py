@@ -45,7 +45,7 @@ def write_circuits(model: T5ForConditionalGeneration, frequencies: Tensor, *, no
     identity[FREQUENCY, FREQUENCY] = identity[ONE, ONE] = 0.0
 
     def rotation() -> Tensor:
-        basis = torch.linalg.qr(torch.randn(width, width, generator=generator))[0][:size].clone()
+        basis: Tensor = torch.linalg.qr(torch.randn(width, width, generator=generator))[0][:size].clone()
         basis[:, [FREQUENCY, ONE]] = 0.0
         return basis
 

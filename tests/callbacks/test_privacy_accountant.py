@@ -60,6 +60,13 @@ def killed_run(tmp_path: Path, at: int, **settings: Any) -> Path:
     return folder
 
 
+def begin_with_the_streams_of(run: Path, other: Path) -> None:
+    """Give ``other`` the first ledger record of ``run``: the same run id, and nothing released yet."""
+    other.mkdir()
+    first = (run / "privacy_ledger.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    (other / "privacy_ledger.jsonl").write_text(first + "\n", encoding="utf-8")
+
+
 def test_a_run_spends_at_most_its_budget_and_logs_what_the_ledger_recomputes(tmp_path: Path) -> None:
     runner = fit(tmp_path / "run", seeded(tmp_path))
     value = spent(tmp_path / "run")
@@ -103,12 +110,9 @@ def test_a_killed_run_resumes_to_the_weights_and_epsilon_of_an_uninterrupted_one
     folder = killed_run(tmp_path, killed_at)
     resumed = seeded(tmp_path)
     fit(folder, resumed, resume=True)
-    run_id = records(folder)[0]["run_id"]
     whole = seeded(tmp_path)
-    accountant = PrivacyAccountant(eps_log_points=1, run_dir=tmp_path / "whole")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lit_dpret.callbacks.privacy_accountant.random_secrets.token_hex", lambda _: run_id)
-        fit(tmp_path / "whole", whole, accountant=accountant)
+    begin_with_the_streams_of(folder, tmp_path / "whole")
+    fit(tmp_path / "whole", whole, resume=True)
     assert torch.equal(weights(resumed), weights(whole))
     assert spent(folder) == spent(tmp_path / "whole")
     check_no_key_reuse(records(folder))

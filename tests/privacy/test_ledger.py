@@ -374,6 +374,7 @@ def test_a_second_writer_is_refused_while_the_first_is_open(path: Path) -> None:
 def _append_in_child(ledger: PrivacyLedger, answer: Any) -> None:
     try:
         ledger.append("event")
+        answer.put("accepted")
     except LedgerError as error:
         answer.put(str(error))
 

@@ -12,6 +12,10 @@ backward pass in which each unit's loss has a weight of its own. Then
 
 The weights are powers of two of either sign, so scaling commutes with rounding and the first
 comparison is nearly bit-exact in any precision.
+
+What stays unseen: a coupling that starts after the first batch without changing the pattern of
+calls (``verify=True`` audits every batch), one weaker than ``SLIPPAGE``, and a row's loss that
+depends on the others without a gradient between them, such as a division by their number.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,9 +96,7 @@ class Audit:
         return self._layouts.get(_key(use, batch), "row_by_row")
 
     @contextmanager
-    def watching(
-        self, uses: Sequence[Use], grads: Sequence[Tensor | None], batch: UnitRows
-    ) -> Iterator[list[Layout]]:
+    def watching(self, uses: Sequence[Use], grads: Sequence[Tensor | None], batch: UnitRows) -> Iterator[list[Layout]]:
         """Inspect the gradients of the weighted pass as they arrive, none of them kept.
 
         Yields:
@@ -202,7 +205,9 @@ class _Attribution:
         """Inspect what arrives at use ``i`` from now on."""
         use = self.uses[i]
         if use.site.kind == "scale":  # a leaf: its node only collects, and is not run
-            return use.aliases["weight"].register_hook(lambda twin: self._inspect(i, twin))
+            leaf: Any = use.aliases["weight"]
+            handle: RemovableHandle = leaf.register_hook(lambda twin: self._inspect(i, twin))
+            return handle
         return use.edge.node.register_prehook(lambda arrived: self._inspect(i, arrived[use.edge.output_nr]))
 
     def _inspect(self, i: int, twin: Tensor | None) -> None:

@@ -240,6 +240,7 @@ class ClippedSum(ABC):
         if not self.parameters:
             raise UnsupportedModelError("The module has no trainable parameter: there is no gradient to clip.")
         refuse_batch_mixing(module)
+        self._refuse_hooks()
         self._sums: dict[str, Tensor] = {}
 
     def add(self, row_loss: RowLoss, unit_ids: Tensor, mask: Tensor) -> ClipStats:
@@ -248,7 +249,9 @@ class ClippedSum(ABC):
         Args:
             row_loss: Runs the forward pass and returns one loss per row, ``(rows,)``. It runs
                 once, with gradients enabled, in the caller's autocast. It is not called for a
-                batch without any row of a real unit.
+                batch without any row of a real unit. A row's loss must be a function of that row
+                (and of its unit's other rows) alone: not divided by the number of rows, nor by a
+                count of tokens over the batch, which no engine can see.
             unit_ids: Slot of each row's unit, ``(rows,)``. A unit's loss is the sum of its rows'.
             mask: Which slots are real, ``(units,)`` booleans.
 
@@ -256,6 +259,7 @@ class ClippedSum(ABC):
             The norms and counts of this batch (private).
         """
         self._refuse_changes()
+        self._refuse_hooks()
         refuse_batch_mixing(self.module)
         batch = UnitRows.build(unit_ids, mask)
         if not batch.has_rows:
@@ -294,6 +298,15 @@ class ClippedSum(ABC):
             clipped=int((finite & (norms > self.max_grad_norm) & batch.real).sum()),
             non_finite=int((~finite & batch.real).sum()),
         )
+
+    def _refuse_hooks(self) -> None:
+        """Refuse hooks on parameters: they would see, or change, gradients before they are clipped."""
+        for name, parameter in self.parameters.items():
+            if parameter._backward_hooks:
+                raise UnsupportedModelError(
+                    f"Parameter {name} has a gradient hook (register_hook; wandb.watch sets one), which would see "
+                    "or change gradients before they are clipped. Remove it."
+                )
 
     def _refuse_changes(self) -> None:
         """Compare the trainable parameters with those at construction, by identity."""

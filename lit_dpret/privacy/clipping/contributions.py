@@ -26,6 +26,7 @@ from lit_dpret.privacy.clipping.base import RowGroup, UnitRows
 #: A Gram matrix costs passes over it besides its multiplications, so it must save this factor in those.
 GRAM_ADVANTAGE = 1.2
 
+
 @dataclass(frozen=True)
 class Outer:
     """``a`` is (rows, positions, in), ``g`` is (rows, positions, out); the gradient is (out, in)."""

@@ -51,8 +51,7 @@ class OpacusClipping(ClippedSum):
             self._opacus: Any = importlib.import_module("opacus.grad_sample").GradSampleHooks
         except (ImportError, AttributeError) as error:
             raise ConfigurationError(
-                "privacy.engine=opacus needs opacus 1.6 or later (pip install opacus). "
-                "privacy.engine=ghost does not."
+                "privacy.engine=opacus needs opacus 1.6 or later (pip install opacus). privacy.engine=ghost does not."
             ) from error
         self._attributed = False
         self._refuse_known_mistakes()
@@ -144,8 +143,10 @@ class OpacusClipping(ClippedSum):
                 continue
             parameter = self.parameters[name]
             expected = torch.zeros_like(parameter) if reference is None else reference
-            found = torch.zeros_like(parameter) if sample is None else torch.tensordot(
-                weights.to(sample.dtype), sample, dims=1
+            found = (
+                torch.zeros_like(parameter)
+                if sample is None
+                else torch.tensordot(weights.to(sample.dtype), sample, dims=1)
             )
             gap = float((found - expected).double().norm())
             if not gap <= tolerance * (float(expected.double().norm()) + 1e-3 * whole):

@@ -122,25 +122,28 @@ class Recorder:
 
     def _site_forward(self, site: Site) -> Forward:
         original = site.module.forward
-        locals_ = tuple(site.parameters)
+        own = {local: site.module._parameters[local] for local in site.parameters}
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
-            if args:
-                value, args = args[0], args[1:]
-            else:
-                value = kwargs.pop("hidden_states" if site.kind == "scale" else "input")
+            if len(args) + len(kwargs) != 1:
+                raise UnsupportedModelError(f"{site.name} was called with more than its input. {WAYS_OUT}")
+            value = args[0] if args else next(iter(kwargs.values()))
             if site.kind == "embedding" and self._batch_sizes and value.dim() > 1 and value.shape[0] == 1:
                 value = value.expand(self._batch_sizes[-1], *value.shape[1:])
             parameters = site.module._parameters
-            real = {local: parameters[local] for local in locals_}
-            aliases = {local: _alias(site, p, value) for local, p in real.items() if p is not None}
+            if any(parameters[local] is not p for local, p in own.items()):
+                raise UnsupportedModelError(
+                    f"{site.name} runs with other weights than its own (functional_call, or a module that swaps "
+                    f"them), so the gradient of its own is not known. {WAYS_OUT}"
+                )
+            aliases = {local: _alias(site, p, value) for local, p in own.items() if p is not None}
             try:
                 parameters.update(aliases)  # type: ignore[arg-type]
-                output = original(value, *args, **kwargs)
+                output = original(value)
             finally:
-                parameters.update(real)
+                parameters.update(own)
             if site.kind == "relative_bias":
                 if self._biases is None:
                     raise UnsupportedModelError(

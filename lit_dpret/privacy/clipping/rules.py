@@ -108,9 +108,7 @@ def make_plan(module: nn.Module, trainable: dict[str, nn.Parameter]) -> Plan:
     covered: set[str] = set()
     reasons: dict[str, str] = {}
     for name, layer in module.named_modules():
-        own = {
-            local: names[id(p)] for local, p in layer._parameters.items() if p is not None and id(p) in names
-        }
+        own = {local: names[id(p)] for local, p in layer._parameters.items() if p is not None and id(p) in names}
         if not own:
             continue
         kind = kind_of(layer)

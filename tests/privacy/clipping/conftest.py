@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
+    BertForMaskedLM,
     BertModel,
     DistilBertConfig,
     DistilBertModel,
@@ -192,6 +193,21 @@ def bert(rows: int = 5, **changes: object) -> Case:
     return encoder_case(BertModel(BertConfig(**(BERT | changes))), rows)
 
 
+def bert_lm(rows: int = 4, length: int = 6) -> Case:
+    """An output layer tied to the word embeddings, whose bias two modules own."""
+    model = BertForMaskedLM(BertConfig(**BERT)).double()
+    assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
+    for p in model.parameters():
+        p.data.add_(torch.randn_like(p) * 0.2)
+    ids, mask = torch.randint(2, VOCAB, (rows, length)), lengths_mask(rows, length)
+
+    def losses(batch: Rows) -> Tensor:
+        logits = model(input_ids=batch["ids"], attention_mask=batch["mask"]).logits
+        return token_losses(logits, batch["ids"].masked_fill(batch["mask"] == 0, -100))
+
+    return Case(model, losses, {"ids": ids, "mask": mask})
+
+
 def distilbert(rows: int = 5, **changes: object) -> Case:
     values = dict(
         vocab_size=VOCAB, dim=12, n_layers=2, n_heads=3, hidden_dim=14, max_position_embeddings=16, dropout=0.0,
@@ -252,7 +268,7 @@ class Reused(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.embed = nn.Embedding(VOCAB, 6, padding_idx=1)
+        self.embed = nn.Embedding(VOCAB, 6, padding_idx=1, sparse=kind == "sparse")
         self.inner = nn.Linear(6, 6)
         self.norm = nn.LayerNorm(6)
         self.scale = nn.RMSNorm(6)
@@ -260,6 +276,10 @@ class Reused(nn.Module):
         self.idle = nn.Linear(6, 6)
         if kind == "tied":
             self.out.weight = self.embed.weight
+        if kind == "norm_tied_to_linear":
+            self.wide = nn.LayerNorm((1, 6))
+            self.narrow = nn.Linear(6, 1)
+            self.narrow.weight = self.wide.weight
         if kind == "two_linears":
             self.idle.weight = self.inner.weight
 
@@ -270,6 +290,8 @@ class Reused(nn.Module):
             hidden = hidden + self.inner(hidden).tanh()
         if self.kind == "two_linears":
             hidden = hidden + self.idle(hidden.cos())
+        if self.kind == "norm_tied_to_linear":
+            hidden = self.wide(hidden[:, :, None])[:, :, 0] + self.narrow(hidden)
         if self.kind == "flat":
             hidden = self.inner(hidden.flatten(0, 1)).view_as(hidden)
         if self.kind == "wide":
@@ -301,6 +323,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "module_called_three_times": lambda: small("loop"),
     "embedding_tied_to_linear": lambda: small("tied"),
     "two_linears_with_one_weight": lambda: small("two_linears"),
+    "norm_tied_to_linear": lambda: small("norm_tied_to_linear"),
+    "sparse_embedding": lambda: small("sparse"),
     "tokens_flattened_into_the_batch": lambda: small("flat"),
     "five_axes": lambda: small("wide"),
     "inplace_activation": lambda: small("inplace"),
@@ -312,6 +336,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "t5_batch_equal_to_query_length": lambda: t5(rows=6, query=6, passage=6),
     "t5_encoder": t5_encoder,
     "bert": bert,
+    "bert_masked_lm": bert_lm,
     "distilbert": distilbert,
     "roberta": roberta,
     "siamese": siamese,

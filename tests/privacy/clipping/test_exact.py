@@ -130,6 +130,7 @@ def test_a_covered_module_that_does_not_run_contributes_exactly_zero(engine: str
     assert sums["used.weight"].any() and not sums["idle.weight"].any() and not sums["idle.bias"].any()
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
 def test_activation_checkpointing_changes_nothing(lib: SimpleNamespace) -> None:
     case = lib.t5(rows=4)
     case.module.train()

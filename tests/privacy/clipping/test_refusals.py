@@ -167,6 +167,24 @@ def test_in_batch_negatives_are_refused(engine: str, lib: SimpleNamespace) -> No
     refused(lib.Case(model, lambda b: in_batch(model(b["x"]), model(b["x"]).sin()), data), "another unit", engine)
 
 
+def test_a_weak_coupling_is_refused_and_a_late_one_where_every_batch_is_verified(lib: SimpleNamespace) -> None:
+    model = nn.Linear(4, 3).double()
+    strength = 1e-6
+
+    def losses(batch: dict[str, Tensor]) -> Tensor:
+        out = model(batch["x"]).square().sum(1)
+        return out + strength * out.mean().square()
+
+    case = lib.Case(model, losses, {"x": torch.randn(30, 4, dtype=torch.float64)})
+    refused(case, "another unit")
+    strength = 0.0
+    clipping = make_engine("ghost", model, max_grad_norm=1.0, verify=True)
+    case.run(clipping)
+    strength = 1e-6
+    with pytest.raises(UnsupportedModelError, match="another unit"):
+        case.run(clipping)
+
+
 def test_negatives_from_the_units_own_rows_are_accepted(lib: SimpleNamespace) -> None:
     model = nn.Linear(4, 3).double()
     data = {"x": torch.randn(6, 4, dtype=torch.float64)}
@@ -216,9 +234,7 @@ def test_positions_shared_by_the_batch_are_refused_outside_the_known_embeddings(
     model = nn.ModuleList([tokens, positions])
     ids = {"ids": torch.randint(0, 9, (rows, 4))}
     for shared in (torch.arange(4), torch.arange(4)[None]):
-        case = lib.Case(
-            model, lambda b, shared=shared: (tokens(b["ids"]) + positions(shared)).sin().sum((1, 2)), ids
-        )
+        case = lib.Case(model, lambda b, shared=shared: (tokens(b["ids"]) + positions(shared)).sin().sum((1, 2)), ids)
         with pytest.raises(UnsupportedModelError, match="expand what is shared"):
             case.run(make_engine("ghost", model, max_grad_norm=1.0))
 
@@ -257,11 +273,35 @@ def test_an_input_changed_in_place_after_the_call_is_refused(lib: SimpleNamespac
     refused(lib.Case(model, losses, {"x": torch.randn(4, 3, dtype=torch.float64)}), "changed in place")
 
 
-def test_a_frozen_weight_normalised_in_the_forward_pass_is_no_matter(lib: SimpleNamespace) -> None:
-    case = lib.small()
-    with torch.no_grad():
-        case.module.idle.weight.requires_grad_(False)
-    lib.check_exact(case)
+def test_a_module_run_with_other_weights_than_its_own_is_refused(lib: SimpleNamespace) -> None:
+    model = nn.Linear(3, 3).double()
+
+    def losses(batch: dict[str, Tensor]) -> Tensor:
+        doubled = {name: 2 * p for name, p in model.named_parameters()}
+        return torch.func.functional_call(model, doubled, (batch["x"],)).sum(1)
+
+    refused(lib.Case(model, losses, {"x": torch.randn(4, 3, dtype=torch.float64)}), "other weights than its own")
+
+
+@pytest.mark.parametrize("engine", ["ghost", "loop", "opacus"])
+def test_a_hook_on_a_parameter_is_refused(engine: str, lib: SimpleNamespace) -> None:
+    case = lib.head()
+    clipping = make_engine(engine, case.module, max_grad_norm=1.0)
+    case.module.weight.register_hook(lambda g: 2 * g)
+    with pytest.raises(UnsupportedModelError, match="weight has a gradient hook"):
+        case.run(clipping)
+    with pytest.raises(UnsupportedModelError, match="weight has a gradient hook"):
+        make_engine(engine, case.module, max_grad_norm=1.0)
+
+
+def test_inputs_may_be_passed_by_name(lib: SimpleNamespace) -> None:
+    model = nn.ModuleList([nn.Linear(3, 3), nn.RMSNorm(3), nn.LayerNorm(3)]).double()
+    data = {"x": torch.randn(4, 2, 3, dtype=torch.float64)}
+
+    def losses(batch: dict[str, Tensor]) -> Tensor:
+        return model[2](input=model[1](x=model[0](input=batch["x"]))).sin().sum((1, 2))
+
+    lib.check_exact(lib.Case(model, losses, data))
 
 
 @pytest.mark.parametrize(
