@@ -43,7 +43,8 @@ def epsilon(
         - An upper bound: ``pld`` rounds pessimistically, ``prv`` returns its upper end.
         - 0 for no release; infinite where one is not private or carries no noise, and above
           `LARGEST_EPSILON`.
-        - Order and labels of the releases, and how equal ones are bundled, change nothing.
+        - Order and labels of the releases, and how equal ones are bundled, change nothing; except that
+          each shuffled release starts an epoch of its own.
 
     Raises:
         UnsupportedAccountingError: A law that ``accountant`` does not judge under ``neighbours``.

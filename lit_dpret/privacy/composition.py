@@ -113,25 +113,24 @@ class Part:
 def parts_of(releases: Iterable[Release]) -> tuple[Part, ...] | None:
     """The releases, labels dropped, in an order that does not depend on theirs; None when one is not private.
 
-    Shuffled steps become full passes over the data, and all unsampled Gaussians become one: n of
-    noise multiplier s are one of s / sqrt(n), and precisions add up.
+    The shuffled steps of a release become the epochs they begin, and all unsampled Gaussians become
+    one: n of noise multiplier s are one of s / sqrt(n), and precisions add up.
     """
     counts: dict[tuple[SamplingLaw, float], int] = {}
     for release in releases:
         if isinstance(release, NonPrivateRelease) or release.noise_multiplier == 0:
             return None
-        key = (plain(release.law), release.noise_multiplier)
-        counts[key] = counts.get(key, 0) + release.count
-    precision = 0.0
-    parts: list[Part] = []
-    for (law, noise), count in sorted(counts.items(), key=repr):
-        if isinstance(law, (FullBatch, Shuffle)):
-            precision += (law.epochs(count) if isinstance(law, Shuffle) else count) / noise**2
-        else:
-            parts.append(Part(law, noise, count))
-    if precision:
+        law, count = plain(release.law), release.count
+        if isinstance(law, Shuffle):
+            count, law = law.epochs(count), FullBatch()
+        key = (law, release.noise_multiplier)
+        counts[key] = counts.get(key, 0) + count
+    unsampled = [(noise, count) for (law, noise), count in counts.items() if isinstance(law, FullBatch)]
+    parts = [Part(law, noise, count) for (law, noise), count in counts.items() if not isinstance(law, FullBatch)]
+    if unsampled:
+        precision = math.fsum(count / noise**2 for noise, count in unsampled)
         parts.append(Part(FullBatch(), precision**-0.5, 1))
-    return tuple(parts)
+    return tuple(sorted(parts, key=repr))
 
 
 def _mean_loss(part: Part, neighbours: Neighbours) -> float:

@@ -160,9 +160,8 @@ class FixedSize(SamplingLaw):
 class Shuffle(SamplingLaw):
     """Batches in shuffled order, each unit once per epoch. No amplification is claimed: none is proved.
 
-    The accountant charges one unsampled Gaussian per epoch begun, counting the steps of equal
-    releases from the start of an epoch. Whoever draws a new order before an epoch is over rounds the
-    count up to whole epochs first.
+    The accountant charges one unsampled Gaussian per epoch begun. Every release in a list starts an
+    epoch of its own: whoever goes on in the middle of one states both parts as one release.
 
     Args:
         batch_size: Units in a batch, 1 to n.
@@ -320,14 +319,24 @@ def merge(releases: Iterable[Release]) -> list[Release]:
     """Join releases that differ in nothing but ``count``, in order of first appearance.
 
     Guarantees:
-        - The counts are conserved, and so is epsilon under every accountant.
+        - The counts are conserved, and so is epsilon under every accountant. For that reason shuffled
+          releases are joined only where they are whole epochs: the halves of two epochs may hold the
+          same unit, the halves of one do not.
         - Merging twice is merging once.
     """
     counts: dict[Release, int] = {}
+    merged: list[Release] = []
     for release in releases:
+        law = release.law if isinstance(release, GaussianRelease) else None
+        if isinstance(law, Shuffle) and release.count % law.steps_per_epoch:
+            merged.append(release)
+            continue
         single = replace(release, count=1)
-        counts[single] = counts.get(single, 0) + release.count
-    return [replace(single, count=count) for single, count in counts.items()]
+        if single not in counts:
+            counts[single] = 0
+            merged.append(single)
+        counts[single] += release.count
+    return [replace(entry, count=counts[entry]) if entry in counts else entry for entry in merged]
 
 
 def _label(owner: object) -> None:

@@ -189,9 +189,14 @@ def test_under_add_or_remove_nothing_is_derived_from_the_data(sampling: str) -> 
     private = {"budget": budget(neighbours="add_or_remove"), "sampling": sampling, "n_public": None}
     with pytest.raises(ConfigurationError, match=r"datamodule\.sample_rate and privacy\.delta"):
         build(**private)
+    with pytest.raises(ConfigurationError, match=r"datamodule\.sample_rate and privacy\.delta"):
+        build(**{**private, "n_public": N})
     if sampling != "poisson":
         with pytest.raises(ConfigurationError, match=r"datamodule\.sampling=poisson"):
             build(**private, sample_rate=0.02)
+    if sampling == "truncated_poisson":
+        with pytest.raises(ConfigurationError, match=r"datamodule\.sampling=poisson"):
+            build(**{**private, "n_public": N}, sample_rate=0.02)
     with pytest.raises(ConfigurationError, match=r"datamodule\.expected_batch_size"):
         build(**{**private, "sampling": "poisson"}, sample_rate=0.02, expected_batch_size=None)
 

@@ -119,6 +119,11 @@ def test_merging_conserves_counts_and_order_and_is_idempotent() -> None:
     assert merge([]) == []
 
 
+def test_shuffled_releases_are_merged_only_as_whole_epochs() -> None:
+    half, whole = (GaussianRelease(noise_multiplier=1.0, law=Shuffle(batch_size=4, n=10), count=c) for c in (2, 3))
+    assert merge([half, whole, half, whole]) == [half, GaussianRelease(**{**vars(whole), "count": 6}), half]
+
+
 def test_a_release_is_frozen() -> None:
     release = GaussianRelease(noise_multiplier=1.0, law=FullBatch())
     with pytest.raises(FrozenInstanceError):

@@ -177,9 +177,11 @@ class GhostClipping(ClippedSum):
         doubtful |= batch.real & squares.isinf()
         if bool(doubtful.any()):
             again = batch.only(doubtful)
-            exact = torch.zeros_like(squares)
+            exact, energy = torch.zeros_like(squares), torch.zeros_like(squares)
             for name, each in contributions.items():
-                exact += squared_norms([each], self.parameters[name].shape, again, torch.float64)[0]
+                square, spread = squared_norms([each], self.parameters[name].shape, again, torch.float64)
+                exact += square
+                energy += spread
             squares = torch.where(doubtful, exact, squares)
             slack = torch.where(doubtful, 4 * torch.finfo(torch.float32).eps * energy.sqrt(), slack)
         norms = torch.where(broken_units(losses, batch), torch.nan, squares.clamp(min=0).sqrt())

@@ -88,9 +88,10 @@ class Recorder:
         try:
             for site in self.plan.sites:
                 self._patch(site.module, "forward", self._site_forward(site))
-            for _, module in (*self.plan.relative, *self.plan.positioned):
-                self._patch(module, "forward", self._sized_forward(module))
-            for name, module in self.plan.relative:
+            for _, module in self.plan.positioned:
+                self._patch(module, "forward", self._sized_forward(module, slice(None)))
+            for name, module in self.plan.relative:  # the hidden states come first, then masks of other shapes
+                self._patch(module, "forward", self._sized_forward(module, slice(1)))
                 self._patch(module, "compute_bias", self._compute_bias(name, module))
         except BaseException:
             self.__exit__()
@@ -161,12 +162,13 @@ class Recorder:
 
         return forward
 
-    def _sized_forward(self, module: nn.Module) -> Forward:
+    def _sized_forward(self, module: nn.Module, inputs: slice) -> Forward:
+        """Remember the batch size of a block while it runs: the longest first axis among its inputs."""
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             sizes = [v.shape[0] for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim()]
-            self._batch_sizes.append(max(sizes))
+            self._batch_sizes.append(max(sizes[inputs], default=1))
             try:
                 return original(*args, **kwargs)
             finally:

@@ -104,7 +104,8 @@ def check_exact(
     tolerance: float = 1e-10,
 ) -> ClippedSum:
     """Norms and sum equal the reference, with a bound that clips about half of the units; twice, so that the
-    first batch (which is verified) and a later one (which is not) are both compared."""
+    first batch (which is verified) and a later one (which is not) are both compared.
+    """
     gradients = case.unit_gradients(unit_ids, mask)
     norms = torch.stack([norm_of(g) for g in gradients])
     bound = 1.001 * float(norms[norms > 0].median())

@@ -166,9 +166,10 @@ def test_a_broken_token_in_t5_breaks_its_own_unit_only(engine: str, lib: SimpleN
     assert lib.difference(clipping.take(), lib.clipped_sum(gradients, 0.5)) < 1e-10
 
 
-def test_a_finite_gradient_too_large_for_fp32_squares_is_clipped_not_dropped(lib: SimpleNamespace) -> None:
-    model = nn.Linear(3, 2)
-    case = lib.Case(model, lambda b: 1e15 * model(b["x"]).sum(1), {"x": torch.full((2, 3), 1e10)})
+@pytest.mark.parametrize("width", [2, 64])
+def test_a_finite_gradient_too_large_for_fp32_squares_is_clipped_not_dropped(width: int, lib: SimpleNamespace) -> None:
+    model = nn.Linear(width, width)
+    case = lib.Case(model, lambda b: 1e15 * model(b["x"]).sum((1, 2)), {"x": torch.full((2, 2, width), 1e10)})
     clipping = make_engine("ghost", model, max_grad_norm=1.0)
     stats = case.run(clipping)
     assert stats.non_finite == 0 and stats.clipped == 2
