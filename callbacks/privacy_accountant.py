@@ -18,8 +18,9 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lit_dpret.privacy.plan import PrivacyPlan
 from torch import Tensor
 
-from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, ResumeError
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, LedgerError, ResumeError
 from lit_dpret.privacy.accounting import Accountant
+from lit_dpret.privacy.card_file import file_sha256, read_card
 from lit_dpret.privacy.fingerprints import state_hash, sum_tag, update_hash
 from lit_dpret.privacy.guard import Permit
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
@@ -29,6 +30,7 @@ from lit_dpret.privacy.releases import GaussianRelease, NonPrivateRelease, Poiss
 from lit_dpret.privacy.sampling import PrivateBatchSampler, SamplingRequest, UnitCollator, steps_per_epoch
 
 LEDGER_NAME = "privacy_ledger.jsonl"
+CARD_NAME = "privacy_card.json"
 
 
 class PrivateTraining(Protocol):
@@ -92,6 +94,8 @@ class PrivacyAccountant(Callback):
         self.attempt = 0
         self.run_id = ""
         self._restored: dict[str, Any] | None = None
+        self._begun = False
+        self._nonce = random_secrets.token_hex(16)
         self._steps_done = 0
 
     # -- getting ready -----------------------------------------------------------------------
@@ -126,6 +130,7 @@ class PrivacyAccountant(Callback):
             physical_batch_size=data.physical_batch_size,
             stream=self.stream,
         )
+        self.sampler.before_first_draw = lambda: self._begin(trainer, pl_module)
         data.attach(self.sampler, UnitCollator(module.collate_rows, data.rows_per_unit))
         mode.attach(pl_module, self.plan, self.stream)
         module.receive_guard(self)
@@ -145,6 +150,10 @@ class PrivacyAccountant(Callback):
                 f"trainer.devices={trainer.world_size} processes: this version trains on one device, and "
                 "refuses to guess how noise and batches are shared. Set trainer.devices=1."
             )
+        if module.privacy.guarantee != "none":
+            _refuse_private_start(module)
+        if module.privacy.guarantee == "inherited":
+            check_dataset_card(data.privacy_card_path)
         if module.privacy.guarantee != "dp":
             return
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -158,6 +167,11 @@ class PrivacyAccountant(Callback):
                     f"ModelCheckpoint(monitor={callback.monitor!r}) chooses by private data: that is a "
                     "release nobody counts. Leave monitor unset, and keep the last checkpoint."
                 )
+        if type(module).validation_step is not L.LightningModule.validation_step:
+            raise ConfigurationError(
+                f"{type(module).__name__}.validation_step computes metrics inside a private run: on private rows each "
+                "of them is a release nobody counts. Evaluate afterwards (task=evaluate), on public or held-out data."
+            )
         if trainer.limit_train_batches not in (1.0, None) or trainer.overfit_batches:
             raise ConfigurationError(
                 "trainer.limit_train_batches and trainer.overfit_batches cut a logical batch short and change "
@@ -206,6 +220,7 @@ class PrivacyAccountant(Callback):
             "plan_fingerprint": None if self.plan is None else self.plan.fingerprint(),
             "rows_per_unit": data.rows_per_unit,
             "secure_rng": mode.secure_rng,
+            "log_private_loss": bool(self._module.log_private_loss),
         }
         earlier = [record for record in self.ledger.records if record["kind"] == "plan"]
         self._intents = {
@@ -233,7 +248,7 @@ class PrivacyAccountant(Callback):
 
     def _refuse_changed_plan(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         other_secret = before["secret_tag"] != now["secret_tag"]
-        for key in ("mode", "unit", "neighbours", "plan", "law", "planned_steps", "rows_per_unit"):
+        for key in ("mode", "unit", "neighbours", "plan", "law", "planned_steps", "rows_per_unit", "secure_rng"):
             if before[key] != now[key]:
                 raise ResumeError(
                     f"resume=true with another {_difference(key, before[key], now[key])}. The ledger's claim "
@@ -267,6 +282,20 @@ class PrivacyAccountant(Callback):
                 "The training loader does not draw by the planned law: its batch sampler was replaced. "
                 "Set trainer.use_distributed_sampler=false, and do not override train_dataloader."
             )
+        self._begin(trainer, pl_module)
+        key = (self.attempt, self._steps_done)
+        if self.plan is not None and key not in self._intents and self._steps_done < self.planned_steps:
+            if not self._covers(key):
+                self._refuse_overspending()
+
+    def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Settle where to go on and under which attempt, before the first coin is tossed.
+
+        Lightning may fetch the first batches before ``on_train_start``; the sampler calls this too.
+        """
+        if self._begun:
+            return
+        self._begun = True
         optimizer = pl_module.optimizers()
         self._optimizer = optimizer.optimizer if hasattr(optimizer, "optimizer") else optimizer
         deterministic = pl_module.device.type == "cpu" and str(trainer.precision) in ("32-true", "64-true")
@@ -279,14 +308,18 @@ class PrivacyAccountant(Callback):
                     "they must come from one run folder."
                 )
             step = int(self._restored["steps_done"])
+            last = (int(self._restored["attempt"]), step - 1)
+            if step > 0 and self._mode.guarantee != "inherited" and last not in self._intents:
+                raise ResumeError(
+                    f"The checkpoint was taken after step {step} of attempt {last[0]}, which the ledger does not know: "
+                    "the ledger is older than the checkpoint. Restore both from one moment."
+                )
         elif self._intents and trainer.global_step > 0:
             raise ResumeError("The checkpoint holds no accountant state, but the ledger holds releases.")
         self._steps_done = step
-        self.sampler.next_step = step
         self._decide_attempt(step)
+        self.sampler.next_step = step
         self.sampler.attempt = self.attempt
-        if self.plan is not None and self._allowance <= 0 and step < self.planned_steps:
-            self._refuse_overspending()
 
     def _decide_attempt(self, step: int) -> None:
         """Repeat bit by bit if everything matches, else start an attempt with fresh noise."""
@@ -338,21 +371,29 @@ class PrivacyAccountant(Callback):
     ) -> None:
         if self.plan is None or batch.part != 0:
             return
-        if (self.attempt, batch.step) not in self._intents and self._allowance <= 0:
+        key = (self.attempt, batch.step)
+        if key not in self._intents and not self._covers(key):
             self._refuse_overspending()
 
-    def authorise(self, step: int, units: int, sums: dict[str, Tensor]) -> Permit:
+    def authorise(self, attempt: int, step: int, units: int, sums: dict[str, Tensor]) -> Permit:
         """Grant one release, after writing it down.
 
         Raises:
             BudgetExceededError: The budget does not cover it.
-            ResumeError: A repeated step is not the same step.
+            ResumeError: A repeated step is not the same step, or a batch is not the one that is due.
         """
-        key = (self.attempt, step)
+        if step != self._steps_done or attempt != self.attempt:
+            raise ResumeError(
+                f"A batch of step {step}, attempt {attempt}, arrived where step {self._steps_done}, attempt "
+                f"{self.attempt}, was due: the loader does not hand out the sampler's draws in order."
+            )
+        key = (attempt, step)
         if self._mode.guarantee == "inherited":
             return Permit(*key)
         tag = sum_tag(self.stream, sums) if self._replays else None
         state = state_hash(self._module, self._optimizer) if self._replays else None
+        # The noise of a step depends on what it is added to, or else on this process alone.
+        salt = tag or self._nonce
         intent = self._intents.get(key)
         if intent is not None:
             if tag is None or intent.get("sum_tag") != tag or intent.get("state_hash") != state:
@@ -362,8 +403,8 @@ class PrivacyAccountant(Callback):
                     "used again. Run the same command once more: it will go on with fresh noise, and charge it."
                 )
             self.ledger.append("replay", attempt=self.attempt, step=step)
-            return Permit(*key, replay=self._released.get(key) or {})
-        if self.plan is not None and self._allowance <= 0:
+            return Permit(*key, salt, replay=self._released.get(key) or {})
+        if self.plan is not None and not self._covers(key):
             self._refuse_overspending()
         self._check_sampling(step, units)
         record = self.ledger.append(
@@ -377,7 +418,15 @@ class PrivacyAccountant(Callback):
         self._intents[key] = record
         if self.plan is not None:
             self._allowance -= 1
-        return Permit(*key)
+        return Permit(*key, salt)
+
+    def _covers(self, key: tuple[int, int]) -> bool:
+        """Whether the budget covers one more release."""
+        if self.plan is None or not isinstance(self.plan.law, Shuffle):
+            return self._allowance > 0
+        # A shuffled epoch costs as a whole, so what a step adds depends on where in its epoch it is.
+        due = {"kind": "intent", "attempt": key[0], "step": key[1], "release": self._release.to_dict()}
+        return self._accountant.epsilon(charged_releases([*self.ledger.records, due])) <= self.plan.budget.eps
 
     def _check_sampling(self, step: int, units: int) -> None:
         """Hold the number of units that took part against the law; more than it allows is charged."""
@@ -432,7 +481,8 @@ class PrivacyAccountant(Callback):
             if known is not None and known != found:
                 self.ledger.append("event", name="replay_failed", attempt=permit.attempt, step=permit.step)
                 raise ResumeError(f"The repeated update of step {permit.step} differs from the recorded one.")
-            return
+            if permit.replay:
+                return  # the first execution was confirmed already
         self.ledger.append(
             "release",
             attempt=permit.attempt,
@@ -455,6 +505,17 @@ class PrivacyAccountant(Callback):
         if self.plan is None:
             return 0.0
         return self._accountant.epsilon(charged_releases(self.ledger.records))
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Under plain Poisson sampling the number of physical batches tells the size of each draw: hide it."""
+        if self.plan is None or self.sampler.physical_batches_per_step is not None:
+            return
+        loop = checkpoint["loops"]["fit_loop"]
+        loop["epoch_loop.state_dict"].pop("_batches_that_stepped", None)
+        for part in ("total", "current"):
+            progress = loop["epoch_loop.batch_progress"][part]
+            for name in progress:
+                progress[name] = self._steps_done
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -482,6 +543,39 @@ class PrivacyAccountant(Callback):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit" and hasattr(self, "ledger"):
             self.ledger.close()
+
+
+def check_dataset_card(path: Path | None) -> None:
+    """Refuse data that its privacy card does not describe, file by file.
+
+    Raises:
+        DataError: The card is missing, is not one of a data set, or lists other contents than the
+            folder's queries, judgements and passages.
+    """
+    if path is None:
+        raise DataError("privacy=synthetic trains on data that carries a privacy card, and this folder has none.")
+    subject = read_card(path)["subject"]
+    if subject["artifact_type"] != "dataset" or not subject["sha256"]:
+        raise DataError(
+            f"{path} is the card of {subject['artifact_type']} {subject['name']!r}, not of the data set it lies with: "
+            "its claim says nothing about these queries. Take the folder that task=synthesize wrote."
+        )
+    folder = path.parent
+    read = [p for pattern in ("queries.*", "corpus.*", "qrels/train.*") for p in folder.glob(pattern)]
+    for name in {p.relative_to(folder).as_posix() for p in read} | set(subject["sha256"]):
+        file = folder / name
+        if not file.is_file() or file_sha256(file) != subject["sha256"].get(name):
+            raise DataError(f"{file} is not the file that {path.name} describes; its claim does not cover it.")
+
+
+def _refuse_private_start(module: Any) -> None:
+    """Refuse to start from weights that were themselves trained on private data: the claims would add up."""
+    start = getattr(module, "pretrained", None)
+    if start and (Path(str(start)) / CARD_NAME).is_file():
+        raise ConfigurationError(
+            f"{start} carries a privacy card: its weights were trained on private data, and this run's card would "
+            "forget what that cost. Start from a public model."
+        )
 
 
 def planned_steps(trainer: L.Trainer, steps_per_epoch: int) -> int:

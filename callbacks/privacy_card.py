@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from lit_dpret.callbacks.privacy_accountant import LEDGER_NAME, PrivacyAccountant
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.card import build_card, inherit_card, subject_of, write_card
+from lit_dpret.privacy.card_facts import Assumption
 
 MODEL_FOLDER = "model"
 
@@ -91,11 +92,11 @@ class PrivacyCard(Callback):
                 ledger_name=LEDGER_NAME,
                 mechanism=_mechanism(module),
                 tuning=self.tuning,
-                pretraining={"model": str(getattr(module, "pretrained", "unstated")), "overlap_check": None},
+                pretraining={"model": str(getattr(module, "pretrained", None) or "unstated"), "overlap_check": None},
                 randomness={"rng": "SHAKE-256" if module.privacy.secure_rng else "PyTorch generator",
                             "secure": module.privacy.secure_rng},
                 duplicates_policy=_duplicates(trainer),
-                not_covered=_diagnostics(module),
+                assumptions=_leaks(accountant.ledger.records),
             )  # fmt: skip
         write_card(card, folder)
         if saved:
@@ -121,7 +122,10 @@ def _duplicates(trainer: L.Trainer) -> str:
     return str(data.describe_duplicates()) if hasattr(data, "describe_duplicates") else ""
 
 
-def _diagnostics(module: Any) -> list[str]:
-    if module.log_private_loss and module.privacy.guarantee == "dp":
-        return ["the training loss, which was logged although it is computed on private data"]
+def _leaks(records: list[dict[str, Any]]) -> list[Assumption]:
+    """What the run is known to have let out besides its releases, in this attempt or an earlier one."""
+    private = any(record["kind"] == "plan" and record.get("mode") == "dp_sgd" for record in records)
+    if private and any(record["kind"] == "plan" and record.get("log_private_loss") for record in records):
+        text = "No loss on private rows was shown: log_private_loss=true logged the training loss of every step."
+        return [Assumption(text, holds=False, consequence="no_guarantee")]
     return []

@@ -49,7 +49,8 @@ class PairsDataModule(LightningDataModule):
         lower_case_queries: Lower-case every query.
         sampling: How the plan should draw units.
         expected_batch_size: Units per logical batch, on average.
-        sample_rate: The probability of each unit, instead of ``expected_batch_size``.
+        sample_rate: The probability of each unit; where it is given, ``expected_batch_size`` is only the
+            constant that the sum is divided by. Both are declared under ``privacy.neighbours=add_or_remove``.
         physical_batch_size: Units that fit on the device at once.
         cap: Largest logical batch under ``truncated_poisson``; None lets the accountant choose.
         rows_per_unit: ``one`` draws one row of each drawn unit, ``all`` takes all.
@@ -134,11 +135,6 @@ class PairsDataModule(LightningDataModule):
         ):
             if value not in choices:
                 raise ConfigurationError(f"datamodule.{knob}={value!r} is not one of {', '.join(choices)}.")
-        if self.expected_batch_size is not None and self.sample_rate is not None:
-            raise ConfigurationError(
-                f"datamodule.expected_batch_size={self.expected_batch_size} and datamodule.sample_rate="
-                f"{self.sample_rate} both set the batch size; set one of them to null."
-            )
         if self.sample_rate is not None and not 0 < self.sample_rate <= 1:
             raise ConfigurationError(f"datamodule.sample_rate={self.sample_rate} must be above 0 and at most 1.")
         if self.cap is not None and self.sampling != "truncated_poisson":
@@ -270,6 +266,11 @@ class PairsDataModule(LightningDataModule):
             ConfigurationError: The data settings make the claim unsound under ``neighbours``, or a
                 sampler for another unit is already attached.
         """
+        if unit == "pair" and (self.max_passages is not None or self.drop_overlap):
+            raise ConfigurationError(
+                "privacy.unit=pair cannot go with datamodule.max_passages or datamodule.drop_overlap: they take rows out "
+                "by what the rows say, and the number of pairs would tell. Set privacy.unit=query, or unset them."
+            )
         if neighbours == "add_or_remove" and self.max_train_queries is not None:
             raise ConfigurationError(
                 f"datamodule.max_train_queries={self.max_train_queries} cannot go with "

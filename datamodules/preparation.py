@@ -52,7 +52,7 @@ class Overlap:
 
 def report_overlap(collection: Collection) -> dict[str, Overlap]:
     """What each evaluation split shares with train; private numbers."""
-    train = collection.qrels.get("train", {})
+    train = {query: judged for query, judged in collection.qrels.get("train", {}).items() if judged}
     texts = {normalise(collection.queries[query]) for query in train}
     passages = _positives(train)
     return {
@@ -66,8 +66,9 @@ def report_overlap(collection: Collection) -> dict[str, Overlap]:
 
 
 def drop_overlap(collection: Collection) -> Collection:
-    """Leave out train queries that repeat an evaluation query or share a positive passage with one.
+    """Take the rows of train queries that repeat an evaluation query or share a positive passage with one.
 
+    Such a query stays as a unit without rows, so that the published number of units does not tell.
     It is the train side that gives way. Whether a train query stays then depends on its own record
     and the evaluation splits alone (record-wise), the evaluation splits stay those of the
     literature, and no set of evaluation queries is chosen by looking at private ones.
@@ -77,9 +78,10 @@ def drop_overlap(collection: Collection) -> Collection:
     passages = set().union(*(_positives(qrels) for qrels in evaluation))
     kept = {
         query: judged
-        for query, judged in collection.qrels.get("train", {}).items()
         if normalise(collection.queries[query]) not in texts
         and not any(grade > 0 and passage in passages for passage, grade in judged.items())
+        else {}
+        for query, judged in collection.qrels.get("train", {}).items()
     }
     return _with_qrels(collection, {**collection.qrels, "train": kept}, "datamodule.drop_overlap")
 
@@ -97,8 +99,9 @@ def sample(
     1. Train queries: the ``max_train_queries`` whose *ids* hash lowest among all train ids.
     2. Passages: the ``max_passages`` whose ids hash lowest among all passages. No query is looked
        at, so the retained list is as public as the corpus.
-    3. Of each query only the judgements on retained passages stay; a query without a positive among
-       them goes. So fewer than ``max_train_queries`` may remain.
+    3. Of each query only the judgements on retained passages stay; an evaluation query without a positive
+       among them goes. A train query without one stays as a unit without rows: the number of units is
+       published, and must not depend on which passages private queries were about.
     4. Evaluation queries: of those left, the ``max_eval_queries`` of each split whose ids hash lowest.
 
     Guarantees:
@@ -121,7 +124,8 @@ def sample(
         passages = _only(passages, _lowest(passages, max_passages, seed, "passages"))
         for split, found in qrels.items():
             judged = {q: {p: grade for p, grade in j.items() if p in passages} for q, j in found.items()}
-            qrels[split] = {q: j for q, j in judged.items() if any(grade > 0 for grade in j.values())}
+            answered = {q: j for q, j in judged.items() if any(grade > 0 for grade in j.values())}
+            qrels[split] = {q: answered.get(q, {}) for q in judged} if split == "train" else answered
     if max_eval_queries is not None:
         for split in qrels.keys() - {"train"}:
             qrels[split] = _only(qrels[split], _lowest(qrels[split], max_eval_queries, seed, split))

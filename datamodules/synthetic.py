@@ -128,7 +128,7 @@ class SyntheticDataModule(PairsDataModule):
         if self.evaluation is None:
             return read_parts(**{**found, "corpus": passages})
         other = self.evaluation.collection
-        for passage_id, text in other.passages.items():
+        for passage_id, text in self.evaluation.public_passages().items():
             if passages.texts.setdefault(passage_id, text) != text:
                 raise DataError(
                     f"{self.folder}: passage {passage_id!r} has another text in {other.source} (datamodule.evaluation)."

@@ -89,9 +89,11 @@ class GroupedUnitDataset:
         self._split = split
         groups: dict[tuple[str, ...], list[tuple[str, str]]] = {}
         for query_id in collection.split(split):
+            if unit != "pair":
+                groups.setdefault(self._key(query_id, ""), [])  # a unit, also where a filter left it no rows
             for passage_id in collection.positives(split, query_id):
                 groups.setdefault(self._key(query_id, passage_id), []).append((query_id, passage_id))
-        if not groups:
+        if not any(groups.values()):
             raise DataError(f"{collection.source}: split {split} has no query with a positive passage.")
         self._units = [_lowest(rows, max_rows_per_unit) for rows in groups.values()]
         self._queries = [tuple(dict.fromkeys(query for query, _ in rows)) for rows in groups.values()]

@@ -103,6 +103,7 @@ class DualEncoder(InBatchNegatives):
     ) -> None:
         super().__init__(privacy=privacy, optimizer=optimizer, log_private_loss=log_private_loss)
         self.loss = InBatchSoftmaxLoss(temperature=temperature, similarity="cosine")
+        self.pretrained = str(encoder) if isinstance(encoder, (str, Path)) else None
         self.encoder = make_encoder(
             encoder,
             config=config,

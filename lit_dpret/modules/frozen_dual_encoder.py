@@ -125,6 +125,7 @@ class FrozenDualEncoder(InBatchNegatives):
             )
         if pool_seed < 0:
             raise ConfigurationError(f"model.pool_seed={pool_seed} must not be negative.")
+        self.pretrained = str(encoder) if isinstance(encoder, (str, Path)) else None
         tower = make_encoder(
             encoder,
             query_max_length=max_query_length,

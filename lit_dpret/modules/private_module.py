@@ -59,7 +59,7 @@ class PrivateModule(L.LightningModule):
         self.optimizer_spec = optimizer
         self.log_private_loss = log_private_loss
         self._guard: Guard | None = None
-        self._checked_decoupled = False
+        self._batches_seen = 0
         self._loss_sum = 0.0
 
     def collate_rows(self, rows: list[Row]) -> Any:
@@ -91,19 +91,20 @@ class PrivateModule(L.LightningModule):
         guard = self._guard
         if guard is None:
             raise ConfigurationError(f"{type(self).__name__} is trained without a privacy accountant.")
-        if batch.rows is not None:
-            if not self._checked_decoupled:
-                self._refuse_coupled_loss(batch.rows)
+        if batch.rows is None:
+            self.privacy.counts.units += int(batch.mask.sum())
+        else:
+            self._refuse_coupled_loss(batch.rows)
             with self._replayable_dropout(guard, batch):
                 self.privacy.add(self._unit_loss(batch), batch.unit_ids, batch.mask)
         if batch.last:
-            self._logical_step(guard, batch.step)
+            self._logical_step(guard, batch.attempt, batch.step)
 
-    def _logical_step(self, guard: Guard, step: int) -> None:
+    def _logical_step(self, guard: Guard, attempt: int, step: int) -> None:
         units = self.privacy.counts.units
         sums = self.privacy.take()
-        permit = guard.authorise(step, units, sums)
-        update = self.privacy.privatize(sums, attempt=permit.attempt, step=permit.step)
+        permit = guard.authorise(attempt, step, units, sums)
+        update = self.privacy.privatize(sums, attempt=permit.attempt, step=permit.step, salt=permit.salt)
         del sums
         for name, parameter in self.named_parameters():
             if name in update.gradients:
@@ -146,15 +147,22 @@ class PrivateModule(L.LightningModule):
             yield
 
     def _refuse_coupled_loss(self, rows: Any) -> None:
-        """Compare the losses of the first half of the rows with and without the other half."""
-        self._checked_decoupled = True
-        if self.privacy.guarantee != "dp" or not isinstance(rows, dict):
+        """Compare the losses of the first half of the rows with and without the other half, now and then."""
+        if self.privacy.guarantee != "dp":
             return
-        tensors = [value for value in rows.values() if isinstance(value, Tensor)]
-        count = len(tensors[0]) if tensors else 0
-        if count < 2 or any(len(value) != count for value in tensors):
+        tensors = list(rows.values()) if isinstance(rows, dict) else []
+        if not tensors or any(not isinstance(v, Tensor) or v.dim() == 0 or len(v) != len(tensors[0]) for v in tensors):
+            raise UnsupportedModelError(
+                f"{type(self).__name__}.collate_rows must return a dict of tensors whose first axis is the rows, so "
+                "that it can be checked that no row changes the loss of another one."
+            )
+        count = len(tensors[0])
+        if count < 2:
             return
-        half = type(rows)({k: v[: count // 2] if isinstance(v, Tensor) else v for k, v in rows.items()})
+        self._batches_seen += 1
+        if self._batches_seen & (self._batches_seen - 1):  # batches 1, 2, 4, 8, ...
+            return
+        half = type(rows)({key: value[: count // 2] for key, value in rows.items()})
         with _evaluating(self), torch.no_grad():
             together = self.per_row_loss(rows)[: count // 2].float()
             alone = self.per_row_loss(half).float()

@@ -226,9 +226,7 @@ def accounting_facts(releases: Sequence[Release], plan: PrivacyPlan, verdict: Ve
         ],
         "epsilon_if_no_amplification": answer(
             "epsilon_if_no_amplification",
-            lambda: accounting.epsilon_without_amplification(
-                _shuffled(releases, plan), delta=delta, neighbours=neighbours
-            ),
+            lambda: accounting.epsilon_without_amplification(releases, delta=delta, neighbours=neighbours),
         ),
         "epsilon_rdp": answer(
             "epsilon_rdp",
@@ -240,13 +238,6 @@ def accounting_facts(releases: Sequence[Release], plan: PrivacyPlan, verdict: Ve
         ),
     }
     return {**facts, "not_computed": skipped}
-
-
-def _shuffled(releases: Sequence[Release], plan: PrivacyPlan) -> Sequence[Release]:
-    """The releases, where shuffled passes have a bound at all: taking one unit out moves the others between batches."""
-    if plan.budget.neighbours == "add_or_remove":
-        raise UnsupportedAccountingError("Shuffled passes have no bound under neighbours=add_or_remove.")
-    return releases
 
 
 def ceilings_of(releases: Sequence[Release], plan: PrivacyPlan | None, verdict: Verdict) -> dict[str, Any] | None:

@@ -19,12 +19,14 @@ from lit_dpret.privacy.noise import KeyedStream
 class Permit:
     """Leave to draw the noise of one step under one attempt.
 
+    ``salt`` keys the noise beyond attempt and step: a tag of the sum, or a nonce of the process.
     ``replay`` is None for a step that is paid for now, and the earlier release record for a step
     that is repeated bit by bit and was paid for before.
     """
 
     attempt: int
     step: int
+    salt: str = ""
     replay: dict[str, Any] | None = field(default=None)
 
 
@@ -35,5 +37,5 @@ class Guard(Protocol):
     def stream(self) -> KeyedStream: ...
     @property
     def attempt(self) -> int: ...
-    def authorise(self, step: int, units: int, sums: dict[str, Tensor]) -> Permit: ...
+    def authorise(self, attempt: int, step: int, units: int, sums: dict[str, Tensor]) -> Permit: ...
     def record(self, permit: Permit, update: Update) -> None: ...

@@ -5,8 +5,12 @@ seed is a hash of (secret, purpose, run, attempt, step, parameter, shard). Two d
 independent streams, the same key gives the same numbers, and without the secret the numbers
 cannot be computed. The experiment seed, which is logged and published, plays no part.
 
-The default generators (PyTorch's Mersenne Twister for noise, NumPy's Philox for coins) are not
-cryptographic, and floating-point Gaussian noise is open to the attacks of Mironov (2012) and Jin
+Noise is also keyed by a *salt*: a keyed tag of the very sum that it is added to, or a random nonce
+of the process. The same noise can therefore never be added to two different sums, not even by a run
+folder that was copied and resumed twice: subtracting the two releases would show the difference.
+
+The default generator (NumPy's Philox with a 128-bit key; PyTorch's CPU generator would keep 32 bits
+of a seed) is not cryptographic, and floating-point Gaussian noise is open to the attacks of Mironov (2012) and Jin
 et al. (2022): the guarantee is that of the idealised mechanism. ``secure_rng=True`` replaces the
 noise generator by SHAKE-256 in counter form; it does not change the floating-point caveat.
 """
@@ -100,7 +104,8 @@ class KeyedStream:
         raise ResumeError("A keyed stream holds the privacy secret and is never written to a file.")
 
     def _digest(self, purpose: str, *key: object, size: int = 32) -> bytes:
-        message = "\x1f".join([purpose, self.run_id, *(str(part) for part in key)]).encode()
+        parts = [str(part).encode() for part in (purpose, self.run_id, *key)]
+        message = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
         return hashlib.blake2b(message, key=self._secret, digest_size=size).digest()
 
     def tag(self, purpose: str, *parts: bytes) -> str:
@@ -126,18 +131,19 @@ class KeyedStream:
         attempt: int,
         step: int,
         parameter: str,
+        salt: str = "",
         shard: int = 0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Standard normal noise of ``shape`` for one parameter in one step, drawn in fp32 or wider."""
-        seed = self._digest("noise", attempt, step, parameter, shard)
+        """Standard normal noise of ``shape`` for one parameter in one step, drawn in fp32 or wider on the CPU."""
+        seed = self._digest("noise", attempt, step, parameter, shard, salt)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         if self.secure_rng:
             return _shake_normal(seed, shape).to(device=device, dtype=wide)
-        generator = torch.Generator(device=device)
-        generator.manual_seed(int.from_bytes(seed[:8], "little"))
-        return torch.randn(shape, generator=generator, device=device, dtype=wide)
+        generator = np.random.Generator(np.random.Philox(key=int.from_bytes(seed[:16], "little")))
+        drawn = generator.standard_normal(tuple(shape), dtype=np.float64 if wide == torch.float64 else np.float32)
+        return torch.from_numpy(np.asarray(drawn)).to(device)
 
 
 def _shake_normal(seed: bytes, shape: torch.Size) -> Tensor:

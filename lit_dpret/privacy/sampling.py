@@ -97,6 +97,7 @@ class Draw:
     part: int
     last: bool
     pick: int = 0
+    attempt: int = 0
 
 
 @dataclass
@@ -110,6 +111,7 @@ class UnitBatch:
         step: The logical step, counted from 0.
         part: The physical batch within the step, counted from 0.
         last: Whether this is the last physical batch of its step.
+        attempt: The attempt whose coins drew it.
     """
 
     rows: Any
@@ -118,6 +120,7 @@ class UnitBatch:
     step: int
     part: int
     last: bool
+    attempt: int = 0
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> UnitBatch:
         """Move every tensor to ``device``."""
@@ -164,6 +167,7 @@ class UnitCollator:
             step=first.step,
             part=first.part,
             last=first.last,
+            attempt=first.attempt,
         )
 
 
@@ -205,6 +209,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         self.physical_batch_size = physical_batch_size
         self.attempt = 0
         self.next_step = 0
+        self.before_first_draw: Callable[[], None] = lambda: None
         self._stream = stream
         self._order: tuple[tuple[int, int], np.ndarray] | None = None
 
@@ -256,13 +261,14 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
             chosen = slice(part * size, (part + 1) * size)
             last = part == parts - 1
             batch = [
-                Draw(int(unit), step, part, last, int(pick))
+                Draw(int(unit), step, part, last, int(pick), self.attempt)
                 for unit, pick in zip(units[chosen], picks[chosen], strict=True)
             ]
-            batches.append(batch or [Draw(PADDING, step, part, last)])
+            batches.append(batch or [Draw(PADDING, step, part, last, attempt=self.attempt)])
         return batches
 
     def __iter__(self) -> Iterator[list[Draw]]:
+        self.before_first_draw()
         first = self.next_step
         for step in range(first, (first // self.steps_per_epoch + 1) * self.steps_per_epoch):
             self.next_step = step + 1

@@ -27,6 +27,7 @@ from lit_dpret.generation.round_trip import hits, wrong_sources
 from lit_dpret.generation.writer import synthesize
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.card_text import privacy_line
+from lit_dpret.privacy.noise import load_secret
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
 from lit_dpret.report.html import Artefact, RoundTrip, Sample, write_report
 from lit_dpret.report.table import RowResult, console_table, write_csv, write_json
@@ -97,6 +98,7 @@ class Pipeline:
         self._parts = parts
         self._stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint())
         privacy = self._privacy(self.generator_max_grad_norm)
+        load_secret(privacy.secret_file, run_dir=parts.run_dir)  # refused here: the stages only know their own folders
         log = self._log = parts.make_datamodule(
             max_passages=None,
             expected_batch_size=self.generator_batch,
@@ -123,7 +125,8 @@ class Pipeline:
 
     def _fingerprint(self) -> str:
         settings = {k: str(v) for k, v in sorted(vars(self).items()) if not k.startswith("_") and k != "min_free_mb"}
-        settings |= {"seed": str(self._parts.seed), "privacy": str(vars(self._privacy(1.0)).get("eps"))}
+        privacy = {k: str(v) for k, v in vars(self._privacy(1.0)).items() if not k.startswith("_") and k != "counts"}
+        settings |= {"seed": str(self._parts.seed), "privacy": json.dumps(privacy, sort_keys=True)}
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
     def _privacy(self, max_grad_norm: float) -> DPSGD:

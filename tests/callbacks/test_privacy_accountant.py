@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,23 @@ import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from stand_ins import Numbers, Regression, dp, fit
 
-from lit_dpret.callbacks import PrivacyAccountant
-from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, ResumeError
+from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.callbacks.privacy_accountant import check_dataset_card
+from lit_dpret.errors import (
+    BudgetExceededError,
+    ConfigurationError,
+    DataError,
+    LedgerError,
+    ResumeError,
+    UnsupportedModelError,
+)
 from lit_dpret.privacy.accounting import epsilon
+from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases, check_no_key_reuse, noise_keys
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.releases import Poisson
+from lit_dpret.privacy.sampling import PrivateBatchSampler
 
 
 class Killed(BaseException):
@@ -293,3 +304,122 @@ def test_the_secret_reaches_no_file_of_the_run(tmp_path: Path) -> None:
         if path.is_file():
             content = path.read_bytes()
             assert secret not in content and secret.hex().encode() not in content, path
+
+
+def test_a_copied_run_folder_never_adds_the_same_noise_to_two_sums(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    accountant = PrivacyAccountant(eps_log_points=1, run_dir=folder)
+    with pytest.raises(Killed):
+        fit(folder, seeded(tmp_path), accountant=accountant, extra=[KillAt(3)])
+    accountant.ledger.close()
+    shutil.copytree(folder, tmp_path / "copy")
+    drawn: list[dict[tuple[Any, ...], torch.Tensor]] = []
+    honest = KeyedStream.normal
+    for name, dropout in (("run", 0.1), ("copy", 0.5)):
+        noise: dict[tuple[Any, ...], torch.Tensor] = {}
+
+        def watched(stream: Any, shape: Any, noise: Any = noise, **key: Any) -> torch.Tensor:
+            made = honest(stream, shape, **key)
+            noise[key["attempt"], key["step"], key["parameter"]] = made.clone()
+            return made
+
+        L.seed_everything(0, verbose=False)
+        module = Regression(privacy=dp(tmp_path), dropout=dropout)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(KeyedStream, "normal", watched)
+            try:
+                fit(tmp_path / name, module, resume=True)
+            except ResumeError:
+                L.seed_everything(0, verbose=False)
+                with pytest.raises(BudgetExceededError):
+                    fit(tmp_path / name, Regression(privacy=dp(tmp_path), dropout=dropout), resume=True)
+        drawn.append(noise)
+    shared = [key for key in drawn[0] if key in drawn[1] and key[1] >= 3]
+    assert not [key for key in shared if torch.equal(drawn[0][key], drawn[1][key])]
+
+
+@pytest.mark.parametrize("settings", [{"sampling": "poisson"}, {"sampling": "truncated_poisson"}])
+def test_a_fresh_attempt_tosses_fresh_coins_and_goes_on_at_the_right_step(tmp_path: Path, settings: Any) -> None:
+    folder = tmp_path / "run"
+    first = PrivacyAccountant(eps_log_points=1, run_dir=folder)
+    with pytest.raises(Killed):
+        fit(folder, seeded(tmp_path, noise_multiplier=2.0), Numbers(**settings), accountant=first, extra=[KillAt(3)])
+    first.ledger.close()
+    again = PrivacyAccountant(eps_log_points=1, run_dir=folder, resume=True, replay="never")
+    drawn: list[tuple[int, int]] = []
+    honest = PrivateBatchSampler.draw
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            PrivateBatchSampler, "draw", lambda self, step: drawn.append((self.attempt, step)) or honest(self, step)
+        )
+        fit(folder, seeded(tmp_path, noise_multiplier=2.0), Numbers(**settings), accountant=again, resume=True)
+    assert drawn == [(1, step) for step in range(2, 6)]
+    assert noise_keys(records(folder)) == [(0, 0), (0, 1), (0, 2), (1, 2), (1, 3), (1, 4), (1, 5)]
+
+
+def test_a_checkpoint_that_is_newer_than_the_ledger_is_refused(tmp_path: Path) -> None:
+    folder = killed_run(tmp_path, 4)
+    ledger = folder / "privacy_ledger.jsonl"
+    ledger.write_text("".join(ledger.read_text(encoding="utf-8").splitlines(keepends=True)[:2]), encoding="utf-8")
+    with pytest.raises(ResumeError, match="older than the checkpoint"):
+        fit(folder, seeded(tmp_path), resume=True)
+
+
+def test_a_loss_that_divides_by_the_batch_is_refused(tmp_path: Path) -> None:
+    module = seeded(tmp_path)
+    honest = module.per_row_loss
+    module.per_row_loss = lambda rows: honest(rows) / rows["target"].abs().mean().detach()  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedModelError, match="when other rows are in the batch"):
+        fit(tmp_path / "run", module)
+
+
+def test_a_buffer_written_from_private_rows_is_refused(tmp_path: Path) -> None:
+    module = seeded(tmp_path)
+    module.register_buffer("queue", torch.zeros(1))
+    honest = module.per_row_loss
+
+    def remembering(rows: Any) -> torch.Tensor:
+        module.queue += rows["target"][:1]
+        return honest(rows)
+
+    module.per_row_loss = remembering  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedModelError, match="queue"):
+        fit(tmp_path / "run", module)
+
+
+def test_validation_inside_a_private_run_is_refused(tmp_path: Path) -> None:
+    class Validating(Regression):
+        def validation_step(self, batch: Any, index: int) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="validation_step"):
+        fit(tmp_path / "run", Validating(privacy=dp(tmp_path)))
+
+
+def test_starting_from_weights_that_carry_a_card_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "earlier").mkdir()
+    (tmp_path / "earlier" / "privacy_card.json").write_text("{}", encoding="utf-8")
+    module = seeded(tmp_path)
+    module.pretrained = str(tmp_path / "earlier")
+    with pytest.raises(ConfigurationError, match="carries a privacy card"):
+        fit(tmp_path / "run", module)
+
+
+def test_a_logged_private_loss_leaves_no_number_on_the_card(tmp_path: Path) -> None:
+    module = seeded(tmp_path)
+    module.log_private_loss = True
+    fit(tmp_path / "run", module, extra=[PrivacyCard(run_dir=tmp_path / "run")])
+    claim = read_card(tmp_path / "run" / "privacy_card.json")["claim"]
+    assert claim["epsilon"] is None and claim["guarantee"] == "not_proved"
+
+
+def test_the_card_states_the_epsilon_of_the_ledger(tmp_path: Path) -> None:
+    fit(tmp_path / "run", seeded(tmp_path), extra=[PrivacyCard(run_dir=tmp_path / "run")])
+    claim = read_card(tmp_path / "run" / "privacy_card.json")["claim"]
+    assert claim["epsilon"] == pytest.approx(spent(tmp_path / "run")) and claim["epsilon"] <= 3
+
+
+def test_the_card_of_other_data_is_not_inherited(tmp_path: Path) -> None:
+    fit(tmp_path / "run", seeded(tmp_path), extra=[PrivacyCard(run_dir=tmp_path / "run")])
+    (tmp_path / "run" / "queries.jsonl").write_text("{}", encoding="utf-8")
+    with pytest.raises(DataError, match="not of the data set"):
+        check_dataset_card(tmp_path / "run" / "privacy_card.json")

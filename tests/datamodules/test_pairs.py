@@ -88,7 +88,6 @@ def test_parts_go_together(harbour: Path) -> None:
         ({"sampling": "sorted"}, "datamodule.sampling='sorted' is not one of truncated_poisson, poisson"),
         ({"rows_per_unit": "two"}, "datamodule.rows_per_unit='two' is not one of one, all"),
         ({"duplicates": "drop"}, "datamodule.duplicates='drop' is not one of keep, merge"),
-        ({"expected_batch_size": 4, "sample_rate": 0.1}, "set one of them to null"),
         ({"sample_rate": 0.0}, "datamodule.sample_rate=0.0"),
         ({"sample_rate": 1.5}, "datamodule.sample_rate=1.5"),
         ({"cap": 9, "sampling": "poisson"}, "datamodule.cap=9 has no meaning"),

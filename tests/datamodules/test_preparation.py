@@ -65,7 +65,8 @@ def test_overlap_counts_repeated_queries_and_shared_positives(data: Collection) 
 
 def test_dropping_the_overlap_removes_train_queries_only(data: Collection) -> None:
     cleaned = drop_overlap(data)
-    assert list(cleaned.qrels["train"]) == ["t1", "t2", "t3", "t5"]
+    assert [query for query, judged in cleaned.qrels["train"].items() if judged] == ["t1", "t2", "t3", "t5"]
+    assert list(cleaned.qrels["train"]) == list(data.qrels["train"]), "as units they all stay"
     assert cleaned.qrels["dev"] == data.qrels["dev"] and cleaned.qrels["test"] == data.qrels["test"]
     assert report_overlap(cleaned) == {"dev": Overlap(queries=0, passages=0), "test": Overlap(queries=0, passages=0)}
 
@@ -76,13 +77,25 @@ def test_without_limits_nothing_is_left_out(large: Collection) -> None:
 
 
 def test_a_sample_holds_so_many_passages_and_only_queries_they_answer(large: Collection) -> None:
-    small = sample(large, **{**NO_LIMITS, "max_passages": 100}).check()
+    small = sample(large, **{**NO_LIMITS, "max_passages": 100})
     assert len(small.passages) == 100
     for split, qrels in small.qrels.items():
-        assert 0 < len(qrels) < len(large.qrels[split])
+        assert 0 < sum(map(bool, qrels.values())) < len(large.qrels[split])
         for query, judged in large.qrels[split].items():
             kept = {passage: grade for passage, grade in judged.items() if passage in small.passages}
-            assert qrels.get(query) == (kept if any(grade > 0 for grade in kept.values()) else None)
+            gone = {} if split == "train" else None
+            assert qrels.get(query) == (kept if any(grade > 0 for grade in kept.values()) else gone)
+
+
+def test_the_number_of_train_units_does_not_tell_what_queries_are_about(large: Collection) -> None:
+    limits = {**NO_LIMITS, "max_passages": 100}
+    kept, gone = (next(p for p in large.passages if (p in sample(large, **limits).passages) is wanted) for wanted in (True, False))
+    query = next(iter(large.qrels["train"]))
+    sizes = set()
+    for passage in (kept, gone):
+        train = {**large.qrels["train"], query: {passage: 1}}
+        sizes.add(len(sample(replace(large, qrels={**large.qrels, "train": train}), **limits).qrels["train"]))
+    assert len(sizes) == 1
 
 
 def test_the_retained_passages_depend_on_no_query(large: Collection) -> None:

@@ -148,6 +148,13 @@ def test_a_step_without_noise_leaves_no_guarantee(tmp_path: Path) -> None:
     assert "NO PRIVACY GUARANTEE" in card["banners"][0]
 
 
+def test_a_release_without_noise_stays_the_reason_whatever_else_is_wrong(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", make_plan())
+    run.step(0, noise_std=0.0)
+    card = run.card(assumptions=[Assumption("Each gradient was clipped.", False)])
+    assert card["claim"]["guarantee"] == "none"
+
+
 def test_an_interrupted_step_is_charged_and_named(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", make_plan())
     for step in range(9):
@@ -274,6 +281,8 @@ def test_what_is_protected_follows_from_unit_and_neighbours(tmp_path: Path) -> N
     assert any(f"n = {N}" in text for text in zero_out["claim"]["unprotected_quantities"])
     assert any("list of passages" in text for text in zero_out["claim"]["unprotected_quantities"])
     assert "the number of queries" in add["claim"]["protected"]
+    assert not any("number of" in text for text in add["claim"]["unprotected_quantities"])
+    assert any("declared constants" in text for text in add["claim"]["unprotected_quantities"])
     assert str(N) not in json.dumps([add["claim"], add["not_covered"], add["mechanism"]])
     assert any("People who contributed several" in text for text in zero_out["not_covered"])
     assert not any("People who contributed several" in text for text in user["not_covered"])

@@ -349,7 +349,7 @@ def test_a_ledger_that_cannot_be_put_back_accepts_nothing_more(path: Path, monke
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"file/privacy_ledger.jsonl.*paths\.run_dir"):
+    with pytest.raises(StorageError, match=r"file/privacy_ledger.jsonl.*hydra\.run\.dir"):
         PrivacyLedger.open(tmp_path / "file" / "privacy_ledger.jsonl")
     with pytest.raises(StorageError, match="is a folder"):
         PrivacyLedger.open(tmp_path)
@@ -365,7 +365,7 @@ def test_a_ledger_that_is_not_there_cannot_be_read(tmp_path: Path) -> None:
 
 def test_a_second_writer_is_refused_while_the_first_is_open(path: Path) -> None:
     with PrivacyLedger.open(path) as ledger:
-        with pytest.raises(LedgerError, match=r"open in another run.*paths\.run_dir"):
+        with pytest.raises(LedgerError, match=r"open in another run.*hydra\.run\.dir"):
             PrivacyLedger.open(path)
         assert PrivacyLedger.read(path).records == ledger.records  # reading is free
     PrivacyLedger.open(path).close()
@@ -447,6 +447,14 @@ def test_more_noise_than_intended_earns_nothing_and_rounding_splits_nothing(path
         take_step(ledger, 1, noise_std=0.5 * (1 - 1e-15))
         take_step(ledger, 2, noise_std=None)
         assert charged_releases(ledger.records) == [GaussianRelease(noise_multiplier=1.0, law=LAW, count=3)]
+
+
+def test_a_replay_that_states_more_noise_takes_nothing_back(path: Path) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        take_step(ledger, 0, noise_std=0.4)
+        ledger.append("replay", attempt=0, step=0)
+        ledger.append("release", attempt=0, step=0, noise_std=0.5, sensitivity=0.5)
+        assert charged_releases(ledger.records) == [GaussianRelease(noise_multiplier=0.8, law=LAW)]
 
 
 def test_a_larger_sensitivity_than_intended_is_charged(path: Path) -> None:

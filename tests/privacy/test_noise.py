@@ -92,3 +92,22 @@ def test_a_tag_recognises_equal_bytes_and_needs_the_secret() -> None:
     assert stream.tag("t", b"ab", b"c") == stream.tag("t", b"abc")
     assert stream.tag("t", b"abc") != stream.tag("t", b"abd")
     assert stream.tag("t", b"abc") != KeyedStream(bytes(32), "run").tag("t", b"abc")
+
+
+def test_seeds_that_agree_in_their_low_bits_still_give_unrelated_noise() -> None:
+    """PyTorch's CPU generator keeps 32 bits of a seed; with 2000 steps of 126 tensors such seeds would collide."""
+    stream = KeyedStream(SECRET, "run")
+    first = [draw(stream, size=4, step=step, parameter=name) for step in range(400) for name in "abcdefghij"]
+    assert len({tuple(noise.tolist()) for noise in first}) == len(first)
+    digests = []
+    honest = stream._digest
+    stream._digest = lambda *key, size=32: digests.append(honest(*key, size=size)) or digests[-1]  # type: ignore[method-assign,func-returns-value]
+    draw(stream, size=4)
+    low = digests[0][:4] + bytes(28)
+    stream._digest = lambda *key, size=32: low  # type: ignore[method-assign]
+    assert not torch.equal(draw(stream, size=4), first[0])
+
+
+def test_noise_for_another_sum_is_other_noise() -> None:
+    stream = KeyedStream(SECRET, "run")
+    assert not torch.equal(draw(stream, salt="tag of one sum"), draw(stream, salt="tag of another"))

@@ -16,7 +16,9 @@ from lit_dpret.privacy.sampling import PADDING, Draw, PrivateBatchSampler, UnitC
 SECRET = b"s" * 32
 
 
-def sampler(law: SamplingLaw, *, units: int = 50, run: str = "run", physical: int = 4, steps: int = 10) -> PrivateBatchSampler:
+def sampler(
+    law: SamplingLaw, *, units: int = 50, run: str = "run", physical: int = 4, steps: int = 10
+) -> PrivateBatchSampler:
     return PrivateBatchSampler(
         law, units=units, steps_per_epoch=steps, physical_batch_size=physical, stream=KeyedStream(SECRET, run)
     )
@@ -70,7 +72,7 @@ def test_two_passes_hand_out_consecutive_steps() -> None:
 
 def test_an_empty_draw_is_one_physical_batch_of_padding_that_ends_its_step() -> None:
     drawn = sampler(Poisson(sample_rate=1e-9))
-    assert drawn.physical_batches(0) == [[Draw(PADDING, 0, 0, True)]]
+    assert drawn.physical_batches(0) == [[Draw(PADDING, 0, 0, True, attempt=0)]]
 
 
 def test_a_capped_law_has_the_same_number_of_physical_batches_in_every_step() -> None:
@@ -119,7 +121,11 @@ class Line:
 
 def items() -> list[tuple[Draw, list[Line]]]:
     rows = [Line("q", "query", f"p{i}", "passage") for i in range(3)]
-    return [(Draw(7, 2, 1, True, pick=4), rows), (Draw(PADDING, 2, 1, True), []), (Draw(9, 2, 1, True, pick=5), rows[:1])]
+    return [
+        (Draw(7, 2, 1, True, pick=4), rows),
+        (Draw(PADDING, 2, 1, True), []),
+        (Draw(9, 2, 1, True, pick=5), rows[:1]),
+    ]
 
 
 def test_one_row_per_unit_takes_the_picked_row_and_all_takes_every_row() -> None:

@@ -84,15 +84,13 @@ def squared_norms(
             outputs = [[group.join(use.g).to(dtype) for use in uses] for uses in outers]
             looked_up = _joined_lookups(lookups, group, dtype)
             if inputs:
-                squares[group.units], energy[group.units] = _outer_squares(
-                    inputs, outputs, shape, tied=looked_up is not None
-                )
+                squares[group.units], energy[group.units] = _outer_squares(inputs, outputs, shape)
             if looked_up:
                 ids, g = looked_up
                 squares[group.units] += _lookup_squares(ids, g, shape[0])
+                energy[group.units] += g.double().square().sum((1, 2))
                 if inputs:
                     squares[group.units] += cross_terms(inputs, outputs[0], ids, g)
-                    energy[group.units] += g.double().square().sum((1, 2))
     return squares, energy
 
 
@@ -187,7 +185,7 @@ def _prefers_gram(positions: int, out: int, into: int) -> bool:
 
 
 def _outer_squares(
-    inputs: list[Tensor], outputs: list[list[Tensor]], shape: torch.Size, tied: bool
+    inputs: list[Tensor], outputs: list[list[Tensor]], shape: torch.Size
 ) -> tuple[Tensor, Tensor]:
     """Squared norms and energy of sums of outer products, by Gram matrices or written out.
 
@@ -195,7 +193,6 @@ def _outer_squares(
         inputs: One tensor (n, positions, in) per use.
         outputs: For every parameter, one tensor (n, positions, out) per use.
         shape: The shape of each parameter, (out, in).
-        tied: Whether cross terms follow, so that the energy matters in any case.
     """
     positions = sum(a.shape[1] for a in inputs)
     if _prefers_gram(positions, shape[0] * len(outputs), shape[1]):
@@ -208,7 +205,7 @@ def _outer_squares(
             total.baddbmm_(g.mT, a)
         # short sums, put together in float64: one long sum of squares drifts in fp32
         squares += torch.linalg.vector_norm(total, dim=2).double().square().sum(1)
-        for a, g in zip(inputs, gs, strict=True) if tied else ():
+        for a, g in zip(inputs, gs, strict=True):
             energy += (a.square().sum(2) * g.square().sum(2)).double().sum(1)
     return squares, energy
 

@@ -76,7 +76,7 @@ class PrivacyMode(ABC):
         """The sums of the logical step by parameter name, before noise; starts the next step."""
 
     @abstractmethod
-    def privatize(self, sums: dict[str, Tensor], *, attempt: int, step: int) -> Update:
+    def privatize(self, sums: dict[str, Tensor], *, attempt: int, step: int, salt: str = "") -> Update:
         """Turn the sums into the update: noise once, then divide by a public constant."""
 
 
@@ -102,7 +102,7 @@ class PlainGradients(PrivacyMode):
             if gradient is not None:
                 total = self._sums.get(name)
                 self._sums[name] = gradient.detach() if total is None else total + gradient
-        self.counts.units += int(mask.sum())
+        self.counts.units += len(unit_ids.unique())
 
     def take(self) -> dict[str, Tensor]:
         sums, self._sums = self._sums, {}
@@ -110,7 +110,7 @@ class PlainGradients(PrivacyMode):
             sums.setdefault(name, torch.zeros_like(parameter))
         return sums
 
-    def privatize(self, sums: dict[str, Tensor], *, attempt: int, step: int) -> Update:
+    def privatize(self, sums: dict[str, Tensor], *, attempt: int, step: int, salt: str = "") -> Update:
         units = max(self.counts.units, 1)
         self.counts = StepCounts()
         gradients = {name: total / units for name, total in sums.items()}

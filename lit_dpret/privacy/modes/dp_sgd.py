@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
+from scipy.stats import chi2
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
@@ -155,7 +156,14 @@ class DPSGD(PrivacyMode):
         )
 
     def add(self, row_loss: Callable[[], Tensor], unit_ids: Tensor, mask: Tensor) -> None:
+        buffers = {name: (id(buffer), buffer._version) for name, buffer in self._module.named_buffers()}
         stats = self._clipper.add(row_loss, unit_ids, mask)
+        for name, buffer in self._module.named_buffers():
+            if buffers.get(name) != (id(buffer), buffer._version):
+                raise UnsupportedModelError(
+                    f"Buffer {name} of {type(self._module).__name__} was written during the forward pass of private "
+                    "rows, and no noise covers it. Remove it, or compute it from public data before training."
+                )
         self.counts.units += int(mask.sum())
         self.counts.clipped += stats.clipped
         self.counts.non_finite += stats.non_finite
@@ -163,7 +171,7 @@ class DPSGD(PrivacyMode):
     def take(self) -> dict[str, Tensor]:
         return self._clipper.take()
 
-    def privatize(self, sums: dict[str, Tensor], *, attempt: int, step: int) -> Update:
+    def privatize(self, sums: dict[str, Tensor], *, attempt: int, step: int, salt: str = "") -> Update:
         self.counts = StepCounts()
         std = self._plan.noise_std
         gradients: dict[str, Tensor] = {}
@@ -176,6 +184,7 @@ class DPSGD(PrivacyMode):
                 attempt=attempt,
                 step=step,
                 parameter=name,
+                salt=salt,
                 device=total.device,
                 dtype=total.dtype,
             ).mul_(std)
@@ -191,12 +200,11 @@ class DPSGD(PrivacyMode):
 def _believed_std(squares: float, coordinates: int, planned: float) -> float:
     """The planned deviation where the measured noise is consistent with it, else the measured one.
 
-    The squared norm of k normals over sigma^2 is chi-square with k degrees of freedom. By Laurent
-    and Massart (2000, Lemma 1) it falls below k - 2 sqrt(k x) with probability at most exp(-x);
-    x = 40 makes a false alarm rarer than 1e-17. The measured value itself is not reported unless
-    the alarm goes off: knowing the exact norm of the noise would help to subtract it.
+    The squared norm of k normals over sigma^2 is chi-square with k degrees of freedom; a value below
+    its 1e-12 quantile is taken for less noise. The measured value is not reported unless that alarm goes
+    off: knowing the exact norm of the noise would help to subtract it.
     """
     measured = squares / planned**2
-    if measured > 0 and measured >= coordinates - 2 * math.sqrt(40.0 * coordinates):
+    if measured > 0 and measured >= chi2.ppf(1e-12, coordinates):
         return planned
     return planned * math.sqrt(measured / coordinates)
