@@ -67,15 +67,18 @@ class Setting:
 PRIVATE = Setting(
     target=0.0,
     steps=40,
-    optimizer=OptimizerSpec(name="sgd", lr=8.0),
+    optimizer=OptimizerSpec(name="sgd", lr=8.0, schedule="linear"),
+    temperature=0.035,
+    pool_size=8192,
+    rows_per_unit="all",
 )
 SETTINGS = {
     "zero-shot": Setting(target=0.415),
-    "two heads, no privacy": Setting(target=0.45, head="both", steps=60, optimizer=OptimizerSpec(name="adam", lr=1e-3)),
-    "query head, no privacy": Setting(target=0.445, steps=60, optimizer=OptimizerSpec(name="adam", lr=1e-3)),
-    "query head, dp_sgd eps=8": replace(PRIVATE, eps=8.0, target=0.44),
+    "two heads, no privacy": Setting(target=0.45, head="both", steps=60, optimizer=OptimizerSpec(lr=1e-3)),
+    "query head, no privacy": Setting(target=0.445, steps=50, optimizer=OptimizerSpec(lr=1e-3), temperature=0.04),
+    "query head, dp_sgd eps=8": replace(PRIVATE, eps=8.0, target=0.44, optimizer=replace(PRIVATE.optimizer, lr=10.0)),
     "query head, dp_sgd eps=3": replace(PRIVATE, eps=3.0, target=0.435),
-    "query head, dp_sgd eps=1": replace(PRIVATE, eps=1.0, target=0.42),
+    "query head, dp_sgd eps=1": replace(PRIVATE, eps=1.0, target=0.42, optimizer=replace(PRIVATE.optimizer, lr=4.0)),
 }
 
 
@@ -263,7 +266,7 @@ def main() -> int:
             "tuning": {
                 "chosen_on": "dev",
                 "covered_by_epsilon": False,
-                "trials": len(json.loads(TRIALS.read_text())) if TRIALS.exists() else None,
+                "trials": len(json.loads(TRIALS.read_text(encoding="utf-8"))["trials"]) if TRIALS.exists() else None,
                 "list": TRIALS.name,
             },
             "seconds": {

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import transformers
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
@@ -35,6 +36,8 @@ _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EN
 
 def build_parts(cfg: DictConfig) -> Parts:
     """The means to build every piece of a run, each only when it is asked for."""
+
+    transformers.utils.logging.disable_progress_bar()
 
     def node(name: str, **extra: Any) -> Any:
         return instantiate(cfg[name], **extra)
@@ -88,7 +91,8 @@ def _quieten() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for name in ("lightning.pytorch", "bm25s"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     for message in (
         ".*isinstance.treespec, LeafSpec.*",
         ".*does not have many workers.*",

@@ -188,6 +188,8 @@ def calibrate_noise(
         start, stride = grid.index(uncapped), 1
         if spent(start) <= eps:
             return uncapped
+        corrected = eps * rough(start) / spent(start)
+        start = least(rough, corrected, start=start, most=most, stride=4, place=grid.__getitem__) or start
     elif accountant != "rdp":
         guess = _aim(rough, spent, eps, start=0, most=most, stride=stride, place=grid.__getitem__)
         start, stride = (most, stride) if guess is None else (guess, 1)

@@ -140,18 +140,26 @@ class PrivacyPlan:
             if n_public < 1:
                 raise ConfigurationError("The data set has no unit: nothing can be planned.")
             budget.check_delta(n_public)
-        law = _law(
-            sampling,
-            budget=budget,
-            n=n_public,
-            sample_rate=sample_rate,
-            batch=expected_batch_size,
-            cap=cap,
-            steps=steps,
-            noise_multiplier=noise_multiplier,
-            accountant=accountant,
-        )
-        check_supported(law, accountant, budget.neighbours)
+        law = _law(sampling, budget=budget, n=n_public, sample_rate=sample_rate, batch=expected_batch_size, cap=cap)
+        counter = Accountant(delta=budget.delta, neighbours=budget.neighbours, name=accountant)
+        uncapped = isinstance(law, Poisson) and sampling == "truncated_poisson"
+        if uncapped and accountant != "pld":
+            check_supported(TruncatedPoisson(sample_rate=0.5, cap=1, n=2), accountant, budget.neighbours)
+        if noise_multiplier is not None:
+            _check_given_noise(noise_multiplier, counter, law, steps, budget.eps)
+        if uncapped and isinstance(law, Poisson) and n_public is not None:
+            cap = choose_cap(
+                n=n_public,
+                sample_rate=law.sample_rate,
+                steps=steps,
+                eps=budget.eps,
+                delta=budget.delta,
+                neighbours=budget.neighbours,
+                noise_multiplier=noise_multiplier,
+            )
+            law = TruncatedPoisson(sample_rate=law.sample_rate, cap=cap, n=n_public)
+            if noise_multiplier is not None:
+                _check_given_noise(noise_multiplier, counter, law, steps, budget.eps)
         if noise_multiplier is None:
             noise_multiplier = calibrate_noise(
                 eps=budget.eps,
@@ -161,15 +169,6 @@ class PrivacyPlan:
                 steps=steps,
                 accountant=accountant,
             )
-        else:
-            release = GaussianRelease(noise_multiplier=noise_multiplier, law=law)
-            counter = Accountant(delta=budget.delta, neighbours=budget.neighbours, name=accountant)
-            fits = counter.max_steps(release, budget.eps, at_most=steps)
-            if fits < steps:
-                raise ConfigurationError(
-                    f"privacy.noise_multiplier={noise_multiplier:g} allows {fits} of the {steps} planned steps within "
-                    f"privacy.eps={budget.eps:g}. Raise it, plan fewer steps, or set it to null to have it calibrated."
-                )
         return cls(
             budget=budget,
             law=law,
@@ -237,6 +236,16 @@ def describe_plan(plan: PrivacyPlan) -> dict[str, Any]:
     }
 
 
+def _check_given_noise(noise: float, counter: Accountant, law: SamplingLaw, steps: int, eps: float) -> None:
+    """Refuse noise with which the planned steps would overspend."""
+    fits = counter.max_steps(GaussianRelease(noise_multiplier=noise, law=law), eps, at_most=steps)
+    if fits < steps:
+        raise ConfigurationError(
+            f"privacy.noise_multiplier={noise:g} allows {fits} of the {steps} planned steps within "
+            f"privacy.eps={eps:g}. Raise it, plan fewer steps, or set it to null to have it calibrated."
+        )
+
+
 def _law(
     sampling: str,
     *,
@@ -245,11 +254,8 @@ def _law(
     sample_rate: float | None,
     batch: int | None,
     cap: int | None,
-    steps: int,
-    noise_multiplier: float | None,
-    accountant: AccountantName,
 ) -> SamplingLaw:
-    """The law of that name, its numbers filled in from what is public."""
+    """The law of that name, its numbers filled in from what is public; plain Poisson where a cap is to be chosen."""
     if sampling == "full_batch":
         return FullBatch()
     rate = _rate(budget, n, sample_rate, batch)
@@ -261,19 +267,7 @@ def _law(
             f"{budget.neighbours} keeps private. Choose datamodule.sampling=poisson."
         )
     if sampling == "truncated_poisson":
-        if cap is None:
-            if accountant != "pld":
-                check_supported(TruncatedPoisson(sample_rate=rate, cap=1, n=max(2, n)), accountant, budget.neighbours)
-            cap = choose_cap(
-                n=n,
-                sample_rate=rate,
-                steps=steps,
-                eps=budget.eps,
-                delta=budget.delta,
-                neighbours=budget.neighbours,
-                noise_multiplier=noise_multiplier,
-            )
-        return TruncatedPoisson(sample_rate=rate, cap=min(cap, n), n=n)
+        return Poisson(sample_rate=rate) if cap is None else TruncatedPoisson(sample_rate=rate, cap=min(cap, n), n=n)
     size = batch or max(1, round(rate * n))
     return FixedSize(batch_size=size, n=n) if sampling == "fixed_size" else Shuffle(batch_size=size, n=n)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ from lit_dpret.tasks.stages import Stages
 
 METRIC_NAMES = {"ndcg@10": "nDCG@10", "recall@10": "Recall@10", "mrr@10": "MRR@10"}
 PUBLIC = "no private data"
+# Shared by the stages and removed at the end: embeddings of queries are as private as the queries.
+EMBEDDINGS = "embeddings"
 
 
 class Pipeline:
@@ -119,7 +122,9 @@ class Pipeline:
             self._trained("from_synthetic", "DP synthetic queries", SyntheticData, self._synthetic_data())
         )
         rows.append(self._no_private_data())
-        return self._tell(rows)
+        told = self._tell(rows)
+        shutil.rmtree(parts.run_dir / EMBEDDINGS, ignore_errors=True)
+        return told
 
     # -- pieces ------------------------------------------------------------------------------
 
@@ -164,10 +169,13 @@ class Pipeline:
         return _row("BM25", result, PUBLIC)
 
     def _zero_shot(self) -> RowResult:
-        model = self.make_retriever(privacy=NoPrivacy())
+        model = self._retriever(NoPrivacy())
         with ProgressLine("encoding passages and queries") as progress:
             model.prepare(self._searched, progress=progress)
         return _row("zero-shot encoder", self._score(model), PUBLIC)
+
+    def _retriever(self, privacy: Any) -> Any:
+        return self.make_retriever(privacy=privacy, cache_dir=self._parts.run_dir / EMBEDDINGS)
 
     def _score(self, model: Any) -> EvaluationResult:
         queries, qrels = self._searched.evaluation_set("test")
@@ -185,7 +193,7 @@ class Pipeline:
     ) -> RowResult:
         def work(folder: Path, resume: bool) -> dict[str, Any]:
             L.seed_everything(self._parts.seed, verbose=False)
-            model = self.make_retriever(privacy=privacy())
+            model = self._retriever(privacy())
             source = data or self._data(max_passages=self.max_passages)
             source.setup("fit")
             source.use_unit(model.privacy.unit, model.privacy.neighbours)
@@ -305,7 +313,7 @@ class Pipeline:
         return {row.system: row.metrics["nDCG@10"].mean for row in rows}
 
     def _round_trip(self, queries: Mapping[str, str], sources: Mapping[str, str]) -> RoundTrip:
-        model = self.make_retriever(privacy=NoPrivacy())
+        model = self._retriever(NoPrivacy())
         model.prepare(self._searched)
         passages = self._searched.public_passages()
         names = list(passages)

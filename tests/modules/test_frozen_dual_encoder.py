@@ -342,3 +342,18 @@ def test_the_saved_folder_gives_the_same_embeddings(tmp_path: Path, head: str, p
     torch.testing.assert_close(loaded.query_encoder.encode(queries, "query"), module.encode_queries(queries))
     torch.testing.assert_close(loaded.passage_encoder.encode(passages, "passage"), module.encode_passages(passages))
     assert loaded.query_encoder.contract.query_prefix == "query: "
+
+
+@pytest.mark.parametrize("head", ["query", "both"])
+def test_sentence_transformers_computes_the_same_embeddings(tmp_path: Path, head: str) -> None:
+    reason = "sentence-transformers is no dependency of ours; where it is installed, it must agree"
+    st = pytest.importorskip("sentence_transformers", reason=reason)
+    module = frozen(head=head, encoder=tower(query_prefix="query: "))
+    model = st.SentenceTransformer(str(module.save_model(tmp_path / "model")), device="cpu")
+    queries, passages = list(QUERIES.values()), list(PASSAGES.values())
+    ours = module.encode_queries(queries), module.encode_passages(passages)
+    theirs = (
+        model.encode_query(queries, convert_to_tensor=True),
+        model.encode_document(passages, convert_to_tensor=True),
+    )
+    torch.testing.assert_close(theirs, ours)
