@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from lit_dpret.privacy.plan import PrivacyPlan
 from torch import Tensor
 
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, LedgerError, ResumeError
@@ -26,6 +25,7 @@ from lit_dpret.privacy.guard import Permit
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
 from lit_dpret.privacy.modes import DPSGD, PrivacyMode, Update
 from lit_dpret.privacy.noise import KeyedStream, load_secret
+from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.releases import GaussianRelease, NonPrivateRelease, Poisson, Shuffle, TruncatedPoisson
 from lit_dpret.privacy.sampling import PrivateBatchSampler, SamplingRequest, UnitCollator, steps_per_epoch
 
@@ -112,9 +112,7 @@ class PrivacyAccountant(Callback):
         self.run_dir = self.run_dir or Path(trainer.default_root_dir)
         secret = load_secret(mode.secret_file, run_dir=self.run_dir)
         self.plan, law, self.planned_steps, per_epoch = self._make_plan(trainer, mode, data)
-        self._release = (
-            self.plan.release() if self.plan is not None else NonPrivateRelease(label="train")
-        )
+        self._release = self.plan.release() if self.plan is not None else NonPrivateRelease(label="train")
         self._open_ledger(secret, mode, data, law)
         if self.plan is not None:
             self._accountant = Accountant(
@@ -183,9 +181,7 @@ class PrivacyAccountant(Callback):
                 "Choose bf16-mixed or 32-true."
             )
 
-    def _make_plan(
-        self, trainer: L.Trainer, mode: PrivacyMode, data: Any
-    ) -> tuple[PrivacyPlan | None, Any, int, int]:
+    def _make_plan(self, trainer: L.Trainer, mode: PrivacyMode, data: Any) -> tuple[PrivacyPlan | None, Any, int, int]:
         units = data.n_units
         per_epoch = steps_per_epoch(data, units)
         steps = planned_steps(trainer, per_epoch)
@@ -224,21 +220,15 @@ class PrivacyAccountant(Callback):
         }
         earlier = [record for record in self.ledger.records if record["kind"] == "plan"]
         self._intents = {
-            (record["attempt"], record["step"]): record
-            for record in self.ledger.records
-            if record["kind"] == "intent"
+            (record["attempt"], record["step"]): record for record in self.ledger.records if record["kind"] == "intent"
         }
         self._released = {
-            (record["attempt"], record["step"]): record
-            for record in self.ledger.records
-            if record["kind"] == "release"
+            (record["attempt"], record["step"]): record for record in self.ledger.records if record["kind"] == "release"
         }
         self.run_id = earlier[0]["run_id"] if earlier else random_secrets.token_hex(8)
         self.stream = KeyedStream(secret, self.run_id, secure_rng=mode.secure_rng)
         described["secret_tag"] = self.stream.tag("secret")
-        described["data_fingerprint"] = data.data_fingerprint(
-            bytes.fromhex(self.stream.tag("data-fingerprint"))
-        )
+        described["data_fingerprint"] = data.data_fingerprint(bytes.fromhex(self.stream.tag("data-fingerprint")))
         self.attempt = max((attempt for attempt, _ in self._intents), default=0)
         if earlier:
             self._refuse_changed_plan(earlier[-1], described)
@@ -284,9 +274,9 @@ class PrivacyAccountant(Callback):
             )
         self._begin(trainer, pl_module)
         key = (self.attempt, self._steps_done)
-        if self.plan is not None and key not in self._intents and self._steps_done < self.planned_steps:
-            if not self._covers(key):
-                self._refuse_overspending()
+        due = key not in self._intents and self._steps_done < self.planned_steps
+        if self.plan is not None and due and not self._covers(key):
+            self._refuse_overspending()
 
     def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Settle where to go on and under which attempt, before the first coin is tossed.
@@ -350,7 +340,9 @@ class PrivacyAccountant(Callback):
             return
         already = charged_releases(self.ledger.records)
         release = self.plan.release()
-        self._allowance = self._accountant.max_steps(release, self.plan.budget.eps, already=already, at_most=self.plan.steps)
+        self._allowance = self._accountant.max_steps(
+            release, self.plan.budget.eps, already=already, at_most=self.plan.steps
+        )
 
     def _refuse_overspending(self) -> None:
         if self.plan is None:
@@ -589,9 +581,7 @@ def planned_steps(trainer: L.Trainer, steps_per_epoch: int) -> int:
     by_steps = trainer.max_steps if trainer.max_steps > 0 else None
     known = [value for value in (by_epochs, by_steps) if value is not None]
     if not known:
-        raise ConfigurationError(
-            "A private run must know its length: set trainer.max_steps or trainer.max_epochs."
-        )
+        raise ConfigurationError("A private run must know its length: set trainer.max_steps or trainer.max_epochs.")
     return min(known)
 
 

@@ -268,8 +268,8 @@ class PairsDataModule(LightningDataModule):
         """
         if unit == "pair" and (self.max_passages is not None or self.drop_overlap):
             raise ConfigurationError(
-                "privacy.unit=pair cannot go with datamodule.max_passages or datamodule.drop_overlap: they take rows out "
-                "by what the rows say, and the number of pairs would tell. Set privacy.unit=query, or unset them."
+                "privacy.unit=pair cannot go with datamodule.max_passages or datamodule.drop_overlap: they take rows "
+                "out by what the rows say, and the number of pairs would tell. Set privacy.unit=query, or unset them."
             )
         if neighbours == "add_or_remove" and self.max_train_queries is not None:
             raise ConfigurationError(

@@ -36,7 +36,6 @@ _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EN
 
 def build_parts(cfg: DictConfig) -> Parts:
     """The means to build every piece of a run, each only when it is asked for."""
-
     transformers.utils.logging.disable_progress_bar()
 
     def node(name: str, **extra: Any) -> Any:
@@ -173,5 +172,3 @@ def _options(group: str) -> list[str]:
 
 def _shown_overrides() -> list[str]:
     return [argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")]
-
-

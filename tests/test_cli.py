@@ -31,12 +31,18 @@ def write_log(folder: Path, lines: int = 40) -> Path:
     return path
 
 
-def call(*arguments: str, folder: Path, program: tuple[str, ...] = ("train.py",), **environment: str) -> subprocess.CompletedProcess[str]:  # fmt: skip
+def call(
+    *arguments: str, folder: Path, program: tuple[str, ...] = ("train.py",), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the program with ``folder / "run"`` as its run folder and a secret of its own."""
     return subprocess.run(
-        [sys.executable, *program, f"hydra.run.dir={folder / 'run'}", f"run_dir={folder / 'run'}", *arguments],
-        cwd=ROOT, capture_output=True, text=True, check=False,
+        [sys.executable, *program, f"hydra.run.dir={folder / 'run'}", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
         env=os.environ | {"XDG_STATE_HOME": str(folder / "state"), "CUDA_VISIBLE_DEVICES": ""} | environment,
-    )  # fmt: skip
+    )
 
 
 def refused(done: subprocess.CompletedProcess[str]) -> str:
@@ -72,7 +78,9 @@ SLOW = [
 def check(arguments: list[str], pattern: str, tmp_path: Path) -> None:
     import re
 
-    log = [] if any(a.startswith("datamodule.pairs=") for a in arguments) else [f"datamodule.pairs={write_log(tmp_path)}"]
+    log = (
+        [] if any(a.startswith("datamodule.pairs=") for a in arguments) else [f"datamodule.pairs={write_log(tmp_path)}"]
+    )
     line = refused(call(*TINY, *log, *arguments, folder=tmp_path))
     assert re.search(pattern, line), line
     assert not list(tmp_path.glob("run/privacy_card.*"))

@@ -89,7 +89,7 @@ def test_an_option_instantiates(group: str, option: str, tmp_path: Path) -> None
     ["privacy.epsilon=3", "model.lr=1", "datamodule.batch_size=8", "trainer.steps=3", "epsilon=3"],
 )
 def test_a_misspelt_key_is_refused(override: str) -> None:
-    with pytest.raises(Exception, match="not in struct|Could not override"):
+    with pytest.raises(Exception, match=r"not in struct|Could not override"):
         composed(override)
 
 

@@ -26,7 +26,9 @@ def tracked(folder: str) -> set[str]:
     )
     if listed.returncode == 0 and listed.stdout:
         return set(listed.stdout.split())
-    return {str(p.relative_to(ROOT)) for p in (ROOT / folder).rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    return {
+        str(p.relative_to(ROOT)) for p in (ROOT / folder).rglob("*") if p.is_file() and "__pycache__" not in p.parts
+    }
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     with tarfile.open(sdist) as archive:
         archive.extractall(out, filter="data")
     unpacked = out / sdist.name.removesuffix(".tar.gz")
-    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)], cwd=unpacked, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)], cwd=unpacked, check=True
+    )
     return sdist, next(out.glob("*.whl"))
 
 

@@ -50,9 +50,7 @@ class PrivateModule(L.LightningModule):
 
     coupled_loss: bool = False
 
-    def __init__(
-        self, *, privacy: PrivacyMode, optimizer: OptimizerSpec, log_private_loss: bool = False
-    ) -> None:
+    def __init__(self, *, privacy: PrivacyMode, optimizer: OptimizerSpec, log_private_loss: bool = False) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.privacy = privacy
@@ -185,4 +183,3 @@ def _evaluating(module: torch.nn.Module) -> Any:
     finally:
         for child, training in modes.items():
             child.training = training
-

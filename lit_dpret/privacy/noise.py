@@ -60,9 +60,7 @@ def load_secret(path: Path | None, *, run_dir: Path | None = None) -> bytes:
         except FileExistsError:
             pass
         except OSError as error:
-            raise ConfigurationError(
-                f"privacy.secret_file={path} cannot be created: {error.strerror}."
-            ) from error
+            raise ConfigurationError(f"privacy.secret_file={path} cannot be created: {error.strerror}.") from error
         else:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(secrets.token_bytes(SECRET_BYTES))

@@ -132,9 +132,7 @@ class UnitBatch:
                 return value.to(device)
             return value
 
-        return replace(
-            self, rows=move(self.rows), unit_ids=self.unit_ids.to(device), mask=self.mask.to(device)
-        )
+        return replace(self, rows=move(self.rows), unit_ids=self.unit_ids.to(device), mask=self.mask.to(device))
 
 
 class UnitCollator:
@@ -200,9 +198,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         stream: KeyedStream,
     ) -> None:
         if physical_batch_size < 1:
-            raise ConfigurationError(
-                f"datamodule.physical_batch_size={physical_batch_size} must be at least 1."
-            )
+            raise ConfigurationError(f"datamodule.physical_batch_size={physical_batch_size} must be at least 1.")
         self.law = law
         self.units = units
         self.steps_per_epoch = steps_per_epoch

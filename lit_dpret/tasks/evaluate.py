@@ -76,7 +76,9 @@ class Evaluate:
             if self.cache_dir is None:
                 passage_embeddings = towers.passage_encoder.encode(texts, "passage", progress=progress)
             else:
-                passage_embeddings = towers.passage_encoder.encode_cached(texts, "passage", self.cache_dir, progress=progress)
+                passage_embeddings = towers.passage_encoder.encode_cached(
+                    texts, "passage", self.cache_dir, progress=progress
+                )
         query_embeddings = towers.query_encoder.encode(list(queries.values()), "query")
         return score_embeddings(
             list(queries), query_embeddings, list(passages), passage_embeddings, qrels, k=self.top_k

@@ -28,8 +28,8 @@ from lit_dpret.generation.round_trip import hits, wrong_sources
 from lit_dpret.generation.writer import synthesize
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.card_text import privacy_line
-from lit_dpret.privacy.noise import load_secret
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
+from lit_dpret.privacy.noise import load_secret
 from lit_dpret.report.html import Artefact, RoundTrip, Sample, write_report
 from lit_dpret.report.table import RowResult, console_table, write_csv, write_json
 from lit_dpret.retrieval.runs import EvaluationResult
@@ -118,9 +118,7 @@ class Pipeline:
         )
         self._stages.run("generator", lambda folder, resume: self._train_generator(folder, resume, privacy))
         self._stages.run("synthetic", self._synthesize)
-        rows.append(
-            self._trained("from_synthetic", "DP synthetic queries", SyntheticData, self._synthetic_data())
-        )
+        rows.append(self._trained("from_synthetic", "DP synthetic queries", SyntheticData, self._synthetic_data()))
         rows.append(self._no_private_data())
         told = self._tell(rows)
         shutil.rmtree(parts.run_dir / EMBEDDINGS, ignore_errors=True)
@@ -275,7 +273,9 @@ class Pipeline:
         synthetic = self._synthetic_data()
         synthetic.setup("fit")
         pairs = synthetic.pair_rows("train")
-        round_trip = self._round_trip({row.query_id: row.query for row in pairs}, {r.query_id: r.passage_id for r in pairs})
+        round_trip = self._round_trip(
+            {row.query_id: row.query for row in pairs}, {r.query_id: r.passage_id for r in pairs}
+        )
         shown = sorted(pairs, key=lambda row: hashlib.sha256(row.query_id.encode()).digest())[: self.samples]
         write_json(rows, folder / "results.json")
         write_csv(rows, folder / "results.csv")
@@ -302,14 +302,16 @@ class Pipeline:
         for row in shown:
             console.print(f"[bold]{escape(row.query)}[/bold]\n    {escape(row.passage[:160])}", highlight=False)
         console.print(
-            f"Round trip: {round_trip.recall.mean:.3f} of {round_trip.queries} synthetic queries find their own passage "
-            f"among the first 10; with shuffled passages {round_trip.control.mean:.3f}.",
+            f"Round trip: {round_trip.recall.mean:.3f} of {round_trip.queries} synthetic queries find their own "
+            f"passage among the first 10; with shuffled passages {round_trip.control.mean:.3f}.",
             highlight=False,
         )
         for artefact in [*self._artefacts(), Artefact("report", str(report))]:
             console.print(f"{artefact.label}: {artefact.path}", highlight=False, soft_wrap=True)
         seconds = sum(self._stages.seconds.values())
-        console.print(f"Stages took {seconds:.0f} s: " + ", ".join(f"{k} {v:.0f}" for k, v in self._stages.seconds.items()))
+        console.print(
+            f"Stages took {seconds:.0f} s: " + ", ".join(f"{k} {v:.0f}" for k, v in self._stages.seconds.items())
+        )
         return {row.system: row.metrics["nDCG@10"].mean for row in rows}
 
     def _round_trip(self, queries: Mapping[str, str], sources: Mapping[str, str]) -> RoundTrip:

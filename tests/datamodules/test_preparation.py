@@ -89,7 +89,9 @@ def test_a_sample_holds_so_many_passages_and_only_queries_they_answer(large: Col
 
 def test_the_number_of_train_units_does_not_tell_what_queries_are_about(large: Collection) -> None:
     limits = {**NO_LIMITS, "max_passages": 100}
-    kept, gone = (next(p for p in large.passages if (p in sample(large, **limits).passages) is wanted) for wanted in (True, False))
+    kept, gone = (
+        next(p for p in large.passages if (p in sample(large, **limits).passages) is wanted) for wanted in (True, False)
+    )
     query = next(iter(large.qrels["train"]))
     sizes = set()
     for passage in (kept, gone):

@@ -516,7 +516,7 @@ def test_the_search_finds_the_exact_boundary_of_any_monotone_function() -> None:
         grid = DecimalGrid(digits=2)
 
         def falling(i: int, power: float = power, scale: float = scale, grid: DecimalGrid = grid) -> float:
-            return scale * grid[i] ** -power
+            return float(scale * grid[i] ** -power)
 
         found = least(falling, target, start=0, most=grid.index(1e9), stride=10, place=grid.__getitem__)
         assert found is None or falling(found) <= target < falling(found - 1)

@@ -184,9 +184,7 @@ def _prefers_gram(positions: int, out: int, into: int) -> bool:
     return GRAM_ADVANTAGE * triangle * (into + out) < positions * into * out
 
 
-def _outer_squares(
-    inputs: list[Tensor], outputs: list[list[Tensor]], shape: torch.Size
-) -> tuple[Tensor, Tensor]:
+def _outer_squares(inputs: list[Tensor], outputs: list[list[Tensor]], shape: torch.Size) -> tuple[Tensor, Tensor]:
     """Squared norms and energy of sums of outer products, by Gram matrices or written out.
 
     Args:
@@ -253,5 +251,5 @@ def _units_at_once(
     if outer:
         gram = _prefers_gram(outer, shape[0] * len(outers), shape[1])
         elements += 2 * outer * _block(outer) if gram else shape.numel()
-    limit = 1 << 22 if batch.real.device.type == "cpu" else 1 << 27
+    limit = 1 << 22 if batch.real.device.type == "cpu" else 1 << 25
     return max(1, limit // max(1, elements))

@@ -80,9 +80,7 @@ class DPSGD(PrivacyMode):
         require_choice("privacy.engine", engine, get_args(Engine))
         require_choice("privacy.clip", clip, get_args(Clip))
         if not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
-            raise ConfigurationError(
-                f"privacy.max_grad_norm={max_grad_norm} is not a positive, finite number."
-            )
+            raise ConfigurationError(f"privacy.max_grad_norm={max_grad_norm} is not a positive, finite number.")
         if noise_multiplier is not None and not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
             raise ConfigurationError(
                 f"privacy.noise_multiplier={noise_multiplier} is not a positive, finite number. "
@@ -151,9 +149,7 @@ class DPSGD(PrivacyMode):
         self._plan = plan
         self._stream = stream
         self._module = module
-        self._clipper = make_engine(
-            self.engine, module, max_grad_norm=plan.max_grad_norm, clip=self.clip
-        )
+        self._clipper = make_engine(self.engine, module, max_grad_norm=plan.max_grad_norm, clip=self.clip)
 
     def add(self, row_loss: Callable[[], Tensor], unit_ids: Tensor, mask: Tensor) -> None:
         buffers = {name: (id(buffer), buffer._version) for name, buffer in self._module.named_buffers()}
