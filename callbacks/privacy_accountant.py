@@ -170,7 +170,7 @@ class PrivacyAccountant(Callback):
                 f"{type(module).__name__}.validation_step computes metrics inside a private run: on private rows each "
                 "of them is a release nobody counts. Evaluate afterwards (task=evaluate), on public or held-out data."
             )
-        if trainer.limit_train_batches not in (1.0, None) or trainer.overfit_batches:
+        if trainer.limit_train_batches not in (1.0, None) or getattr(trainer, "overfit_batches", 0):
             raise ConfigurationError(
                 "trainer.limit_train_batches and trainer.overfit_batches cut a logical batch short and change "
                 "the sampling law. Use trainer.max_steps."
@@ -287,7 +287,7 @@ class PrivacyAccountant(Callback):
             return
         self._begun = True
         optimizer = pl_module.optimizers()
-        self._optimizer = optimizer.optimizer if hasattr(optimizer, "optimizer") else optimizer
+        self._optimizer: Any = optimizer.optimizer if hasattr(optimizer, "optimizer") else optimizer
         deterministic = pl_module.device.type == "cpu" and str(trainer.precision) in ("32-true", "64-true")
         self._replays = self.replay == "auto" and deterministic
         step = 0

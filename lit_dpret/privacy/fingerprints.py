@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from lit_dpret.privacy.noise import KeyedStream
 
 
-def _bytes(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[bytes]:
+def _bytes(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[bytes | memoryview]:
     for name, tensor in tensors:
         yield f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode()
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        yield memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+        yield flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
 def state_hash(module: nn.Module, optimizer: torch.optim.Optimizer) -> str:

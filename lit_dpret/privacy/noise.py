@@ -106,7 +106,7 @@ class KeyedStream:
         message = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
         return hashlib.blake2b(message, key=self._secret, digest_size=size).digest()
 
-    def tag(self, purpose: str, *parts: bytes) -> str:
+    def tag(self, purpose: str, *parts: bytes | memoryview) -> str:
         """A keyed fingerprint of private bytes: equal inputs are recognised, nothing else is learnt."""
         mac = hmac.new(self._digest(purpose, size=32), digestmod=hashlib.blake2b)
         for part in parts:

@@ -102,7 +102,7 @@ class PlainGradients(PrivacyMode):
             if gradient is not None:
                 total = self._sums.get(name)
                 self._sums[name] = gradient.detach() if total is None else total + gradient
-        self.counts.units += len(unit_ids.unique())
+        self.counts.units += int(torch.bincount(unit_ids).count_nonzero())
 
     def take(self) -> dict[str, Tensor]:
         sums, self._sums = self._sums, {}
