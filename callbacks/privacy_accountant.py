@@ -170,7 +170,7 @@ class PrivacyAccountant(Callback):
                 f"{type(module).__name__}.validation_step computes metrics inside a private run: on private rows each "
                 "of them is a release nobody counts. Evaluate afterwards (task=evaluate), on public or held-out data."
             )
-        if trainer.limit_train_batches not in (1.0, None) or getattr(trainer, "overfit_batches", 0):
+        if trainer.limit_train_batches not in (1.0, None) or getattr(trainer, "overfit_batches", False):
             raise ConfigurationError(
                 "trainer.limit_train_batches and trainer.overfit_batches cut a logical batch short and change "
                 "the sampling law. Use trainer.max_steps."
