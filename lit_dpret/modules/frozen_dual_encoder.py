@@ -160,7 +160,8 @@ class FrozenDualEncoder(InBatchNegatives):
             ConfigurationError: The DataModule has no public list of passages.
         """
         queries = {row.query_id: row.query for row in data.pair_rows("train")}
-        self.prepare_texts(data.public_passages(), queries, progress=progress)
+        passages = dict(sorted(data.public_passages().items()))  # one order: the cache knows the same set again
+        self.prepare_texts(passages, queries, progress=progress)
 
     def prepare_texts(
         self, passages: Mapping[str, str], queries: Mapping[str, str] | None = None, *, progress: Progress | None = None
