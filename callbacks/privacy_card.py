@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
@@ -20,12 +20,6 @@ from lit_dpret.privacy.card import build_card, inherit_card, subject_of, write_c
 from lit_dpret.privacy.card_facts import Assumption
 
 MODEL_FOLDER = "model"
-
-
-class Exporting(Protocol):
-    """What the callback asks of a module."""
-
-    def save_model(self, folder: Path) -> Any: ...
 
 
 class PrivacyCard(Callback):

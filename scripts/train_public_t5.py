@@ -1,6 +1,6 @@
 """Train the small public T5 that ships in `lit_dpret/assets/public_t5`.
 
-    python scripts/train_public_t5.py --data ../shared/data --out /tmp/public_t5 --minutes 30
+    python scripts/train_public_t5.py --data ../shared/data --out public_t5 --minutes 30
 
 The model learns, from text whose licence lets weights be published, to write a question about a passage:
 the prior from which a private fine-tuning starts. It sees no private query, and publishes a hash of every
