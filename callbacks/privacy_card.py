@@ -14,9 +14,9 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 
-from lit_dpret.callbacks.privacy_accountant import LEDGER_NAME, PrivacyAccountant
+from lit_dpret.callbacks.privacy_accountant import PrivacyAccountant
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.card import build_card, inherit_card, subject_of, write_card
+from lit_dpret.privacy.card import LEDGER_NAME, build_card, inherit_card, subject_of, write_card
 from lit_dpret.privacy.card_facts import Assumption
 
 MODEL_FOLDER = "model"

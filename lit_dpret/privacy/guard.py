@@ -31,7 +31,7 @@ class Permit:
 
 
 class Guard(Protocol):
-    """Who grants releases and writes them down; the ``PrivacyAccountant`` callback is one."""
+    """Who grants releases and writes them down; the ``ReleaseGate`` is one."""
 
     @property
     def stream(self) -> KeyedStream: ...

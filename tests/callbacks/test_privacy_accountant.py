@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from stand_ins import Numbers, Regression, dp, fit
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
-from lit_dpret.callbacks.privacy_accountant import check_dataset_card
+from lit_dpret.callbacks.refusals import check_dataset_card
 from lit_dpret.errors import (
     BudgetExceededError,
     ConfigurationError,
@@ -166,6 +166,39 @@ def test_a_lost_secret_means_fresh_noise(tmp_path: Path) -> None:
     assert spent(folder) <= 3.0
 
 
+def test_a_run_that_changed_its_secret_stays_in_its_new_attempt(tmp_path: Path) -> None:
+    folder = killed_run(tmp_path, 3, noise_multiplier=2.0)
+    (tmp_path / "secret").unlink()
+    idle = PrivacyAccountant(eps_log_points=1, run_dir=folder, resume=True)
+    with pytest.raises(Killed):  # after the new secret was noted, before anything was released under it
+        fit(folder, seeded(tmp_path, noise_multiplier=2.0), accountant=idle, resume=True, extra=[KillFirst()])
+    idle.ledger.close()
+    fit(folder, seeded(tmp_path, noise_multiplier=2.0), resume=True)
+    assert {attempt for attempt, _ in noise_keys(records(folder))} == {0, 1}
+    assert not [r for r in records(folder) if r.get("name") == "replay_failed"]
+
+
+class KillFirst(Callback):
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        raise Killed
+
+
+def test_a_shuffled_epoch_is_paid_for_whole_once_and_again_by_a_fresh_attempt(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"noise_multiplier": None}
+    folder = tmp_path / "run"
+    first = PrivacyAccountant(eps_log_points=1, run_dir=folder)
+    with pytest.raises(Killed):
+        fit(folder, seeded(tmp_path, **settings), Numbers(sampling="shuffle"), accountant=first, extra=[KillAt(3)])
+    first.ledger.close()
+    assert 2.9 < spent(folder) <= 3.0, "three of an epoch's ten steps cost the epoch"
+    again = PrivacyAccountant(eps_log_points=1, run_dir=folder, resume=True, replay="never")
+    with pytest.raises(BudgetExceededError, match="already spent"):
+        fit(folder, seeded(tmp_path, **settings), Numbers(sampling="shuffle"), accountant=again, resume=True)
+    assert spent(folder) <= 3.0 and len(noise_keys(records(folder))) == 3
+    fit(folder, seeded(tmp_path, **settings), Numbers(sampling="shuffle"), resume=True, steps=6)
+    assert spent(folder) <= 3.0 and len(noise_keys(records(folder))) == 6
+
+
 def test_a_step_that_does_not_repeat_bit_by_bit_is_refused_and_then_charged(tmp_path: Path) -> None:
     folder = killed_run(tmp_path, 3)
     disturbed = seeded(tmp_path)
@@ -180,7 +213,12 @@ def test_a_step_that_does_not_repeat_bit_by_bit_is_refused_and_then_charged(tmp_
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [({"noise_multiplier": 5.0}, "noise_multiplier"), ({"max_grad_norm": 2.0}, "max_grad_norm"), ({"eps": 4.0}, "eps")],
+    [
+        ({"noise_multiplier": 5.0}, "noise_multiplier"),
+        ({"max_grad_norm": 2.0}, "max_grad_norm"),
+        ({"eps": 4.0}, "eps"),
+        ({"secure_rng": True}, "secure_rng"),
+    ],
 )
 def test_a_resume_with_another_mechanism_is_refused(tmp_path: Path, change: dict[str, Any], named: str) -> None:
     folder = killed_run(tmp_path, 3)

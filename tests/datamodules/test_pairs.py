@@ -172,6 +172,14 @@ def test_a_query_limit_is_refused_where_n_is_not_public(harbour: Path) -> None:
         datamodule.use_unit("query", neighbours="add_or_remove")
 
 
+@pytest.mark.parametrize("setting", [{"max_passages": 3}, {"drop_overlap": True}])
+def test_pairs_are_no_unit_where_settings_take_rows_out_by_what_they_say(harbour: Path, setting: Any) -> None:
+    datamodule = PairsDataModule(folder=harbour, **setting)
+    datamodule.use_unit("query")
+    with pytest.raises(ConfigurationError, match=r"privacy\.unit=pair.*privacy\.unit=query"):
+        datamodule.use_unit("pair")
+
+
 def test_without_a_privacy_plan_there_is_no_train_loader(harbour: Path) -> None:
     datamodule = PairsDataModule(folder=harbour)
     datamodule.use_unit("query")

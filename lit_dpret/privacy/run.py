@@ -1,0 +1,185 @@
+"""One private run across its interruptions: its ledger, its streams, and the attempt that it is in.
+
+An *attempt* is a stretch of a run with its own noise and coins. A run that goes on after a crash
+stays in its attempt only where the step that is due can be repeated bit by bit; otherwise it starts
+the next one, and the steps that are executed again are charged again.
+"""
+
+from __future__ import annotations
+
+import secrets as random_secrets
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.errors import ResumeError
+from lit_dpret.privacy.charges import Key
+from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.noise import KeyedStream
+
+# What the claim of a ledger was made for; a resume that differs in one of them is refused.
+_FIXED = ("mode", "unit", "neighbours", "plan", "law", "planned_steps", "rows_per_unit", "secure_rng")
+# Said first, because the rest (the cap of the law, say) follows from them.
+_CAUSES = ("budget", "eps", "delta", "noise_multiplier", "max_grad_norm", "sample_rate", "n")
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a checkpoint was taken; what it carries so that it can be held against the ledger."""
+
+    run_id: str
+    attempt: int
+    steps_done: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for a checkpoint."""
+        return asdict(self)
+
+
+class PrivateRun:
+    """The ledger of a run, opened for writing, with what identifies the run.
+
+    Guarantees:
+        - An existing ledger is gone on with only on request, and only for the same mechanism, law,
+          length and data set.
+        - With another secret than before, nothing is repeated: a new attempt begins.
+
+    Attributes:
+        ledger: Open for writing until ``close``.
+        stream: The keyed stream of the run; its id is that of the first attempt, its key the secret.
+        run_id: Fixed when the ledger was begun.
+        attempt: The attempt that the next step belongs to.
+    """
+
+    def __init__(self, ledger: PrivacyLedger, stream: KeyedStream, run_id: str) -> None:
+        self.ledger, self.stream, self.run_id = ledger, stream, run_id
+        self.intents = _by_key(ledger, "intent")
+        self.releases = _by_key(ledger, "release")
+        begun = [record["attempt"] for record in ledger.records if record["kind"] in ("plan", "intent")]
+        self.attempt = max(begun, default=0)
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        *,
+        resume: bool,
+        secret: bytes,
+        secure_rng: bool,
+        described: Mapping[str, Any],
+        data_fingerprint: Callable[[bytes], str],
+    ) -> PrivateRun:
+        """Begin a ledger, or go on with the one at ``path``.
+
+        Args:
+            path: Of the ledger.
+            resume: Whether there may be one already.
+            secret: Keys noise and coins.
+            secure_rng: Draw noise from SHAKE-256.
+            described: The mechanism as public JSON values; becomes the ``plan`` record.
+            data_fingerprint: Given a key, a keyed hash of the data set.
+
+        Raises:
+            ResumeError: There is a ledger and ``resume`` is false, or the ledger is about another
+                mechanism or data set.
+            LedgerError: The ledger is damaged, or another run has it open.
+        """
+        if path.exists() and not resume:
+            raise ResumeError(
+                f"{path} already holds a ledger: a second run in this folder would hide what the first one "
+                "spent. Say resume=true to go on with it, or choose another hydra.run.dir."
+            )
+        ledger = PrivacyLedger.open(path)
+        try:
+            earlier = [record for record in ledger.records if record["kind"] == "plan"]
+            run_id = earlier[0]["run_id"] if earlier else random_secrets.token_hex(8)
+            stream = KeyedStream(secret, run_id, secure_rng=secure_rng)
+            run = cls(ledger, stream, run_id)
+            now = dict(described)
+            now["secret_tag"] = stream.tag("secret")
+            now["data_fingerprint"] = data_fingerprint(bytes.fromhex(stream.tag("data-fingerprint")))
+            if earlier:
+                run._compare_with(earlier[-1], now)
+            ledger.append("plan", run_id=run_id, attempt=run.attempt, **now)
+        except BaseException:
+            ledger.close()
+            raise
+        return run
+
+    def _compare_with(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        for key in _FIXED:
+            if before[key] != now[key]:
+                raise ResumeError(
+                    f"resume=true with another {_difference(key, before[key], now[key])}. The ledger's claim "
+                    "was made for the first. Restore it, or start a new run in another hydra.run.dir."
+                )
+        if before["secret_tag"] != now["secret_tag"]:
+            self.ledger.append(
+                "event",
+                name="secret_changed",
+                text="privacy.secret_file is not the one of the earlier attempt: fresh noise and coins, and the data "
+                "set could not be compared",
+            )
+            self.attempt += 1
+        elif before["data_fingerprint"] != now["data_fingerprint"]:
+            raise ResumeError(
+                "resume=true with another data set than the ledger's: the claim is about one data set. "
+                "Restore it, or start a new run in another hydra.run.dir."
+            )
+
+    def go_on_from(self, position: Position, *, must_be_known: bool) -> None:
+        """Hold a checkpoint against the ledger.
+
+        Args:
+            position: Where the checkpoint was taken.
+            must_be_known: Whether the ledger must hold the checkpoint's last step.
+
+        Raises:
+            ResumeError: The two do not belong together, or the ledger is the older one.
+        """
+        if position.run_id != self.run_id:
+            raise ResumeError(
+                f"The checkpoint belongs to run {position.run_id}, the ledger to run {self.run_id}: "
+                "they must come from one run folder."
+            )
+        last = (position.attempt, position.steps_done - 1)
+        if must_be_known and position.steps_done > 0 and last not in self.intents:
+            raise ResumeError(
+                f"The checkpoint was taken after step {position.steps_done} of attempt {position.attempt}, which the "
+                "ledger does not know: the ledger is older than the checkpoint. Restore both from one moment."
+            )
+
+    def settle_attempt(self, step: int, state: Callable[[], str] | None) -> None:
+        """Repeat the steps from ``step`` on where everything matches, else begin a fresh attempt.
+
+        Args:
+            step: The step that is due.
+            state: The hash of the state before it; None where steps cannot be repeated bit by bit.
+        """
+        ahead = [known for attempt, known in self.intents if attempt == self.attempt and known >= step]
+        if not ahead:
+            return
+        known = self.intents.get((self.attempt, step), {}).get("state_hash")
+        failed = any(r["kind"] == "event" and r.get("name") == "replay_failed" for r in self.ledger.records)
+        if state is not None and known is not None and not failed and known == state():
+            return
+        self.attempt += 1
+        self.ledger.append(
+            "event",
+            name="fresh_attempt",
+            attempt=self.attempt,
+            text=f"{len(ahead)} steps from step {step} on are executed again with fresh noise and charged again",
+        )
+
+
+def _by_key(ledger: PrivacyLedger, kind: str) -> dict[Key, dict[str, Any]]:
+    return {(record["attempt"], record["step"]): record for record in ledger.records if record["kind"] == kind}
+
+
+def _difference(key: str, before: Any, now: Any) -> str:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in dict.fromkeys([*_CAUSES, *sorted(before), *sorted(now)]):
+            if before.get(name) != now.get(name):
+                return _difference(f"{key}.{name}", before.get(name), now.get(name))
+    return f"{key}: {before!r} before, {now!r} now"
