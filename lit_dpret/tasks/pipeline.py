@@ -11,32 +11,29 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rich.console import Console
-from rich.markup import escape
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard, ProgressLine, StepProgress
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.generation.pseudo_queries import write_pseudo_queries
-from lit_dpret.generation.round_trip import hits, wrong_sources
 from lit_dpret.generation.writer import synthesize
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.card_text import privacy_line
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
 from lit_dpret.privacy.noise import load_secret
-from lit_dpret.report.html import Artefact, RoundTrip, Sample, write_report
-from lit_dpret.report.table import RowResult, console_table, write_csv, write_json
+from lit_dpret.report.table import RowResult
 from lit_dpret.retrieval.runs import EvaluationResult
-from lit_dpret.retrieval.statistics import Interval, bootstrap_interval
+from lit_dpret.retrieval.statistics import Interval
 from lit_dpret.tasks.fit import train
 from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.scoring import rank_embeddings, score_bm25, score_embeddings
+from lit_dpret.tasks.pipeline_report import measure_round_trip, tell
+from lit_dpret.tasks.scoring import score_bm25, score_embeddings
 from lit_dpret.tasks.stages import Stages
 
 METRIC_NAMES = {"ndcg@10": "nDCG@10", "recall@10": "Recall@10", "mrr@10": "MRR@10"}
@@ -209,7 +206,7 @@ class Pipeline:
             return {"intervals": {m: [i.mean, i.low, i.high] for m, i in result.intervals.items()}}
 
         result = self._stages.run(name, work)
-        card = read_card(self._parts.run_dir / name / "privacy_card.json")
+        card = read_card(self._parts.run_dir / name)
         metrics = {METRIC_NAMES[m]: Interval(*values) for m, values in result["intervals"].items()}
         return RowResult(system=label, metrics=metrics, privacy=privacy_line(card))
 
@@ -265,90 +262,25 @@ class Pipeline:
         row = self._trained("from_pseudo", "pseudo-queries from the passages", NoPrivacy, data)
         return RowResult(system=row.system, metrics=row.metrics, privacy=PUBLIC)
 
-    # -- telling -----------------------------------------------------------------------------
-
     def _tell(self, rows: list[RowResult]) -> dict[str, float]:
-        folder = self._parts.run_dir
-        card = read_card(folder / "synthetic" / "data" / "privacy_card.json")
         synthetic = self._synthetic_data()
         synthetic.setup("fit")
         pairs = synthetic.pair_rows("train")
-        round_trip = self._round_trip(
-            {row.query_id: row.query for row in pairs}, {r.query_id: r.passage_id for r in pairs}
-        )
-        shown = sorted(pairs, key=lambda row: hashlib.sha256(row.query_id.encode()).digest())[: self.samples]
-        write_json(rows, folder / "results.json")
-        write_csv(rows, folder / "results.csv")
-        passages = len(self._searched.public_passages())
+        passages = self._searched.public_passages()
         queries = len(self._searched.evaluation_set("test")[0])
-        report = write_report(
-            folder,
-            title="Retrieval from private queries: what it reached, and what was promised",
-            table=rows,
-            card=card,
-            samples=[Sample(passage=r.passage, queries=[r.query], passage_id=r.passage_id) for r in shown],
-            round_trip=round_trip,
-            artefacts=self._artefacts(),
-            command=self._parts.command,
-            evaluated_on=f"{queries} test queries over {passages} passages; frozen encoder with a linear query head",
-            notes=[
-                "Each row that touched the real queries is a release of its own. Who publishes both the direct and "
-                "the synthetic one has spent the sum of their epsilons.",
-                "The row without privacy, and nothing else here, was trained on the real queries unprotected.",
-            ],
-        )
-        console = Console()
-        console.print(console_table(rows, title="Retrieval"))
-        for row in shown:
-            console.print(f"[bold]{escape(row.query)}[/bold]\n    {escape(row.passage[:160])}", highlight=False)
-        console.print(
-            f"Round trip: {round_trip.recall.mean:.3f} of {round_trip.queries} synthetic queries find their own "
-            f"passage among the first 10; with shuffled passages {round_trip.control.mean:.3f}.",
-            highlight=False,
-        )
-        for artefact in [*self._artefacts(), Artefact("report", str(report))]:
-            console.print(f"{artefact.label}: {artefact.path}", highlight=False, soft_wrap=True)
-        seconds = sum(self._stages.seconds.values())
-        console.print(
-            f"Stages took {seconds:.0f} s: " + ", ".join(f"{k} {v:.0f}" for k, v in self._stages.seconds.items())
-        )
-        return {row.system: row.metrics["nDCG@10"].mean for row in rows}
-
-    def _round_trip(self, queries: Mapping[str, str], sources: Mapping[str, str]) -> RoundTrip:
         model = self._retriever(NoPrivacy())
         model.prepare(self._searched)
-        passages = self._searched.public_passages()
-        names = list(passages)
-        ranking = rank_embeddings(
-            list(queries),
-            model.encode_queries(list(queries.values())),
-            names,
-            model.encode_passages(list(passages.values())),
-            k=10,
+        return tell(
+            self._parts.run_dir,
+            rows,
+            pairs,
+            measure_round_trip(model, pairs, passages, seed=self._parts.seed),
+            samples=self.samples,
+            evaluated_on=f"{queries} test queries over {len(passages)} passages; frozen encoder with a linear query "
+            "head",
+            command=self._parts.command,
+            seconds=self._stages.seconds,
         )
-        rows = zip(queries, ranking.top.indices.tolist(), strict=True)
-        ranked = {query: [names[i] for i in row if i >= 0] for query, row in rows}
-        found = list(hits(sources, ranked, k=10).values())
-        wrong = list(hits(wrong_sources(sources, seed=self._parts.seed), ranked, k=10).values())
-        return RoundTrip(
-            recall=bootstrap_interval([float(hit) for hit in found]),
-            control=bootstrap_interval([float(hit) for hit in wrong]),
-            k=10,
-            queries=len(queries),
-            retriever="the zero-shot encoder",
-        )
-
-    def _artefacts(self) -> list[Artefact]:
-        folder = self._parts.run_dir
-        return [
-            Artefact("DP query generator", str(folder / "generator" / "model")),
-            Artefact("its privacy card", str(folder / "generator" / "privacy_card.html")),
-            Artefact("its ledger", str(folder / "generator" / "privacy_ledger.jsonl")),
-            Artefact("synthetic queries", str(folder / "synthetic" / "data")),
-            Artefact("retriever trained on them", str(folder / "from_synthetic" / "model")),
-            Artefact("retriever trained directly under DP", str(folder / "direct" / "model")),
-            Artefact("results", str(folder / "results.json")),
-        ]
 
 
 def _row(system: str, result: EvaluationResult, privacy: str) -> RowResult:

@@ -1,0 +1,128 @@
+"""What `task=pipeline` tells at its end: the table, a sample of queries, the round trip, where things lie."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from lit_dpret.datamodules.records import Row
+from lit_dpret.generation.round_trip import hits, wrong_sources
+from lit_dpret.modules import FrozenDualEncoder
+from lit_dpret.privacy.card import read_card
+from lit_dpret.report.html import Artefact, RoundTrip, Sample, write_report
+from lit_dpret.report.table import RowResult, console_table, write_csv, write_json
+from lit_dpret.retrieval.statistics import bootstrap_interval
+from lit_dpret.tasks.scoring import rank_embeddings
+
+_NOTES = [
+    "Each row that touched the real queries is a release of its own. Who publishes both the direct and the "
+    "synthetic one has spent the sum of their epsilons.",
+    "The row without privacy, and nothing else here, was trained on the real queries unprotected.",
+]
+
+
+def measure_round_trip(
+    model: FrozenDualEncoder, pairs: Sequence[Row], passages: Mapping[str, str], *, seed: int, k: int = 10
+) -> RoundTrip:
+    """How often a synthetic query finds the passage that it was made from, beside wrong passages.
+
+    Args:
+        model: A retriever that saw neither the private nor the synthetic queries.
+        pairs: Synthetic queries with their sources.
+        passages: Text by passage id; all of them are searched.
+        seed: Of the shuffled control.
+        k: How far down the list to look.
+    """
+    queries = {row.query_id: row.query for row in pairs}
+    sources = {row.query_id: row.passage_id for row in pairs}
+    names = list(passages)
+    ranking = rank_embeddings(
+        list(queries),
+        model.encode_queries(list(queries.values())),
+        names,
+        model.encode_passages(list(passages.values())),
+        k=k,
+    )
+    rows = zip(queries, ranking.top.indices.tolist(), strict=True)
+    ranked = {query: [names[i] for i in row if i >= 0] for query, row in rows}
+    found = hits(sources, ranked, k=k).values()
+    wrong = hits(wrong_sources(sources, seed=seed), ranked, k=k).values()
+    return RoundTrip(
+        recall=bootstrap_interval([float(hit) for hit in found]),
+        control=bootstrap_interval([float(hit) for hit in wrong]),
+        k=k,
+        queries=len(queries),
+        retriever="the zero-shot encoder",
+    )
+
+
+def tell(
+    run_dir: Path,
+    rows: Sequence[RowResult],
+    pairs: Sequence[Row],
+    round_trip: RoundTrip,
+    *,
+    samples: int,
+    evaluated_on: str,
+    command: str,
+    seconds: Mapping[str, float],
+) -> dict[str, float]:
+    """Write results and report, print the same in short; returns nDCG@10 by system.
+
+    Args:
+        run_dir: Of the pipeline.
+        rows: The table.
+        pairs: Synthetic queries; ``samples`` of them, chosen by hash of id, are shown.
+        round_trip: What `measure_round_trip` found.
+        samples: How many queries to show.
+        evaluated_on: Test set and model, in words.
+        command: What was called.
+        seconds: By stage.
+    """
+    shown = sorted(pairs, key=lambda row: hashlib.sha256(row.query_id.encode()).digest())[:samples]
+    write_json(list(rows), run_dir / "results.json")
+    write_csv(list(rows), run_dir / "results.csv")
+    artefacts = _artefacts(run_dir)
+    report = write_report(
+        run_dir,
+        title="Retrieval from private queries: what it reached, and what was promised",
+        table=list(rows),
+        card=read_card(run_dir / "synthetic" / "data"),
+        samples=[Sample(passage=r.passage, queries=[r.query], passage_id=r.passage_id) for r in shown],
+        round_trip=round_trip,
+        artefacts=artefacts,
+        command=command,
+        evaluated_on=evaluated_on,
+        notes=_NOTES,
+    )
+    console = Console()
+    console.print(console_table(list(rows), title="Retrieval"))
+    for row in shown:
+        console.print(f"[bold]{escape(row.query)}[/bold]\n    {escape(row.passage[:160])}", highlight=False)
+    console.print(
+        f"Round trip: {round_trip.recall.mean:.3f} of {round_trip.queries} synthetic queries find their own "
+        f"passage among the first {round_trip.k}; with shuffled passages {round_trip.control.mean:.3f}.",
+        highlight=False,
+    )
+    for artefact in [*artefacts, Artefact("report", str(report))]:
+        console.print(f"{artefact.label}: {artefact.path}", highlight=False, soft_wrap=True)
+    console.print(
+        f"Stages took {sum(seconds.values()):.0f} s: " + ", ".join(f"{k} {v:.0f}" for k, v in seconds.items())
+    )
+    return {row.system: row.metrics["nDCG@10"].mean for row in rows}
+
+
+def _artefacts(folder: Path) -> list[Artefact]:
+    return [
+        Artefact("DP query generator", str(folder / "generator" / "model")),
+        Artefact("its privacy card", str(folder / "generator" / "privacy_card.html")),
+        Artefact("its ledger", str(folder / "generator" / "privacy_ledger.jsonl")),
+        Artefact("synthetic queries", str(folder / "synthetic" / "data")),
+        Artefact("retriever trained on them", str(folder / "from_synthetic" / "model")),
+        Artefact("retriever trained directly under DP", str(folder / "direct" / "model")),
+        Artefact("results", str(folder / "results.json")),
+    ]
