@@ -1,0 +1,132 @@
+"""`task=pipeline` from a private log to the report, with parts that train in a blink."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import Callback
+from tiny_generator import WORDS, generator, passage
+from tiny_models import tiny_bert, tiny_tokenizer
+
+from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.modules import FrozenDualEncoder, OptimizerSpec
+from lit_dpret.privacy.accounting import epsilon
+from lit_dpret.privacy.card import read_card
+from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases, noise_keys
+from lit_dpret.privacy.modes import DPSGD, NoPrivacy
+from lit_dpret.tasks import Pipeline
+from lit_dpret.tasks.parts import Parts
+
+QUERIES, PASSAGES, STEPS = 64, 24, 3
+
+
+def write_log(folder: Path) -> Path:
+    """A BEIR folder whose queries are words of their passages; the last eight are for testing."""
+    (folder / "qrels").mkdir(parents=True)
+    corpus = {f"p{i}": passage(i, 4) for i in range(PASSAGES)}
+    queries = {f"q{i}": f"{passage(i % PASSAGES, 2)} {WORDS[i]}" for i in range(QUERIES)}
+    for name, texts in (("corpus", corpus), ("queries", queries)):
+        lines = [json.dumps({"_id": key, "title": "", "text": text}) for key, text in texts.items()]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for split, chosen in (("train", range(QUERIES - 8)), ("test", range(QUERIES - 8, QUERIES))):
+        judged = [f"q{i}\tp{i % PASSAGES}\t1" for i in chosen]
+        text = "query-id\tcorpus-id\tscore\n" + "\n".join(judged) + "\n"
+        (folder / "qrels" / f"{split}.tsv").write_text(text, encoding="utf-8")
+    return folder
+
+
+def retriever(**settings: Any) -> FrozenDualEncoder:
+    tower = TextEncoder(tiny_bert(), tiny_tokenizer(), Contract(query_max_length=8, passage_max_length=10))
+    return FrozenDualEncoder(optimizer=OptimizerSpec(name="sgd", lr=0.1), encoder=tower, **settings)
+
+
+def trainer(**settings: Any) -> L.Trainer:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1, "max_epochs": -1}
+    return L.Trainer(accelerator="cpu", devices=1, **quiet, **settings)  # type: ignore[arg-type]
+
+
+def parts(tmp_path: Path, privacy: Callable[..., Any] | None = None, **changes: Any) -> Parts:
+    folder = tmp_path / "log"
+    private = partial(DPSGD, eps=8.0, noise_multiplier=2.0, secret_file=tmp_path / "secret")
+    settings: dict[str, Any] = {
+        "run_dir": tmp_path / "run",
+        "make_privacy": privacy or private,
+        "make_datamodule": partial(
+            PairsDataModule, folder=folder if folder.exists() else write_log(folder), sampling="poisson"
+        ),
+        "make_module": lambda: None,
+        "make_trainer": trainer,
+    }
+    return Parts(**settings | changes)
+
+
+def pipeline(**changes: Any) -> Pipeline:
+    settings: dict[str, Any] = {
+        "generator": partial(generator, seed=0), "retriever": retriever, "generator_steps": STEPS,
+        "generator_batch": 8, "generator_physical_batch": 8, "generator_max_grad_norm": 0.1, "retriever_steps": STEPS,
+        "retriever_batch": 16, "retriever_max_grad_norm": 0.5, "min_free_mb": 1, "samples": 4, "max_passages": 20,
+    }  # fmt: skip
+    return Pipeline(**settings | changes)
+
+
+def claimed(folder: Path) -> float:
+    return float(read_card(folder)["claim"]["epsilon"])
+
+
+def test_the_pipeline_ends_with_every_row_its_cards_and_a_report(tmp_path: Path) -> None:
+    told = pipeline().run(parts(tmp_path))
+    run = tmp_path / "run"
+    assert list(told) == [
+        "BM25", "zero-shot encoder", "original queries, no privacy", "original queries, direct DP",
+        "DP synthetic queries", "pseudo-queries from the passages",
+    ]  # fmt: skip
+    assert all(0 <= value <= 1 for value in told.values())
+    for stage in ("generator", "direct"):
+        records = PrivacyLedger.read(run / stage / "privacy_ledger.jsonl").records
+        spent = epsilon(charged_releases(records), delta=1 / 112, neighbours="zero_out")
+        assert claimed(run / stage) == pytest.approx(spent) and 0 < spent <= 8
+        assert len(noise_keys(records)) == STEPS
+    assert claimed(run / "synthetic" / "data") == claimed(run / "from_synthetic") == claimed(run / "generator")
+    assert read_card(run / "original")["claim"]["guarantee"] == "none"
+    assert not (run / "embeddings").exists(), "embeddings of queries are as private as the queries"
+    report = (run / "report.html").read_text(encoding="utf-8")
+    rows = json.loads((run / "results.json").read_text(encoding="utf-8"))
+    for system in told:
+        assert system in report and system in json.dumps(rows)
+
+
+class Interrupt(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if type(module).__name__ == "QueryGenerator" and batch.last and batch.step == 1:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_pipeline_goes_on_where_it_was_and_spends_nothing_twice(tmp_path: Path) -> None:
+    def interrupted(callbacks: Any = (), **settings: Any) -> L.Trainer:
+        return trainer(callbacks=[*callbacks, Interrupt()], **settings)
+
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        pipeline().run(parts(tmp_path, make_trainer=interrupted))
+    run = tmp_path / "run"
+    direct = (run / "direct" / "privacy_ledger.jsonl").read_bytes()
+    with pytest.raises(ResumeError, match="resume=true"):
+        pipeline().run(parts(tmp_path))
+    with pytest.raises(ResumeError, match="other settings"):
+        pipeline(generator_steps=STEPS + 1).run(parts(tmp_path, resume=True))
+    pipeline().run(parts(tmp_path, resume=True))
+    assert (run / "direct" / "privacy_ledger.jsonl").read_bytes() == direct, "a finished stage is not run again"
+    keys = noise_keys(PrivacyLedger.read(run / "generator" / "privacy_ledger.jsonl").records)
+    assert len(keys) == len(set(keys)) == STEPS
+
+
+def test_a_pipeline_without_a_promise_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="privacy=dp_sgd"):
+        pipeline().run(parts(tmp_path, privacy=NoPrivacy))
