@@ -57,19 +57,21 @@ def show(interval: Interval | None) -> str:
 
 
 def console_table(rows: Sequence[RowResult], *, title: str = "") -> Table:
-    """The table for ``rich.print``."""
+    """The table for ``rich.print``; it fits 80 columns: intervals and privacy stand below their numbers and names."""
     names = metric_names(rows)
-    notes = any(row.note for row in rows)
-    table = Table(title=title or None, title_justify="left", caption="mean [95 % confidence interval]")
-    table.add_column("System", overflow="fold")
+    table = Table(
+        title=title or None, title_justify="left", caption="mean, and below it the 95 % confidence interval",
+        caption_justify="left", show_lines=True,
+    )  # fmt: skip
+    table.add_column("System, and what it promises", min_width=20)
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("Privacy", overflow="fold")
-    if notes:
-        table.add_column("Note", overflow="fold")
     for row in rows:
-        cells = [row.system, *(show(row.metrics.get(name)) for name in names), row.privacy or "not stated"]
-        table.add_row(*map(Text, cells + ([row.note] if notes else [])))  # Text: brackets are no markup
+        cells = [Text("\n".join(show(row.metrics.get(name)).split(" ", 1))) for name in names]
+        words = Text(row.system, style="bold")
+        for line in (row.privacy or "privacy not stated", row.note):
+            words.append(f"\n{line}" if line else "", style="not bold")
+        table.add_row(words, *cells)
     return table
 
 
