@@ -59,6 +59,10 @@ class LoopClipping(ClippedSum):
         return self.stats(norms, batch)
 
 
+# Most derivatives are finite here; at zero that of a norm, a root or a quotient is not.
+_HARMLESS = 0.5
+
+
 class _SavedTensors:
     """Keep a broken unit's NaNs out of the other units' gradients.
 
@@ -77,9 +81,10 @@ class _SavedTensors:
         broken = self.broken_rows
         if broken is None or not tensor.is_floating_point() or not broken.any():
             return tensor
-        tensor = torch.where(tensor.isnan(), torch.zeros_like(tensor), tensor)
+        harmless = torch.full_like(tensor, _HARMLESS)
+        tensor = torch.where(tensor.isnan(), harmless, tensor)
         if tensor.dim() and tensor.shape[0] and tensor.shape[0] % self.rows == 0:
             folded = tensor.reshape(self.rows, -1, *tensor.shape[1:])
             keep = ~broken.view(-1, *[1] * (folded.dim() - 1)) | folded.isfinite()
-            tensor = torch.where(keep, folded, torch.zeros_like(folded)).flatten(0, 1)
+            tensor = torch.where(keep, folded, harmless.reshape(folded.shape)).flatten(0, 1)
         return tensor

@@ -150,6 +150,28 @@ def test_a_broken_unit_contributes_zero_is_counted_and_leaves_the_others_alone(
         assert lib.difference(clipping.take(), lib.clipped_sum(gradients, bound)) < 1e-10
 
 
+@pytest.mark.parametrize("engine", ["ghost", "loop", "opacus"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_broken_unit_under_a_normalised_output_silences_nobody_else(
+    engine: str, value: float, lib: SimpleNamespace
+) -> None:
+    """Zero gradients that pass a norm of NaN become NaN; removing this unit must not bring the others back."""
+    model = nn.Linear(5, 4).double()
+    x = torch.randn(4, 1, 5, dtype=torch.float64)
+    x[1, 0, 2] = value
+    target = torch.randn(4, dtype=torch.float64)
+
+    def losses(batch: dict[str, Tensor]) -> Tensor:
+        return nn.functional.normalize(model(batch["x"]), dim=-1).matmul(target).exp().sum(1)
+
+    case = lib.Case(model, losses, {"x": x})
+    gradients = [g for i, g in enumerate(case.unit_gradients()) if i != 1]
+    clipping = make_engine(engine, model, max_grad_norm=0.1)
+    stats = case.run(clipping)
+    assert stats.non_finite == 1
+    assert lib.difference(clipping.take(), lib.clipped_sum(gradients, 0.1)) < 1e-10
+
+
 @pytest.mark.parametrize("engine", ["ghost", "loop"])
 def test_a_broken_token_in_t5_breaks_its_own_unit_only(engine: str, lib: SimpleNamespace) -> None:
     case = lib.t5(rows=5)
