@@ -114,7 +114,8 @@ def explain(error: BaseException) -> str | None:
         if isinstance(cause, LitDpretError):
             return str(cause)
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-            return f"the disk is full ({cause.filename or 'no file named'}). Free space, then resume=true."
+            file = cause.filename2 or cause.filename or "no file named"  # of two, the second is written to
+            return f"the disk is full ({file}). Free space, then resume=true."
         if isinstance(cause, OSError) and cause.errno in _CANNOT_WRITE and cause.filename:
             return f"{cause.filename}: {cause.strerror}. Choose another hydra.run.dir, or mend the permissions."
         if isinstance(cause, RuntimeError) and "PytorchStreamWriter" in str(cause):

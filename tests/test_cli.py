@@ -97,6 +97,93 @@ def test_more_bad_input_is_one_clear_line(arguments: list[str], pattern: str, tm
     check(arguments, pattern, tmp_path)
 
 
+def beir(folder: Path, **broken: str) -> Path:
+    """A small BEIR folder; ``broken`` replaces the content of a file."""
+    files = {
+        "corpus": "".join(json.dumps({"_id": f"p{i}", "text": f"number {i}"}) + "\n" for i in range(30)),
+        "queries": "".join(json.dumps({"_id": f"q{i}", "text": f"which is {i}"}) + "\n" for i in range(30)),
+        "qrels": "query-id\tcorpus-id\tscore\n" + "".join(f"q{i}\tp{i}\t1\n" for i in range(30)),
+    } | broken
+    (folder / "qrels").mkdir(parents=True)
+    for name, text in files.items():
+        file = folder / "qrels" / "train.tsv" if name == "qrels" else folder / f"{name}.jsonl"
+        file.write_text(text, encoding="utf-8")
+    return folder
+
+
+LOST = json.dumps({"_id": "lost", "text": "nobody answers"}) + "\n"
+TWICE = json.dumps({"_id": "q1", "text": "one thing"}) + "\n" + json.dumps({"_id": "q1", "text": "another"}) + "\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("broken", "pattern"),
+    [
+        ({"queries": LOST, "qrels": "query-id\tcorpus-id\tscore\nlost\tnowhere\t1\n"}, r"lost|nowhere"),
+        ({"queries": TWICE}, r"q1"),
+        ({"queries": ""}, r"queries.jsonl.*(empty|no )"),
+        ({"corpus": ""}, r"corpus.jsonl.*(empty|no )"),
+        ({"qrels": "query-id\tcorpus-id\tscore\n"}, r"qrels"),
+    ],
+    ids=["query without passage", "duplicate ids", "no queries", "no passages", "no judgements"],
+)
+def test_a_broken_collection_is_one_clear_line(broken: dict[str, str], pattern: str, tmp_path: Path) -> None:
+    import re
+
+    folder = beir(tmp_path / "log", **broken)
+    line = refused(call(*TINY, f"datamodule.folder={folder}", folder=tmp_path))
+    assert re.search(pattern, line), line
+
+
+@pytest.mark.slow
+def test_a_resume_with_other_noise_or_data_is_refused_and_spends_nothing(tmp_path: Path) -> None:
+    log = write_log(tmp_path)
+    settings = [*TINY, f"datamodule.pairs={log}", "privacy.noise_multiplier=5.0"]
+    assert call(*settings, folder=tmp_path).returncode == 0
+    ledger = tmp_path / "run" / "privacy_ledger.jsonl"
+    before = ledger.read_text(encoding="utf-8").count('"intent"')
+    changed = [s.replace("5.0", "6.0") for s in settings]
+    assert "noise_multiplier" in refused(call(*changed, "resume=true", folder=tmp_path))
+    log.write_text(log.read_text(encoding="utf-8").replace("number 7", "number seven"), encoding="utf-8")
+    assert "data set" in refused(call(*settings, "resume=true", folder=tmp_path))
+    assert ledger.read_text(encoding="utf-8").count('"intent"') == before
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_in_mid_run_ends_it_cleanly(tmp_path: Path) -> None:
+    """A real full file system; the ledger on it stays whole, and the run goes on once there is room."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(small)], check=False)
+    if mounted.returncode:
+        pytest.skip("this machine does not let the test mount a file system")
+    try:
+        log = write_log(tmp_path)
+        settings = [*TINY, f"datamodule.pairs={log}", "privacy.noise_multiplier=5.0", "trainer.max_steps=4",
+                    "callbacks.checkpoint.every_n_train_steps=1", "task.min_free_mb=1"]  # fmt: skip
+        ballast = small / "ballast"
+        ballast.write_bytes(b"x" * (225 << 20))
+        line = refused(call(*settings, folder=small, XDG_STATE_HOME=str(tmp_path / "state")))
+        assert "disk is full" in line or "No space left" in line, line
+        from lit_dpret.privacy.ledger import PrivacyLedger
+
+        PrivacyLedger.read(small / "run" / "privacy_ledger.jsonl")
+        ballast.unlink()
+        done = call(*settings, "resume=true", folder=small, XDG_STATE_HOME=str(tmp_path / "state"))
+        assert done.returncode == 0, done.stderr
+    finally:
+        subprocess.run(["umount", str(small)], check=False)
+
+
+@pytest.mark.slow
+def test_wandb_works_without_a_network(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    settings = [*TINY, f"datamodule.pairs={write_log(tmp_path)}", "privacy.noise_multiplier=5.0"]
+    done = call(*settings, "logger=wandb", "logger.wandb.offline=true", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "run").rglob("*.wandb")), "the run is kept for a later upload"
+
+
 @pytest.mark.slow
 def test_malformed_jsonl_is_named_with_its_line(tmp_path: Path) -> None:
     log = write_log(tmp_path)
