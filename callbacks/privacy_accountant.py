@@ -91,7 +91,7 @@ class PrivacyAccountant(Callback):
         data.use_unit(mode.unit, mode.neighbours)
         self.run_dir = self.run_dir or Path(trainer.default_root_dir)
         secret = load_secret(mode.secret_file, run_dir=self.run_dir)
-        per_epoch = steps_per_epoch(data, data.n_units)
+        per_epoch = steps_per_epoch(data, mode.public_units(data.n_units))
         self.planned_steps = planned_steps(trainer, per_epoch)
         self.plan, law = self._plan(mode, data)
         self._run = PrivateRun.open(

@@ -60,11 +60,16 @@ class SamplingRequest(Protocol):
     rows_per_unit: str
 
 
-def steps_per_epoch(request: SamplingRequest, units: int) -> int:
-    """How many logical steps make one pass over ``units`` units, on average under Poisson sampling.
+def steps_per_epoch(request: SamplingRequest, public_units: int | None) -> int:
+    """How many logical steps make one pass over the units, on average under Poisson sampling.
+
+    Args:
+        request: How batches are to be drawn.
+        public_units: How many units there are; None where that is private, and must not show.
 
     Raises:
-        ConfigurationError: Neither a rate nor an expected batch size is given, or one is out of range.
+        ConfigurationError: Neither a rate nor an expected batch size is given, one is out of range, or
+            the number of units is private and no rate is declared.
     """
     if request.sampling == "full_batch":
         return 1
@@ -72,16 +77,22 @@ def steps_per_epoch(request: SamplingRequest, units: int) -> int:
         if not 0 < request.sample_rate <= 1:
             raise ConfigurationError(f"datamodule.sample_rate={request.sample_rate} must lie in (0, 1].")
         return max(1, round(1 / request.sample_rate))
+    if public_units is None:
+        raise ConfigurationError(
+            "privacy.neighbours=add_or_remove keeps the number of units private, so no rate can be derived from it: "
+            "declare datamodule.sample_rate."
+        )
     batch = request.expected_batch_size
     if batch is None or not batch > 0:
         raise ConfigurationError(
             f"datamodule.expected_batch_size={batch} must be a positive number (or give datamodule.sample_rate)."
         )
-    if batch > units:
+    if batch > public_units:
         raise ConfigurationError(
-            f"datamodule.expected_batch_size={batch} exceeds the {units} units of the data set. Lower it."
+            f"datamodule.expected_batch_size={batch} exceeds the {public_units} units of the data set. Lower it."
         )
-    return math.ceil(units / batch) if request.sampling in ("shuffle", "fixed_size") else max(1, round(units / batch))
+    passes = public_units / batch
+    return math.ceil(passes) if request.sampling in ("shuffle", "fixed_size") else max(1, round(passes))
 
 
 @dataclass(frozen=True)

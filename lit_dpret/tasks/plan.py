@@ -42,7 +42,7 @@ class Plan:
             data.setup("fit")
             data.use_unit(mode.unit, mode.neighbours)
             units = data.n_units
-        per_epoch = steps_per_epoch(data, units)
+        per_epoch = steps_per_epoch(data, mode.public_units(units))
         if self.epochs is not None:
             steps = max(1, round(self.epochs * per_epoch))
         else:

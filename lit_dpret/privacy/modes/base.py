@@ -63,6 +63,10 @@ class PrivacyMode(ABC):
     def __init__(self) -> None:
         self.counts = StepCounts()
 
+    def public_units(self, units: int) -> int | None:
+        """The number of units of privacy where everybody may know it, else None."""
+        return None if self.neighbours == "add_or_remove" else units
+
     @abstractmethod
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
         """Get ready to train ``module``; refuse it by name where the claim would not hold."""

@@ -118,7 +118,7 @@ class DPSGD(PrivacyMode):
 
         Under ``add_or_remove`` the number of units is private and no part of the plan derives from it.
         """
-        public = None if self.neighbours == "add_or_remove" else units
+        public = self.public_units(units)
         return PrivacyPlan.build(
             budget=self.budget(public),
             sample_rate=request.sample_rate,

@@ -1,0 +1,105 @@
+"""Where neighbours differ by one query's presence, the number of queries is private: nothing may tell it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stand_ins import Regression, dp, fit
+from torch import Tensor
+
+from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.accounting import epsilon
+from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
+
+N = 397
+DECLARED: dict[str, Any] = {"sampling": "poisson", "sample_rate": 0.05, "expected_batch_size": 16}
+PRIVATE: dict[str, Any] = {"neighbours": "add_or_remove", "delta": 0.001, "noise_multiplier": 3.0}
+
+
+class Texts(Regression):
+    """Trains on the lengths of texts."""
+
+    def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
+        lengths = torch.tensor([[float(len(row.query)), float(len(row.passage))] for row in rows]).reshape(-1, 2)
+        return {"inputs": torch.cat([lengths.sin(), lengths.cos()], dim=1), "target": lengths[:, 0] / 50}
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "log.jsonl"
+    words = ["tide", "rope", "harbour", "moon"]
+    rows = [{"query": f"{words[i % 4]} {'x' * (i % 31)} {'y' * (i // 31)}", "passage": words[i % 3]} for i in range(N)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def run(tmp_path: Path, log: Path, data: dict[str, Any], mode: dict[str, Any]) -> Path:
+    folder = tmp_path / "run"
+    module = Texts(privacy=dp(tmp_path, **mode))
+    fit(folder, module, PairsDataModule(pairs=log, physical_batch_size=8, **data), steps=4,
+        extra=[PrivacyCard(run_dir=folder)])  # fmt: skip
+    return folder
+
+
+def says_n(text: str) -> bool:
+    """Whether N stands there as a number, not inside a hash, a longer number or the fraction of a second."""
+    return re.search(rf"(?<![0-9a-z.]){N}(?![0-9a-z])", text) is not None
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """Every number in a checkpoint."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from numbers(key)
+            yield from numbers(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from numbers(inner)
+    elif isinstance(value, Tensor):
+        yield from value.flatten().tolist()
+    elif isinstance(value, (int, float)):
+        yield float(value)
+
+
+def test_a_run_on_declared_constants_writes_the_number_of_queries_nowhere(tmp_path: Path, log: Path) -> None:
+    folder = run(tmp_path, log, DECLARED, PRIVATE)
+    records = PrivacyLedger.read(folder / "privacy_ledger.jsonl").records
+    assert 0 < epsilon(charged_releases(records), delta=0.001, neighbours="add_or_remove") <= 3.0
+    card = json.loads((folder / "privacy_card.json").read_text(encoding="utf-8"))
+    assert card["claim"]["neighbours"] == "add_or_remove" and card["claim"]["delta"] == 0.001
+    texts = [path for path in folder.rglob("*") if path.suffix in (".json", ".jsonl", ".md")]
+    assert len(texts) >= 4
+    for path in texts:
+        assert not says_n(path.read_text(encoding="utf-8")), path
+    for path in folder.rglob("*.ckpt"):
+        assert N not in set(numbers(torch.load(path, weights_only=False))), path
+
+
+@pytest.mark.parametrize(
+    ("data", "mode", "named"),
+    [
+        ({"sample_rate": None, "expected_batch_size": 4000}, {}, r"datamodule\.sample_rate"),
+        ({"expected_batch_size": None}, {}, r"datamodule\.expected_batch_size"),
+        ({"sampling": "truncated_poisson"}, {}, r"datamodule\.sampling=poisson"),
+        ({}, {"delta": None}, r"privacy\.delta"),
+    ],
+)
+def test_what_would_have_to_be_derived_from_the_data_is_refused_without_its_number(
+    tmp_path: Path, log: Path, data: dict[str, Any], mode: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=named) as error:
+        run(tmp_path, log, DECLARED | data, PRIVATE | mode)
+    assert not says_n(str(error.value))
+
+
+def test_the_number_would_be_seen() -> None:
+    assert says_n(f'{{"n":{N}}}') and says_n(f"exceeds the {N} units")
+    assert not says_n(f'"hash":"a{N}b", "time":"12:00:01.{N}"')
