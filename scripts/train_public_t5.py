@@ -27,6 +27,7 @@ for _path in (str(ROOT), str(ROOT / "scripts")):
 
 import torch  # noqa: E402
 from public_t5 import sources, tasks  # noqa: E402
+from public_t5.card import write_card  # noqa: E402
 from public_t5.circuits import log_frequencies, write_circuits  # noqa: E402
 from public_t5.export import export  # noqa: E402
 from public_t5.measure import held_out, measure, token_loss  # noqa: E402
@@ -182,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
         "held_out": {name: asdict(measure(final, tokenizer, rows)) for name, rows in examples.items()},
     }
     (chosen.work / "facts.json").write_text(json.dumps(facts, indent=1))
-    log(f"measured: {chosen.work / 'facts.json'}")
+    log(f"measured: {chosen.work / 'facts.json'}; model card: {write_card(chosen.out, facts)}")
     return 0
 
 
