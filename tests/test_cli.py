@@ -175,6 +175,45 @@ def test_a_disk_that_fills_up_in_mid_run_ends_it_cleanly(tmp_path: Path) -> None
         subprocess.run(["umount", str(small)], check=False)
 
 
+OWN_MODEL = """
+import torch
+from lit_dpret.modules import PrivateModule
+
+class Mine(PrivateModule):
+    def __init__(self, norm="LayerNorm", **settings):
+        super().__init__(**settings)
+        self.net = torch.nn.Sequential(torch.nn.Linear(3, 3), getattr(torch.nn, norm)(3), torch.nn.Linear(3, 1))
+
+    def collate_rows(self, rows):
+        numbers = torch.tensor([[len(row.query), len(row.passage), 1.0] for row in rows])
+        return {"inputs": numbers.sin(), "target": numbers[:, 0].cos()}
+
+    def per_row_loss(self, rows):
+        return (self.net(rows["inputs"]).squeeze(-1) - rows["target"]).square()
+"""
+OWN_CONFIG = """
+_target_: mine.Mine
+norm: LayerNorm
+log_private_loss: false
+optimizer: {_target_: lit_dpret.modules.OptimizerSpec, name: sgd, lr: 0.1}
+"""
+
+
+@pytest.mark.slow
+def test_an_own_model_trains_and_one_with_batch_statistics_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "configs" / "model").mkdir(parents=True)
+    (tmp_path / "mine.py").write_text(OWN_MODEL, encoding="utf-8")
+    (tmp_path / "configs" / "model" / "mine.yaml").write_text(OWN_CONFIG, encoding="utf-8")
+    settings = [*TINY[:4], f"datamodule.pairs={write_log(tmp_path)}", "privacy.noise_multiplier=5.0", "model=mine"]
+    own = {"program": ("train.py", "--config-dir", str(tmp_path / "configs")), "PYTHONPATH": str(tmp_path)}
+    done = call(*settings, folder=tmp_path, **own)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "second").mkdir()
+    line = refused(call(*settings, "model.norm=BatchNorm1d", folder=tmp_path / "second", **own))
+    assert "BatchNorm1d" in line and "GroupNorm" in line, line
+    assert '"intent"' not in (tmp_path / "second" / "run" / "privacy_ledger.jsonl").read_text(encoding="utf-8")
+
+
 @pytest.mark.slow
 def test_wandb_works_without_a_network(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
