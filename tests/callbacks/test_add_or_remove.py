@@ -80,7 +80,7 @@ def test_a_run_on_declared_constants_writes_the_number_of_queries_nowhere(tmp_pa
     for path in texts:
         assert not says_n(path.read_text(encoding="utf-8")), path
     for path in folder.rglob("*.ckpt"):
-        assert N not in set(numbers(torch.load(path, weights_only=False))), path
+        assert N not in set(numbers(torch.load(path, weights_only=True))), path
 
 
 @pytest.mark.parametrize(
