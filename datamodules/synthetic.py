@@ -34,6 +34,8 @@ class SyntheticDataModule(PairsDataModule):
             those of the folder together (the same id must mean the same text). The folder then
             needs no corpus. Its train split is not used, nor is a split that the folder has
             itself: choosing a checkpoint on synthetic dev queries costs no privacy, on real ones it may.
+        keep: A file with one query id in each line: only these queries are trained on. They must have
+            been chosen by public means (their round trip, say); null for all.
         require_privacy_card: False accepts a folder without a card. What is trained on it then has
             no claim to inherit.
 
@@ -49,6 +51,7 @@ class SyntheticDataModule(PairsDataModule):
         folder: str | Path,
         corpus: str | Path | None = None,
         evaluation: PairsDataModule | None = None,
+        keep: str | Path | None = None,
         require_privacy_card: bool = True,
         lower_case_queries: bool = False,
         sampling: SamplingName = "shuffle",
@@ -86,6 +89,7 @@ class SyntheticDataModule(PairsDataModule):
             num_workers=num_workers,
         )
         self.evaluation = evaluation
+        self.keep = keep
         self.require_privacy_card = require_privacy_card
 
     @property
@@ -121,6 +125,10 @@ class SyntheticDataModule(PairsDataModule):
 
     def read_collection(self) -> Collection:
         """The folder's splits and, of the others, those of ``evaluation``."""
+        read = self._whole_collection()
+        return read if self.keep is None else keep_queries(read, Path(self.keep))
+
+    def _whole_collection(self) -> Collection:
         found = self._sources()
         passages = Passages()
         if found["corpus"]:
@@ -149,3 +157,25 @@ class SyntheticDataModule(PairsDataModule):
                 if query_id in other.domains:
                     domains[query_id] = other.domains[query_id]
         return replace(own, qrels=qrels, queries=queries, domains=domains)
+
+
+def keep_queries(collection: Collection, path: Path) -> Collection:
+    """The collection with those train queries alone whose ids ``path`` lists, one in a line.
+
+    Raises:
+        DataError: The file is missing, empty, or lists an id that no train query has.
+    """
+    try:
+        listed = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise DataError(f"datamodule.keep={path} cannot be read: {error.strerror}.") from error
+    ids = {line.strip() for line in listed if line.strip()}
+    train = collection.qrels.get("train", {})
+    if not ids:
+        raise DataError(f"datamodule.keep={path} lists no query: nothing would be left to train on.")
+    if unknown := sorted(ids - set(train)):
+        raise DataError(f"datamodule.keep={path} lists {unknown[0]!r}, which is no train query of {collection.source}.")
+    kept = {query: judged for query, judged in train.items() if query in ids}
+    gone = set(train) - ids - {q for split, judged in collection.qrels.items() if split != "train" for q in judged}
+    queries = {query: text for query, text in collection.queries.items() if query not in gone}
+    return replace(collection, qrels={**collection.qrels, "train": kept}, queries=queries)

@@ -30,9 +30,10 @@ from lit_dpret.privacy.noise import load_secret
 from lit_dpret.report.table import RowResult
 from lit_dpret.retrieval.runs import EvaluationResult
 from lit_dpret.retrieval.statistics import Interval
+from lit_dpret.tasks.consistency import KEPT, as_round_trip, check_round_trip
 from lit_dpret.tasks.fit import train
 from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.pipeline_report import measure_round_trip, tell
+from lit_dpret.tasks.pipeline_report import tell
 from lit_dpret.tasks.scoring import score_bm25, score_embeddings
 from lit_dpret.tasks.stages import Stages
 
@@ -40,6 +41,7 @@ METRIC_NAMES = {"ndcg@10": "nDCG@10", "recall@10": "Recall@10", "mrr@10": "MRR@1
 PUBLIC = "no private data"
 # Shared by the stages and removed at the end: embeddings of queries are as private as the queries.
 EMBEDDINGS = "embeddings"
+_ROUND_TRIP_K = 10
 
 
 class Pipeline:
@@ -53,6 +55,8 @@ class Pipeline:
         retriever_steps, retriever_batch, retriever_max_grad_norm: The retriever's, in every row.
         max_passages: Public sample of passages that are encoded and searched; null for all.
         queries_per_passage, top_p, temperature, group_size: Of the synthesis.
+        round_trip_filter: Train on the made queries that find their own passage among so many results
+            of the zero-shot encoder; null trains on all.
         samples: How many synthetic queries the report shows.
         tuning_note, tuning_data: What the settings were chosen on; they go into the cards.
         min_free_mb: Refuse to start with less free disk.
@@ -75,6 +79,7 @@ class Pipeline:
         top_p: float = 0.8,
         temperature: float = 1.0,
         group_size: int = 64,
+        round_trip_filter: int | None = None,
         samples: int = 10,
         tuning_note: str | None = None,
         tuning_data: str = "unknown",
@@ -88,6 +93,9 @@ class Pipeline:
         self.retriever_max_grad_norm = retriever_max_grad_norm
         self.max_passages, self.queries_per_passage = max_passages, queries_per_passage
         self.top_p, self.temperature, self.group_size = top_p, temperature, group_size
+        if round_trip_filter is not None and round_trip_filter < 1:
+            raise ConfigurationError(f"task.round_trip_filter={round_trip_filter} must be at least 1, or null.")
+        self.round_trip_filter = round_trip_filter
         self.samples, self.min_free_mb = samples, min_free_mb
         self.tuning_note, self.tuning_data = tuning_note, tuning_data
 
@@ -96,6 +104,7 @@ class Pipeline:
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         L.seed_everything(parts.seed, verbose=False)
         self._parts = parts
+        self._trips: dict[str, dict[str, Any]] = {}
         self._stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint())
         privacy = self._privacy(self.generator_max_grad_norm)
         load_secret(privacy.secret_file, run_dir=parts.run_dir)  # refused here: the stages only know their own folders
@@ -115,7 +124,8 @@ class Pipeline:
         )
         self._stages.run("generator", lambda folder, resume: self._train_generator(folder, resume, privacy))
         self._stages.run("synthetic", self._synthesize)
-        rows.append(self._trained("from_synthetic", "DP synthetic queries", SyntheticData, self._synthetic_data()))
+        made = self._consistent("round_trip", parts.run_dir / "synthetic" / "data")
+        rows.append(self._trained("from_synthetic", "DP synthetic queries", SyntheticData, made))
         rows.append(self._no_private_data())
         told = self._tell(rows)
         shutil.rmtree(parts.run_dir / EMBEDDINGS, ignore_errors=True)
@@ -239,12 +249,32 @@ class Pipeline:
             )
         return {"passages": len(passages)}
 
-    def _synthetic_data(self) -> SyntheticDataModule:
+    def _made(self, folder: Path, keep: Path | None = None, *, card: bool = True) -> SyntheticDataModule:
+        """Queries that were made for public passages, as training data."""
         return SyntheticDataModule(
-            folder=self._parts.run_dir / "synthetic" / "data",
+            folder=folder,
             evaluation=self._searched,
+            keep=keep,
+            require_privacy_card=card,
             physical_batch_size=self.retriever_batch,
         )
+
+    def _consistent(self, name: str, folder: Path, *, card: bool = True) -> SyntheticDataModule:
+        """The queries of ``folder`` that find their own passage, or all where there is no filter; stage ``name``."""
+
+        def work(stage: Path, resume: bool) -> dict[str, Any]:
+            data = self._made(folder, card=card)
+            data.setup("fit")
+            model = self._retriever(NoPrivacy())
+            with ProgressLine("encoding synthetic queries") as progress:
+                model.prepare(data, progress=progress)
+            pairs, passages = data.pair_rows("train"), self._searched.public_passages()
+            k = self.round_trip_filter or _ROUND_TRIP_K
+            return check_round_trip(model, pairs, passages, stage, k=k, seed=self._parts.seed)
+
+        self._trips[name] = self._stages.run(name, work)
+        keep = None if self.round_trip_filter is None else self._parts.run_dir / name / KEPT
+        return self._made(folder, keep, card=card)
 
     def _no_private_data(self) -> RowResult:
         """The same retriever trained on pseudo-queries made from the public passages alone."""
@@ -253,31 +283,31 @@ class Pipeline:
             "pseudo_queries",
             lambda folder, resume: {"folder": str(write_pseudo_queries(self._searched.public_passages(), folder))},
         )
-        data = SyntheticDataModule(
-            folder=folder,
-            evaluation=self._searched,
-            require_privacy_card=False,
-            physical_batch_size=self.retriever_batch,
-        )
+        data = self._consistent("pseudo_round_trip", folder, card=False)
         row = self._trained("from_pseudo", "pseudo-queries from the passages", NoPrivacy, data)
         return RowResult(system=row.system, metrics=row.metrics, privacy=PUBLIC)
 
     def _tell(self, rows: list[RowResult]) -> dict[str, float]:
-        synthetic = self._synthetic_data()
+        synthetic = self._made(self._parts.run_dir / "synthetic" / "data")
         synthetic.setup("fit")
-        pairs = synthetic.pair_rows("train")
-        passages = self._searched.public_passages()
+        passages = len(self._searched.public_passages())
         queries = len(self._searched.evaluation_set("test")[0])
-        model = self._retriever(NoPrivacy())
-        model.prepare(self._searched)
+        trip = self._trips["round_trip"]
+        notes = []
+        if self.round_trip_filter is not None:
+            notes.append(
+                f"The retriever learned from the {trip['kept']} of {trip['queries']} synthetic queries that find their "
+                f"own passage among the first {trip['k']} results of the zero-shot encoder; the pseudo-queries were "
+                "chosen in the same way."
+            )
         return tell(
             self._parts.run_dir,
             rows,
-            pairs,
-            measure_round_trip(model, pairs, passages, seed=self._parts.seed),
+            synthetic.pair_rows("train"),
+            as_round_trip(trip),
             samples=self.samples,
-            evaluated_on=f"{queries} test queries over {len(passages)} passages; frozen encoder with a linear query "
-            "head",
+            evaluated_on=f"{queries} test queries over {passages} passages; frozen encoder with a linear query head",
+            notes=notes,
             command=self._parts.command,
             seconds=self._stages.seconds,
         )

@@ -10,54 +10,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from lit_dpret.datamodules.records import Row
-from lit_dpret.generation.round_trip import hits, wrong_sources
-from lit_dpret.modules import FrozenDualEncoder
 from lit_dpret.privacy.card import read_card
 from lit_dpret.report.html import Artefact, RoundTrip, Sample, write_report
 from lit_dpret.report.table import RowResult, console_table, write_csv, write_json
-from lit_dpret.retrieval.statistics import bootstrap_interval
-from lit_dpret.tasks.scoring import rank_embeddings
 
 _NOTES = [
     "Each row that touched the real queries is a release of its own. Who publishes both the direct and the "
     "synthetic one has spent the sum of their epsilons.",
     "The row without privacy, and nothing else here, was trained on the real queries unprotected.",
 ]
-
-
-def measure_round_trip(
-    model: FrozenDualEncoder, pairs: Sequence[Row], passages: Mapping[str, str], *, seed: int, k: int = 10
-) -> RoundTrip:
-    """How often a synthetic query finds the passage that it was made from, beside wrong passages.
-
-    Args:
-        model: A retriever that saw neither the private nor the synthetic queries.
-        pairs: Synthetic queries with their sources.
-        passages: Text by passage id; all of them are searched.
-        seed: Of the shuffled control.
-        k: How far down the list to look.
-    """
-    queries = {row.query_id: row.query for row in pairs}
-    sources = {row.query_id: row.passage_id for row in pairs}
-    names = list(passages)
-    ranking = rank_embeddings(
-        list(queries),
-        model.encode_queries(list(queries.values())),
-        names,
-        model.encode_passages(list(passages.values())),
-        k=k,
-    )
-    rows = zip(queries, ranking.top.indices.tolist(), strict=True)
-    ranked = {query: [names[i] for i in row if i >= 0] for query, row in rows}
-    found = hits(sources, ranked, k=k).values()
-    wrong = hits(wrong_sources(sources, seed=seed), ranked, k=k).values()
-    return RoundTrip(
-        recall=bootstrap_interval([float(hit) for hit in found]),
-        control=bootstrap_interval([float(hit) for hit in wrong]),
-        k=k,
-        queries=len(queries),
-        retriever="the zero-shot encoder",
-    )
 
 
 def tell(
@@ -68,6 +29,7 @@ def tell(
     *,
     samples: int,
     evaluated_on: str,
+    notes: Sequence[str],
     command: str,
     seconds: Mapping[str, float],
 ) -> dict[str, float]:
@@ -77,9 +39,10 @@ def tell(
         run_dir: Of the pipeline.
         rows: The table.
         pairs: Synthetic queries; ``samples`` of them, chosen by hash of id, are shown.
-        round_trip: What `measure_round_trip` found.
+        round_trip: How many synthetic queries find their passage.
         samples: How many queries to show.
         evaluated_on: Test set and model, in words.
+        notes: More for the report than it says of every such run.
         command: What was called.
         seconds: By stage.
     """
@@ -97,7 +60,7 @@ def tell(
         artefacts=artefacts,
         command=command,
         evaluated_on=evaluated_on,
-        notes=_NOTES,
+        notes=[*_NOTES, *notes],
     )
     console = Console()
     console.print(console_table(list(rows), title="Retrieval"))

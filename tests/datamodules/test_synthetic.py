@@ -110,3 +110,24 @@ def test_a_folder_without_train_qrels_is_refused(written: Path) -> None:
         (written / "qrels" / name).rename(written / "qrels" / name.replace("train", "test"))
     with pytest.raises(DataError, match="nothing to train on"):
         SyntheticDataModule(folder=written).prepare_data()
+
+
+def test_only_the_listed_queries_are_trained_on(written: Path, tmp_path: Path) -> None:
+    whole = SyntheticDataModule(folder=written)
+    ids = sorted({row.query_id for row in whole.pair_rows("train")})
+    listed = tmp_path / "kept.txt"
+    listed.write_text(f"{ids[0]}\n\n", encoding="utf-8")
+    kept = SyntheticDataModule(folder=written, keep=listed)
+    assert {row.query_id for row in kept.pair_rows("train")} == {ids[0]} < set(ids)
+    assert kept.collection.passages == whole.collection.passages
+
+
+@pytest.mark.parametrize(("content", "named"), [("", "no query"), ("nobody\n", "nobody"), (None, "cannot be read")])
+def test_a_list_of_queries_that_makes_no_sense_is_refused(
+    written: Path, tmp_path: Path, content: str | None, named: str
+) -> None:
+    listed = tmp_path / "kept.txt"
+    if content is not None:
+        listed.write_text(content, encoding="utf-8")
+    with pytest.raises(DataError, match=named):
+        SyntheticDataModule(folder=written, keep=listed).setup()
