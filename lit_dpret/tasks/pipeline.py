@@ -245,6 +245,7 @@ class Pipeline:
                 top_p=self.top_p,
                 temperature=self.temperature,
                 group_size=self.group_size,
+                tuning={"data": self.tuning_data, "note": self.tuning_note or ""},
                 progress=progress,
             )
         return {"passages": len(passages)}

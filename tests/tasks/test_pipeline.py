@@ -82,7 +82,7 @@ def claimed(folder: Path) -> float:
 
 
 def test_the_pipeline_ends_with_every_row_its_cards_and_a_report(tmp_path: Path) -> None:
-    told = pipeline().run(parts(tmp_path))
+    told = pipeline(tuning_data="private", tuning_note="chosen on dev").run(parts(tmp_path))
     run = tmp_path / "run"
     assert list(told) == [
         "BM25", "zero-shot encoder", "original queries, no privacy", "original queries, direct DP",
@@ -96,6 +96,8 @@ def test_the_pipeline_ends_with_every_row_its_cards_and_a_report(tmp_path: Path)
         assert len(noise_keys(records)) == STEPS
     assert claimed(run / "synthetic" / "data") == claimed(run / "from_synthetic") == claimed(run / "generator")
     assert read_card(run / "original")["claim"]["guarantee"] == "none"
+    for made in (run / "generator", run / "synthetic" / "data", run / "direct", run / "from_synthetic"):
+        assert "chosen on dev" in read_card(made)["tuning"]["text"], made
     assert not (run / "embeddings").exists(), "embeddings of queries are as private as the queries"
     report = (run / "report.html").read_text(encoding="utf-8")
     rows = json.loads((run / "results.json").read_text(encoding="utf-8"))
