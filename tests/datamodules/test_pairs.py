@@ -289,5 +289,5 @@ def test_every_setting_is_a_keyword_with_a_name_of_its_own(kind: type[PairsDataM
     parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
     assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in parameters)
     base = inspect.signature(PairsDataModule.__init__).parameters
-    own = {"evaluation", "require_privacy_card"}
+    own = {"evaluation", "keep", "require_privacy_card"}
     assert {parameter.name for parameter in parameters} <= base.keys() | own
