@@ -8,8 +8,7 @@ command line is lost with the command line. Queries and passages are told apart 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -29,6 +28,7 @@ from lit_dpret.encoders.backbones import (
 )
 from lit_dpret.encoders.embedding_cache import content_hash, load_or_make
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.pooling import get_pooling
 from lit_dpret.st_folder import Tower, read_folder
 
@@ -255,7 +255,7 @@ class TextEncoder(nn.Module):
         where = home if device is None else torch.device(device)
         wide = torch.promote_types(next(self.parameters()).dtype, torch.float32)
         result = torch.empty(len(texts), self.dim, dtype=wide)
-        with torch.no_grad(), _evaluating(self.to(where)):
+        with torch.no_grad(), evaluation_mode(self.to(where)):
             for start in range(0, len(texts), _SORTED_AT_ONCE):
                 ids = [tuple(row) for row in self._token_ids(texts[start : start + _SORTED_AT_ONCE], side)]
                 unique = sorted(set(ids), key=lambda row: (-len(row), row))
@@ -393,15 +393,3 @@ def _length(tower: Tower, backbone: Any, tokenizer: Any) -> int:
     limit = position_limit(backbone)
     length = tower.max_length or own or limit or 512
     return length if limit is None else min(length, limit)
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and back to the mode each submodule had."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.privacy.guard import Guard
 from lit_dpret.privacy.modes import PrivacyMode
@@ -161,7 +162,7 @@ class PrivateModule(L.LightningModule):
         if self._batches_seen & (self._batches_seen - 1):  # batches 1, 2, 4, 8, ...
             return
         half = type(rows)({key: value[: count // 2] for key, value in rows.items()})
-        with _evaluating(self), torch.no_grad():
+        with evaluation_mode(self), torch.no_grad():
             together = self.per_row_loss(rows)[: count // 2].float()
             alone = self.per_row_loss(half).float()
         if not torch.allclose(together, alone, rtol=1e-2, atol=1e-3):
@@ -172,14 +173,3 @@ class PrivateModule(L.LightningModule):
                 "Normalise the loss inside each row, remove batch statistics, or declare coupled_loss = True "
                 "and choose a mode for coupled losses."
             )
-
-
-@contextmanager
-def _evaluating(module: torch.nn.Module) -> Any:
-    modes = {child: child.training for child in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for child, training in modes.items():
-            child.training = training
