@@ -36,11 +36,12 @@ def contributions_of(
         dtype: fp32, or float64 where the parameters are.
     """
     module, trained = use.site.module, use.aliases
-    if use.site.kind == "linear":
+    if use.site.kind in ("linear", "transposed_linear"):
         folded = fold(g, rows, layout).reshape(rows, -1, g.shape[-1])
         if "weight" in trained:
             x = _saved(use)
-            yield "weight", Outer(fold(x, rows, layout).reshape(rows, -1, x.shape[-1]), folded)
+            inputs = fold(x, rows, layout).reshape(rows, -1, x.shape[-1])
+            yield "weight", Outer(inputs, folded) if use.site.kind == "linear" else Outer(folded, inputs)
         if "bias" in trained:
             yield "bias", Dense(folded.sum(1, dtype=dtype))
     elif use.site.kind == "embedding" and isinstance(module, nn.Embedding):

@@ -5,25 +5,28 @@ aliases in place of its parameters, and every call is written down: the input, a
 graph where the output's gradient will arrive. So the real parameters are not in the graph at all
 unless somebody uses them behind the module's back, which is how that is noticed.
 
-Two things have no batch axis of their own and are given one: position ids of shape (1, length) are
-expanded to the batch of the embedding block they belong to, and T5's relative position bias, made
-once per stack and added to the scores of every layer, is expanded to the batch of its attention.
+Three things have no batch axis of their own and are given one: position ids of shape (1, length) are
+expanded to the batch of the block they belong to, virtual tokens of a tuned prompt to the batch that
+they are put before, and T5's relative position bias, made once per stack and added to the scores of
+every layer, to the batch of its attention.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
 from lit_dpret.errors import UnsupportedModelError
-from lit_dpret.privacy.clipping.rules import WAYS_OUT, Plan, Site
+from lit_dpret.privacy.clipping.rules import LOOKUPS, WAYS_OUT, Plan, Site, qualified_name
 
 Forward = Callable[..., Any]
 
@@ -93,6 +96,8 @@ class Recorder:
             for name, module in self.plan.relative:  # the hidden states come first, then masks of other shapes
                 self._patch(module, "forward", self._sized_forward(module, slice(1)))
                 self._patch(module, "compute_bias", self._compute_bias(name, module))
+            for module in self.plan.prompted:
+                self._patch(module, "get_prompt", self._get_prompt(module))
         except BaseException:
             self.__exit__()
             raise
@@ -128,46 +133,59 @@ class Recorder:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
-            if len(args) + len(kwargs) != 1:
-                raise UnsupportedModelError(f"{site.name} was called with more than its input. {WAYS_OUT}")
-            value = args[0] if args else next(iter(kwargs.values()))
-            if site.kind == "embedding" and self._batch_sizes and value.dim() > 1 and value.shape[0] == 1:
-                value = value.expand(self._batch_sizes[-1], *value.shape[1:])
             parameters = site.module._parameters
             if any(parameters[local] is not p for local, p in own.items()):
                 raise UnsupportedModelError(
                     f"{site.name} runs with other weights than its own (functional_call, or a module that swaps "
                     f"them), so the gradient of its own is not known. {WAYS_OUT}"
                 )
+            if site.kind == "embedding" and qualified_name(site.module) in LOOKUPS:
+                aliases = {"weight": site.module.get_parameter("weight").detach().requires_grad_()}
+                with _swapped(parameters, own, aliases), _LookupWatch(self, site, aliases["weight"]):
+                    return original(*args, **kwargs)
+            if len(args) + len(kwargs) != 1:
+                raise UnsupportedModelError(f"{site.name} was called with more than its input. {WAYS_OUT}")
+            value = args[0] if args else next(iter(kwargs.values()))
+            if site.kind == "embedding":
+                value = self._expanded(value)
             aliases = {local: _alias(site, p, value) for local, p in own.items() if p is not None}
-            try:
-                parameters.update(aliases)  # type: ignore[arg-type]
+            with _swapped(parameters, own, aliases):
                 output = original(value)
-            finally:
-                parameters.update(own)
-            if site.kind == "relative_bias":
-                if self._biases is None:
-                    raise UnsupportedModelError(
-                        f"{site.name} was called outside compute_bias of its attention module, "
-                        f"so its batch axis is not known. {WAYS_OUT}"
-                    )
-                self._biases.append((site, value, aliases["weight"]))
-            elif site.kind == "scale":
-                self._record(site, aliases["weight"], None, aliases)
-            elif site.kind == "linear" and "weight" not in aliases:
-                self._record(site, output, None, aliases)
-            else:
-                self._record(site, output, value, aliases)
+            self._record_call(site, value, output, aliases)
             return output
 
         return forward
 
+    def _record_call(self, site: Site, value: Tensor, output: Tensor, aliases: dict[str, Tensor]) -> None:
+        if site.kind == "relative_bias":
+            if self._biases is None:
+                raise UnsupportedModelError(
+                    f"{site.name} was called outside compute_bias of its attention module, "
+                    f"so its batch axis is not known. {WAYS_OUT}"
+                )
+            self._biases.append((site, value, aliases["weight"]))
+        elif site.kind == "scale":
+            self._record(site, aliases["weight"], None, aliases)
+        elif site.kind in ("linear", "transposed_linear") and "weight" not in aliases:
+            self._record(site, output, None, aliases)
+        else:
+            self._record(site, output, value, aliases)
+
+    def _expanded(self, ids: Tensor) -> Tensor:
+        """Ids that a block uses for its whole batch, such as positions of shape (1, length), once per row."""
+        if self._batch_sizes and ids.dim() > 1 and ids.shape[0] == 1:
+            return ids.expand(self._batch_sizes[-1], *ids.shape[1:])
+        return ids
+
     def _sized_forward(self, module: nn.Module, inputs: slice) -> Forward:
-        """Remember the batch size of a block while it runs: the longest first axis among its inputs."""
+        """Remember the batch size of a block while it runs: the longest first axis among its inputs.
+
+        Inputs of one axis (cache positions, for one) have no batch.
+        """
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            sizes = [v.shape[0] for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim()]
+            sizes = [v.shape[0] for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim() > 1]
             self._batch_sizes.append(max(sizes[inputs], default=1))
             try:
                 return original(*args, **kwargs)
@@ -175,6 +193,21 @@ class Recorder:
                 self._batch_sizes.pop()
 
         return forward
+
+    def _get_prompt(self, module: nn.Module) -> Forward:
+        """Have virtual tokens embedded once per row, in place of once and repeated."""
+        original: Forward = module.get_prompt  # type: ignore[assignment]
+
+        def get_prompt(batch_size: int, *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return original(batch_size, *args, **kwargs)
+            self._batch_sizes.append(batch_size)
+            try:
+                return original(1, *args, **kwargs)
+            finally:
+                self._batch_sizes.pop()
+
+        return get_prompt
 
     def _compute_bias(self, name: str, module: nn.Module) -> Forward:
         original: Forward = module.compute_bias  # type: ignore[assignment]
@@ -199,6 +232,33 @@ class Recorder:
             return bias
 
         return compute_bias
+
+
+class _LookupWatch(TorchFunctionMode):
+    """Record the one lookup that a subclass of nn.Embedding makes, with the ids that it made of its input."""
+
+    def __init__(self, recorder: Recorder, site: Site, weight: Tensor) -> None:
+        super().__init__()
+        self.recorder, self.site, self.weight = recorder, site, weight
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.embedding or args[1] is not self.weight:
+            return func(*args, **kwargs)
+        ids = self.recorder._expanded(args[0])
+        output = func(ids, *args[1:], **kwargs)
+        self.recorder._record(self.site, output, ids, {"weight": self.weight})
+        return output
+
+
+@contextmanager
+def _swapped(parameters: dict[str, Any], own: Mapping[str, Any], aliases: Mapping[str, Any]) -> Iterator[None]:
+    """Let a module run with the aliases in place of its own parameters."""
+    try:
+        parameters.update(aliases)
+        yield
+    finally:
+        parameters.update(own)
 
 
 def _edge_below(output: Tensor) -> GradientEdge:

@@ -16,20 +16,45 @@ from torch import Tensor, nn
 
 from lit_dpret.errors import UnsupportedModelError
 
-Kind = Literal["linear", "embedding", "layer_norm", "rms_norm", "scale", "relative_bias"]
+Kind = Literal["linear", "transposed_linear", "embedding", "layer_norm", "rms_norm", "scale", "relative_bias"]
 
-#: y = weight * normalise(x), with one weight over the last axis.
-SCALES = {"transformers.models.t5.modeling_t5.T5LayerNorm"}
+#: y = weight * normalise(x) or (1 + weight) * normalise(x), with one weight over the last axis.
+SCALES = {
+    "transformers.models.t5.modeling_t5.T5LayerNorm",
+    "transformers.models.llama.modeling_llama.LlamaRMSNorm",
+    "transformers.models.mistral.modeling_mistral.MistralRMSNorm",
+    "transformers.models.qwen2.modeling_qwen2.Qwen2RMSNorm",
+    "transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm",
+    "transformers.models.gemma3.modeling_gemma3.Gemma3RMSNorm",
+}
+
+#: y = x @ weight + bias, with a weight of shape (in, out).
+TRANSPOSED_LINEAR = {"transformers.pytorch_utils.Conv1D"}
+
+#: Subclasses of nn.Embedding that look up once in their own weight, with ids or a result of their own making.
+LOOKUPS = {
+    "transformers.models.bart.modeling_bart.BartLearnedPositionalEmbedding",
+    "transformers.models.bart.modeling_bart.BartScaledWordEmbedding",
+    "transformers.models.gemma3.modeling_gemma3.Gemma3TextScaledWordEmbedding",
+}
 
 #: Attention modules that add ``compute_bias(...)``, of shape (1, heads, queries, keys), to the scores of the batch.
 RELATIVE_ATTENTION = {"transformers.models.t5.modeling_t5.T5Attention"}
 
 #: Modules that look up position ids of shape (1, length) and add the result to the whole batch.
 POSITIONED = {
+    "transformers.models.bart.modeling_bart.BartDecoder",
     "transformers.models.bert.modeling_bert.BertEmbeddings",
     "transformers.models.distilbert.modeling_distilbert.Embeddings",
+    "transformers.models.gpt2.modeling_gpt2.GPT2Model",
     "transformers.models.roberta.modeling_roberta.RobertaEmbeddings",
 }
+
+#: Classes whose ``get_prompt(batch_size)`` embeds virtual tokens once and repeats the result for every row.
+PROMPTED = {"peft.peft_model.PeftModel"}
+
+#: Kinds of peft prompts that are embedded row by row already.
+ROW_BY_ROW_PROMPTS = {"PREFIX_TUNING", "CARTRIDGE"}
 
 WAYS_OUT = (
     "Freeze it with requires_grad_(False), or choose privacy.engine=loop, which is exact for every layer but slow."
@@ -53,11 +78,20 @@ class Plan:
     sites: tuple[Site, ...]
     relative: tuple[tuple[str, nn.Module], ...]
     positioned: tuple[tuple[str, nn.Module], ...]
+    prompted: tuple[nn.Module, ...]
 
 
 def qualified_name(module: nn.Module) -> str:
     """The dotted name of the module's class."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def repeats_prompts(module: nn.Module) -> bool:
+    """Whether virtual tokens, embedded once, are put before every row of the batch."""
+    known = any(f"{base.__module__}.{base.__qualname__}" in PROMPTED for base in type(module).__mro__)
+    config = getattr(module, "active_peft_config", None) if known else None
+    learned = bool(getattr(config, "is_prompt_learning", False))
+    return learned and str(getattr(config, "peft_type", "")).rpartition(".")[2] not in ROW_BY_ROW_PROMPTS
 
 
 def kind_of(module: nn.Module) -> Kind | str:
@@ -68,7 +102,9 @@ def kind_of(module: nn.Module) -> Kind | str:
     kind: Kind
     if isinstance(module, nn.Linear) and forward is nn.Linear.forward:
         kind = "linear"
-    elif isinstance(module, nn.Embedding) and forward is nn.Embedding.forward:
+    elif qualified_name(module) in TRANSPOSED_LINEAR:
+        kind = "transposed_linear"
+    elif isinstance(module, nn.Embedding) and (forward is nn.Embedding.forward or qualified_name(module) in LOOKUPS):
         if module.max_norm is not None:
             return "max_norm rewrites its weight during the forward pass"
         if module.scale_grad_by_freq:
@@ -96,7 +132,7 @@ def make_plan(module: nn.Module, trainable: dict[str, nn.Parameter]) -> Plan:
             ways out.
     """
     names = {id(p): name for name, p in trainable.items()}
-    relative, positioned, biases = [], [], set()
+    relative, positioned, prompted, biases = [], [], [], set()
     for name, layer in module.named_modules():
         qualified = qualified_name(layer)
         if qualified in RELATIVE_ATTENTION and getattr(layer, "has_relative_attention_bias", False):
@@ -104,6 +140,8 @@ def make_plan(module: nn.Module, trainable: dict[str, nn.Parameter]) -> Plan:
             biases.add(id(layer.relative_attention_bias))
         elif qualified in POSITIONED:
             positioned.append((name, layer))
+        elif repeats_prompts(layer):
+            prompted.append(layer)
     sites: list[Site] = []
     covered: set[str] = set()
     reasons: dict[str, str] = {}
@@ -125,7 +163,7 @@ def make_plan(module: nn.Module, trainable: dict[str, nn.Parameter]) -> Plan:
             raise UnsupportedModelError(
                 f"Parameter {full} is not covered by privacy.engine=ghost, owned by {reasons[full]}. {WAYS_OUT}"
             )
-    return Plan(sites=tuple(sites), relative=tuple(relative), positioned=tuple(positioned))
+    return Plan(sites=tuple(sites), relative=tuple(relative), positioned=tuple(positioned), prompted=tuple(prompted))
 
 
 def refuse_functional_use(names: Sequence[str], found: Sequence[Tensor | None]) -> None:

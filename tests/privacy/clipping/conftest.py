@@ -209,6 +209,12 @@ def bert_lm(rows: int = 4, length: int = 6) -> Case:
     return Case(model, losses, {"ids": ids, "mask": mask})
 
 
+def minilm(rows: int = 5) -> Case:
+    """The shape of MiniLM: more layers than width, as BERT without its pooler."""
+    shape = BERT | {"num_hidden_layers": 4, "num_attention_heads": 6}
+    return encoder_case(BertModel(BertConfig(**shape), add_pooling_layer=False), rows)
+
+
 def distilbert(rows: int = 5, **changes: object) -> Case:
     values = dict(
         vocab_size=VOCAB, dim=12, n_layers=2, n_heads=3, hidden_dim=14, max_position_embeddings=16, dropout=0.0,
@@ -338,6 +344,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "t5_encoder": t5_encoder,
     "bert": bert,
     "bert_masked_lm": bert_lm,
+    "minilm": minilm,
     "distilbert": distilbert,
     "roberta": roberta,
     "siamese": siamese,
@@ -367,8 +374,10 @@ def lib() -> SimpleNamespace:
         difference=difference,
         distilbert=distilbert,
         head=head,
+        lengths_mask=lengths_mask,
         norm_of=norm_of,
         siamese=siamese,
         small=small,
         t5=t5,
+        token_losses=token_losses,
     )

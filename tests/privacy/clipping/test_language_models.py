@@ -1,0 +1,235 @@
+"""Decoders and encoder-decoders other than T5: norms and sums equal those of one unit at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from lit_dpret.errors import UnsupportedModelError
+from lit_dpret.privacy.clipping import make_engine, recorder, rules
+
+VOCAB = 19
+
+
+def prepared(model: nn.Module) -> nn.Module:
+    model.double().train()
+    for p in model.parameters():
+        p.data.add_(torch.randn_like(p) * 0.2)
+    return model
+
+
+def text(lib: SimpleNamespace, rows: int, length: int) -> dict[str, Tensor]:
+    mask = lib.lengths_mask(rows, length)
+    return {"ids": torch.randint(2, VOCAB, (rows, length)) * mask + (1 - mask), "mask": mask}
+
+
+def causal(lib: SimpleNamespace, model: nn.Module, rows: int = 5, length: int = 6) -> Any:
+    def losses(batch: dict[str, Tensor]) -> Tensor:
+        logits = model(input_ids=batch["ids"], attention_mask=batch["mask"], use_cache=False).logits
+        labels = batch["ids"].masked_fill(batch["mask"] == 0, -100)
+        prompt = logits.shape[1] - labels.shape[1]  # virtual tokens, if any
+        return lib.token_losses(logits[:, prompt:-1], labels[:, 1:])
+
+    return lib.Case(model, losses, text(lib, rows, length))
+
+
+def gpt2(**changes: Any) -> nn.Module:
+    values = dict(
+        vocab_size=VOCAB, n_positions=12, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    return prepared(GPT2LMHeadModel(GPT2Config(**(values | changes))))
+
+
+LLAMA = dict(
+    vocab_size=VOCAB, hidden_size=8, intermediate_size=10, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=16, head_dim=2, pad_token_id=1, bos_token_id=0, eos_token_id=0,
+)  # fmt: skip
+
+CAUSAL: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": gpt2,
+    "gpt2_eager": lambda: gpt2(attn_implementation="eager"),
+    "gpt2_untied": lambda: gpt2(tie_word_embeddings=False),
+    "llama": lambda: prepared(LlamaForCausalLM(LlamaConfig(**LLAMA))),
+    "llama_tied_with_biases": lambda: prepared(
+        LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=True, attention_bias=True, mlp_bias=True))
+    ),
+    "llama_eager": lambda: prepared(LlamaForCausalLM(LlamaConfig(**LLAMA, attn_implementation="eager"))),
+    "mistral": lambda: prepared(MistralForCausalLM(MistralConfig(**LLAMA, sliding_window=3))),
+    "qwen2": lambda: prepared(Qwen2ForCausalLM(Qwen2Config(**LLAMA))),
+    "qwen3": lambda: prepared(Qwen3ForCausalLM(Qwen3Config(**LLAMA))),
+    "gemma3": lambda: prepared(Gemma3ForCausalLM(Gemma3TextConfig(**LLAMA, query_pre_attn_scalar=2))),
+}
+
+
+def bart(lib: SimpleNamespace, rows: int = 4, query: int = 5, passage: int = 7, **changes: Any) -> Any:
+    values = dict(
+        vocab_size=VOCAB, d_model=8, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=10, decoder_ffn_dim=10, max_position_embeddings=12, dropout=0.0,
+        attention_dropout=0.0, activation_dropout=0.0, scale_embedding=True, pad_token_id=1, bos_token_id=0,
+        eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2,
+    )  # fmt: skip
+    model = prepared(BartForConditionalGeneration(BartConfig(**(values | changes))))
+    data = text(lib, rows, passage)
+    data["labels"] = torch.randint(2, VOCAB, (rows, query)).masked_fill(lib.lengths_mask(rows, query) == 0, -100)
+
+    def losses(batch: dict[str, Tensor]) -> Tensor:
+        start = batch["labels"].roll(1, 1).clamp(min=1)
+        out = model(input_ids=batch["ids"], attention_mask=batch["mask"], decoder_input_ids=start, use_cache=False)
+        return lib.token_losses(out.logits, batch["labels"])
+
+    return lib.Case(model, losses, data)
+
+
+def build(name: str, lib: SimpleNamespace, rows: int = 5) -> Any:
+    return bart(lib, rows) if name == "bart" else causal(lib, CAUSAL[name](), rows)
+
+
+@pytest.mark.parametrize("name", sorted(CAUSAL))
+def test_a_causal_model_is_clipped_exactly(name: str, lib: SimpleNamespace) -> None:
+    lib.check_exact(causal(lib, CAUSAL[name]()))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"attn_implementation": "eager"}, {"scale_embedding": False}, {"rows": 5, "passage": 5}],
+    ids=["sdpa", "eager", "unscaled", "batch_equal_to_length"],
+)
+def test_bart_is_clipped_exactly(changes: dict[str, Any], lib: SimpleNamespace) -> None:
+    case = bart(lib, **changes)
+    assert case.module.lm_head.weight is case.module.model.encoder.embed_tokens.weight
+    lib.check_exact(case)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bart"])
+def test_units_of_several_rows_and_masked_units(name: str, lib: SimpleNamespace) -> None:
+    ids, mask = torch.tensor([2, 0, 2, 1, 2, 0]), torch.tensor([True, True, True, False])
+    lib.check_exact(build(name, lib, 6), unit_ids=ids, mask=mask)
+    mask = torch.tensor([False, True, True])
+    lib.check_exact(build(name, lib, 6), unit_ids=ids, mask=mask)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bart"])
+@pytest.mark.parametrize("rows", [[], [3]])
+def test_batches_of_no_unit_and_of_one(name: str, rows: list[int], lib: SimpleNamespace) -> None:
+    case = build(name, lib)
+    case.rows = case.take(torch.tensor(rows, dtype=torch.long))
+    if rows:
+        lib.check_exact(case)
+        return
+    clipping = make_engine("ghost", case.module, max_grad_norm=1.0)
+    nothing = torch.zeros(0, dtype=torch.long)
+    assert clipping.add(lambda: case.losses(case.rows), nothing, nothing.bool()).norms.shape == (0,)
+    assert not any(total.any() for total in clipping.take().values())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bart"])
+def test_how_a_batch_is_split_does_not_change_the_sum(name: str, lib: SimpleNamespace) -> None:
+    case = build(name, lib)
+    gradients = case.unit_gradients()
+    bound = float(torch.stack([lib.norm_of(g) for g in gradients]).median())
+    clipping = make_engine("ghost", case.module, max_grad_norm=bound)
+    for index in torch.arange(5).split([1, 0, 3, 1]):
+        case.run(clipping, mask=torch.ones(len(index), dtype=torch.bool), rows=case.take(index))
+    assert lib.difference(clipping.take(), lib.clipped_sum(gradients, bound)) < 1e-10
+
+
+@pytest.mark.filterwarnings("ignore:.*_checkpointing.* is deprecated")
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bart"])
+def test_activation_checkpointing_changes_nothing(name: str, lib: SimpleNamespace) -> None:
+    case = build(name, lib)
+    case.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert case.module.is_gradient_checkpointing
+    lib.check_exact(case)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3", "bart"])
+def test_under_bf16_autocast_every_contribution_is_within_the_bound_in_fp32(name: str, lib: SimpleNamespace) -> None:
+    case = build(name, lib, rows=3)
+    exact = torch.stack([lib.norm_of(g) for g in case.unit_gradients()])
+    case.module.float()
+    bound = float(exact.min()) / 3
+    clipping = make_engine("ghost", case.module, max_grad_norm=bound)
+    for unit in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            stats = case.run(clipping, mask=torch.arange(3) == unit)
+        sums = clipping.take()
+        assert all(total.dtype == torch.float32 for total in sums.values())
+        assert float(lib.norm_of(sums)) == pytest.approx(bound, rel=1e-5)
+        assert float(stats.norms[unit]) == pytest.approx(float(exact[unit]), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "trained"),
+    [("gpt2", "bias"), ("gpt2", "wpe"), ("gpt2", "c_attn.weight"), ("llama", "norm"), ("bart", "embed_positions")],
+)
+def test_any_part_can_be_trained_alone(name: str, trained: str, lib: SimpleNamespace) -> None:
+    case = build(name, lib)
+    for full, p in case.module.named_parameters():
+        p.requires_grad_(trained in full)
+    assert lib.check_exact(case).parameters
+
+
+def test_given_positions_of_one_row_are_charged_to_every_row(lib: SimpleNamespace) -> None:
+    case = causal(lib, gpt2())
+    plain, length = case.module.forward, case.rows["ids"].shape[1]
+    case.module.forward = lambda **inputs: plain(**inputs, position_ids=torch.arange(length).flip(0)[None])
+    lib.check_exact(case)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_positions_of_one_axis_are_not_taken_for_the_batch(rows: int, lib: SimpleNamespace) -> None:
+    case = bart(lib, rows)
+    decoder = case.module.model.decoder
+    positions = torch.arange(5).flip(0)
+
+    def losses(batch: dict[str, Tensor]) -> Tensor:
+        hidden = decoder(input_ids=batch["labels"].clamp(min=2), position_ids=positions, use_cache=False)
+        return hidden.last_hidden_state.sin().sum((1, 2))
+
+    for layer in decoder.layers:  # no passage to attend to
+        layer.encoder_attn.requires_grad_(False)
+        layer.encoder_attn_layer_norm.requires_grad_(False)
+    lib.check_exact(lib.Case(decoder, losses, case.rows))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bart"])
+def test_positions_without_a_batch_axis_are_refused(
+    name: str, lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "POSITIONED", set())
+    case = build(name, lib)
+    with pytest.raises(UnsupportedModelError, match=r"wpe|embed_positions"):
+        case.run(make_engine("ghost", case.module, max_grad_norm=1.0))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3", "bart"])
+def test_a_class_taken_off_the_lists_is_refused_by_name(
+    name: str, lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = build(name, lib)
+    for listed in ("SCALES", "TRANSPOSED_LINEAR", "LOOKUPS"):
+        monkeypatch.setattr(rules, listed, set())
+        monkeypatch.setattr(recorder, listed, set(), raising=False)
+    with pytest.raises(UnsupportedModelError, match=r"Conv1D|RMSNorm|BartLearnedPositionalEmbedding"):
+        make_engine("ghost", case.module, max_grad_norm=1.0)
