@@ -4,6 +4,7 @@ A use of a parameter contributes, to the gradient of row r,
 
 * ``Outer``: :math:`\sum_t g_{rt} a_{rt}^\top` (a linear layer: input ``a``, output gradient ``g``),
 * ``Lookup``: :math:`\sum_t e_{i_{rt}} g_{rt}^\top` (an embedding: token ``i``, ``e`` a unit vector),
+* ``Convolution``: as ``Outer``, ``a`` being the patches of the input,
 * ``Dense``: a tensor that is small enough to be written out (biases, norms, position bias).
 
 A parameter used several times gets the sum of its uses, so its squared norm has cross terms: uses
@@ -17,11 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lit_dpret.privacy.clipping.base import RowGroup, UnitRows
+from lit_dpret.privacy.clipping.convolution import Convolution, chunk_of
 
 #: A Gram matrix costs passes over it besides its multiplications, so it must save this factor in those.
 GRAM_ADVANTAGE = 1.2
@@ -33,6 +36,15 @@ class Outer:
 
     a: Tensor
     g: Tensor
+    groups: ClassVar[int] = 1
+
+    def inputs(self, group: RowGroup, dtype: torch.dtype) -> Tensor:
+        """The inputs of a group's units, (n, positions, in)."""
+        return group.join(self.a).to(dtype)
+
+    def outputs(self, group: RowGroup, dtype: torch.dtype) -> Tensor:
+        """The output gradients of a group's units, (n, positions, out)."""
+        return group.join(self.g).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,8 @@ class Dense:
     value: Tensor
 
 
-Contribution = Outer | Lookup | Dense
+Product = Outer | Convolution
+Contribution = Product | Lookup | Dense
 
 
 def squared_norms(
@@ -68,23 +81,26 @@ def squared_norms(
     """
     squares = torch.zeros(batch.units, dtype=torch.float64, device=batch.real.device)
     energy = torch.zeros_like(squares)
-    outers = [[use for use in uses if isinstance(use, Outer)] for uses in parameters]
+    outers = [[use for use in uses if isinstance(use, Product)] for uses in parameters]
     lookups = [use for use in parameters[0] if isinstance(use, Lookup)]
     dense = [use for use in parameters[0] if isinstance(use, Dense)]
+    written_out = bool(dense) or len({use.groups for use in outers[0]}) > 1
     size = _units_at_once(outers, lookups, shape, batch)
-    if dense:  # a mixture with them is rare enough to be written out, one unit at a time
+    if written_out:  # a mixture is rare enough to be written out, one unit at a time
         size = 1 if outers[0] or lookups else batch.units
     for whole in batch.groups:
         for group in whole.split(size):
-            if dense:
+            if written_out:
                 total = unit_gradients(parameters[0], shape, group, dtype)
                 squares[group.units] = total.double().flatten(1).square().sum(1)
                 continue
-            inputs = [group.join(use.a).to(dtype) for use in outers[0]]
-            outputs = [[group.join(use.g).to(dtype) for use in uses] for uses in outers]
+            inputs = [use.inputs(group, dtype) for use in outers[0]]
+            outputs = [[use.outputs(group, dtype) for use in uses] for uses in outers]
             looked_up = _joined_lookups(lookups, group, dtype)
             if inputs:
-                squares[group.units], energy[group.units] = _outer_squares(inputs, outputs, shape)
+                square, spread = _outer_squares(inputs, outputs, _matrix(shape, outers[0][0].groups))
+                squares[group.units] = square.view(len(group.units), -1).sum(1)
+                energy[group.units] = spread.view(len(group.units), -1).sum(1)
             if looked_up:
                 ids, g = looked_up
                 squares[group.units] += _lookup_squares(ids, g, shape[0])
@@ -130,7 +146,9 @@ def add_weighted(
                 total[start : start + 8192].addmm_(g[:, start : start + 8192].to(dtype).T, a)
             continue
         total = torch.zeros(shape, dtype=dtype, device=coefficients.device) if total is None else total
-        if isinstance(use, Lookup):
+        if isinstance(use, Convolution):
+            use.add_to(total, coefficients)
+        elif isinstance(use, Lookup):
             g = _kept(use.g, rows).to(dtype) * weights[:, None, None]
             total.index_add_(0, _kept(use.ids, rows).flatten(), g.flatten(0, 1))
         else:
@@ -145,8 +163,9 @@ def unit_gradients(uses: Sequence[Contribution], shape: torch.Size, group: RowGr
     for use in uses:
         if isinstance(use, Dense):
             total += group.join(use.value[:, None]).to(dtype).sum(1)
-        elif isinstance(use, Outer):
-            total.baddbmm_(group.join(use.g).to(dtype).mT, group.join(use.a).to(dtype))
+        elif isinstance(use, Product):
+            matrices = total.view(n * use.groups, *_matrix(shape, use.groups))
+            matrices.baddbmm_(use.outputs(group, dtype).mT, use.inputs(group, dtype))
         else:
             ids, g = group.join(use.ids), group.join(use.g).to(dtype)
             unit = torch.arange(n, device=ids.device)[:, None].expand_as(ids)
@@ -174,6 +193,11 @@ def _joined_lookups(lookups: list[Lookup], group: RowGroup, dtype: torch.dtype) 
     return _cat(ids), _cat([group.join(use.g).to(dtype) for use in lookups])
 
 
+def _matrix(shape: torch.Size, groups: int) -> tuple[int, int]:
+    """(out, in) of each matrix that a weight of this shape consists of."""
+    return shape[0] // groups, shape.numel() // shape[0]
+
+
 def _block(positions: int) -> int:
     """How many positions to take at a time in a Gram matrix, of which only one triangle is computed."""
     return min(positions, max(64, -(-positions // 4)))
@@ -184,7 +208,7 @@ def _prefers_gram(positions: int, out: int, into: int) -> bool:
     return GRAM_ADVANTAGE * triangle * (into + out) < positions * into * out
 
 
-def _outer_squares(inputs: list[Tensor], outputs: list[list[Tensor]], shape: torch.Size) -> tuple[Tensor, Tensor]:
+def _outer_squares(inputs: list[Tensor], outputs: list[list[Tensor]], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Squared norms and energy of sums of outer products, by Gram matrices or written out.
 
     Args:
@@ -241,7 +265,7 @@ def _lookup_squares(ids: Tensor, g: Tensor, entries: int) -> Tensor:
 
 
 def _units_at_once(
-    outers: Sequence[Sequence[Outer]], lookups: Sequence[Lookup], shape: torch.Size, batch: UnitRows
+    outers: Sequence[Sequence[Product]], lookups: Sequence[Lookup], shape: torch.Size, batch: UnitRows
 ) -> int:
     """How many units fit into temporaries of bounded size (small on a CPU, where memory is the bound)."""
     each = max(group.rows.shape[1] for group in batch.groups)
@@ -249,7 +273,9 @@ def _units_at_once(
     lookup = each * sum(use.g.shape[1] for use in lookups)
     elements = lookup * (outer + shape[-1])
     if outer:
-        gram = _prefers_gram(outer, shape[0] * len(outers), shape[1])
-        elements += 2 * outer * _block(outer) if gram else shape.numel()
-    limit = 1 << 22 if batch.real.device.type == "cpu" else 1 << 25
-    return max(1, limit // max(1, elements))
+        groups = outers[0][0].groups
+        out, into = _matrix(shape, groups)
+        gram = _prefers_gram(outer, out * len(outers), into)
+        elements += groups * 2 * outer * _block(outer) if gram else shape.numel()
+        elements += sum(each * use.g.shape[1] * groups * into for use in outers[0] if isinstance(use, Convolution))
+    return max(1, chunk_of(batch.real.device) // max(1, elements))

@@ -39,10 +39,11 @@ Contributions = dict[str, list[Contribution]]
 class GhostClipping(ClippedSum):
     """Clip without writing the gradients out; ``privacy.engine=ghost``, the default.
 
-    Covers nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, the norms of T5, Llama, Mistral, Qwen
-    and Gemma, GPT-2's transposed linear layer, T5's relative position bias, the position embeddings
-    of BERT, DistilBERT, RoBERTa, BART and GPT-2, LoRA and tuned prompts of peft, weights tied between
-    any of them, and modules called several times. Everything else that is trainable is refused by name.
+    Covers nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.GroupNorm,
+    nn.RMSNorm, the norms of T5, Llama, Mistral, Qwen and Gemma, GPT-2's transposed linear layer,
+    T5's relative position bias, the position embeddings of BERT, DistilBERT, RoBERTa, BART and GPT-2,
+    LoRA and tuned prompts of peft, weights tied between any of them, and modules called several
+    times. Everything else that is trainable is refused by name.
 
     Guarantees, beyond those of ``ClippedSum``:
         - Norms and sums come from the same inputs and output gradients, so a contribution is

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_dpret.privacy.clipping.contributions import Contribution, Dense, Lookup, Outer
+from lit_dpret.privacy.clipping.convolution import Convolution, Geometry
 from lit_dpret.privacy.clipping.recorder import Use
+from lit_dpret.privacy.clipping.rules import CONVOLUTIONS
 
 #: How a folded batch axis of rows * k runs: all k of the first row first, or one of each row first.
 Layout = Literal["row_by_row", "turn_by_turn"]
@@ -44,6 +46,19 @@ def contributions_of(
             yield "weight", Outer(inputs, folded) if use.site.kind == "linear" else Outer(folded, inputs)
         if "bias" in trained:
             yield "bias", Dense(folded.sum(1, dtype=dtype))
+    elif isinstance(module, CONVOLUTIONS):
+        g = fold(g, rows, layout).flatten(3).movedim(2, -1).reshape(rows, -1, g.shape[1])
+        if "weight" in trained:
+            yield "weight", Convolution(fold(_saved(use), rows, layout), g, Geometry.of(module))
+        if "bias" in trained:
+            yield "bias", Dense(g.sum(1, dtype=dtype))
+    elif isinstance(module, nn.GroupNorm):
+        g = g.to(dtype)
+        if "weight" in trained:
+            normal = F.group_norm(_saved(use).to(dtype), module.num_groups, None, None, module.eps)
+            yield "weight", Dense(_by_channel(normal.mul_(g), rows, layout))
+        if "bias" in trained:
+            yield "bias", Dense(_by_channel(g, rows, layout))
     elif use.site.kind == "embedding" and isinstance(module, nn.Embedding):
         ids = _saved(use)
         if module.padding_idx is not None:
@@ -73,6 +88,11 @@ def _saved(use: Use) -> Tensor:
     if use.saved is None:
         raise RuntimeError(f"No input was recorded for {use.site.name}.")  # a rule and its recorder disagree
     return use.saved
+
+
+def _by_channel(tensor: Tensor, rows: int, layout: Layout) -> Tensor:
+    """(rows * k, channels, *space) summed to (rows, channels)."""
+    return fold(tensor, rows, layout).reshape(rows, -1, tensor.shape[1], tensor[0, 0].numel()).sum((1, 3))
 
 
 def _bucketed(g: Tensor, buckets: Tensor, entries: int) -> Tensor:

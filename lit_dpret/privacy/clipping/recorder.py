@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from lit_dpret.errors import UnsupportedModelError
-from lit_dpret.privacy.clipping.rules import LOOKUPS, WAYS_OUT, Plan, Site, qualified_name
+from lit_dpret.privacy.clipping.rules import CONVOLUTIONS, LOOKUPS, WAYS_OUT, Plan, Site, qualified_name
 
 Forward = Callable[..., Any]
 
@@ -166,7 +166,12 @@ class Recorder:
             self._biases.append((site, value, aliases["weight"]))
         elif site.kind == "scale":
             self._record(site, aliases["weight"], None, aliases)
-        elif site.kind in ("linear", "transposed_linear") and "weight" not in aliases:
+        elif isinstance(site.module, CONVOLUTIONS) and value.dim() != 2 + len(site.module.kernel_size):
+            raise UnsupportedModelError(
+                f"The input of {site.name} ({type(site.module).__name__}) has shape {tuple(value.shape)}: "
+                f"no batch axis. {WAYS_OUT}"
+            )
+        elif site.kind in ("linear", "transposed_linear", "convolution") and "weight" not in aliases:
             self._record(site, output, None, aliases)
         else:
             self._record(site, output, value, aliases)

@@ -16,7 +16,20 @@ from torch import Tensor, nn
 
 from lit_dpret.errors import UnsupportedModelError
 
-Kind = Literal["linear", "transposed_linear", "embedding", "layer_norm", "rms_norm", "scale", "relative_bias"]
+Kind = Literal[
+    "linear",
+    "transposed_linear",
+    "convolution",
+    "embedding",
+    "layer_norm",
+    "rms_norm",
+    "group_norm",
+    "scale",
+    "relative_bias",
+]
+
+#: Convolutions, whose patches make them linear layers.
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 #: y = weight * normalise(x) or (1 + weight) * normalise(x), with one weight over the last axis.
 SCALES = {
@@ -112,6 +125,12 @@ def kind_of(module: nn.Module) -> Kind | str:
         kind = "embedding"
     elif isinstance(module, nn.LayerNorm) and forward is nn.LayerNorm.forward:
         kind = "layer_norm"
+    elif isinstance(module, nn.GroupNorm) and forward is nn.GroupNorm.forward:
+        kind = "group_norm"
+    elif any(
+        forward is c.forward and getattr(type(module), "_conv_forward", None) is c._conv_forward for c in CONVOLUTIONS
+    ):
+        kind = "convolution"
     elif isinstance(module, nn.RMSNorm) and forward is nn.RMSNorm.forward:
         kind = "rms_norm"
     elif qualified_name(module) in SCALES:

@@ -56,9 +56,27 @@ class Subclass(nn.Linear):
         return super().forward(x) * 2
 
 
+class ScaledKernel(nn.Conv1d):
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(x, weight * 2, bias)
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(1, 4, 3))
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x + self.positions[:, : x.shape[1]])
+
+
 UNCOVERED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "bare_parameter": (Bare, "temperature", "Bare"),
-    "convolution": (lambda: nn.Sequential(nn.Conv1d(2, 2, 1)), "0.weight", "Conv1d"),
+    "transposed_convolution": (lambda: nn.Sequential(nn.ConvTranspose1d(2, 2, 1)), "0.weight", "ConvTranspose1d"),
+    "bilinear": (lambda: nn.Sequential(nn.Bilinear(2, 2, 2)), "0.weight", "Bilinear"),
+    "convolution_that_scales_its_kernel": (lambda: nn.Sequential(ScaledKernel(2, 2, 1)), "0.weight", "ScaledKernel"),
+    "positions_as_a_parameter": (Positions, "positions", "Positions"),
     "subclass_with_its_own_forward": (lambda: nn.Sequential(Subclass(2, 2)), "0.weight", "Subclass"),
     "lstm": (lambda: nn.LSTM(2, 2), "weight_ih_l0", "LSTM"),
     "attention": (lambda: nn.MultiheadAttention(4, 2), "in_proj_weight", "MultiheadAttention"),
@@ -89,9 +107,9 @@ def test_a_frozen_uncovered_parameter_is_accepted(lib: SimpleNamespace) -> None:
     lib.check_exact(lib.Case(model, lambda b: model(b["x"]).sum(1).sin(), {"x": torch.randn(4, 3).double()}))
 
 
-@pytest.mark.parametrize("kind", ["bare", "convolution"])
+@pytest.mark.parametrize("kind", ["bare", "transposed_convolution"])
 def test_the_loop_covers_what_ghost_refuses(kind: str, lib: SimpleNamespace) -> None:
-    model = Bare().double() if kind == "bare" else nn.Conv1d(3, 2, 2).double()
+    model = Bare().double() if kind == "bare" else nn.ConvTranspose1d(3, 2, 2).double()
     x = torch.randn(5, 3, dtype=torch.float64) if kind == "bare" else torch.randn(5, 3, 6, dtype=torch.float64)
     lib.check_exact(lib.Case(model, lambda b: model(b["x"]).flatten(1).sum(1).sin(), {"x": x}), engine="loop")
 

@@ -1,0 +1,217 @@
+"""Convolutions in every geometry, alone and in a residual network with GroupNorm: clipped exactly."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lit_dpret.errors import UnsupportedModelError
+from lit_dpret.privacy.clipping import contributions, convolution, make_engine
+
+SPACE = {1: (9,), 2: (7, 8), 3: (4, 5, 6)}
+KINDS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "one_by_one": dict(kernel_size=1),
+    "plain": dict(kernel_size=3),
+    "without_bias": dict(kernel_size=3, bias=False),
+    "stride": dict(kernel_size=2, stride=2),
+    "stride_that_leaves_a_rest": dict(kernel_size=2, stride=3, padding=1),
+    "padding": dict(kernel_size=3, padding=2),
+    "dilation": dict(kernel_size=2, dilation=3, padding=1),
+    "same": dict(kernel_size=4, padding="same"),
+    "valid": dict(kernel_size=3, padding="valid"),
+    "groups": dict(kernel_size=3, padding=1, groups=2),
+    "depthwise": dict(kernel_size=3, padding=1, groups=4, out=8),
+    "all": dict(kernel_size=3, stride=2, padding=2, dilation=2, groups=2),
+    "circular": dict(kernel_size=3, padding=1, padding_mode="circular"),
+    "reflect": dict(kernel_size=3, padding=1, padding_mode="reflect"),
+    "replicate": dict(kernel_size=3, padding=1, padding_mode="replicate", groups=2),
+}
+
+
+def images(lib: SimpleNamespace, model: nn.Module, rows: int, *shape: int) -> Any:
+    def losses(batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["x"]).flatten(1).mul(batch["target"][:, None]).sin().sum(1)
+
+    model.double()
+    data = {"x": torch.randn(rows, *shape).double(), "target": torch.randn(rows).double()}
+    return lib.Case(model, losses, data)
+
+
+def layer(space: int, geometry: str, **changes: Any) -> nn.Module:
+    settings = GEOMETRIES[geometry] | changes
+    out = settings.pop("out", 6)
+    return KINDS[space](4, out, **settings)
+
+
+@pytest.fixture(params=["gram", "written_out"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of computing a norm, whatever they cost."""
+    monkeypatch.setattr(contributions, "_prefers_gram", lambda *_: request.param == "gram")
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("geometry", sorted(GEOMETRIES))
+@pytest.mark.parametrize("space", [1, 2])
+def test_a_convolution_is_clipped_exactly(space: int, geometry: str, lib: SimpleNamespace) -> None:
+    model = nn.Sequential(nn.Linear(SPACE[space][-1], SPACE[space][-1]), layer(space, geometry))
+    lib.check_exact(images(lib, model, 5, 4, *SPACE[space]))
+
+
+@pytest.mark.parametrize("geometry", ["all", "same", "replicate"])
+def test_a_convolution_over_three_axes_is_clipped_exactly(geometry: str, lib: SimpleNamespace) -> None:
+    lib.check_exact(images(lib, layer(3, geometry), 3, 4, *SPACE[3]))
+
+
+@pytest.mark.parametrize("trained", ["weight", "bias"])
+def test_a_weight_or_a_bias_can_be_trained_alone(trained: str, lib: SimpleNamespace) -> None:
+    case = images(lib, nn.Sequential(layer(2, "all"), nn.GroupNorm(3, 6)), 4, 4, *SPACE[2])
+    for name, p in case.module.named_parameters():
+        p.requires_grad_(name.endswith(trained))
+    lib.check_exact(case)
+
+
+class Shared(nn.Module):
+    """One kernel used by three layers, with other strides or with other groups."""
+
+    def __init__(self, groups: bool) -> None:
+        super().__init__()
+        self.groups = groups
+        self.plain = nn.Conv1d(2, 4, 3, bias=False)
+        self.other = nn.Conv1d(4, 4, 3, groups=2, bias=False) if groups else nn.Conv1d(2, 4, 3, stride=2, bias=False)
+        self.other.weight = self.plain.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.plain(x)
+        return (
+            self.other(hidden.sin())
+            if self.groups
+            else self.other(hidden.sin()[:, :2]) + self.plain(x)[..., ::2][..., :3]
+        )
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_one_kernel_of_several_layers_is_one_parameter(groups: bool, lib: SimpleNamespace) -> None:
+    lib.check_exact(images(lib, Shared(groups), 5, 2, 9))
+
+
+def test_images_folded_into_the_batch_belong_to_their_row(lib: SimpleNamespace) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, stride=2), nn.GroupNorm(2, 4)).double()
+
+    def losses(batch: dict[str, Tensor]) -> Tensor:
+        x = batch["x"]
+        return model(x.flatten(0, 1)).unflatten(0, x.shape[:2]).sin().square().flatten(2).sum(2).prod(1)
+
+    case = lib.Case(model, losses, {"x": torch.randn(4, 3, 1, 6, 5).double()})
+    lib.check_exact(case)
+    lib.check_exact(case, unit_ids=torch.tensor([1, 0, 1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups"), [((6,), 1), ((6,), 2), ((6, 5), 1), ((6, 5), 6), ((6, 3, 4), 2), ((6, 3, 4), 6)]
+)
+def test_group_norm_is_clipped_exactly(shape: tuple[int, ...], groups: int, lib: SimpleNamespace) -> None:
+    norm = nn.GroupNorm(groups, 6, eps=0.1)
+    nn.init.normal_(norm.weight)
+    lib.check_exact(images(lib, norm, 5, *shape))
+
+
+class Block(nn.Module):
+    """ResNet's basic block, with GroupNorm in place of BatchNorm."""
+
+    def __init__(self, into: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(into, out, 3, stride, 1, bias=False)
+        self.norm1 = nn.GroupNorm(2, out)
+        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.norm2 = nn.GroupNorm(2, out)
+        self.down: nn.Module = nn.Identity()
+        if stride > 1 or into != out:
+            self.down = nn.Sequential(nn.Conv2d(into, out, 1, stride, bias=False), nn.GroupNorm(2, out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.norm1(self.conv1(x)), inplace=True)
+        return F.relu(self.norm2(self.conv2(hidden)) + self.down(x))
+
+
+class ResNet18(nn.Module):
+    """The eight blocks of ResNet18, narrow."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 7, 2, 3, bias=False), nn.GroupNorm(2, 4), nn.ReLU())
+        self.pool = nn.MaxPool2d(3, 2, 1)
+        widths = [(4, 4, 1), (4, 4, 1), (4, 6, 2), (6, 6, 1), (6, 8, 2), (8, 8, 1), (8, 8, 2), (8, 8, 1)]
+        self.blocks = nn.ModuleList(Block(*width) for width in widths)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.pool(self.stem(x))
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False) if self.checkpointed else block(hidden)
+        return self.head(hidden.mean((2, 3)))
+
+
+def resnet(lib: SimpleNamespace, rows: int = 4, checkpointed: bool = False) -> Any:
+    model = ResNet18(checkpointed).double()
+    data = {"x": torch.randn(rows, 3, 33, 32).double(), "y": torch.arange(rows) % 3}
+    return lib.Case(model, lambda b: F.cross_entropy(model(b["x"]), b["y"], reduction="none"), data)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_residual_network_is_clipped_exactly(checkpointed: bool, lib: SimpleNamespace) -> None:
+    lib.check_exact(resnet(lib, checkpointed=checkpointed))
+
+
+def test_a_residual_network_with_units_of_several_rows_and_batches_of_one(lib: SimpleNamespace) -> None:
+    case = resnet(lib, rows=5)
+    ids = torch.tensor([1, 0, 1, 2, 3])
+    lib.check_exact(case, unit_ids=ids, mask=torch.tensor([True, True, False, True]))
+    case.rows = case.take(torch.tensor([2]))
+    lib.check_exact(case)
+
+
+def test_how_much_is_done_at_a_time_does_not_change_the_sum(
+    lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convolution, "CHUNK", {"cpu": 1})
+    lib.check_exact(images(lib, layer(2, "all"), 4, 4, *SPACE[2]))
+
+
+def test_under_bf16_autocast_a_contribution_is_within_the_bound_in_fp32(lib: SimpleNamespace) -> None:
+    case = resnet(lib, rows=3)
+    exact = torch.stack([lib.norm_of(g) for g in case.unit_gradients()])
+    case.module.float()
+    case.rows["x"] = case.rows["x"].float()
+    bound = float(exact.min()) / 3
+    clipping = make_engine("ghost", case.module, max_grad_norm=bound)
+    for unit in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            stats = case.run(clipping, mask=torch.arange(3) == unit)
+        assert float(lib.norm_of(clipping.take())) == pytest.approx(bound, rel=1e-5)
+        assert float(stats.norms[unit]) == pytest.approx(float(exact[unit]), rel=0.2)
+
+
+def test_a_broken_image_silences_nobody_else(lib: SimpleNamespace) -> None:
+    case = images(lib, nn.Sequential(layer(2, "padding"), nn.GroupNorm(2, 6)), 4, 4, *SPACE[2])
+    case.rows["x"][1, 2, 3, 3] = float("nan")
+    gradients = [g for i, g in enumerate(case.unit_gradients()) if i != 1]
+    clipping = make_engine("ghost", case.module, max_grad_norm=0.5)
+    assert case.run(clipping).non_finite == 1
+    assert lib.difference(clipping.take(), lib.clipped_sum(gradients, 0.5)) < 1e-10
+
+
+def test_an_input_without_a_batch_is_refused(lib: SimpleNamespace) -> None:
+    model = nn.Conv1d(4, 2, 3).double()
+    case = lib.Case(model, lambda b: model(b["x"][0]).sum()[None], {"x": torch.randn(1, 4, 9).double()})
+    with pytest.raises(UnsupportedModelError, match=r"shape \(4, 9\): no batch axis"):
+        case.run(make_engine("ghost", model, max_grad_norm=1.0))
