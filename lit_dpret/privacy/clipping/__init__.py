@@ -11,11 +11,13 @@ from lit_dpret.privacy.clipping.base import ClippedSum, ClipStats
 from lit_dpret.privacy.clipping.ghost import GhostClipping
 from lit_dpret.privacy.clipping.hooks import OpacusClipping
 from lit_dpret.privacy.clipping.loop import LoopClipping
+from lit_dpret.privacy.clipping.vmap import VmapClipping
 
-__all__ = ["ClipStats", "ClippedSum", "GhostClipping", "LoopClipping", "OpacusClipping", "make_engine"]
+__all__ = ["ClipStats", "ClippedSum", "GhostClipping", "LoopClipping", "OpacusClipping", "VmapClipping", "make_engine"]
 
 ENGINES: dict[str, type[ClippedSum]] = {
     "ghost": GhostClipping,
+    "vmap": VmapClipping,
     "opacus": OpacusClipping,
     "loop": LoopClipping,
 }
@@ -25,7 +27,7 @@ def make_engine(name: str, module: nn.Module, **settings: Any) -> ClippedSum:
     """The engine called ``name``, for ``module``.
 
     Args:
-        name: ``ghost`` (the default of the package), ``opacus`` or ``loop``; ``privacy.engine``.
+        name: ``ghost`` (the default of the package), ``vmap``, ``opacus`` or ``loop``; ``privacy.engine``.
         module: What is trained.
         settings: ``max_grad_norm``, ``clip``, ``gamma``, and what the engine has of its own.
 

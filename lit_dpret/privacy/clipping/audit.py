@@ -176,7 +176,7 @@ def _key(use: Use, batch: UnitRows) -> tuple[str, int, bool]:
 
 def refuse_lost_gradients(uses: Sequence[Use], grads: Sequence[Tensor | None], loss: Tensor) -> None:
     """Refuse a call that the loss depends on although no gradient arrived where it was expected."""
-    silent = [use for use, g in zip(uses, grads, strict=True) if g is None]
+    silent = [use for use, g in zip(uses, grads, strict=True) if g is None and use.function is None]
     reached = _ancestors(loss) if silent else set()
     for use in silent:
         if any(get_gradient_edge(alias).node in reached for alias in use.aliases.values()):

@@ -92,7 +92,7 @@ def squared_norms(
         for group in whole.split(size):
             if written_out:
                 total = unit_gradients(parameters[0], shape, group, dtype)
-                squares[group.units] = total.double().flatten(1).square().sum(1)
+                squares[group.units] = total.double().reshape(len(total), -1).square().sum(1)
                 continue
             inputs = [use.inputs(group, dtype) for use in outers[0]]
             outputs = [[use.outputs(group, dtype) for use in uses] for uses in outers]
@@ -271,7 +271,7 @@ def _units_at_once(
     each = max(group.rows.shape[1] for group in batch.groups)
     outer = each * sum(use.g.shape[1] for use in outers[0])
     lookup = each * sum(use.g.shape[1] for use in lookups)
-    elements = lookup * (outer + shape[-1])
+    elements = lookup * (outer + shape[-1]) if lookup else 0
     if outer:
         groups = outers[0][0].groups
         out, into = _matrix(shape, groups)

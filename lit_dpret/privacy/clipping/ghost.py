@@ -28,7 +28,7 @@ from lit_dpret.privacy.clipping.base import (
 from lit_dpret.privacy.clipping.contributions import Contribution, add_weighted, by_input, squared_norms
 from lit_dpret.privacy.clipping.gradients import Layout, contributions_of
 from lit_dpret.privacy.clipping.recorder import Recorder, Use, uncompiled
-from lit_dpret.privacy.clipping.rules import WAYS_OUT, make_plan, refuse_functional_use
+from lit_dpret.privacy.clipping.rules import WAYS_OUT, Plan, make_plan, refuse_functional_use
 
 #: A unit whose squared norm is below this share of its energy is computed again in float64.
 CANCELLATION = 0.025
@@ -70,11 +70,14 @@ class GhostClipping(ClippedSum):
         verify: bool = False,
     ) -> None:
         super().__init__(module, max_grad_norm=max_grad_norm, clip=clip, gamma=gamma)
-        make_plan(module, self.parameters)
+        self._plan()
         self._audit = Audit(always=verify)
 
+    def _plan(self) -> Plan:
+        return make_plan(self.module, self.parameters)
+
     def _add(self, row_loss: RowLoss, batch: UnitRows) -> ClipStats:
-        with uncompiled(), Recorder(make_plan(self.module, self.parameters)) as recorder:
+        with uncompiled(), Recorder(self._plan()) as recorder:
             losses = row_loss()
             recorder.recording = False
             check_losses(losses, batch.rows)

@@ -38,6 +38,11 @@ def contributions_of(
         dtype: fp32, or float64 where the parameters are.
     """
     module, trained = use.site.module, use.aliases
+    if use.function is not None:
+        own = {local: module.get_parameter(local) for local in use.site.parameters}
+        for local, gradient in use.function.gradients(g, use.output, own).items():
+            yield local, Dense(fold(gradient, rows, layout).sum(1, dtype=dtype))
+        return
     if use.site.kind in ("linear", "transposed_linear"):
         folded = fold(g, rows, layout).reshape(rows, -1, g.shape[-1])
         if "weight" in trained:

@@ -14,8 +14,8 @@ every layer, to the batch of its attention.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lit_dpret.errors import UnsupportedModelError
+from lit_dpret.privacy.clipping.function import FunctionCall, swapped
 from lit_dpret.privacy.clipping.rules import CONVOLUTIONS, LOOKUPS, WAYS_OUT, Plan, Site, qualified_name
 
 Forward = Callable[..., Any]
@@ -43,6 +45,8 @@ class Use:
         saved: The input that its rule needs; nothing where the gradient itself suffices.
         version: The input's version when it was saved.
         aliases: The leaves that stood for its parameters, by the module's own names.
+        function: The call itself, for a module without a rule.
+        output: Which of the tensors that such a module returned.
     """
 
     site: Site
@@ -52,6 +56,8 @@ class Use:
     saved: Tensor | None
     aliases: dict[str, Tensor]
     version: int = field(default=0)
+    function: FunctionCall | None = None
+    output: int = 0
 
     @property
     def axis(self) -> int:
@@ -60,7 +66,8 @@ class Use:
 
     def refuse_changed_input(self) -> None:
         """Refuse an input that somebody wrote into since the call."""
-        if self.saved is not None and self.saved._version != self.version:
+        changed = self.saved is not None and self.saved._version != self.version
+        if changed or (self.function is not None and self.function.inputs_changed()):
             raise UnsupportedModelError(
                 f"The input of {self.site.name} ({type(self.site.module).__name__}) was changed in place after "
                 "the call, so its gradient cannot be computed. Use the out-of-place operation."
@@ -90,7 +97,8 @@ class Recorder:
     def __enter__(self) -> Recorder:
         try:
             for site in self.plan.sites:
-                self._patch(site.module, "forward", self._site_forward(site))
+                replacement = self._function_forward if site.kind == "function" else self._site_forward
+                self._patch(site.module, "forward", replacement(site))
             for _, module in self.plan.positioned:
                 self._patch(module, "forward", self._sized_forward(module, slice(None)))
             for name, module in self.plan.relative:  # the hidden states come first, then masks of other shapes
@@ -133,15 +141,10 @@ class Recorder:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
-            parameters = site.module._parameters
-            if any(parameters[local] is not p for local, p in own.items()):
-                raise UnsupportedModelError(
-                    f"{site.name} runs with other weights than its own (functional_call, or a module that swaps "
-                    f"them), so the gradient of its own is not known. {WAYS_OUT}"
-                )
+            refuse_other_weights(site, site.module._parameters, own)
             if site.kind == "embedding" and qualified_name(site.module) in LOOKUPS:
                 aliases = {"weight": site.module.get_parameter("weight").detach().requires_grad_()}
-                with _swapped(parameters, own, aliases), _LookupWatch(self, site, aliases["weight"]):
+                with swapped(site.module, aliases), _LookupWatch(self, site, aliases["weight"]):
                     return original(*args, **kwargs)
             if len(args) + len(kwargs) != 1:
                 raise UnsupportedModelError(f"{site.name} was called with more than its input. {WAYS_OUT}")
@@ -149,10 +152,35 @@ class Recorder:
             if site.kind == "embedding":
                 value = self._expanded(value)
             aliases = {local: _alias(site, p, value) for local, p in own.items() if p is not None}
-            with _swapped(parameters, own, aliases):
+            with swapped(site.module, aliases):
                 output = original(value)
             self._record_call(site, value, output, aliases)
             return output
+
+        return forward
+
+    def _function_forward(self, site: Site) -> Forward:
+        """Record every tensor that a module without a rule returns, as a copy that only others read."""
+        original = site.module.forward
+        own = {local: site.module.get_parameter(local) for local in site.parameters}
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return original(*args, **kwargs)
+            refuse_other_weights(site, {local: site.module.get_parameter(local) for local in own}, own)
+            function = FunctionCall(site.name, site.module, original, args, kwargs)
+            aliases = {local: p.detach().requires_grad_() for local, p in own.items()}
+            with swapped(site.module, aliases):
+                leaves, structure = tree_flatten(original(*args, **kwargs))
+            function.returned(leaves)
+            for i, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaves[i] = leaf.clone()
+                    self._record(site, leaves[i], None, aliases)
+                    if self.recording:
+                        self.uses[-1].function, self.uses[-1].output = function, i
+                    aliases = {}  # those of a call are named once
+            return tree_unflatten(leaves, structure)
 
         return forward
 
@@ -256,14 +284,13 @@ class _LookupWatch(TorchFunctionMode):
         return output
 
 
-@contextmanager
-def _swapped(parameters: dict[str, Any], own: Mapping[str, Any], aliases: Mapping[str, Any]) -> Iterator[None]:
-    """Let a module run with the aliases in place of its own parameters."""
-    try:
-        parameters.update(aliases)
-        yield
-    finally:
-        parameters.update(own)
+def refuse_other_weights(site: Site, now: Mapping[str, Tensor | None], own: Mapping[str, Tensor | None]) -> None:
+    """Refuse a module that runs with other parameters than those that are trained."""
+    if any(now[local] is not p for local, p in own.items()):
+        raise UnsupportedModelError(
+            f"{site.name} runs with other weights than its own (functional_call, or a module that swaps "
+            f"them), so the gradient of its own is not known. {WAYS_OUT}"
+        )
 
 
 def _edge_below(output: Tensor) -> GradientEdge:

@@ -8,11 +8,12 @@ need more than their own input are listed by their qualified class name and neve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from lit_dpret.errors import UnsupportedModelError
 
@@ -26,6 +27,7 @@ Kind = Literal[
     "group_norm",
     "scale",
     "relative_bias",
+    "function",
 ]
 
 #: Convolutions, whose patches make them linear layers.
@@ -143,16 +145,71 @@ def kind_of(module: nn.Module) -> Kind | str:
     return kind
 
 
-def make_plan(module: nn.Module, trainable: dict[str, nn.Parameter]) -> Plan:
+def make_plan(module: nn.Module, trainable: dict[str, nn.Parameter], fallback: bool = False) -> Plan:
     """Find the covered modules; refuse a trainable parameter that none of them owns.
+
+    Args:
+        module: What is trained.
+        trainable: Its trainable parameters by name.
+        fallback: Take a module without a rule, with everything in it, as a function to be
+            differentiated row by row, where that is possible.
 
     Raises:
         UnsupportedModelError: Names the parameter, the class that owns it, the reason and the
             ways out.
     """
     names = {id(p): name for name, p in trainable.items()}
-    relative, positioned, prompted, biases = [], [], [], set()
+    sites: list[Site] = []
+    reasons: dict[str, str] = {}
+    inside: set[int] = set()
     for name, layer in module.named_modules():
+        own = {local: names[id(p)] for local, p in layer._parameters.items() if p is not None and id(p) in names}
+        stored = fallback and _keeps_parameters_in_children(layer, names)
+        if id(layer) in inside or not (own or stored):
+            continue
+        kind = "its parameters are those of a child" if stored else kind_of(layer)
+        if fallback and " " in kind:
+            kind = kind_as_function(layer) or kind
+        if " " in kind:
+            for full in own.values():
+                reasons.setdefault(full, f"{name or 'the module'} ({type(layer).__name__}): {kind}")
+            continue
+        if kind == "function":
+            inside.update(id(part) for part in layer.modules())
+            whole = layer.named_parameters(remove_duplicate=False)
+            own = {local: names[id(p)] for local, p in whole if id(p) in names}
+        sites.append(Site(name=name or "the module", module=layer, kind=kind, parameters=own))  # type: ignore[arg-type]
+    covered = {full for site in sites for full in site.parameters.values()}
+    for full in trainable:
+        if full not in covered:
+            engine = "vmap" if fallback else "ghost"
+            hint = "" if fallback else " privacy.engine=vmap may cover it, with one gradient per row in memory."
+            raise UnsupportedModelError(
+                f"Parameter {full} is not covered by privacy.engine={engine}, owned by {reasons[full]}. "
+                f"{WAYS_OUT}{hint}"
+            )
+    return _with_blocks(sites, [(name, layer) for name, layer in module.named_modules() if id(layer) not in inside])
+
+
+def kind_as_function(module: nn.Module) -> Kind | None:
+    """Whether ``module`` may be run row by row by vmap; what only a run can tell is left to it."""
+    if "forward" in vars(module) or isinstance(module, (nn.RNNBase, nn.Embedding)):
+        return None
+    return "function"
+
+
+def _keeps_parameters_in_children(module: nn.Module, trainable: Mapping[int, str]) -> bool:
+    """Whether ``module`` computes with trainable parameters of a child that only stores them."""
+    stores: list[nn.Module] = [c for c in module.children() if isinstance(c, (nn.ParameterDict, nn.ParameterList))]
+    if is_parametrized(module):
+        stores.append(module.get_submodule("parametrizations"))
+    return any(id(p) in trainable for store in stores for p in store.parameters())
+
+
+def _with_blocks(sites: list[Site], modules: list[tuple[str, nn.Module]]) -> Plan:
+    """Add the blocks that share a tensor over the batch, and mark T5's position biases among the sites."""
+    relative, positioned, prompted, biases = [], [], [], set()
+    for name, layer in modules:
         qualified = qualified_name(layer)
         if qualified in RELATIVE_ATTENTION and getattr(layer, "has_relative_attention_bias", False):
             relative.append((name, layer))
@@ -161,27 +218,7 @@ def make_plan(module: nn.Module, trainable: dict[str, nn.Parameter]) -> Plan:
             positioned.append((name, layer))
         elif repeats_prompts(layer):
             prompted.append(layer)
-    sites: list[Site] = []
-    covered: set[str] = set()
-    reasons: dict[str, str] = {}
-    for name, layer in module.named_modules():
-        own = {local: names[id(p)] for local, p in layer._parameters.items() if p is not None and id(p) in names}
-        if not own:
-            continue
-        kind = kind_of(layer)
-        if " " in kind:
-            for full in own.values():
-                reasons.setdefault(full, f"{name or 'the module'} ({type(layer).__name__}): {kind}")
-            continue
-        if id(layer) in biases:
-            kind = "relative_bias" if kind == "embedding" else kind
-        sites.append(Site(name=name or "the module", module=layer, kind=kind, parameters=own))  # type: ignore[arg-type]
-        covered.update(own.values())
-    for full in trainable:
-        if full not in covered:
-            raise UnsupportedModelError(
-                f"Parameter {full} is not covered by privacy.engine=ghost, owned by {reasons[full]}. {WAYS_OUT}"
-            )
+    sites = [replace(s, kind="relative_bias") if s.kind == "embedding" and id(s.module) in biases else s for s in sites]
     return Plan(sites=tuple(sites), relative=tuple(relative), positioned=tuple(positioned), prompted=tuple(prompted))
 
 

@@ -23,7 +23,7 @@ from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import SamplingRequest
 
-Engine = Literal["ghost", "opacus", "loop"]
+Engine = Literal["ghost", "vmap", "opacus", "loop"]
 Clip = Literal["abadi", "automatic"]
 
 
@@ -47,7 +47,8 @@ class DPSGD(PrivacyMode):
         max_grad_norm: L2 bound on one unit's gradient.
         noise_multiplier: Noise standard deviation over sensitivity; null to calibrate it.
         accountant: ``pld``, ``rdp`` or ``prv``.
-        engine: ``ghost`` (fast, exact), ``opacus`` or ``loop`` (to check against).
+        engine: ``ghost`` (fast, exact), ``vmap`` (the same, and torch.func for layers that ghost
+            refuses), ``opacus`` or ``loop`` (to check against).
         clip: ``abadi`` scales by min(1, C/norm), ``automatic`` by C/(norm + 0.01).
         secure_rng: Draw the noise from SHAKE-256 instead of PyTorch's generator.
         secret_file: Where the noise secret lies; null for the user's state folder.

@@ -124,10 +124,11 @@ def test_dora_is_refused_by_name(lib: SimpleNamespace) -> None:
         make_engine("ghost", case.module, max_grad_norm=1.0)
 
 
-def test_lora_of_an_embedding_is_refused_by_name(lib: SimpleNamespace) -> None:
+def test_lora_of_an_embedding_is_refused_by_name_and_left_to_the_fallback(lib: SimpleNamespace) -> None:
     case = build("gpt2", lib, lambda task: lora(task, target_modules=["wte"]))
     with pytest.raises(UnsupportedModelError, match="lora_embedding_A"):
         make_engine("ghost", case.module, max_grad_norm=1.0)
+    lib.check_exact(case, engine="vmap")
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

@@ -125,7 +125,7 @@ def test_terms_that_cancel_in_fp32_are_computed_again_in_float64(lib: SimpleName
         assert float(lib.norm_of(clipping.take())) <= 1e-3 * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("engine", ["ghost", "loop", "opacus"])
+@pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", ["input", "loss"])
 def test_a_broken_unit_contributes_zero_is_counted_and_leaves_the_others_alone(
@@ -150,7 +150,7 @@ def test_a_broken_unit_contributes_zero_is_counted_and_leaves_the_others_alone(
         assert lib.difference(clipping.take(), lib.clipped_sum(gradients, bound)) < 1e-10
 
 
-@pytest.mark.parametrize("engine", ["ghost", "loop", "opacus"])
+@pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_broken_unit_under_a_normalised_output_silences_nobody_else(
     engine: str, value: float, lib: SimpleNamespace

@@ -52,7 +52,7 @@ def test_a_masked_unit_contributes_exactly_zero(engine: str, lib: SimpleNamespac
     lib.check_exact(lib.t5(rows=6), engine=engine, unit_ids=ids, mask=mask)
 
 
-@pytest.mark.parametrize("engine", ["ghost", "loop", "opacus"])
+@pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
 def test_a_batch_of_masked_units_runs_no_forward_pass_and_adds_zero(engine: str, lib: SimpleNamespace) -> None:
     case = lib.head()
     clipping = make_engine(engine, case.module, max_grad_norm=1.0)
@@ -120,7 +120,7 @@ def test_float32_norms_agree_with_float64_to_1e_5(lib: SimpleNamespace) -> None:
     assert all(total.dtype == torch.float32 for total in clipping.take().values())
 
 
-@pytest.mark.parametrize("engine", ["ghost", "loop", "opacus"])
+@pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
 def test_a_covered_module_that_does_not_run_contributes_exactly_zero(engine: str, lib: SimpleNamespace) -> None:
     case = lib.head()
     module = torch.nn.ModuleDict({"used": case.module, "idle": torch.nn.Linear(3, 4).double()})

@@ -30,7 +30,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("engine", ["ghost", "loop", "opacus"])
+@pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
 def test_a_batch_leaves_no_trace(engine: str, lib: SimpleNamespace) -> None:
     case = lib.t5()
     case.module.train()
@@ -45,7 +45,7 @@ def test_a_batch_leaves_no_trace(engine: str, lib: SimpleNamespace) -> None:
     assert not any(total.requires_grad for total in clipping.take().values())
 
 
-@pytest.mark.parametrize("engine", ["ghost", "loop", "opacus"])
+@pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
 def test_a_failing_forward_pass_leaves_no_trace(engine: str, lib: SimpleNamespace) -> None:
     case = lib.t5()
     case.module.train()

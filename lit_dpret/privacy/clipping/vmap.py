@@ -1,0 +1,48 @@
+"""A fallback for layers without a rule: their gradients row by row, by torch.func.
+
+Chosen explicitly, because it costs what the book-keeping engine exists to save: one gradient per row
+in memory, and one more forward and backward pass of those layers.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lit_dpret.privacy.clipping.audit import Audit
+from lit_dpret.privacy.clipping.base import ClipName
+from lit_dpret.privacy.clipping.ghost import GhostClipping
+from lit_dpret.privacy.clipping.rules import Plan, make_plan
+
+
+class VmapClipping(GhostClipping):
+    """``GhostClipping`` for the layers that it covers, torch.func for the rest; ``privacy.engine=vmap``.
+
+    A module that owns a trainable parameter without a rule is run again with everything in it, row
+    by row, by ``vmap`` over ``vjp``. Its outputs must be tensors (in lists or dictionaries, if there
+    are several) with the batch on their first axis, and so must those of its inputs that differ
+    between rows: a tensor whose first axis is not the batch is taken for the same in every row.
+
+    Guarantees, beyond those of ``GhostClipping``:
+        - In every batch, what such a module gives for a row alone is compared with what it gave in
+          the batch, so a module that mixes rows, with or without a gradient between them, or that
+          does something else when it is run again, is refused.
+        - Every batch is audited: the weighted sum of the gradients per unit is compared with
+          autograd's, unless a broken unit makes that NaN.
+        - What vmap cannot run is refused with its reason: recurrent layers, randomness (dropout)
+          inside the module, values that decide the control flow, writes into buffers.
+
+    Args:
+        module: What is trained.
+        max_grad_norm: The L2 bound on one unit's gradient.
+        clip: ``abadi`` or ``automatic``.
+        gamma: The stabiliser of ``automatic``.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, max_grad_norm: float, clip: ClipName = "abadi", gamma: float = 0.01
+    ) -> None:
+        super().__init__(module, max_grad_norm=max_grad_norm, clip=clip, gamma=gamma)
+        self._audit = Audit(always=True)
+
+    def _plan(self) -> Plan:
+        return make_plan(self.module, self.parameters, fallback=True)

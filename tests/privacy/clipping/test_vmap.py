@@ -1,0 +1,397 @@
+"""The fallback engine: layers without a rule are clipped exactly, or refused with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import ViTConfig, ViTModel
+
+from lit_dpret.errors import UnsupportedModelError
+from lit_dpret.privacy.clipping import gradients, make_engine
+
+WIDTH = 4
+
+
+class Scaled(nn.Module):
+    """A bare parameter beside a layer that has a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.temperature.exp()
+
+
+class Positions(nn.Module):
+    """Positions that are used directly, and a table of biases kept in a ParameterDict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, 5, WIDTH))
+        self.tables = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tables["a"](x + self.positions[:, : x.shape[1]]).tanh()
+
+
+class Stored(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterDict({"w": nn.Parameter(torch.randn(WIDTH, WIDTH))})
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weights["w"] + self.calls
+
+
+class Attention(nn.Module):
+    """Two outputs, both of which the loss depends on, one of them computed from the other."""
+
+    def __init__(self, batch_first: bool = True) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=batch_first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, weights = self.attention(x, x.sin(), x.cos())
+        return hidden + weights.square().sum((1, 2))[:, None, None]
+
+
+class Chained(nn.Module):
+    """Its second output is made from the first, and both are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        first = x * self.scale
+        return {"first": first, "second": first.square() * self.scale}
+
+
+class Deep(nn.Module):
+    """Layers with a rule before and after those without one; a module that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.scaled, self.chained, self.positions = Scaled(), Chained(), Positions()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.scaled(self.scaled(self.first(x)).sin())
+        both = self.chained(self.positions(hidden))
+        return self.norm(both["first"] + both["second"].cos())
+
+
+class Twins(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bilinear = nn.Bilinear(WIDTH, WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bilinear(x, x.sin())
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "bare_parameter": Scaled,
+    "positions": Positions,
+    "parameters_in_a_dict": Stored,
+    "attention": Attention,
+    "outputs_that_depend_on_each_other": lambda: nn.Sequential(Chained(), Summed()),
+    "two_inputs": Twins,
+    "transposed_convolution": lambda: nn.ConvTranspose1d(5, 3, 2, stride=2),
+    "weight_norm": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 3)), nn.Tanh()),
+    "prelu": lambda: nn.Sequential(nn.Linear(WIDTH, 3), nn.PReLU()),
+    "deep": Deep,
+    "with_a_rule": lambda: nn.Sequential(nn.Linear(WIDTH, 3), nn.LayerNorm(3)),
+}
+
+
+class Summed(nn.Module):
+    def forward(self, outputs: dict[str, Tensor]) -> Tensor:
+        return outputs["first"].sin() + outputs["second"]
+
+
+def case_of(lib: SimpleNamespace, model: nn.Module, rows: int = 5) -> Any:
+    model.double()
+    x = torch.randn(rows, 5, WIDTH).double()
+    return lib.Case(model, lambda b: model(b["x"]).flatten(1).sin().sum(1), {"x": x})
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_norms_and_sum_equal_one_unit_at_a_time(name: str, lib: SimpleNamespace) -> None:
+    lib.check_exact(case_of(lib, MODELS[name]()), engine="vmap")
+
+
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"with_a_rule"}))
+def test_ghost_refuses_what_the_fallback_covers_and_names_it(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"privacy\.engine=vmap may cover it"):
+        make_engine("ghost", MODELS[name](), max_grad_norm=1.0)
+
+
+@pytest.mark.parametrize("name", ["deep", "attention"])
+def test_units_of_several_rows_masks_and_batches_of_none_and_one(name: str, lib: SimpleNamespace) -> None:
+    case = case_of(lib, MODELS[name](), rows=6)
+    ids = torch.tensor([2, 0, 2, 1, 2, 0])
+    lib.check_exact(case, engine="vmap", unit_ids=ids)
+    clipping = lib.check_exact(case, engine="vmap", unit_ids=ids, mask=torch.tensor([True, False, True]))
+    nothing = torch.zeros(0, dtype=torch.long)
+    assert clipping.add(lambda: pytest.fail("ran"), nothing, nothing.bool()).norms.shape == (0,)
+    case.rows = case.take(torch.tensor([3]))
+    lib.check_exact(case, engine="vmap")
+
+
+def test_the_fallback_equals_the_loop_over_several_physical_batches(lib: SimpleNamespace) -> None:
+    case = case_of(lib, Deep(), rows=7)
+    found = {}
+    for engine in ("vmap", "loop"):
+        clipping = make_engine(engine, case.module, max_grad_norm=14.0)
+        norms = [case.run(clipping, rows=case.take(index)).norms for index in torch.arange(7).split([3, 1, 3])]
+        found[engine] = torch.cat(norms).double(), clipping.take()
+    assert 0 < int((found["loop"][0] > 14.0).sum()) < 7
+    assert torch.allclose(found["vmap"][0], found["loop"][0], rtol=1e-10)
+    assert lib.difference(found["vmap"][1], found["loop"][1]) < 1e-10
+
+
+def test_rows_folded_into_the_batch_belong_to_their_row(lib: SimpleNamespace) -> None:
+    model = Positions().double()
+
+    def losses(batch: dict[str, Tensor]) -> Tensor:
+        x = batch["x"]
+        return model(x.flatten(0, 1)).unflatten(0, x.shape[:2]).flatten(2).sum(2).prod(1)
+
+    case = lib.Case(model, losses, {"x": torch.randn(4, 3, 5, WIDTH).double()})
+    lib.check_exact(case, engine="vmap", unit_ids=torch.tensor([1, 0, 1, 2]))
+
+
+def test_a_vision_transformer_is_clipped_exactly(lib: SimpleNamespace) -> None:
+    """Its class token and positions are bare parameters; all other layers have a rule."""
+    config = ViTConfig(
+        hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=10, image_size=8, patch_size=4,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = ViTModel(config).double().train()
+    for p in model.parameters():
+        p.data.add_(torch.randn_like(p) * 0.2)
+    case = lib.Case(
+        model,
+        lambda b: model(b["x"]).pooler_output.sum(1).sin(),
+        {"x": torch.randn(4, 3, 8, 8).double()},
+    )
+    lib.check_exact(case, engine="vmap")
+
+
+@pytest.mark.parametrize("name", ["deep", "attention", "transposed_convolution"])
+def test_under_bf16_autocast_a_contribution_is_within_the_bound_in_fp32(name: str, lib: SimpleNamespace) -> None:
+    case = case_of(lib, MODELS[name](), rows=3)
+    exact = torch.stack([lib.norm_of(g) for g in case.unit_gradients()])
+    case.module.float()
+    case.rows["x"] = case.rows["x"].float()
+    bound = float(exact.min()) / 3
+    clipping = make_engine("vmap", case.module, max_grad_norm=bound)
+    for unit in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            stats = case.run(clipping, mask=torch.arange(3) == unit)
+        assert float(lib.norm_of(clipping.take())) == pytest.approx(bound, rel=1e-5)
+        assert float(stats.norms[unit]) == pytest.approx(float(exact[unit]), rel=0.1)
+
+
+def test_a_broken_row_silences_nobody_else(lib: SimpleNamespace) -> None:
+    case = case_of(lib, Deep())
+    case.rows["x"][1, 2, 3] = float("nan")
+    rest = [g for i, g in enumerate(case.unit_gradients()) if i != 1]
+    clipping = make_engine("vmap", case.module, max_grad_norm=0.5)
+    assert case.run(clipping).non_finite == 1
+    assert lib.difference(clipping.take(), lib.clipped_sum(rest, 0.5)) < 1e-10
+
+
+def test_parameters_and_buffers_stay_as_they_were_also_when_the_module_fails(lib: SimpleNamespace) -> None:
+    case = case_of(lib, nn.Sequential(Stored(), Failing(), Deep()))
+    before = [(n, id(p), p.detach().clone(), p.grad) for n, p in case.module.named_parameters()]
+    attributes = {n: sorted(vars(m)) for n, m in case.module.named_modules()}
+    clipping = make_engine("vmap", case.module, max_grad_norm=1.0)
+    case.run(clipping)
+    case.module[1].broken = True
+    with pytest.raises(ZeroDivisionError):
+        case.run(clipping)
+    for (name, p), (old, identity, value, grad) in zip(case.module.named_parameters(), before, strict=True):
+        assert (name, id(p), p.grad) == (old, identity, grad) and torch.equal(p, value)
+    assert {n: sorted(vars(m)) for n, m in case.module.named_modules()} == attributes
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.broken = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.broken:
+            raise ZeroDivisionError
+        return x * self.scale
+
+
+class Odd(nn.Module):
+    """A module that vmap cannot run, or that is not the same function when it is run again."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.calls = 0
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.kind == "dropout":
+            x = nn.functional.dropout(x, 0.5)
+        if self.kind == "control_flow" and x.sum() > 0:
+            x = -x
+        if self.kind == "buffer":
+            self.mean.mul_(0.9).add_(x.detach().mean((0, 1)))
+        if self.kind == "count":
+            self.mean += 1
+        if self.kind == "another_function":
+            x = x * self.calls
+        if self.kind == "batch_mean":
+            x = x - x.mean(0)
+        if self.kind == "batch_mean_without_gradient":
+            return x * self.scale + x.mean(0).detach()
+        return x * self.scale
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("dropout", "random"),
+        ("control_flow", "control flow"),
+        ("buffer", "in-place"),
+        ("count", "in-place"),
+        ("another_function", "something else for a row alone"),
+        ("batch_mean_without_gradient", "something else for a row alone"),
+        ("batch_mean", "depends on another unit"),
+    ],
+)
+def test_what_cannot_be_run_row_by_row_is_refused_with_the_reason(kind: str, words: str, lib: SimpleNamespace) -> None:
+    case = case_of(lib, nn.Sequential(nn.Linear(WIDTH, WIDTH), Odd(kind)))
+    clipping = make_engine("vmap", case.module, max_grad_norm=1.0)
+    with pytest.raises(UnsupportedModelError, match=words) as caught:
+        case.run(clipping)
+    assert "privacy.engine=loop" in str(caught.value) or kind == "batch_mean"
+    assert not any(total.any() for total in clipping.take().values())
+
+
+@pytest.mark.parametrize("kind", ["batch_mean", "batch_mean_without_gradient"])
+@pytest.mark.parametrize("where", ["input", "loss"])
+def test_a_module_that_mixes_rows_is_refused_beside_a_broken_unit_too(
+    kind: str, where: str, lib: SimpleNamespace
+) -> None:
+    """A broken unit makes autograd's sum NaN, and nothing can be compared with that."""
+    model = Odd(kind).double()
+    data = {"x": torch.randn(4, 5, WIDTH).double(), "scale": torch.ones(4).double()}
+    (data["x"] if where == "input" else data["scale"])[1] = float("nan")
+    case = lib.Case(model, lambda b: model(b["x"]).sin().sum((1, 2)) * b["scale"], data)
+    with pytest.raises(UnsupportedModelError, match="something else for a row alone"):
+        case.run(make_engine("vmap", model, max_grad_norm=1.0))
+
+
+class Opaque:
+    """A result that nobody can look into."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class Returning(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        self.kept = x * self.scale
+        return Opaque(self.kept) if self.kind == "opaque" else self.kept.detach()
+
+
+@pytest.mark.parametrize(("kind", "words"), [("opaque", "returns a Opaque"), ("detached", "no tensor with a gradient")])
+def test_a_result_in_which_gradients_cannot_be_followed_is_refused(kind: str, words: str, lib: SimpleNamespace) -> None:
+    """Its gradient would be missed in silence."""
+    model = Returning(kind).double()
+
+    def losses(batch: dict[str, Tensor]) -> Tensor:
+        model(batch["x"])
+        return model.kept.sum((1, 2))
+
+    with pytest.raises(UnsupportedModelError, match=words):
+        lib.Case(model, losses, {"x": torch.randn(4, 5, WIDTH).double()}).run(
+            make_engine("vmap", model, max_grad_norm=1.0)
+        )
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: nn.LSTM(2, 2), "weight_ih_l0 is not covered by privacy.engine=vmap"),
+        (lambda: nn.Embedding(3, 2, max_norm=1.0), "max_norm"),
+        (lambda: nn.Sequential(Scaled(), nn.BatchNorm1d(3)), "GroupNorm"),
+    ],
+)
+def test_what_is_known_not_to_work_is_refused_before_training(build: Callable[[], nn.Module], words: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        make_engine("vmap", build(), max_grad_norm=1.0)
+
+
+@pytest.mark.parametrize("rows", [3, 5])
+def test_a_batch_axis_that_is_not_the_first_is_refused(rows: int, lib: SimpleNamespace) -> None:
+    model = nn.MultiheadAttention(WIDTH, 2).double()
+    x = torch.randn(rows, 5, WIDTH).double()
+
+    def losses(batch: dict[str, Tensor]) -> Tensor:
+        turned = batch["x"].transpose(0, 1)
+        return model(turned, turned, turned, need_weights=False)[0].sin().sum((0, 2))
+
+    with pytest.raises(UnsupportedModelError, match=r"not the batch|no batch axis"):
+        lib.Case(model, losses, {"x": x}).run(make_engine("vmap", model, max_grad_norm=1.0))
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return (mask @ x) * self.scale
+
+
+def test_a_shared_input_as_long_as_the_batch_is_refused_in_any_batch(lib: SimpleNamespace) -> None:
+    """Whether a tensor is shared is told by its length alone, so every batch is compared with autograd."""
+    model, mask = Masked().double(), torch.randn(5, 5).double()
+    case = lib.Case(model, lambda b: model(b["x"], mask).sin().sum((1, 2)), {"x": torch.randn(6, 5, WIDTH).double()})
+    clipping = lib.check_exact(case, engine="vmap")
+    with pytest.raises(UnsupportedModelError, match=r"cannot be run|differs from autograd"):
+        case.run(clipping, rows=case.take(torch.arange(5)))
+
+
+def test_a_parameter_used_outside_its_module_is_refused(lib: SimpleNamespace) -> None:
+    model = Scaled().double()
+    case = lib.Case(
+        model, lambda b: (model(b["x"]) * model.temperature).sum((1, 2)), {"x": torch.randn(4, 5, WIDTH).double()}
+    )
+    with pytest.raises(UnsupportedModelError, match="temperature is also used outside"):
+        case.run(make_engine("vmap", model, max_grad_norm=1.0))
+
+
+def test_gradients_of_another_row_fail_the_comparison(lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant that leaves the plain sum as it was."""
+    plain = gradients.Dense
+    monkeypatch.setattr(gradients, "Dense", lambda value: plain(value.flip(0)))
+    with pytest.raises(UnsupportedModelError, match="differs from autograd's"):
+        lib.check_exact(case_of(lib, Scaled()), engine="vmap")
