@@ -291,6 +291,7 @@ def mechanism_facts(records: Sequence[Record], plan: PrivacyPlan | None, release
         facts |= {
             "max_grad_norm": plan.max_grad_norm,
             "clip": plan.clip,
+            "clip_groups": plan.clip_groups,
             "engine": plan.engine,
             "physical_batch_size": plan.physical_batch_size,
             "empty_batches": "add noise, take their step and are counted",

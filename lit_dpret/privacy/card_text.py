@@ -121,10 +121,17 @@ def _mechanism_sentence(card: Card) -> str:
     return (
         f"Training made {done} noisy step{'' if done == 1 else 's'}{size}. Batches were drawn so: "
         f"{mechanism['law_text']}. In each step the gradient of one {card['claim']['unit']} was clipped to L2 norm "
-        f"{_n(mechanism['max_grad_norm'])} ({mechanism['clip']}), and "
+        f"{_n(mechanism['max_grad_norm'])} ({mechanism['clip']}{_grouped(mechanism)}), and "
         f"Gaussian noise of standard deviation {_n(mechanism['noise_std'])} (noise multiplier "
         f"{_n(mechanism['noise_multiplier'])}) was added to the sum once."
     )
+
+
+def _grouped(mechanism: Mapping[str, Any]) -> str:
+    """How the clipping bound is shared out; nothing where it is not, as in a card that does not say."""
+    if mechanism.get("clip_groups", "flat") == "flat":
+        return ""
+    return ", each layer on its own to this over the square root of the number of layers"
 
 
 def _claim_sentence(card: Card) -> str:

@@ -147,6 +147,7 @@ def format_plan(facts: Mapping[str, Any]) -> str:
         "",
         f"  sampling             {facts['law']}",
         f"  steps                {facts['steps']}" + _if(facts["epochs"], " ({:.4g} passes over the data)"),
+        f"  clipping bound       {facts['plan']['max_grad_norm']:g} ({facts['plan']['clip']}{_shared(facts['plan'])})",
         f"  noise multiplier     {facts['noise_multiplier']:.6g}",
         f"  noise std on the sum {facts['noise_std']:.6g} (sensitivity {facts['plan']['sensitivity']:g})",
         f"  noise to batch       {facts['noise_to_batch']:.3g} (divided by {facts['expected_batch_size']:g})",
@@ -172,6 +173,10 @@ def format_plan(facts: Mapping[str, Any]) -> str:
         for prior, value in ceilings["secret_guess"].items():
             lines.append(f"  {value:<9.3g} of naming a secret that one guesses with probability {prior} anyway")
     return "\n".join(lines)
+
+
+def _shared(plan: Mapping[str, Any]) -> str:
+    return ", / sqrt(K) for each of K layers" if plan["clip_groups"] == "per_layer" else ""
 
 
 def _number(row: Mapping[str, Any]) -> str:

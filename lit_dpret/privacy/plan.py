@@ -48,6 +48,8 @@ class PrivacyPlan:
         denominator: The public constant that the noised sum is divided by.
         physical_batch_size: Units per forward.
         clip: ``abadi`` or ``automatic``.
+        clip_groups: ``flat``, or ``per_layer`` for a bound of ``max_grad_norm / sqrt(K)`` on each of K
+            layers, which bounds all of them together by ``max_grad_norm`` as well.
         accountant: ``pld``, ``rdp`` or ``prv``.
         engine: The clipping engine.
         mode: The privacy mode.
@@ -66,6 +68,7 @@ class PrivacyPlan:
     denominator: float
     physical_batch_size: int
     clip: str = "abadi"
+    clip_groups: str = "flat"
     accountant: AccountantName = "pld"
     engine: str = "ghost"
     mode: str = "dp_sgd"
@@ -83,6 +86,7 @@ class PrivacyPlan:
                 raise ConfigurationError(f"{knob}: {name}={value!r} is not a whole number of at least 1.")
         require_choice("privacy.accountant", self.accountant, get_args(AccountantName))
         require_choice("privacy.clip", self.clip, ("abadi", "automatic"))
+        require_choice("privacy.clip_groups", self.clip_groups, ("flat", "per_layer"))
 
     @classmethod
     def build(
@@ -98,6 +102,7 @@ class PrivacyPlan:
         noise_multiplier: float | None = None,
         cap: int | None = None,
         clip: str = "abadi",
+        clip_groups: str = "flat",
         accountant: AccountantName = "pld",
         engine: str = "ghost",
         mode: str = "dp_sgd",
@@ -124,6 +129,7 @@ class PrivacyPlan:
             noise_multiplier: Noise over sensitivity; None to calibrate it to the budget.
             cap: Largest batch under ``truncated_poisson``; None to have it chosen.
             clip: ``abadi`` or ``automatic``.
+            clip_groups: ``flat`` or ``per_layer``.
             accountant: ``pld``, ``rdp`` or ``prv``.
             engine: The clipping engine.
             mode: The privacy mode.
@@ -179,6 +185,7 @@ class PrivacyPlan:
             denominator=_denominator(law, budget, n_public, expected_batch_size),
             physical_batch_size=physical_batch_size,
             clip=clip,
+            clip_groups=clip_groups,
             accountant=accountant,
             engine=engine,
             mode=mode,

@@ -122,6 +122,16 @@ def test_the_claim_is_the_accountants_answer_to_what_the_ledger_charges(run: Run
     assert card["banners"] == []
 
 
+def test_the_card_says_how_the_clipping_bound_is_shared_out(tmp_path: Path, run: Run) -> None:
+    flat, layered = run.card(), Run(tmp_path / "layers", make_plan(clip_groups="per_layer")).train().card()
+    assert layered["mechanism"]["clip_groups"] == "per_layer"
+    words = "(abadi, each layer on its own to this over the square root of the number of layers)"
+    for text in (layered["claim"]["statement"], card_markdown(layered), card_html(layered)):
+        assert words in text
+    assert "clipped to L2 norm 0.5 (abadi), and" in flat["claim"]["statement"]
+    assert layered["claim"]["epsilon"] == flat["claim"]["epsilon"]
+
+
 def test_the_budget_and_the_planned_steps_do_not_enter_the_claim(tmp_path: Path) -> None:
     numbers = set()
     for index, eps in enumerate((3.0, 40.0)):

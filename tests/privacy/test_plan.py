@@ -56,6 +56,7 @@ def test_equal_plans_have_equal_fingerprints_and_any_change_shows(truncated: Pri
         {"noise_multiplier": truncated.noise_multiplier + 1e-9},
         {"denominator": 41.0},
         {"clip": "automatic"},
+        {"clip_groups": "per_layer"},
         {"law": Poisson(sample_rate=0.02)},
         {"budget": budget(neighbours="replace_one")},
         {"n_public": None},
@@ -84,6 +85,7 @@ def test_a_plan_is_frozen_and_a_malformed_record_of_one_is_refused(truncated: Pr
         ({"steps": 0}, "steps=0"),
         ({"physical_batch_size": 0}, "datamodule.physical_batch_size"),
         ({"clip": "flat"}, "privacy.clip='flat'"),
+        ({"clip_groups": "global"}, "privacy.clip_groups='global' is not one of flat, per_layer"),
         ({"accountant": "gdp"}, "privacy.accountant='gdp'"),
     ],
 )
@@ -117,6 +119,13 @@ def test_the_law_holds_the_resolved_rate_and_cap(truncated: PrivacyPlan) -> None
     assert fixed.law == FixedSize(batch_size=40, n=N)
     by_rate = build(sampling="shuffle", sample_rate=0.02, expected_batch_size=None)
     assert by_rate.law == Shuffle(batch_size=40, n=N)
+
+
+def test_per_layer_clipping_leaves_noise_sensitivity_and_epsilon_as_they_were(truncated: PrivacyPlan) -> None:
+    grouped = replace(truncated, clip_groups="per_layer")
+    assert (grouped.noise_std, grouped.sensitivity) == (truncated.noise_std, truncated.sensitivity)
+    assert grouped.release(3) == truncated.release(3)
+    assert build(noise_multiplier=9.0, clip_groups="per_layer").clip_groups == "per_layer"
 
 
 def test_noise_is_the_multiplier_times_the_bound_and_goes_into_every_release(truncated: PrivacyPlan) -> None:
@@ -300,3 +309,6 @@ def test_the_text_holds_the_claim_with_its_relation_and_every_number(facts: dict
     assert f"{facts['ceilings']['membership_accuracy']:.3g}" in text
     assert f"{facts['epsilon_without_amplification']['epsilon']:.4g}" in text
     assert max(map(len, text.splitlines())) <= 120
+    assert "clipping bound       0.5 (abadi)" in text
+    grouped = format_plan({**facts, "plan": {**facts["plan"], "clip_groups": "per_layer"}})
+    assert "clipping bound       0.5 (abadi, / sqrt(K) for each of K layers)" in grouped

@@ -9,11 +9,21 @@ from torch import nn
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.clipping.base import ClippedSum, ClipStats
 from lit_dpret.privacy.clipping.ghost import GhostClipping
+from lit_dpret.privacy.clipping.groups import ClipGroups
 from lit_dpret.privacy.clipping.hooks import OpacusClipping
 from lit_dpret.privacy.clipping.loop import LoopClipping
 from lit_dpret.privacy.clipping.vmap import VmapClipping
 
-__all__ = ["ClipStats", "ClippedSum", "GhostClipping", "LoopClipping", "OpacusClipping", "VmapClipping", "make_engine"]
+__all__ = [
+    "ClipGroups",
+    "ClipStats",
+    "ClippedSum",
+    "GhostClipping",
+    "LoopClipping",
+    "OpacusClipping",
+    "VmapClipping",
+    "make_engine",
+]
 
 ENGINES: dict[str, type[ClippedSum]] = {
     "ghost": GhostClipping,
@@ -29,7 +39,7 @@ def make_engine(name: str, module: nn.Module, **settings: Any) -> ClippedSum:
     Args:
         name: ``ghost`` (the default of the package), ``vmap``, ``opacus`` or ``loop``; ``privacy.engine``.
         module: What is trained.
-        settings: ``max_grad_norm``, ``clip``, ``gamma``, and what the engine has of its own.
+        settings: ``max_grad_norm``, ``clip``, ``gamma``, ``clip_groups``, and what the engine has of its own.
 
     Raises:
         ConfigurationError: No engine has this name.

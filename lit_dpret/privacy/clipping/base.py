@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
+from lit_dpret.privacy.clipping.groups import ClipGroups, group_parameters
 
 ClipName = Literal["abadi", "automatic"]
 RowLoss = Callable[[], Tensor]
@@ -30,7 +31,8 @@ class ClipStats:
     Args:
         norms: L2 norm of each unit's gradient before clipping, ``(units,)``; zero for a masked
             slot, and whatever came out (NaN, infinity) for a unit that was dropped.
-        clipped: How many units had a norm above ``max_grad_norm``.
+        clipped: How many units had a norm above ``max_grad_norm``; per layer, how many had one in
+            any layer above that layer's bound.
         non_finite: How many units were dropped because their loss or gradient was not finite.
     """
 
@@ -206,6 +208,8 @@ class ClippedSum(ABC):
     Guarantees:
         - Adding or removing one unit moves the sum by at most ``max_grad_norm`` in L2 norm over
           all parameters together, up to rounding.
+        - Per layer, it moves the sums of each of K layers by at most ``max_grad_norm / sqrt(K)``,
+          which is the same bound for all together.
         - How a logical batch is split into physical batches does not change the sum.
         - A masked slot contributes exactly zero; so does a unit whose loss or gradient is not
           finite, and it is counted.
@@ -216,6 +220,11 @@ class ClippedSum(ABC):
         max_grad_norm: The L2 bound on one unit's gradient; ``privacy.max_grad_norm``.
         clip: ``abadi`` or ``automatic``; ``privacy.clip``.
         gamma: The stabiliser of ``automatic``; unused by ``abadi``.
+        clip_groups: ``flat`` or ``per_layer``; ``privacy.clip_groups``.
+
+    Attributes:
+        groups: The names of the parameters that are clipped together.
+        bound: The L2 bound on one unit's gradient in each group.
 
     Raises:
         ConfigurationError: A setting is out of range.
@@ -224,7 +233,13 @@ class ClippedSum(ABC):
     """
 
     def __init__(
-        self, module: nn.Module, *, max_grad_norm: float, clip: ClipName = "abadi", gamma: float = 0.01
+        self,
+        module: nn.Module,
+        *,
+        max_grad_norm: float,
+        clip: ClipName = "abadi",
+        gamma: float = 0.01,
+        clip_groups: ClipGroups = "flat",
     ) -> None:
         if not (isinstance(max_grad_norm, (int, float)) and math.isfinite(max_grad_norm) and max_grad_norm > 0):
             raise ConfigurationError(f"privacy.max_grad_norm={max_grad_norm} is not a positive, finite number.")
@@ -232,6 +247,9 @@ class ClippedSum(ABC):
             raise ConfigurationError(f"privacy.clip={clip!r} is not one of {', '.join(get_args(ClipName))}.")
         if clip == "automatic" and not (math.isfinite(gamma) and gamma > 0):
             raise ConfigurationError(f"privacy.gamma={gamma} is not a positive, finite number.")
+        if clip_groups not in get_args(ClipGroups):
+            names = ", ".join(get_args(ClipGroups))
+            raise ConfigurationError(f"privacy.clip_groups={clip_groups!r} is not one of {names}.")
         self.module = module
         self.max_grad_norm = float(max_grad_norm)
         self.clip: ClipName = clip
@@ -239,6 +257,9 @@ class ClippedSum(ABC):
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise UnsupportedModelError("The module has no trainable parameter: there is no gradient to clip.")
+        self.groups = group_parameters(self.parameters, clip_groups)
+        self.group_of = {name: index for index, names in enumerate(self.groups) for name in names}
+        self.bound = self.max_grad_norm / math.sqrt(len(self.groups))
         refuse_batch_mixing(module)
         self._refuse_hooks()
         self._sums: dict[str, Tensor] = {}
@@ -287,15 +308,16 @@ class ClippedSum(ABC):
         self._sums.clear()
 
     def factors(self, norms: Tensor) -> Tensor:
-        """The clip factors of this engine's settings."""
-        return clip_factors(norms, max_grad_norm=self.max_grad_norm, clip=self.clip, gamma=self.gamma)
+        """The clip factors for norms of ``(groups, units)``; one broken group drops the whole unit."""
+        factors = clip_factors(norms, max_grad_norm=self.bound, clip=self.clip, gamma=self.gamma)
+        return torch.where(norms.isfinite().all(0), factors, torch.zeros_like(factors))
 
     def stats(self, norms: Tensor, batch: UnitRows) -> ClipStats:
-        """Count what happened to the real units."""
-        finite = norms.isfinite()
+        """Count what happened to the real units, from norms of ``(groups, units)``."""
+        finite = norms.isfinite().all(0)
         return ClipStats(
-            norms=norms,
-            clipped=int((finite & (norms > self.max_grad_norm) & batch.real).sum()),
+            norms=torch.linalg.vector_norm(norms, dim=0),
+            clipped=int((finite & (norms > self.bound).any(0) & batch.real).sum()),
             non_finite=int((~finite & batch.real).sum()),
         )
 

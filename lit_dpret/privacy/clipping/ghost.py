@@ -27,6 +27,7 @@ from lit_dpret.privacy.clipping.base import (
 )
 from lit_dpret.privacy.clipping.contributions import Contribution, add_weighted, by_input, squared_norms
 from lit_dpret.privacy.clipping.gradients import Layout, contributions_of
+from lit_dpret.privacy.clipping.groups import ClipGroups
 from lit_dpret.privacy.clipping.recorder import Recorder, Use, uncompiled
 from lit_dpret.privacy.clipping.rules import WAYS_OUT, Plan, make_plan, refuse_functional_use
 
@@ -57,6 +58,7 @@ class GhostClipping(ClippedSum):
         max_grad_norm: The L2 bound on one unit's gradient.
         clip: ``abadi`` or ``automatic``.
         gamma: The stabiliser of ``automatic``.
+        clip_groups: ``flat`` or ``per_layer``.
         verify: Audit every batch, for about the cost of one more backward pass each.
     """
 
@@ -67,9 +69,10 @@ class GhostClipping(ClippedSum):
         max_grad_norm: float,
         clip: ClipName = "abadi",
         gamma: float = 0.01,
+        clip_groups: ClipGroups = "flat",
         verify: bool = False,
     ) -> None:
-        super().__init__(module, max_grad_norm=max_grad_norm, clip=clip, gamma=gamma)
+        super().__init__(module, max_grad_norm=max_grad_norm, clip=clip, gamma=gamma, clip_groups=clip_groups)
         self._plan()
         self._audit = Audit(always=verify)
 
@@ -87,12 +90,12 @@ class GhostClipping(ClippedSum):
         with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
             norms, bounds = self._norms(contributions, losses.detach(), batch)
             factors = torch.where(batch.real, self.factors(bounds), 0)
-            coefficients = factors[batch.unit_of_row]
+            coefficients = factors[:, batch.unit_of_row]
             for name in list(contributions):
                 parameter = self.parameters[name]
                 self._sums[name] = add_weighted(
                     contributions.pop(name),
-                    coefficients,
+                    coefficients[self.group_of[name]],
                     self._sums.get(name),
                     parameter.shape,
                     accumulator_dtype(parameter),
@@ -164,30 +167,32 @@ class GhostClipping(ClippedSum):
         return accumulator_dtype(self.parameters[next(iter(use.site.parameters.values()))])
 
     def _norms(self, contributions: Contributions, losses: Tensor, batch: UnitRows) -> tuple[Tensor, Tensor]:
-        """Each unit's gradient norm, and what its clip factor is computed from.
+        """Each unit's gradient norm in each group, and what its clip factor is computed from.
 
         The two differ for a unit whose terms cancel in fp32: its norm is computed in float64, and
         the bound adds what rounding may add to its fp32 contribution.
         """
-        squares = torch.zeros(batch.units, dtype=torch.float64, device=batch.real.device)
+        squares = torch.zeros(len(self.groups), batch.units, dtype=torch.float64, device=batch.real.device)
         energy = torch.zeros_like(squares)
-        for names in by_input(contributions):
-            uses = [contributions[name] for name in names]
-            dtype = accumulator_dtype(self.parameters[names[0]])
-            square, spread = squared_norms(uses, self.parameters[names[0]].shape, batch, dtype)
-            squares += square
-            energy += spread if dtype == torch.float32 else 0
+        parts = [{name: contributions[name] for name in names if name in contributions} for names in self.groups]
+        for group, part in enumerate(parts):
+            for names in by_input(part):
+                dtype = accumulator_dtype(self.parameters[names[0]])
+                uses = [part[name] for name in names]
+                square, spread = squared_norms(uses, self.parameters[names[0]].shape, batch, dtype)
+                squares[group] += square
+                energy[group] += spread if dtype == torch.float32 else 0
         slack = torch.zeros_like(squares)
         doubtful = batch.real & ~(squares >= CANCELLATION * energy)  # NaN is doubtful too
         doubtful |= batch.real & squares.isinf()
-        if bool(doubtful.any()):
-            again = batch.only(doubtful)
-            exact, energy = torch.zeros_like(squares), torch.zeros_like(squares)
-            for name, each in contributions.items():
+        for group in doubtful.any(1).nonzero().flatten().tolist():
+            again = batch.only(doubtful[group])
+            exact, energies = torch.zeros_like(squares[group]), torch.zeros_like(squares[group])
+            for name, each in parts[group].items():
                 square, spread = squared_norms([each], self.parameters[name].shape, again, torch.float64)
                 exact += square
-                energy += spread
-            squares = torch.where(doubtful, exact, squares)
-            slack = torch.where(doubtful, 4 * torch.finfo(torch.float32).eps * energy.sqrt(), slack)
+                energies += spread
+            squares[group] = torch.where(doubtful[group], exact, squares[group])
+            slack[group] = torch.where(doubtful[group], 4 * torch.finfo(torch.float32).eps * energies.sqrt(), 0)
         norms = torch.where(broken_units(losses, batch), torch.nan, squares.clamp(min=0).sqrt())
         return norms, norms + slack

@@ -27,6 +27,7 @@ from lit_dpret.privacy.clipping.base import (
     broken_units,
     check_losses,
 )
+from lit_dpret.privacy.clipping.groups import ClipGroups
 from lit_dpret.privacy.clipping.rules import RELATIVE_ATTENTION, qualified_name
 
 INSTEAD = "Freeze it with requires_grad_(False), or choose privacy.engine=ghost or loop."
@@ -44,9 +45,15 @@ class OpacusClipping(ClippedSum):
     """
 
     def __init__(
-        self, module: nn.Module, *, max_grad_norm: float, clip: ClipName = "abadi", gamma: float = 0.01
+        self,
+        module: nn.Module,
+        *,
+        max_grad_norm: float,
+        clip: ClipName = "abadi",
+        gamma: float = 0.01,
+        clip_groups: ClipGroups = "flat",
     ) -> None:
-        super().__init__(module, max_grad_norm=max_grad_norm, clip=clip, gamma=gamma)
+        super().__init__(module, max_grad_norm=max_grad_norm, clip=clip, gamma=gamma, clip_groups=clip_groups)
         try:
             self._opacus: Any = importlib.import_module("opacus.grad_sample").GradSampleHooks
         except (ImportError, AttributeError) as error:
@@ -157,16 +164,17 @@ class OpacusClipping(ClippedSum):
                 )
 
     def _clip(self, samples: dict[str, Tensor], losses: Tensor, batch: UnitRows) -> ClipStats:
-        squares = torch.zeros(batch.units, dtype=torch.float64, device=batch.real.device)
+        squares = torch.zeros(len(self.groups), batch.units, dtype=torch.float64, device=batch.real.device)
         for group in batch.groups:
-            for sample in samples.values():
+            for name, sample in samples.items():
                 gradients = group.join(sample[:, None].to(accumulator_dtype(sample))).sum(1)
-                squares[group.units] += gradients.double().flatten(1).square().sum(1)
+                squares[self.group_of[name], group.units] += gradients.double().flatten(1).square().sum(1)
         norms = torch.where(broken_units(losses, batch), torch.nan, squares.sqrt())
-        factors = torch.where(batch.real, self.factors(norms), 0)[batch.unit_of_row]
-        keep = factors.nonzero().flatten()
+        coefficients = torch.where(batch.real, self.factors(norms), 0)[:, batch.unit_of_row]
         for name, sample in samples.items():
             dtype = accumulator_dtype(self.parameters[name])
+            factors = coefficients[self.group_of[name]]
+            keep = factors.nonzero().flatten()
             total = torch.tensordot(factors[keep].to(dtype), sample[keep].to(dtype), dims=1)
             self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
         return self.stats(norms, batch)

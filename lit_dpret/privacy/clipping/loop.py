@@ -34,13 +34,13 @@ class LoopClipping(ClippedSum):
         finite = losses.detach().isfinite()
         saved.broken_rows = ~finite
         names, parameters = list(self.parameters), list(self.parameters.values())
-        norms = torch.zeros(batch.units, dtype=torch.float64, device=batch.real.device)
+        norms = torch.zeros(len(self.groups), batch.units, dtype=torch.float64, device=batch.real.device)
         for group in batch.groups:
             for unit, rows in zip(group.units.tolist(), group.rows, strict=True):
                 if not losses.requires_grad:
                     continue
                 if not finite[rows].all():
-                    norms[unit] = torch.nan
+                    norms[:, unit] = torch.nan
                     continue
                 loss = losses[rows].sum()
                 found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
@@ -48,13 +48,15 @@ class LoopClipping(ClippedSum):
                     None if g is None else (g.to_dense() if g.is_sparse else g).to(accumulator_dtype(p))
                     for g, p in zip(found, parameters, strict=True)
                 ]
-                squares = [g.double().square().sum() for g in grads if g is not None]
-                norms[unit] = torch.stack(squares).sum().sqrt() if squares else 0.0
-                factor = float(self.factors(norms[unit]))
-                if factor == 0.0:
-                    continue
+                squares = torch.zeros_like(norms[:, unit])
                 for name, grad in zip(names, grads, strict=True):
                     if grad is not None:
+                        squares[self.group_of[name]] += grad.double().square().sum()
+                norms[:, unit] = squares.sqrt()
+                factors = self.factors(norms[:, unit, None]).flatten().tolist()
+                for name, grad in zip(names, grads, strict=True):
+                    factor = factors[self.group_of[name]]
+                    if grad is not None and factor != 0.0:
                         self._sums[name] = self._sums.get(name, 0) + factor * grad
         return self.stats(norms, batch)
 

@@ -11,6 +11,7 @@ from torch import nn
 from lit_dpret.privacy.clipping.audit import Audit
 from lit_dpret.privacy.clipping.base import ClipName
 from lit_dpret.privacy.clipping.ghost import GhostClipping
+from lit_dpret.privacy.clipping.groups import ClipGroups
 from lit_dpret.privacy.clipping.rules import Plan, make_plan
 
 
@@ -36,12 +37,19 @@ class VmapClipping(GhostClipping):
         max_grad_norm: The L2 bound on one unit's gradient.
         clip: ``abadi`` or ``automatic``.
         gamma: The stabiliser of ``automatic``.
+        clip_groups: ``flat`` or ``per_layer``.
     """
 
     def __init__(
-        self, module: nn.Module, *, max_grad_norm: float, clip: ClipName = "abadi", gamma: float = 0.01
+        self,
+        module: nn.Module,
+        *,
+        max_grad_norm: float,
+        clip: ClipName = "abadi",
+        gamma: float = 0.01,
+        clip_groups: ClipGroups = "flat",
     ) -> None:
-        super().__init__(module, max_grad_norm=max_grad_norm, clip=clip, gamma=gamma)
+        super().__init__(module, max_grad_norm=max_grad_norm, clip=clip, gamma=gamma, clip_groups=clip_groups)
         self._audit = Audit(always=True)
 
     def _plan(self) -> Plan:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.budget import AccountantName, Neighbours, PrivacyBudget, Unit, require_choice
-from lit_dpret.privacy.clipping import make_engine
+from lit_dpret.privacy.clipping import ClipGroups, make_engine
 from lit_dpret.privacy.modes.base import Guarantee, PrivacyMode, StepCounts, Update, trainable
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -32,7 +32,7 @@ class DPSGD(PrivacyMode):
 
     Guarantees:
         - Removing one unit, or replacing its queries by nothing, moves the sum of a step by at
-          most ``max_grad_norm`` before noise.
+          most ``max_grad_norm`` before noise, however the parameters are grouped for clipping.
         - Noise is added once per logical step, to every coordinate of every trainable parameter,
           also to those that no example of the batch touched, and also in an empty step.
         - The noised sum is divided by a public constant, never by the realised batch size.
@@ -50,6 +50,9 @@ class DPSGD(PrivacyMode):
         engine: ``ghost`` (fast, exact), ``vmap`` (the same, and torch.func for layers that ghost
             refuses), ``opacus`` or ``loop`` (to check against).
         clip: ``abadi`` scales by min(1, C/norm), ``automatic`` by C/(norm + 0.01).
+        clip_groups: ``flat`` clips the gradient of all parameters together to C = ``max_grad_norm``;
+            ``per_layer`` that of each of the model's K layers to C/sqrt(K), which bounds all
+            together by C too (He et al. 2023, 2212.01539). The noise is the same.
         secure_rng: Draw the noise from SHAKE-256 instead of PyTorch's generator.
         secret_file: Where the noise secret lies; null for the user's state folder.
 
@@ -72,6 +75,7 @@ class DPSGD(PrivacyMode):
         accountant: AccountantName = "pld",
         engine: Engine = "ghost",
         clip: Clip = "abadi",
+        clip_groups: ClipGroups = "flat",
         secure_rng: bool = False,
         secret_file: str | Path | None = None,
     ) -> None:
@@ -80,6 +84,7 @@ class DPSGD(PrivacyMode):
         require_choice("privacy.accountant", accountant, get_args(AccountantName))
         require_choice("privacy.engine", engine, get_args(Engine))
         require_choice("privacy.clip", clip, get_args(Clip))
+        require_choice("privacy.clip_groups", clip_groups, get_args(ClipGroups))
         if not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
             raise ConfigurationError(f"privacy.max_grad_norm={max_grad_norm} is not a positive, finite number.")
         if noise_multiplier is not None and not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
@@ -96,6 +101,7 @@ class DPSGD(PrivacyMode):
         self.accountant: AccountantName = accountant
         self.engine = engine
         self.clip = clip
+        self.clip_groups: ClipGroups = clip_groups
         self.secure_rng = secure_rng
         self.secret_file = None if secret_file is None else Path(secret_file)
 
@@ -130,6 +136,7 @@ class DPSGD(PrivacyMode):
             noise_multiplier=self.noise_multiplier,
             max_grad_norm=self.max_grad_norm,
             clip=self.clip,
+            clip_groups=self.clip_groups,
             accountant=self.accountant,
             engine=self.engine,
             mode=self.name,
@@ -150,7 +157,9 @@ class DPSGD(PrivacyMode):
         self._plan = plan
         self._stream = stream
         self._module = module
-        self._clipper = make_engine(self.engine, module, max_grad_norm=plan.max_grad_norm, clip=self.clip)
+        self._clipper = make_engine(
+            plan.engine, module, max_grad_norm=plan.max_grad_norm, clip=plan.clip, clip_groups=plan.clip_groups
+        )
 
     def add(self, row_loss: Callable[[], Tensor], unit_ids: Tensor, mask: Tensor) -> None:
         buffers = {name: (id(buffer), buffer._version) for name, buffer in self._module.named_buffers()}
