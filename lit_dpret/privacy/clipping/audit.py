@@ -79,7 +79,7 @@ class Audit:
             return True
         if batch.one_unit or all(self._known(use, batch) for use in uses):
             return False
-        reached = _ancestors(loss)
+        reached = ancestors(loss)
         return any(not self._known(use, batch) and use.edge.node in reached for use in uses)
 
     def is_due(self, uses: Sequence[Use], grads: Sequence[Tensor | None], batch: UnitRows) -> bool:
@@ -177,7 +177,7 @@ def _key(use: Use, batch: UnitRows) -> tuple[str, int, bool]:
 def refuse_lost_gradients(uses: Sequence[Use], grads: Sequence[Tensor | None], loss: Tensor) -> None:
     """Refuse a call that the loss depends on although no gradient arrived where it was expected."""
     silent = [use for use, g in zip(uses, grads, strict=True) if g is None and use.function is None]
-    reached = _ancestors(loss) if silent else set()
+    reached = ancestors(loss) if silent else set()
     for use in silent:
         if any(get_gradient_edge(alias).node in reached for alias in use.aliases.values()):
             raise UnsupportedModelError(
@@ -239,7 +239,7 @@ def _row_norms(tensor: Tensor) -> Tensor:
     return norms
 
 
-def _ancestors(loss: Tensor) -> set[Node]:
+def ancestors(loss: Tensor) -> set[Node]:
     """All nodes of the graph below ``loss``."""
     seen: set[Node] = set()
     queue = [] if loss.grad_fn is None else [loss.grad_fn]

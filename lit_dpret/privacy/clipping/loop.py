@@ -6,9 +6,13 @@ module that autograd covers, and it is what the fast engine is compared with.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
+from lit_dpret.privacy.clipping.audit import ancestors
 from lit_dpret.privacy.clipping.base import (
     ClippedSum,
     ClipStats,
@@ -43,7 +47,15 @@ class LoopClipping(ClippedSum):
                     norms[:, unit] = torch.nan
                     continue
                 loss = losses[rows].sum()
-                found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+                found: Sequence[Tensor | None] = torch.autograd.grad(
+                    loss, parameters, retain_graph=True, allow_unused=True
+                )
+                if any(g is not None and not _is_finite(g) for g in found):  # this unit's fault, or another's?
+                    others = torch.ones_like(finite).index_fill_(0, rows, False)
+                    saved.broken_rows = others
+                    with _zeros_stay_zero(loss, others):
+                        found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+                    saved.broken_rows = ~finite
                 grads = [
                     None if g is None else (g.to_dense() if g.is_sparse else g).to(accumulator_dtype(p))
                     for g, p in zip(found, parameters, strict=True)
@@ -59,6 +71,42 @@ class LoopClipping(ClippedSum):
                     if grad is not None and factor != 0.0:
                         self._sums[name] = self._sums.get(name, 0) + factor * grad
         return self.stats(norms, batch)
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).isfinite().all())
+
+
+@contextmanager
+def _zeros_stay_zero(loss: Tensor, rows: Tensor) -> Iterator[None]:
+    """Where nothing comes in for one of ``rows``, let nothing come out: zero times infinity is NaN."""
+    count = len(rows)
+
+    def folded(gradient: Tensor) -> Tensor | None:
+        whole = gradient.dim() and not gradient.is_sparse and gradient.shape[0] and gradient.shape[0] % count == 0
+        return gradient.reshape(count, -1) if whole else None
+
+    def hook(given: tuple[Tensor | None, ...], came: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+        incoming = [folded(g) for g in came if g is not None]
+        silent = rows.clone()
+        for g in incoming:
+            if g is None:
+                return None
+            silent &= (g == 0).all(1)
+        return tuple(g if g is None else quiet(g, silent) for g in given)
+
+    def quiet(gradient: Tensor, silent: Tensor) -> Tensor:
+        by_row = folded(gradient)
+        if by_row is None:
+            return gradient
+        return torch.where(silent[:, None] & ~by_row.isfinite(), 0, by_row).view_as(gradient)
+
+    handles = [node.register_hook(hook) for node in ancestors(loss)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 # Most derivatives are finite here; at zero that of a norm, a root or a quotient is not.

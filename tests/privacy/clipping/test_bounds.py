@@ -172,6 +172,47 @@ def test_a_broken_unit_under_a_normalised_output_silences_nobody_else(
     assert lib.difference(clipping.take(), lib.clipped_sum(gradients, 0.1)) < 1e-10
 
 
+class Breakable(nn.Module):
+    """The loss of a row is finite whatever ``flag`` is; its gradient is not where ``flag`` is zero."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.last = nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, flag: Tensor) -> Tensor:
+        flag = flag[:, None, None]
+        hidden = self.first(x)
+        if self.kind == "root of zero":
+            return self.last((hidden.square() * flag).sqrt()).sin().sum((1, 2))
+        if self.kind == "infinity cut off":
+            hidden = (hidden / flag).exp()
+            return self.last(torch.where(hidden.isfinite(), hidden, 0.0).tanh()).sin().sum((1, 2))
+        return (self.last(hidden).square().sum((1, 2)) * flag[:, 0, 0]).sqrt()
+
+
+@pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
+@pytest.mark.parametrize("rows", ["one row each", "two rows each"])
+@pytest.mark.parametrize("kind", ["root of zero", "infinity cut off", "root of a zero loss"])
+def test_a_unit_with_a_finite_loss_and_a_broken_gradient_silences_nobody_else(
+    kind: str, rows: str, engine: str, lib: SimpleNamespace
+) -> None:
+    model = Breakable(kind).double()
+    data = {"x": torch.randn(6, 2, 5).double().abs(), "flag": torch.ones(6).double()}
+    data["flag"][2] = 0.0
+    case = lib.Case(model, lambda b: model(b["x"], b["flag"]), data)
+    unit_ids = torch.arange(6) // 2 if rows == "two rows each" else torch.arange(6)
+    broken = int(unit_ids[2])
+    assert bool(case.losses(data).isfinite().all())
+    gradients = case.unit_gradients(unit_ids)
+    assert not lib.norm_of(gradients.pop(broken)).isfinite()
+    clipping = make_engine(engine, model, max_grad_norm=0.5)
+    for _ in range(2):
+        stats = case.run(clipping, unit_ids)
+        assert stats.non_finite == 1 and not stats.norms[broken].isfinite()
+        assert lib.difference(clipping.take(), lib.clipped_sum(gradients, 0.5)) < 1e-10
+
+
 @pytest.mark.parametrize("engine", ["ghost", "loop"])
 def test_a_broken_token_in_t5_breaks_its_own_unit_only(engine: str, lib: SimpleNamespace) -> None:
     case = lib.t5(rows=5)
