@@ -159,7 +159,10 @@ def add_weighted(
 def unit_gradients(uses: Sequence[Contribution], shape: torch.Size, group: RowGroup, dtype: torch.dtype) -> Tensor:
     """The gradients of a group's units, written out: (n, *shape)."""
     n = len(group.units)
-    total = torch.zeros(n, *shape, dtype=dtype, device=group.units.device)
+    if isinstance(uses[0], Outer):
+        total, uses = uses[0].outputs(group, dtype).mT @ uses[0].inputs(group, dtype), uses[1:]
+    else:
+        total = torch.zeros(n, *shape, dtype=dtype, device=group.units.device)
     for use in uses:
         if isinstance(use, Dense):
             total += group.join(use.value[:, None]).to(dtype).sum(1)

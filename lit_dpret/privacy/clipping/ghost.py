@@ -2,12 +2,13 @@
 
 One forward pass; one backward pass that computes the gradients of layer outputs only; each unit's
 gradient norm from pairs of (input, output gradient), without the gradient; then one weighted sum
-per parameter (Bu et al. 2023, 2210.00038). Nothing of size units x parameters is ever held.
+per parameter (Bu et al. 2023, 2210.00038). A unit's gradient is held only where it is no larger
+than the inputs and output gradients that it is made from (`written`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from lit_dpret.privacy.clipping.gradients import Layout, contributions_of
 from lit_dpret.privacy.clipping.groups import ClipGroups
 from lit_dpret.privacy.clipping.recorder import Recorder, Use, uncompiled
 from lit_dpret.privacy.clipping.rules import WAYS_OUT, Plan, make_plan, refuse_functional_use
+from lit_dpret.privacy.clipping.written import Written, are_small, write_out
 
 #: A unit whose squared norm is below this share of its energy is computed again in float64.
 CANCELLATION = 0.025
@@ -88,9 +90,13 @@ class GhostClipping(ClippedSum):
                 contributions = self._backward(recorder.uses, losses, batch)
         recorder.uses.clear()
         with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
-            norms, bounds = self._norms(contributions, losses.detach(), batch)
+            written = self._write_out(contributions, batch)
+            norms, bounds = self._norms(contributions, written, losses.detach(), batch)
             factors = torch.where(batch.real, self.factors(bounds), 0)
             coefficients = factors[:, batch.unit_of_row]
+            for name in list(written):
+                for part in written.pop(name):
+                    self._sums[name] = part.add_to(self._sums.get(name), factors[self.group_of[name]])
             for name in list(contributions):
                 parameter = self.parameters[name]
                 self._sums[name] = add_weighted(
@@ -166,7 +172,20 @@ class GhostClipping(ClippedSum):
     def _dtype(self, use: Use) -> torch.dtype:
         return accumulator_dtype(self.parameters[next(iter(use.site.parameters.values()))])
 
-    def _norms(self, contributions: Contributions, losses: Tensor, batch: UnitRows) -> tuple[Tensor, Tensor]:
+    def _write_out(self, contributions: Contributions, batch: UnitRows) -> dict[str, list[Written]]:
+        """Take out the parameters whose unit gradients are small, and write these out in place of their parts."""
+        found: dict[str, list[Written]] = {}
+        for names in by_input(contributions):
+            if not are_small([contributions[n] for n in names], [self.parameters[n].shape for n in names], batch):
+                continue
+            for name in names:
+                parameter = self.parameters[name]
+                found[name] = write_out(contributions.pop(name), parameter.shape, batch, accumulator_dtype(parameter))
+        return found
+
+    def _norms(
+        self, contributions: Contributions, written: Mapping[str, list[Written]], losses: Tensor, batch: UnitRows
+    ) -> tuple[Tensor, Tensor]:
         """Each unit's gradient norm in each group, and what its clip factor is computed from.
 
         The two differ for a unit whose terms cancel in fp32: its norm is computed in float64, and
@@ -174,6 +193,9 @@ class GhostClipping(ClippedSum):
         """
         squares = torch.zeros(len(self.groups), batch.units, dtype=torch.float64, device=batch.real.device)
         energy = torch.zeros_like(squares)
+        for name, found in written.items():
+            for gradients in found:
+                gradients.add_squares(squares[self.group_of[name]], accumulator_dtype(self.parameters[name]))
         parts = [{name: contributions[name] for name in names if name in contributions} for names in self.groups]
         for group, part in enumerate(parts):
             for names in by_input(part):
@@ -188,6 +210,8 @@ class GhostClipping(ClippedSum):
         for group in doubtful.any(1).nonzero().flatten().tolist():
             again = batch.only(doubtful[group])
             exact, energies = torch.zeros_like(squares[group]), torch.zeros_like(squares[group])
+            for gradients in (each for name in self.groups[group] for each in written.get(name, ())):
+                gradients.add_squares(exact, torch.float64)
             for name, each in parts[group].items():
                 square, spread = squared_norms([each], self.parameters[name].shape, again, torch.float64)
                 exact += square

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.clipping import base, make_engine
+from lit_dpret.privacy.clipping import base, make_engine, written
 from lit_dpret.privacy.clipping.groups import group_parameters
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.noise import KeyedStream
@@ -57,6 +57,16 @@ def check(case: Any, lib: SimpleNamespace, engine: str, clip: str = "abadi", uni
         assert (stats.clipped, stats.non_finite) == (int(above.sum()), 0)
         assert lib.difference(clipping.take(), expected) < 1e-10
     return clipping
+
+
+@pytest.mark.parametrize("name", ["t5_tied_relu", "bert", "siamese", "two_linears_with_one_weight"])
+@pytest.mark.parametrize("clip", ["abadi", "automatic"])
+def test_layers_whose_gradients_are_written_out_are_clipped_alike(
+    name: str, clip: str, lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(written, "ROOM", math.inf)
+    check(lib.case(name), lib, "ghost", clip)
+    check(lib.case(name), lib, "ghost", clip, unit_ids=torch.arange(lib.case(name).count) // 2)
 
 
 class Mixed(nn.Module):
