@@ -1,25 +1,34 @@
 """What clipping costs: a step with this package's engine and with opacus over a step without privacy.
 
-    python benchmarks/clipping.py [--pairs 7] [--threads 2] [--quick]
+    python benchmarks/clipping.py [--rounds 7] [--threads 2] [--device cpu|cuda] [--quick]
 
-The model is T5 in the shape of t5-small with random weights, in train mode with dropout 0.1; a
-step is forward, backward, and (with privacy) the clipped sum. No optimizer, no noise.
+Models have random weights, in train mode with dropout 0.1; a step is forward, backward, and (with
+privacy) the clipped sum. No optimizer, no noise. fp32 on a CPU, bf16 autocast on a GPU.
 
-* Time: the three variants run in one process, one after the other and in rotating order, after one
-  step of each that is not counted (for the ghost engine that is the step with the audit, reported on
-  its own). Each round gives one ratio to the plain step of the same round; the median over rounds is
-  reported, for wall time and for CPU time. Other load on the machine moves both sides of a wall ratio.
-* Memory: one fresh process per variant. The peak of the resident set (VmHWM, reset before the step)
-  less the resident set after the model was built; freed blocks go back to the system at once
-  (MALLOC_MMAP_THRESHOLD_), so the number is what the step needs, gradients or their sums included.
-* ``opacus`` is GradSampleModule with DPOptimizer.clip_and_accumulate as the library runs them, with
-  the relative position bias **frozen**, because opacus cannot do it. The ghost engine trains all.
+* Time: the variants run in one process, one after the other and in rotating order, after one step
+  of each that is not counted (for the ghost engine that is the step with the audit, reported on its
+  own). Each round gives one ratio to the plain step of the same round, and one of the ghost engine
+  to each opacus variant; medians over the rounds are reported, and for opacus the upper 95 percent
+  bound of the median as well (an order statistic: no distribution is assumed).
+* Memory: on a CPU one fresh process per variant. The peak of the resident set (VmHWM, reset before
+  the step) less the resident set after the model was built; freed blocks go back to the system at
+  once (MALLOC_MMAP_THRESHOLD_), so the number is what the step needs, gradients or their sums
+  included. On a GPU the peak of the allocator less what was allocated before. ``first step``
+  is the first of a run, which the ghost engine audits with a second backward pass.
+* Largest batch: the most rows for which every step, the first included, stays within the limit.
+* ``opacus hooks`` is GradSampleModule with DPOptimizer.clip_and_accumulate, ``opacus ghost`` is
+  GradSampleModuleFastGradientClipping with two backward passes, both as the library runs them, with
+  position embeddings and biases **frozen**, because opacus cannot do them. The ghost engine trains
+  all. A model that opacus refuses is reported with its reason.
+* Of the public fast implementations none is on PyPI: fastDP and private-transformers install from
+  git alone, and dp-transformers wraps the hooks of opacus.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -29,107 +38,112 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-VARIANTS = ("plain", "ghost", "opacus")
-SHAPES = {"4 x 384/64": (4, 384, 64), "8 x 128/24": (8, 128, 24)}
-QUICK_SHAPES = {"3 x 32/8": (3, 32, 8)}
+from clipping_steps import LABELS, VARIANTS, Row, build_model, build_step
+
+ROWS = {
+    "cpu": [
+        Row("t5-small", 8, 128, 24),
+        Row("t5-small", 4, 384, 64),
+        Row("t5-small", 4, 384, 128),
+        Row("t5-base", 2, 384, 128),
+        Row("minilm", 16, 128, 0),
+    ],
+    "cuda": [
+        Row("t5-small", 32, 384, 128),
+        Row("t5-base", 8, 128, 24),
+        Row("t5-base", 16, 384, 128),
+        Row("t5-large", 4, 384, 128),
+        Row("t5-large", 16, 384, 128),
+        Row("minilm", 128, 128, 0),
+    ],
+}
+QUICK = [Row("t5-toy", 3, 32, 8), Row("bert-toy", 3, 16, 0)]
 
 
-def build_model(quick: bool) -> Any:
-    """T5 in the shape of t5-small; with ``quick`` a toy of the same kind."""
+def upper_bound(values: list[float], confidence: float = 0.95) -> float | None:
+    """The smallest of the values that is above the median with this confidence; None where there are too few.
+
+    The k-th smallest of n is above the median unless k or more of n fair coins show heads.
+    """
+    n = len(values)
+    below = 0.0
+    for k in range(1, n + 1):
+        below += math.comb(n, k - 1) / 2**n
+        if below >= confidence:
+            return sorted(values)[k - 1]
+    return None
+
+
+def wait(device: str) -> None:
+    """Until the GPU has finished."""
+    if device != "cpu":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def matmul_rate(device: str) -> float:
+    """Floating-point operations per second of a large product in the precision of the passes."""
     import torch
-    from transformers import T5Config, T5ForConditionalGeneration
 
-    torch.manual_seed(0)
-    size = dict(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=256) if quick else {}
-    shape = dict(d_model=512, d_kv=64, d_ff=2048, num_layers=6, num_heads=8, vocab_size=32128) | size
-    return T5ForConditionalGeneration(T5Config(**shape, decoder_start_token_id=0)).train()
-
-
-def build_step(variant: str, model: Any, shape: tuple[int, int, int]) -> Callable[[], None]:
-    """One step of a variant; its result (gradients or their sums) is freed by the next one."""
-    import torch
-    import torch.nn.functional as F
-
-    batch, source, target = shape
-    vocabulary = model.config.vocab_size
-    ids = torch.randint(1, vocabulary, (batch, source))
-    labels = torch.randint(1, vocabulary, (batch, target))
-    mask = torch.ones_like(ids)
-
-    def losses() -> torch.Tensor:
-        logits = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).logits
-        return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean(1)
-
-    if variant == "plain":
-
-        def plain() -> None:
-            model.zero_grad(set_to_none=True)
-            torch.autograd.backward(losses().sum())
-
-        return plain
-    if variant == "ghost":
-        from lit_dpret.privacy.clipping import make_engine
-
-        engine = make_engine("ghost", model, max_grad_norm=1.0)
-        units, real = torch.arange(batch), torch.ones(batch, dtype=torch.bool)
-
-        def ghost() -> None:
-            engine.zero()
-            engine.add(losses, units, real)
-
-        return ghost
-    import warnings
-
-    from opacus.grad_sample import GradSampleModule
-    from opacus.optimizers import DPOptimizer
-
-    warnings.filterwarnings("ignore", message="Full backward hook")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("relative_attention_bias" not in name)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    GradSampleModule(model, loss_reduction="sum")
-    optimizer = DPOptimizer(
-        torch.optim.SGD(trained, lr=0.0), noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=batch
-    )
-
-    def opacus() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        for p in trained:
-            p.summed_grad = None
-        torch.autograd.backward(losses().sum())
-        optimizer.clip_and_accumulate()
-
-    return opacus
+    size, dtype = (2048, torch.float32) if device == "cpu" else (8192, torch.bfloat16)
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    spent = []
+    for _ in range(6):
+        wait(device)
+        begun = time.perf_counter()
+        a @ a
+        wait(device)
+        spent.append(time.perf_counter() - begun)
+    return 2 * size**3 / min(spent)
 
 
-def measure_time(shape: tuple[int, int, int], pairs: int, quick: bool) -> dict[str, Any]:
+def measure_time(row: Row, rounds: int, device: str) -> dict[str, Any]:
     """Seconds and ratios of every variant over the plain step, interleaved."""
-    model = build_model(quick)
-    steps = {"plain": build_step("plain", model, shape), "ghost": build_step("ghost", model, shape)}
-    steps["opacus"] = build_step("opacus", build_model(quick), shape)
+    model = build_model(row.model, device)
+    steps: dict[str, Callable[[], None]] = {v: build_step(v, model, row, device) for v in ("plain", "ghost")}
+    refused: dict[str, str] = {}
 
     def run(variant: str) -> tuple[float, float]:
+        wait(device)
         wall, cpu = time.perf_counter(), time.process_time()
         steps[variant]()
+        wait(device)
         return time.perf_counter() - wall, time.process_time() - cpu
 
     run("plain")
-    first = {variant: run(variant) for variant in VARIANTS}
+    first = {variant: run(variant) for variant in ("plain", "ghost")}
     model.zero_grad(set_to_none=True)
-    rounds: list[dict[str, tuple[float, float]]] = []
-    for i in range(pairs):
-        order = VARIANTS[i % 3 :] + VARIANTS[: i % 3]
-        rounds.append({variant: run(variant) for variant in order})
+    for variant in ("opacus", "opacus ghost"):
+        try:
+            steps[variant] = build_step(variant, build_model(row.model, device), row, device)
+            first[variant] = run(variant)
+        except NotImplementedError as error:
+            steps.pop(variant, None)
+            refused[variant] = str(error)
+    done: list[dict[str, tuple[float, float]]] = []
+    names = [v for v in VARIANTS if v in steps]
+    for i in range(rounds):
+        order = names[i % len(names) :] + names[: i % len(names)]
+        done.append({variant: run(variant) for variant in order})
         model.zero_grad(set_to_none=True)
-    result: dict[str, Any] = {}
-    for variant in VARIANTS:
-        result[variant] = {
-            "wall_seconds": statistics.median(r[variant][0] for r in rounds),
-            "cpu_seconds": statistics.median(r[variant][1] for r in rounds),
-            "wall_ratio": statistics.median(r[variant][0] / r["plain"][0] for r in rounds),
-            "cpu_ratio": statistics.median(r[variant][1] / r["plain"][1] for r in rounds),
-            "first_step_cpu_seconds": first[variant][1],
+    flops = 6 * sum(p.numel() for p in model.parameters()) * row.tokens
+    rate = matmul_rate(device)
+    result: dict[str, Any] = {"refused": refused, "matmul_flops": rate, "variants": {}, "ghost_over": {}}
+    for variant in names:
+        wall = statistics.median(r[variant][0] for r in done)
+        result["variants"][variant] = {
+            "wall_seconds": wall,
+            "cpu_seconds": statistics.median(r[variant][1] for r in done),
+            "wall_ratio": statistics.median(r[variant][0] / r["plain"][0] for r in done),
+            "cpu_ratio": statistics.median(r[variant][1] / r["plain"][1] for r in done),
+            "first_step_wall_seconds": first[variant][0],
+            "tokens_per_second": row.tokens / wall,
+            "share_of_matmul_rate": flops / wall / rate,
         }
+        if variant.startswith("opacus"):
+            ratios = [r["ghost"][0] / r[variant][0] for r in done]
+            result["ghost_over"][variant] = {"median": statistics.median(ratios), "upper_95": upper_bound(ratios)}
     return result
 
 
@@ -141,83 +155,133 @@ def resident(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}: memory is measured on Linux only.")
 
 
-def measure_memory_here(variant: str, shape: tuple[int, int, int], quick: bool) -> dict[str, int]:
+def measure_memory_here(variant: str, row: Row, device: str) -> dict[str, int]:
     """In a fresh process: bytes above the built model, in the first step and in later ones."""
-    model = build_model(quick)
-    step = build_step(variant, model, shape)
+    import torch
+
+    model = build_model(row.model, device)
+    step = build_step(variant, model, row, device)
     peaks = []
-    base = resident("VmRSS")
+    base = resident("VmRSS") if device == "cpu" else torch.cuda.memory_allocated()
     for _ in range(3):
-        Path("/proc/self/clear_refs").write_text("5")
-        step()
-        peaks.append(resident("VmHWM") - base)
-    return {"model_bytes": base, "first_step_bytes": peaks[0], "later_step_bytes": max(peaks[1:])}
+        if device == "cpu":
+            Path("/proc/self/clear_refs").write_text("5")
+            step()
+            peaks.append(resident("VmHWM") - base)
+        else:
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            peaks.append(torch.cuda.max_memory_allocated() - base)
+    return {"first_step_bytes": peaks[0], "later_step_bytes": max(peaks[1:])}
 
 
-def measure_memory(name: str, quick: bool, threads: int) -> dict[str, Any]:
-    """One process per variant."""
-    result: dict[str, Any] = {}
-    for variant in VARIANTS:
-        command = [sys.executable, __file__, "--memory-of", variant, name, "--threads", str(threads)]
-        environment = dict(os.environ, MALLOC_MMAP_THRESHOLD_="131072", MALLOC_TRIM_THRESHOLD_="131072")
-        done = subprocess.run(
-            command + ["--quick"] * quick, env=environment, check=True, stdout=subprocess.PIPE, text=True
-        )
-        result[variant] = json.loads(done.stdout.splitlines()[-1])
+def measure_memory(variant: str, row: Row, device: str, threads: int) -> dict[str, Any] | None:
+    """In a process of its own; None where the variant is refused or does not fit."""
+    shape = [row.model, *(str(n) for n in (row.batch, row.source, row.target))]
+    command = [sys.executable, __file__, "--device", device, "--threads", str(threads), "--memory-of", variant, *shape]
+    environment = dict(os.environ, MALLOC_MMAP_THRESHOLD_="131072", MALLOC_TRIM_THRESHOLD_="131072")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode and "NotImplementedError" not in done.stderr and "OutOfMemoryError" not in done.stderr:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    return None if done.returncode else json.loads(done.stdout.splitlines()[-1])
+
+
+def largest_batch(variant: str, row: Row, limit: int, device: str, threads: int) -> int | None:
+    """The most rows within the limit: guessed from two sizes, then found by measuring around the guess."""
+
+    def peak(batch: int) -> float:
+        found = measure_memory(variant, Row(row.model, batch, row.source, row.target), device, threads)
+        return math.inf if found is None else max(found.values())
+
+    few, more = peak(2), peak(4)
+    if few > limit:
+        return None
+    each = max(1.0, (more - few) / 2)
+    batch = max(2, int(2 + (limit - few) / each)) if math.isfinite(each) else 2
+    if peak(batch) <= limit:
+        while peak(batch + 1) <= limit:
+            batch += 1
+        return batch
+    while batch > 2 and peak(batch - 1) > limit:
+        batch -= 1
+    return batch - 1
+
+
+def report_row(row: Row, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure a row and print it."""
+    memory = {v: measure_memory(v, row, arguments.device, arguments.threads) for v in VARIANTS}
+    spent = measure_time(row, arguments.rounds, arguments.device)
+    plain = memory["plain"]
+    print(f"\n{row.label}")
+    print(f"{'':32}{'wall':>8}{'cpu':>8}{'memory':>8}{'first step':>12}   seconds, tokens/s, of matmul rate, MB")
+    for variant, measured in spent["variants"].items():
+        held = memory[variant]
+        if plain is None or held is None:
+            continue
         for key in ("first_step", "later_step"):
-            result[variant][f"{key}_ratio"] = result[variant][f"{key}_bytes"] / result["plain"][f"{key}_bytes"]
-    return result
+            held[f"{key}_ratio"] = held[f"{key}_bytes"] / plain[f"{key}_bytes"]
+        print(
+            f"{LABELS[variant]:32}{measured['wall_ratio']:7.2f}x{measured['cpu_ratio']:7.2f}x"
+            f"{held['later_step_ratio']:7.2f}x{held['first_step_ratio']:11.2f}x"
+            f"   {measured['wall_seconds']:.3f} s, {measured['tokens_per_second']:.0f}, "
+            f"{measured['share_of_matmul_rate']:.0%}, {held['later_step_bytes'] / 1e6:.0f}"
+        )
+    for variant, ratio in spent["ghost_over"].items():
+        bound = "too few rounds" if ratio["upper_95"] is None else f"{ratio['upper_95']:.2f}"
+        print(f"ghost over {LABELS[variant]}: {ratio['median']:.2f} (upper 95 percent bound: {bound})")
+    for variant, reason in spent["refused"].items():
+        print(f"{LABELS[variant]}: refused: {reason}")
+    sys.stdout.flush()
+    return {"memory": memory, "time": spent}
 
 
 def main() -> None:
-    """Print the table and write the JSON."""
+    """Print the tables and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=7, help="rounds of all variants; at least 5 for a report")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of all variants; at least 7 for a report")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="a toy model: shows that the script runs")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "clipping.json")
-    parser.add_argument("--memory-of", nargs=2, metavar=("VARIANT", "SHAPE"), help=argparse.SUPPRESS)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--limit-gb", type=float, default=3.0, help="for the largest batch; 0 leaves it out")
+    parser.add_argument("--quick", action="store_true", help="toy models: shows that the script runs")
+    parser.add_argument("--out", type=Path, default=None, help="default: benchmarks/results/clipping_DEVICE.json")
+    parser.add_argument("--memory-of", nargs=5, metavar="X", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     import torch
 
     torch.set_num_threads(arguments.threads)
-    shapes = QUICK_SHAPES if arguments.quick else SHAPES
     if arguments.memory_of:
-        variant, name = arguments.memory_of
-        print(json.dumps(measure_memory_here(variant, shapes[name], arguments.quick)))
+        variant, model, *shape = arguments.memory_of
+        print(json.dumps(measure_memory_here(variant, Row(model, *map(int, shape)), arguments.device)))
         return
     import opacus
     import transformers
 
+    rows = QUICK if arguments.quick else ROWS[arguments.device]
     report: dict[str, Any] = {
-        "model": "toy" if arguments.quick else "T5 in the shape of t5-small, 60.5 M parameters, dropout 0.1",
         "method": __doc__,
-        "pairs": arguments.pairs,
+        "rounds": arguments.rounds,
         "threads": arguments.threads,
+        "device": arguments.device if arguments.device == "cpu" else torch.cuda.get_device_name(),
         "load_before": os.getloadavg()[0],
         "versions": {library.__name__: library.__version__ for library in (torch, opacus, transformers)},
-        "shapes": {},
+        "rows": {row.label: report_row(row, arguments) for row in rows},
     }
-    labels = {"plain": "no privacy", "ghost": "ghost (all trained)", "opacus": "opacus (position bias frozen)"}
-    for name, shape in shapes.items():
-        result = {
-            "memory": measure_memory(name, arguments.quick, arguments.threads),
-            "time": measure_time(shape, arguments.pairs, arguments.quick),
-        }
-        report["shapes"][name] = result
-        print(f"\nbatch x tokens {name}")
-        print(f"{'':32}{'wall':>8}{'cpu':>8}{'memory':>8}{'first step':>12}   seconds, MB above the model")
-        for variant in VARIANTS:
-            spent, held = result["time"][variant], result["memory"][variant]
-            print(
-                f"{labels[variant]:32}{spent['wall_ratio']:7.2f}x{spent['cpu_ratio']:7.2f}x"
-                f"{held['later_step_ratio']:7.2f}x{held['first_step_ratio']:11.2f}x"
-                f"   {spent['wall_seconds']:.2f} s, {held['later_step_bytes'] / 1e6:.0f} MB"
-            )
+    if arguments.limit_gb:
+        row = next(row for row in reversed(rows) if row.target) if arguments.quick else rows[2]
+        print(
+            f"\nLargest batch of {row.model} {row.source}/{row.target} within {arguments.limit_gb:g} GB above the model"
+        )
+        report["largest_batch"] = {"row": row.label, "limit_gb": arguments.limit_gb}
+        for variant in VARIANTS[:3]:
+            limit = int(arguments.limit_gb * 1e9)
+            found = largest_batch(variant, row, limit, arguments.device, arguments.threads)
+            report["largest_batch"][variant] = found
+            print(f"{LABELS[variant]:32}{found if found is not None else 'not even 2'}", flush=True)
     report["load_after"] = os.getloadavg()[0]
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"\nwritten: {arguments.out}")
+    out = arguments.out or Path(__file__).parent / "results" / f"clipping_{arguments.device}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"\nwritten: {out}")
 
 
 if __name__ == "__main__":

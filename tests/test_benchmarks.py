@@ -1,0 +1,47 @@
+"""The benchmarks run, and the bound that they print is one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_upper_bound_of_a_median_holds_for_19_of_20_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    upper_bound = load("clipping", monkeypatch).upper_bound
+    random = np.random.default_rng(0)
+    for n in (5, 7, 15):
+        bounds = [upper_bound(random.exponential(size=n).tolist()) for _ in range(4000)]
+        assert np.mean([bound >= np.log(2) for bound in bounds]) >= 0.94
+    assert upper_bound([1.0] * 4) is None, "four values are all below the median once in sixteen"
+
+
+@pytest.mark.slow
+def test_clipping_measures_every_variant_and_says_what_opacus_refuses(tmp_path: Path) -> None:
+    out = tmp_path / "clipping.json"
+    command = [sys.executable, str(BENCHMARKS / "clipping.py"), "--quick", "--rounds", "2", "--limit-gb", "0"]
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    t5, bert = report["rows"]["t5-toy 3 x 32/8"], report["rows"]["bert-toy 3 x 16"]
+    assert set(t5["time"]["variants"]) == {"plain", "ghost", "opacus"}
+    assert "tying" in t5["time"]["refused"]["opacus ghost"] and not bert["time"]["refused"]
+    assert all(memory["later_step_bytes"] > 0 for memory in bert["memory"].values())
+    assert "refused: Parameter tying" in done.stdout and "too few rounds" in done.stdout
