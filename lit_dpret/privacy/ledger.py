@@ -5,29 +5,18 @@ killed. The ledger can. Before noise is drawn for a step, an *intent* is on the 
 *release* states what was really added. Epsilon is computed from these records and from nothing
 else, so that a crash, a resume or a wrong setting costs epsilon on paper as it does in fact.
 
-Each line of ``privacy_ledger.jsonl`` is one record in canonical JSON (sorted keys, no spaces, no
-NaN) that carries the SHA-256 of itself and of its predecessor. Changing, removing, inserting or
-swapping whole lines breaks the chain at a known line number. What a chain cannot see is that whole records
-were cut off its end: for that the privacy card stores the head hash and the number of records,
-and ``lit_dpret.privacy.card.verify_card`` compares them.
+Each line of ``privacy_ledger.jsonl`` is one record of a `ChainedFile`. What a chain cannot see is
+that whole records were cut off its end: for that the privacy card stores the head hash and the number
+of records, and ``lit_dpret.privacy.card.verify_card`` compares them.
 
 Nothing private enters: no norm, no realised batch size, no secret.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import json
-import os
-import sys
-from collections.abc import Mapping
-from datetime import UTC, datetime
-from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
+from typing import ClassVar
 
-from lit_dpret.errors import LedgerError, StorageError
+from lit_dpret.privacy.chain import GENESIS, Book, ChainedFile, canonical_json, record_hash, storage_error
 from lit_dpret.privacy.charges import KeyBook, charged_releases, check_no_key_reuse, noise_keys
 
 __all__ = [
@@ -42,308 +31,27 @@ __all__ = [
     "storage_error",
 ]
 
-GENESIS = "0" * 64
 KINDS = ("plan", "intent", "release", "replay", "event", "end", "repair")
-_CHAIN = ("seq", "time", "kind", "prev", "hash")
-_WAYS_OUT = {
-    errno.ENOSPC: "the disk is full. Free some space, then resume the run",
-    errno.EDQUOT: "the disk quota is used up. Free some space, then resume the run",
-    errno.EFBIG: "the file size limit is reached. Raise it (ulimit -f), then resume the run",
-    errno.EIO: "the disk reports an input/output error. Move the run folder to a sound disk, then resume the run",
-    errno.EACCES: "the folder cannot be written. Choose another hydra.run.dir, or change its permissions",
-    errno.EPERM: "the folder cannot be written. Choose another hydra.run.dir, or change its permissions",
-    errno.EROFS: "the file system is read-only. Choose another hydra.run.dir",
-    errno.ENOTDIR: "a part of the path is a file, not a folder. Choose another hydra.run.dir",
-    errno.EEXIST: "a part of the path is a file, not a folder. Choose another hydra.run.dir",
-    errno.EISDIR: "the path is a folder, not a file. Choose another hydra.run.dir",
-}
 
 
-def canonical_json(value: object) -> str:
-    """``value`` as the one JSON text that a hash may be taken of: sorted keys, no spaces, no NaN.
-
-    Raises:
-        LedgerError: It holds something that JSON cannot (a tensor, NaN, an infinity).
-    """
-    try:
-        return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise LedgerError(f"The ledger and the card hold plain, finite JSON values only: {error}.") from error
-
-
-def record_hash(record: Mapping[str, Any]) -> str:
-    """SHA-256 of a record without its own ``hash``; ``prev`` is inside, and so is the whole past."""
-    body = {key: value for key, value in record.items() if key != "hash"}
-    return hashlib.sha256(canonical_json(body).encode()).hexdigest()
-
-
-def storage_error(path: Path, doing: str, error: OSError) -> StorageError:
-    """An ``OSError`` in words that say which file, why, and what to do."""
-    way_out = _WAYS_OUT.get(error.errno or 0, f"{error.strerror or error}. Mend this, then resume the run")
-    return StorageError(f"{path} could not be {doing}: {way_out}.")
-
-
-class PrivacyLedger:
+class PrivacyLedger(ChainedFile):
     """An append-only, hash-chained file of everything that a run released.
 
-    Guarantees:
-        - When ``append`` returns, the record is on the disk (fsync), whole.
-        - When ``append`` raises, the file is as it was before, or ends in a torn line that the next
-          ``open`` cuts; no later record can follow a torn one.
-        - A changed, removed, inserted or swapped complete line raises ``LedgerError`` with its number.
-        - One writer at a time: a second one is refused while the first is open.
+    Guarantees, besides those of a `ChainedFile`:
+        - A second writer is refused at once while the first is open.
         - A noise key (attempt, step) enters as an intent once. A release or a replay without an
           earlier intent is refused, and so is a replay whose hashes contradict the intent.
 
-    A torn last line stems from a crash inside ``append``, which had not returned: nothing was
-    released under it, and cutting it loses no charge. ``open`` notes the cut as a ``repair`` record.
-    A last line that lacks nothing but its line end is kept and charged.
+    Nothing was released under a record whose ``append`` had not returned, so that cutting a torn last
+    line loses no charge; one that lacks nothing but its line end is charged.
     """
 
-    def __init__(self, path: Path, content: bytes, *, file: IO[bytes] | None = None) -> None:
-        self.path = path
-        self._records, self._keys, self._length = _verify(content, path)
-        self.torn_bytes = len(content) - self._length
-        self._file = file
-        self._pid = os.getpid()
+    kinds: ClassVar[tuple[str, ...]] = KINDS
+    lock_refusal: ClassVar[str] = (
+        "is open in another run. Wait for it to end, or choose another hydra.run.dir: "
+        "two runs must never share one ledger."
+    )
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> PrivacyLedger:
-        """Open for writing, made if absent; verify the chain, cut and note a torn last line.
-
-        Raises:
-            LedgerError: The chain is broken, or another process has the ledger open.
-            StorageError: The folder cannot be written.
-        """
-        path = Path(path)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = open(path, "a+b", buffering=0)  # noqa: SIM115 (kept open: it carries the lock)
-        except OSError as error:
-            raise storage_error(path, "opened for writing", error) from error
-        try:
-            _lock(file, path)
-            _sync_folder(path.parent)
-            content = path.read_bytes()
-            ledger = cls(path, content, file=file)
-            ledger._repair(content)
-        except OSError as error:
-            file.close()
-            raise error if isinstance(error, StorageError) else storage_error(path, "opened", error) from error
-        except BaseException:
-            file.close()
-            raise
-        return ledger
-
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> PrivacyLedger:
-        """Read and verify without changing anything; ``torn_bytes`` counts an incomplete last line."""
-        path = Path(path)
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise LedgerError(f"The ledger {path} cannot be read: {error.strerror}.") from error
-        return cls(path, content)
-
-    @property
-    def records(self) -> list[dict[str, Any]]:
-        """All records in order, each ``{seq, time, kind, prev, hash, **facts}``."""
-        return list(self._records)
-
-    @property
-    def head(self) -> str:
-        """The hash of the last record; 64 zeros for an empty ledger."""
-        return str(self._records[-1]["hash"]) if self._records else GENESIS
-
-    def append(self, kind: str, **facts: Any) -> dict[str, Any]:
-        """Write one record and wait until it is on the disk.
-
-        Args:
-            kind: One of ``KINDS``.
-            facts: Public facts, plain JSON values; they become fields of the record.
-
-        Returns:
-            The record as a reader will see it.
-
-        Raises:
-            LedgerError: The facts cannot be written, or contradict earlier records.
-            StorageError: The disk is full or fails; the file is as it was before.
-        """
-        file = self._writable()
-        if kind not in KINDS:
-            raise LedgerError(f"A ledger has no records of kind {kind!r}; there are {', '.join(KINDS)}.")
-        if taken := sorted(set(facts) & set(_CHAIN)):
-            raise LedgerError(f"A {kind} record cannot carry the fact {taken[0]!r}: the chain uses that name.")
-        record: dict[str, Any] = {
-            **json.loads(canonical_json(facts)),
-            "seq": len(self._records),
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "kind": kind,
-            "prev": self.head,
-        }
-        record["hash"] = record_hash(record)
-        self._keys.check(record)
-        self._write(file, (canonical_json(record) + "\n").encode())
-        self._records.append(record)
-        self._keys.add(record)
-        return record
-
-    def close(self) -> None:
-        """Let the lock go, also where a forked worker still holds the file; further appends are refused."""
-        if self._file is not None:
-            if os.getpid() == self._pid:
-                _unlock(self._file)
-            self._file.close()
-            self._file = None
-
-    def __enter__(self) -> PrivacyLedger:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _writable(self) -> IO[bytes]:
-        """The open file, after checking that nobody else touched it since the last append."""
-        if self._file is None:
-            raise LedgerError(f"The ledger {self.path} is not open for writing.")
-        if os.getpid() != self._pid:
-            raise LedgerError(f"The ledger {self.path} was opened by another process; only that one may write to it.")
-        ours = os.fstat(self._file.fileno())
-        try:
-            theirs = os.stat(self.path)
-        except OSError as error:
-            raise LedgerError(f"The ledger {self.path} was removed during the run; its claim is lost.") from error
-        if (ours.st_dev, ours.st_ino) != (theirs.st_dev, theirs.st_ino) or ours.st_size != self._length:
-            raise LedgerError(f"The ledger {self.path} was changed by somebody else during the run.")
-        return self._file
-
-    def _write(self, file: IO[bytes], data: bytes) -> None:
-        """Append ``data`` and sync; on failure put the file back to its last good length."""
-        try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[file.write(rest) :]
-            os.fsync(file.fileno())
-        except OSError as error:
-            try:
-                file.truncate(self._length)
-                os.fsync(file.fileno())
-            except OSError:
-                self.close()  # the torn line stays; the next open cuts it
-            raise storage_error(self.path, "written", error) from error
-        except BaseException:  # Ctrl-C in the middle of a line
-            file.truncate(self._length)
-            raise
-        self._length += len(data)
-
-    def _repair(self, content: bytes) -> None:
-        """Cut an incomplete last line, or end a complete one, and say so in the chain."""
-        tail = content[self._length :]
-        if not tail or self._file is None:
-            return
-        record = _parse(tail)
-        if record is None:
-            self._file.truncate(self._length)
-            note: dict[str, Any] = {"cut_bytes": len(tail), "cut_sha256": hashlib.sha256(tail).hexdigest()}
-        else:
-            self._write(self._file, b"\n")
-            self._length += len(tail)
-            self._records, self._keys, _ = _verify(content + b"\n", self.path)
-            note = {"ended_record": record["seq"]}
-        self.torn_bytes = 0
-        self.append("repair", **note)
-
-
-def _lock(file: IO[bytes], path: Path) -> None:
-    """Take the exclusive lock, or refuse at once; it ends with the file, also after a kill."""
-    if sys.platform == "win32":
-        raise StorageError(f"{path} could not be locked: the ledger needs the file locks of a POSIX system.")
-    import fcntl
-
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise LedgerError(
-            f"The ledger {path} is open in another run. Wait for it to end, or choose another hydra.run.dir: "
-            "two runs must never share one ledger."
-        ) from error
-
-
-def _unlock(file: IO[bytes]) -> None:
-    if sys.platform != "win32":
-        import fcntl
-
-        fcntl.flock(file.fileno(), fcntl.LOCK_UN)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the name of a new ledger as durable as its content."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _verify(content: bytes, path: Path) -> tuple[list[dict[str, Any]], KeyBook, int]:
-    """The records of the complete lines, their noise keys, and how many bytes those lines take.
-
-    An unterminated last line is left out: it is what a crash leaves. One that holds more than a
-    record cannot stem from a crash and is an error like any other edit.
-    """
-    *lines, tail = content.split(b"\n")
-    records: list[dict[str, Any]] = []
-    keys = KeyBook()
-    head = GENESIS
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = _follow(line, head=head, seq=number - 1)
-            keys.check(record)
-        except LedgerError as error:
-            raise LedgerError(f"{path}, line {number}: {error}") from error
-        keys.add(record)
-        records.append(record)
-        head = str(record["hash"])
-    if _starts_with_json(tail):
-        try:
-            keys.check(_follow(tail, head=head, seq=len(lines)))
-        except LedgerError as error:
-            raise LedgerError(f"{path}, line {len(lines) + 1}, without a line end: {error}") from error
-    return records, keys, len(content) - len(tail)
-
-
-def _follow(line: bytes, *, head: str, seq: int) -> dict[str, Any]:
-    """The record in ``line``, which has to continue the chain that ends in ``head``."""
-    record = _parse(line)
-    if record is None:
-        raise LedgerError("not a record in canonical JSON. The ledger was edited or damaged.")
-    if record.get("hash") != record_hash(record):
-        raise LedgerError("the content does not match its hash. The ledger was edited.")
-    if record.get("prev") != head or record.get("seq") != seq:
-        raise LedgerError(
-            "does not follow the line before it. A line was removed, inserted or moved, or belongs to another ledger."
-        )
-    if record.get("kind") not in KINDS:
-        raise LedgerError(f"unknown kind {record.get('kind')!r}.")
-    return record
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """The record in ``line``, or None where the bytes are not exactly its canonical JSON."""
-    try:
-        record = json.loads(line.decode("ascii"))
-        if isinstance(record, dict) and canonical_json(record).encode() == line:
-            return record
-    except (ValueError, RecursionError, LedgerError):
-        pass
-    return None
-
-
-def _starts_with_json(tail: bytes) -> bool:
-    try:
-        json.JSONDecoder().raw_decode(tail.decode("ascii", errors="replace"))
-    except (ValueError, RecursionError):
-        return False
-    return True
+    def new_book(cls) -> Book:
+        return KeyBook()
