@@ -18,6 +18,8 @@ from lightning.pytorch.callbacks import Callback
 from lit_dpret.callbacks.refusals import refuse_broken_claims
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.card import LEDGER_NAME
+from lit_dpret.privacy.dataset_account import DatasetAccount
+from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.fingerprints import state_hash
 from lit_dpret.privacy.gate import ReleaseGate
 from lit_dpret.privacy.ledger import PrivacyLedger
@@ -39,6 +41,8 @@ class PrivacyAccountant(Callback):
         - After a crash, epsilon is never less than was spent. A step is repeated under its old
           noise only where the state before it and its clipped sum are bit for bit the same.
         - A resume with another sigma, clip norm, sampling law or data set is refused.
+        - With ``privacy.dataset_ledger``, no step is made that would bring the total of all runs on
+          the data set past ``privacy.total_eps``.
 
     Args:
         run_dir: Where the ledger lies; null for the Trainer's ``default_root_dir``.
@@ -67,6 +71,8 @@ class PrivacyAccountant(Callback):
         self.replay = replay
         self.eps_log_points = eps_log_points
         self.plan: PrivacyPlan | None = None
+        self._dataset: DatasetLedger | None = None
+        self._account: DatasetAccount | None = None
         self._restored: Position | None = None
         self._begun = False
 
@@ -94,6 +100,7 @@ class PrivacyAccountant(Callback):
         per_epoch = steps_per_epoch(data, mode.public_units(data.n_units))
         self.planned_steps = planned_steps(trainer, per_epoch)
         self.plan, law = self._plan(mode, data)
+        self._dataset = self._dataset_ledger(mode)
         self._run = PrivateRun.open(
             self.run_dir / LEDGER_NAME,
             resume=self.resume,
@@ -125,6 +132,15 @@ class PrivacyAccountant(Callback):
         data.attach(self.sampler, UnitCollator(module.collate_rows, data.rows_per_unit))
         mode.attach(pl_module, self.plan, self._run.stream)
         module.receive_guard(self._gate)
+
+    def _dataset_ledger(self, mode: PrivacyMode) -> DatasetLedger | None:
+        """The ledger of the data set, if there is one; a new run that it does not cover leaves nothing behind."""
+        if not isinstance(mode, DPSGD) or self.plan is None:
+            return None
+        ledger = mode.ledger_of_dataset(self.plan.budget, run_dir=self.run_dir)
+        if ledger is not None and not self.resume:
+            ledger.require([self.plan.release(self.planned_steps)])
+        return ledger
 
     def _plan(self, mode: PrivacyMode, data: Any) -> tuple[PrivacyPlan | None, SamplingLaw]:
         if isinstance(mode, DPSGD):
@@ -169,6 +185,10 @@ class PrivacyAccountant(Callback):
         deterministic = pl_module.device.type == "cpu" and str(trainer.precision) in ("32-true", "64-true")
         replays = self.replay == "auto" and deterministic
         self._gate.begin(self._restored, (lambda: state_hash(pl_module, optimizer)) if replays else None)
+        if self._dataset is not None:
+            name = str(self.run_dir)
+            self._account = DatasetAccount(self._dataset, self._gate, steps=self.planned_steps, name=name)
+            self._account.reserve()
 
     # -- during the run ----------------------------------------------------------------------
 
@@ -183,6 +203,8 @@ class PrivacyAccountant(Callback):
     ) -> None:
         if self.plan is None or not batch.last:
             return
+        if self._account is not None:
+            self._account.keep_covered()
         every = max(1, -(-self.planned_steps // max(1, self.eps_log_points)))
         done = batch.step + 1
         if done % every == 0 or done == self.planned_steps:
@@ -205,14 +227,20 @@ class PrivacyAccountant(Callback):
     # -- the end -----------------------------------------------------------------------------
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._settle()
         self.ledger.append("end", reason="finished", steps=self._gate.steps_done)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if not hasattr(self, "_gate"):
             return
         if not isinstance(exception, OSError):
+            self._settle()
             self.ledger.append("end", reason=type(exception).__name__, steps=self._gate.steps_done)
         self.ledger.close()
+
+    def _settle(self) -> None:
+        if self._account is not None:
+            self._account.settle()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit" and hasattr(self, "_run"):

@@ -145,7 +145,7 @@ def build_card(
         "subject": dict(subject),
         "claim": _claim(recorded, verdict, releases, output_released, duplicates_policy),
         "mechanism": {**facts, **{k: v for k, v in (mechanism or {}).items() if facts.get(k) is None}},
-        "accounting": None if recorded is None else accounting_facts(releases, recorded, verdict),
+        "accounting": None if recorded is None else accounting_facts(ledger_records, releases, recorded, verdict),
         "assumptions": [assumption.to_dict() for assumption in known],
         "tuning": tuned,
         "pretraining": dict(pretraining or {}),

@@ -18,6 +18,7 @@ from lit_dpret.privacy import accounting
 from lit_dpret.privacy.budget import AccountantName
 from lit_dpret.privacy.ceilings import attack_ceilings
 from lit_dpret.privacy.charges import ROUNDING, departed_attempts, noise_keys
+from lit_dpret.privacy.dataset_total import noted_total
 from lit_dpret.privacy.ledger import GENESIS
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.releases import FullBatch, GaussianRelease, NonPrivateRelease, Release, Shuffle
@@ -186,8 +187,10 @@ def _epsilon(releases: Sequence[Release], plan: PrivacyPlan, accountant: Account
     return accounting.epsilon(releases, delta=budget.delta, neighbours=budget.neighbours, accountant=accountant)
 
 
-def accounting_facts(releases: Sequence[Release], plan: PrivacyPlan, verdict: Verdict) -> dict[str, Any]:
-    """The accountant, its other answers to the same releases, and the price of each part."""
+def accounting_facts(
+    records: Sequence[Record], releases: Sequence[Release], plan: PrivacyPlan, verdict: Verdict
+) -> dict[str, Any]:
+    """The accountant, its other answers to the same releases, the price of each part, and of all runs together."""
     delta, neighbours = plan.budget.delta, plan.budget.neighbours
     skipped: dict[str, str] = {}
 
@@ -237,7 +240,7 @@ def accounting_facts(releases: Sequence[Release], plan: PrivacyPlan, verdict: Ve
             lambda: accounting.epsilon(releases, delta=delta, neighbours="replace_one", accountant=plan.accountant),
         ),
     }
-    return {**facts, "not_computed": skipped}
+    return {**facts, "dataset_total": noted_total(records), "not_computed": skipped}
 
 
 def ceilings_of(releases: Sequence[Release], plan: PrivacyPlan | None, verdict: Verdict) -> dict[str, Any] | None:

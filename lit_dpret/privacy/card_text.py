@@ -241,6 +241,8 @@ def _accounting_blocks(card: Card) -> list[Block]:
         value = accounting.get(key)
         reason = accounting["not_computed"].get(key, "not computed")
         rows.append((label, show_epsilon(value) if value is not None else reason))
+    if (total := accounting.get("dataset_total")) is not None:
+        rows.append(("all runs on this data set", _total(total)))
     blocks: list[Block] = [Facts(rows)]
     composition = [
         (part["text"], part["count"], "" if part["epsilon_alone"] is None else show_epsilon(part["epsilon_alone"]))
@@ -253,6 +255,15 @@ def _accounting_blocks(card: Card) -> list[Block]:
         grid = [(f"{delta:.1e}", show_epsilon(epsilon)) for epsilon, delta in curve]
         blocks.append(Grid(("Delta", "Epsilon"), grid, frozenset({0, 1}), narrow=True))
     return blocks
+
+
+def _total(total: Mapping[str, Any]) -> str:
+    running = f", {total['running']} of them still running or interrupted" if total["running"] else ""
+    return (
+        f"epsilon = {show_epsilon(total['epsilon'])} at delta = {show_delta(total['delta'])} when this run ended, of a "
+        f"limit of {total['total_eps']:g}: {total['runs']} runs{running}, composed by {total['accountant']}; for runs "
+        "that were not planned from each other's results"
+    )
 
 
 def _ceiling_blocks(ceilings: Mapping[str, Any]) -> list[Block]:

@@ -22,7 +22,7 @@ from lit_dpret.privacy.ledger import charged_releases
 from lit_dpret.privacy.modes import PrivacyMode, Update
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.releases import GaussianRelease, NonPrivateRelease, Poisson, Shuffle, TruncatedPoisson
+from lit_dpret.privacy.releases import GaussianRelease, NonPrivateRelease, Poisson, Release, Shuffle, TruncatedPoisson
 from lit_dpret.privacy.run import Position, PrivateRun
 from lit_dpret.privacy.sampling import PrivateBatchSampler
 
@@ -43,6 +43,11 @@ class ReleaseGate:
         plan: What was promised; None where nothing was (``privacy=none`` and ``synthetic``).
         mode: The privacy mode that makes the updates.
         sampler: Draws the logical batches.
+
+    Attributes:
+        departures: Steps so far that cost more than planned: less noise, or another law.
+        reserved_until: The step before which the data set's ledger has everything reserved; None
+            where there is no such ledger.
     """
 
     def __init__(
@@ -50,6 +55,8 @@ class ReleaseGate:
     ) -> None:
         self.run, self.plan, self.sampler = run, plan, sampler
         self.steps_done = 0
+        self.departures = 0
+        self.reserved_until: int | None = None
         self._guarantee = mode.guarantee
         self._state: Callable[[], str] | None = None
         self._nonce = random_secrets.token_hex(16)
@@ -103,6 +110,7 @@ class ReleaseGate:
             BudgetExceededError: Naming what is spent and what the step would bring it to.
         """
         key = (self.run.attempt, step)
+        self._require_reservation(step)
         if self.plan is not None and key not in self.run.intents and not self._covers(key):
             self._refuse_overspending()
 
@@ -136,6 +144,7 @@ class ReleaseGate:
                 )
             self.run.ledger.append("replay", attempt=attempt, step=step)
             return Permit(*key, salt, replay=self.run.releases.get(key) or {})
+        self._require_reservation(step)
         if self.plan is not None and not self._covers(key):
             self._refuse_overspending()
         self._check_sampling(step, units)
@@ -174,6 +183,7 @@ class ReleaseGate:
             update_hash=found,
         )
         if self.plan is not None and update.noise_std < self.plan.noise_std:
+            self.departures += 1
             self._allowance = self._affordable()
 
     def epsilon(self) -> float:
@@ -183,6 +193,24 @@ class ReleaseGate:
         if self.plan is None:
             return 0.0
         return self._accountant.epsilon(charged_releases(self.run.ledger.records))
+
+    def forthcoming(self, until: int) -> list[Release]:
+        """What the ledger will charge in all when the steps before ``until`` have been made as planned."""
+        first = self.steps_done
+        while (self.run.attempt, first) in self.run.intents:
+            first += 1
+        due = []
+        if first < until:
+            release = replace(self._release, count=until - first).to_dict()
+            due.append({"kind": "intent", "attempt": self.run.attempt, "step": first, "release": release})
+        return charged_releases([*self.run.ledger.records, *due])
+
+    def _require_reservation(self, step: int) -> None:
+        if self.reserved_until is not None and step >= self.reserved_until:
+            raise BudgetExceededError(
+                f"Step {step} was not reserved in privacy.dataset_ledger: the run planned {self.reserved_until} steps. "
+                "It ends here; a longer one must be planned as such (trainer.max_steps)."
+            )
 
     def _affordable(self) -> int:
         """How many more steps like the due one the budget covers, the planned number at most."""
@@ -220,6 +248,7 @@ class ReleaseGate:
         if self.plan is None or not isinstance(self._release, GaussianRelease):
             return
         if law != self._release.law:
+            self.departures += 1
             self._release = replace(self._release, law=law)
             self._allowance = min(self._allowance, self._affordable())
         if not isinstance(law, (Poisson, TruncatedPoisson)) or self.plan.budget.neighbours == "add_or_remove":

@@ -25,6 +25,7 @@ from lit_dpret.privacy.card import (
 )
 from lit_dpret.privacy.card_file import checksum
 from lit_dpret.privacy.card_text import card_html, card_markdown, privacy_line, show_epsilon
+from lit_dpret.privacy.dataset_total import Total
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.releases import (
@@ -130,6 +131,18 @@ def test_the_card_says_how_the_clipping_bound_is_shared_out(tmp_path: Path, run:
         assert words in text
     assert "clipped to L2 norm 0.5 (abadi), and" in flat["claim"]["statement"]
     assert layered["claim"]["epsilon"] == flat["claim"]["epsilon"]
+
+
+def test_the_total_of_all_runs_stands_on_the_card_where_the_ledger_notes_one(run: Run) -> None:
+    alone = run.card()
+    assert alone["accounting"]["dataset_total"] is None and "all runs on this data set" not in card_markdown(alone)
+    total = Total(epsilon=2.5, delta=DELTA, accountant="pld", total_eps=4.0, runs=3, running=1)
+    run.ledger.append("event", name="dataset_total", **total.to_dict())
+    card = run.card()
+    assert card["accounting"]["dataset_total"] == total.to_dict()
+    assert card["claim"]["epsilon"] == alone["claim"]["epsilon"]
+    text = card_markdown(card)
+    assert "epsilon = 2.500" in text and "3 runs, 1 of them still running or interrupted" in text
 
 
 def test_the_budget_and_the_planned_steps_do_not_enter_the_claim(tmp_path: Path) -> None:

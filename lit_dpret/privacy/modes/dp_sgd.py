@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.budget import AccountantName, Neighbours, PrivacyBudget, Unit, require_choice
 from lit_dpret.privacy.clipping import ClipGroups, make_engine
+from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.modes.base import Guarantee, PrivacyMode, StepCounts, Update, trainable
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -55,6 +56,9 @@ class DPSGD(PrivacyMode):
             together by C too (He et al. 2023, 2212.01539). The noise is the same.
         secure_rng: Draw the noise from SHAKE-256 instead of PyTorch's generator.
         secret_file: Where the noise secret lies; null for the user's state folder.
+        dataset_ledger: The file in which all runs on this data set add up; null for none. The path
+            stands for the data set: every run on the data has to name the same one.
+        total_eps: What all of them together must not exceed; null takes it from the file.
 
     Raises:
         ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
@@ -78,6 +82,8 @@ class DPSGD(PrivacyMode):
         clip_groups: ClipGroups = "flat",
         secure_rng: bool = False,
         secret_file: str | Path | None = None,
+        dataset_ledger: str | Path | None = None,
+        total_eps: float | None = None,
     ) -> None:
         super().__init__()
         PrivacyBudget(eps=eps, delta=0.5 if delta is None else delta, unit=unit, neighbours=neighbours)
@@ -92,6 +98,13 @@ class DPSGD(PrivacyMode):
                 f"privacy.noise_multiplier={noise_multiplier} is not a positive, finite number. "
                 "Leave it null to have it calibrated, or choose privacy=none."
             )
+        if total_eps is not None and not (math.isfinite(total_eps) and total_eps > 0):
+            raise ConfigurationError(f"privacy.total_eps={total_eps} is not a positive, finite number.")
+        if total_eps is not None and dataset_ledger is None:
+            raise ConfigurationError(
+                f"privacy.total_eps={total_eps:g} limits all runs on one data set together, and no file adds them up: "
+                "set privacy.dataset_ledger."
+            )
         self.eps = eps
         self.delta = delta
         self.unit = unit
@@ -104,6 +117,8 @@ class DPSGD(PrivacyMode):
         self.clip_groups: ClipGroups = clip_groups
         self.secure_rng = secure_rng
         self.secret_file = None if secret_file is None else Path(secret_file)
+        self.dataset_ledger = None if dataset_ledger is None else Path(dataset_ledger)
+        self.total_eps = total_eps
 
     def budget(self, public_units: int | None) -> PrivacyBudget:
         """The budget, with delta filled in from the public number of units where it was null."""
@@ -143,6 +158,22 @@ class DPSGD(PrivacyMode):
             physical_batch_size=request.physical_batch_size,
             cap=request.cap,
         )
+
+    def ledger_of_dataset(self, budget: PrivacyBudget, *, run_dir: Path | None = None) -> DatasetLedger | None:
+        """The ledger that adds up all runs on the data set; None where none is asked for.
+
+        Raises:
+            ConfigurationError: It lies in the run folder, where no other run would find it.
+        """
+        path = self.dataset_ledger
+        if path is None:
+            return None
+        if run_dir is not None and path.expanduser().resolve().is_relative_to(run_dir.resolve()):
+            raise ConfigurationError(
+                f"privacy.dataset_ledger={path} lies inside the run folder {run_dir}, where no other run on the data "
+                "set would find it. Put it beside the data."
+            )
+        return DatasetLedger(path, total_eps=self.total_eps, budget=budget, accountant=self.accountant)
 
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
         self.counts = StepCounts()

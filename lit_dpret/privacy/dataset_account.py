@@ -1,0 +1,70 @@
+"""A run's account with the ledger of its data set: opened before the first coin, settled at the end."""
+
+from __future__ import annotations
+
+from lit_dpret.privacy.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.dataset_total import TOTAL_EVENT, Total
+from lit_dpret.privacy.gate import ReleaseGate
+from lit_dpret.privacy.ledger import charged_releases
+
+
+class DatasetAccount:
+    """Reserves for a run what its gate may still grant, and settles what it was charged with.
+
+    Guarantees:
+        - The gate grants no step that is not reserved.
+        - A run whose steps cost more than it reserved (less noise, another law) reserves anew before
+          its next step, and is refused where the limit does not cover it.
+
+    Args:
+        ledger: Of the data set.
+        gate: Of the run; its position is settled.
+        steps: The step that the run ends before.
+        name: Where the run lies, for messages.
+    """
+
+    def __init__(self, ledger: DatasetLedger, gate: ReleaseGate, *, steps: int, name: str) -> None:
+        self._ledger, self._gate, self._steps, self._name = ledger, gate, steps, name
+        self._held = False
+        self._departures = 0
+
+    def reserve(self) -> Total:
+        """Reserve all that is still to come.
+
+        Raises:
+            BudgetExceededError: The data set's limit does not cover it; no step may be made.
+        """
+        run, gate = self._gate.run, self._gate
+        total = self._ledger.reserve(
+            run.run_id,
+            spent=charged_releases(run.ledger.records),
+            planned=gate.forthcoming(self._steps),
+            heads=self._heads(),
+            name=self._name,
+        )
+        self._held = True
+        self._departures = gate.departures
+        gate.reserved_until = self._steps
+        return total
+
+    def keep_covered(self) -> None:
+        """Reserve anew if a step cost more than was reserved for it.
+
+        Raises:
+            BudgetExceededError: The data set's limit does not cover the rest of the run.
+        """
+        if self._gate.departures != self._departures:
+            self.reserve()
+
+    def settle(self) -> None:
+        """Give back what was reserved and not released, and note the total in the run's ledger; once."""
+        if not self._held:
+            return
+        run = self._gate.run
+        spent = charged_releases(run.ledger.records)
+        total = self._ledger.settle(run.run_id, spent=spent, heads=self._heads(), name=self._name)
+        self._held = False
+        run.ledger.append("event", name=TOTAL_EVENT, **total.to_dict())
+
+    def _heads(self) -> list[str]:
+        return [str(record["hash"]) for record in self._gate.run.ledger.records]

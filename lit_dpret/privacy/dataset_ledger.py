@@ -1,0 +1,297 @@
+"""What all runs on one data set have spent together, in one file that they share.
+
+A run that would bring the total past ``privacy.total_eps`` is refused before its first step. The
+file's path is the identity of the data set: it holds no name, size or fingerprint of the data, so
+it gives nothing away, and whoever points two runs at one file says that they use the same data.
+
+A run *reserves* what it plans to release, and when it ends it *settles* to what its own ledger was
+charged with. A killed run cannot settle; its reservation stays charged until a resume of that run
+takes it over. All of this happens under a file lock, one transaction at a time, so that two runs
+never both take what is left. The lock is the operating system's (``flock``): it holds between the
+processes of one machine, and on a network file system as far as that supports it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError
+from lit_dpret.privacy.budget import AccountantName, PrivacyBudget
+from lit_dpret.privacy.chain import Book, ChainedFile
+from lit_dpret.privacy.dataset_total import Total, compose_across_runs
+from lit_dpret.privacy.releases import Release, merge, release_from_dict
+
+SCHEMA = "lit-dpret/dataset-ledger/1"
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """The last word on one run."""
+
+    releases: tuple[Release, ...]
+    head: str
+    settled: bool
+    name: str
+
+
+@dataclass
+class _DatasetBook:
+    """The runs of a data-set ledger; refuses an unknown schema and records out of order."""
+
+    terms: dict[str, Any] | None = None
+    entries: dict[str, _Entry] = field(default_factory=dict)
+
+    def check(self, record: Mapping[str, Any]) -> None:
+        kind = record.get("kind")
+        if kind == "dataset":
+            if self.terms is not None:
+                raise LedgerError("a data set is begun twice.")
+            if record.get("schema") != SCHEMA:
+                raise LedgerError(
+                    f"its schema is {record.get('schema')!r}, and this version of lit-dpret reads {SCHEMA!r} only. "
+                    "Use the version that wrote it, or another privacy.dataset_ledger."
+                )
+            _terms(record)
+        elif kind in ("reserve", "settle"):
+            if self.terms is None:
+                raise LedgerError(f"a {kind} before the data set's own record: this is no data-set ledger.")
+            if kind == "settle" and record.get("run_id") not in self.entries:
+                raise LedgerError(f"run {record.get('run_id')!r} settles what it never reserved.")
+            _entry(record)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        if record.get("kind") == "dataset":
+            self.terms = _terms(record)
+        elif record.get("kind") in ("reserve", "settle"):
+            self.entries[str(record["run_id"])] = _entry(record)
+
+
+class _DatasetFile(ChainedFile):
+    """The file of a data-set ledger; its writers wait for each other."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("dataset", "reserve", "settle", "repair")
+    lock_wait: ClassVar[float] = 600.0
+    lock_refusal: ClassVar[str] = (
+        "has been locked by another run for ten minutes. See what that run is doing, then start this one again."
+    )
+
+    @classmethod
+    def new_book(cls) -> Book:
+        return _DatasetBook()
+
+    @property
+    def book(self) -> _DatasetBook:
+        """What the records say."""
+        if not isinstance(self._book, _DatasetBook):
+            raise LedgerError(f"{self.path} is no data-set ledger.")
+        return self._book
+
+
+class DatasetLedger:
+    """One run's way to the file that adds up what a data set has spent.
+
+    Guarantees:
+        - A reservation that would bring the total past the limit is refused, and changes nothing;
+          also when several processes reserve at once, their reservations together stay within it.
+        - A run is charged what it reserved until it settles, and then what its own ledger charges.
+        - Delta, unit, neighbours and limit are those that the file was begun with. Another unit or
+          relation, whose epsilons do not add up, and another limit, which would break an earlier
+          promise, are refused; another delta is not: the total is stated at the file's.
+        - A run whose own ledger lacks what it had when it last reserved or settled (a copied or
+          restored run folder) is refused: its charges could shrink.
+
+    Args:
+        path: ``privacy.dataset_ledger``; made if absent.
+        total_eps: ``privacy.total_eps``; None takes the limit that the file was begun with.
+        budget: The run's budget: its delta, unit and neighbours.
+        accountant: The run's accountant; ``rdp`` composes the total by RDP where that can judge it.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        total_eps: float | None,
+        budget: PrivacyBudget,
+        accountant: AccountantName = "pld",
+    ) -> None:
+        self.path = Path(path).expanduser()
+        self._total_eps, self._budget, self._accountant = total_eps, budget, accountant
+
+    def require(self, releases: Sequence[Release]) -> Total:
+        """The total with ``releases`` added, were they reserved now; takes no lock and writes nothing.
+
+        Raises:
+            BudgetExceededError: The total would pass the limit.
+            ConfigurationError: The file was begun for another unit, relation or limit.
+            LedgerError: The file is damaged, or of an unknown schema.
+        """
+        empty = not self.path.exists()
+        book = _DatasetBook() if empty else _DatasetFile.read(self.path).book
+        terms = self._agreed(book)
+        return self._checked({**book.entries, "": _planned(releases)}, book, terms, "")
+
+    def total(self) -> Total:
+        """What is spent and reserved now."""
+        book = _DatasetFile.read(self.path).book
+        return self._total(book.entries, self._agreed(book))
+
+    def reserve(
+        self, run_id: str, *, spent: Sequence[Release], planned: Sequence[Release], heads: Sequence[str], name: str
+    ) -> Total:
+        """Charge the data set with all that a run has released and plans to; replaces what it reserved before.
+
+        Args:
+            run_id: The run's lasting identity.
+            spent: What its own ledger is charged with now. If the reservation is refused, a run that
+                had an earlier one settles to this.
+            planned: ``spent`` and all that is still to come.
+            heads: The hashes of all records of the run's own ledger, in order.
+            name: Where the run lies, for messages.
+
+        Returns:
+            The total with this reservation in it.
+
+        Raises:
+            BudgetExceededError: The total would pass the limit; nothing was reserved.
+            ConfigurationError: The file was begun for another unit, relation or limit.
+            LedgerError: The file is damaged, of an unknown schema, or knows more of the run than the
+                run's own ledger does.
+        """
+        with _DatasetFile.open(self.path) as file:
+            book = file.book
+            terms = self._agreed(book)
+            _check_history(run_id, book, heads)
+            try:
+                total = self._checked({**book.entries, run_id: _planned(planned)}, book, terms, run_id)
+            except BudgetExceededError:
+                if run_id in book.entries:
+                    file.append("settle", **_facts(run_id, spent, heads, name))
+                raise
+            if book.terms is None:
+                file.append("dataset", schema=SCHEMA, **terms)
+            file.append("reserve", **_facts(run_id, planned, heads, name))
+            return total
+
+    def settle(self, run_id: str, *, spent: Sequence[Release], heads: Sequence[str], name: str) -> Total:
+        """Replace a run's reservation by what its own ledger is charged with; never refused for what it costs.
+
+        Raises:
+            LedgerError: The run never reserved anything here, or its own ledger is an older one.
+        """
+        with _DatasetFile.open(self.path) as file:
+            terms = self._agreed(file.book)
+            _check_history(run_id, file.book, heads)
+            file.append("settle", **_facts(run_id, spent, heads, name))
+            return self._total(file.book.entries, terms)
+
+    def _agreed(self, book: _DatasetBook) -> dict[str, Any]:
+        """The terms of the file, or those that it is begun with now."""
+        budget = self._budget
+        if book.terms is None:
+            if self._total_eps is None:
+                raise ConfigurationError(
+                    f"privacy.dataset_ledger={self.path} is new and has no limit yet: set privacy.total_eps."
+                )
+            return {
+                "total_eps": float(self._total_eps),
+                "delta": budget.delta,
+                "unit": budget.unit,
+                "neighbours": budget.neighbours,
+            }
+        terms = book.terms
+        for knob, value in (("unit", budget.unit), ("neighbours", budget.neighbours)):
+            if terms[knob] != value:
+                raise ConfigurationError(
+                    f"privacy.{knob}={value}, but {self.path} counts under privacy.{knob}={terms[knob]}, and epsilons "
+                    "of different guarantees do not add up. Use the same, or another privacy.dataset_ledger."
+                )
+        if self._total_eps is not None and self._total_eps != terms["total_eps"]:
+            raise ConfigurationError(
+                f"privacy.total_eps={self._total_eps:g}, but {self.path} was begun with {terms['total_eps']:g}, and a "
+                "promise about a data set is not changed by a later run. State that, or null to take it from the file."
+            )
+        return terms
+
+    def _total(self, entries: Mapping[str, _Entry], terms: Mapping[str, Any]) -> Total:
+        releases = [release for entry in entries.values() for release in entry.releases]
+        value, how = compose_across_runs(
+            releases, delta=terms["delta"], neighbours=terms["neighbours"], accountant=self._accountant
+        )
+        return Total(
+            epsilon=value,
+            delta=terms["delta"],
+            accountant=how,
+            total_eps=terms["total_eps"],
+            runs=len(entries),
+            running=sum(not entry.settled for entry in entries.values()),
+        )
+
+    def _checked(
+        self, entries: Mapping[str, _Entry], book: _DatasetBook, terms: Mapping[str, Any], run_id: str
+    ) -> Total:
+        """The total of ``entries``, refused where it passes the limit."""
+        total = self._total(entries, terms)
+        if total.epsilon <= total.total_eps:
+            return total
+        others = {key: entry for key, entry in book.entries.items() if key != run_id}
+        before = self._total(others, terms)
+        held = [entry.name for entry in others.values() if not entry.settled]
+        waiting = "" if not held else (
+            f" {len(held)} of them still hold a reservation ({', '.join(held[:3])}{', …' if len(held) > 3 else ''}): "
+            "wait for them to end, or resume those that were killed."
+        )  # fmt: skip
+        raise BudgetExceededError(
+            f"privacy.total_eps={total.total_eps:g} does not cover this run: the {before.runs} other runs in "
+            f"privacy.dataset_ledger={self.path} hold epsilon {before.epsilon:.4g}, and with this one it would be "
+            f"{total.epsilon:.4g} (delta={total.delta:.3g}, unit={terms['unit']}, neighbours={terms['neighbours']}, "
+            f"composed by {total.accountant}).{waiting} Lower privacy.eps, or plan fewer steps."
+        )
+
+
+def _planned(releases: Sequence[Release]) -> _Entry:
+    return _Entry(tuple(merge(releases)), "", False, "")
+
+
+def _facts(run_id: str, releases: Sequence[Release], heads: Sequence[str], name: str) -> dict[str, Any]:
+    return {
+        "run_id": run_id,
+        "run": name,
+        "run_head": heads[-1] if heads else "",
+        "releases": [release.to_dict() for release in merge(releases)],
+    }
+
+
+def _check_history(run_id: str, book: _DatasetBook, heads: Sequence[str]) -> None:
+    """Refuse a run whose own ledger does not hold what it held at its last reservation or settlement."""
+    entry = book.entries.get(run_id)
+    if entry is not None and entry.head and entry.head not in heads:
+        raise LedgerError(
+            f"Run {run_id} ({entry.name}) has a ledger older than the one that privacy.dataset_ledger knows: its "
+            "folder was copied or restored, and what it spent since would be forgotten. Resume the newest copy."
+        )
+
+
+def _terms(record: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        terms = {name: record[name] for name in ("total_eps", "delta", "unit", "neighbours")}
+        limit = terms["total_eps"]
+        PrivacyBudget(eps=limit, delta=terms["delta"], unit=terms["unit"], neighbours=terms["neighbours"])
+    except (KeyError, ConfigurationError) as error:
+        raise LedgerError(f"its terms are malformed ({error}).") from error
+    return terms
+
+
+def _entry(record: Mapping[str, Any]) -> _Entry:
+    run_id = record.get("run_id")
+    if not isinstance(run_id, str) or not run_id:
+        raise LedgerError(f"{record.get('kind')} record: run_id={run_id!r} is not a run's identity.")
+    try:
+        releases = tuple(release_from_dict(release) for release in record["releases"])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise LedgerError(f"{record.get('kind')} record of run {run_id}: malformed releases ({error}).") from error
+    return _Entry(releases, str(record.get("run_head") or ""), record.get("kind") == "settle", str(record.get("run")))

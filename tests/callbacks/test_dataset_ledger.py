@@ -1,0 +1,219 @@
+"""Runs of the training loop that share one data-set ledger."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from stand_ins import CALIBRATED, Numbers, Regression, dp, fit
+
+from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError
+from lit_dpret.privacy.accounting import epsilon
+from lit_dpret.privacy.budget import PrivacyBudget
+from lit_dpret.privacy.card import read_card
+from lit_dpret.privacy.card_text import card_markdown
+from lit_dpret.privacy.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases, noise_keys
+from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.releases import GaussianRelease, Release, merge
+
+DELTA = 1 / 400
+LIMIT = 4.2  # one run costs 2.91, two 3.84, three 4.58
+
+
+def module(tmp_path: Path, total_eps: float | None = LIMIT, **settings: Any) -> Regression:
+    L.seed_everything(0, verbose=False)
+    chosen = {"dataset_ledger": tmp_path / "data.jsonl", "total_eps": total_eps}
+    return Regression(privacy=dp(tmp_path, **chosen | settings))
+
+
+def total(tmp_path: Path) -> Any:
+    budget = PrivacyBudget(eps=1.0, delta=DELTA)
+    return DatasetLedger(tmp_path / "data.jsonl", total_eps=None, budget=budget).total()
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return PrivacyLedger.read(folder / "privacy_ledger.jsonl").records
+
+
+def cost(*folders: Path) -> float:
+    releases: list[Release] = []
+    for folder in folders:
+        releases += charged_releases(records(folder))
+    return epsilon(releases, delta=DELTA, neighbours="zero_out")
+
+
+def entries(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
+
+
+def train(folder: Path, module: Regression, **settings: Any) -> None:
+    """A run under plain Poisson sampling: no cap has to be chosen, which takes longer than the run."""
+    fit(folder, module, Numbers(sampling="poisson"), **settings)
+
+
+class StopAfter(L.Callback):
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if batch.last and batch.step + 1 == self.steps:
+            raise RuntimeError("stop")
+
+
+def test_runs_add_up_until_the_limit_refuses_one_before_anything_is_made(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        train(tmp_path / name, module(tmp_path))
+    value = cost(tmp_path / "a", tmp_path / "b")
+    assert total(tmp_path).epsilon == pytest.approx(value, rel=1e-12) and 2.92 < value < LIMIT
+    with pytest.raises(BudgetExceededError, match=r"privacy\.total_eps=4\.2 .* 2 other runs") as refusal:
+        train(tmp_path / "c", module(tmp_path))
+    assert f"{value:.4g}" in str(refusal.value)
+    assert not (tmp_path / "c" / "privacy_ledger.jsonl").exists()
+    assert total(tmp_path).epsilon == pytest.approx(value, rel=1e-12)
+
+
+def test_all_steps_are_reserved_before_the_first_coin(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Watch(L.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
+            seen.extend(entries(tmp_path)[-1:])
+
+    train(tmp_path / "a", module(tmp_path), extra=[Watch()])
+    assert seen[0]["kind"] == "reserve"
+    [planned] = seen[0]["releases"]
+    assert (planned["count"], planned["noise_multiplier"]) == (6, CALIBRATED)
+
+
+def test_a_run_that_ends_early_gives_back_what_it_did_not_release(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="stop"):
+        train(tmp_path / "a", module(tmp_path), extra=[StopAfter(2)])
+    assert entries(tmp_path)[-1]["kind"] == "settle"
+    assert total(tmp_path).running == 0
+    assert total(tmp_path).epsilon == pytest.approx(cost(tmp_path / "a"), rel=1e-12)
+    assert len(noise_keys(records(tmp_path / "a"))) == 2
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import lightning as L
+from stand_ins import Numbers, Regression, dp, fit
+
+class Kill(L.Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if batch.last and batch.step + 1 == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+folder = Path(sys.argv[1])
+L.seed_everything(0, verbose=False)
+mode = dp(folder, dataset_ledger=folder / "data.jsonl", total_eps=4.2)
+fit(folder / "a", Regression(privacy=mode), Numbers(sampling="poisson"), extra=[Kill()])
+"""
+
+
+def test_a_killed_run_stays_charged_with_all_it_reserved_until_it_resumes(tmp_path: Path) -> None:
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parent.parent)], capture_output=True, text=True
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    whole = [GaussianRelease.from_dict(release) for release in entries(tmp_path)[-1]["releases"]]
+    assert [release.count for release in whole] == [6] and len(noise_keys(records(tmp_path / "a"))) == 3
+    assert total(tmp_path).running == 1
+    assert total(tmp_path).epsilon == epsilon(whole, delta=DELTA, neighbours="zero_out") > cost(tmp_path / "a")
+    train(tmp_path / "a", module(tmp_path), resume=True)
+    assert (total(tmp_path).running, total(tmp_path).runs) == (0, 1)
+    assert total(tmp_path).epsilon == pytest.approx(cost(tmp_path / "a"), rel=1e-12)
+    assert len(noise_keys(records(tmp_path / "a"))) == 6, "repeated bit by bit, nothing is paid twice"
+
+
+def test_steps_repeated_with_fresh_noise_are_reserved_too(tmp_path: Path) -> None:
+    settings = {"eps": 8.0}
+    with pytest.raises(RuntimeError, match="stop"):
+        train(tmp_path / "a", module(tmp_path, **settings), extra=[StopAfter(3)])
+    accountant = PrivacyAccountant(run_dir=tmp_path / "a", resume=True, replay="never", eps_log_points=1)
+    train(tmp_path / "a", module(tmp_path, **settings), accountant=accountant, resume=True)
+    reserved = [entry for entry in entries(tmp_path) if entry["kind"] == "reserve"][-1]["releases"]
+    charged = merge(charged_releases(records(tmp_path / "a")))
+    assert [release["count"] for release in reserved] == [release.count for release in charged] == [7]
+
+
+def test_no_step_is_made_beyond_those_reserved(tmp_path: Path) -> None:
+    class Stretch(L.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.fit_loop.epoch_loop.max_steps = 1000
+
+    with pytest.raises(BudgetExceededError, match=r"privacy\.dataset_ledger"):
+        train(tmp_path / "a", module(tmp_path, eps=8.0), max_epochs=100, extra=[Stretch()])
+    assert len(noise_keys(records(tmp_path / "a"))) == 6
+
+
+def test_less_noise_than_reserved_is_reserved_anew_and_refused_past_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = KeyedStream.normal
+    monkeypatch.setattr(KeyedStream, "normal", lambda *a, **k: honest(*a, **k) * 0.2)
+    mutant = module(tmp_path, eps=500.0)
+    mutant.net = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    with pytest.raises(BudgetExceededError, match=r"privacy\.total_eps=4\.2"):
+        train(tmp_path / "a", mutant)
+    assert len(noise_keys(records(tmp_path / "a"))) == 1
+    last = total(tmp_path)
+    assert last.running == 0 and last.epsilon == pytest.approx(cost(tmp_path / "a"), rel=1e-12)
+
+
+def test_a_copied_run_folder_does_not_run_beside_its_original(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="stop"):
+        train(tmp_path / "a", module(tmp_path), extra=[StopAfter(2)])
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    train(tmp_path / "a", module(tmp_path), resume=True)
+    with pytest.raises(LedgerError, match="copied or restored"):
+        train(tmp_path / "copy", module(tmp_path), resume=True)
+    assert total(tmp_path).epsilon == pytest.approx(cost(tmp_path / "a"), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"dataset_ledger": None}, r"privacy\.dataset_ledger"),
+        ({"total_eps": 0.0}, r"privacy\.total_eps=0"),
+        ({"total_eps": float("nan")}, r"privacy\.total_eps=nan"),
+        ({"total_eps": None}, r"privacy\.total_eps"),
+    ],
+)
+def test_settings_that_limit_nothing_are_refused_by_name(tmp_path: Path, settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        train(tmp_path / "a", module(tmp_path, **settings))
+
+
+def test_a_ledger_in_the_run_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="inside the run folder"):
+        train(tmp_path / "a", module(tmp_path, dataset_ledger=tmp_path / "a" / "data.jsonl"))
+
+
+def test_another_unit_of_the_same_file_is_refused(tmp_path: Path) -> None:
+    train(tmp_path / "a", module(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"privacy\.unit=user"):
+        train(tmp_path / "b", module(tmp_path, unit="user"))
+
+
+def test_the_card_states_the_total_when_the_run_ended(tmp_path: Path) -> None:
+    train(tmp_path / "a", module(tmp_path))
+    train(tmp_path / "b", module(tmp_path), extra=[PrivacyCard(run_dir=tmp_path / "b")])
+    card = read_card(tmp_path / "b" / "privacy_card.json")
+    stated = card["accounting"]["dataset_total"]
+    assert stated["epsilon"] == pytest.approx(cost(tmp_path / "a", tmp_path / "b"), rel=1e-12)
+    assert stated["epsilon"] > card["claim"]["epsilon"]
+    assert (stated["runs"], stated["running"], stated["total_eps"], stated["delta"]) == (2, 0, LIMIT, DELTA)
+    assert "all runs on this data set" in card_markdown(card)
