@@ -15,7 +15,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lit_dpret.callbacks.refusals import refuse_broken_claims
+from lit_dpret.callbacks.refusals import refuse_broken_claims, refuse_false_bound
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.card import LEDGER_NAME
 from lit_dpret.privacy.dataset_account import DatasetAccount
@@ -95,6 +95,7 @@ class PrivacyAccountant(Callback):
         refuse_broken_claims(trainer, module, data)
         mode: PrivacyMode = module.privacy
         data.use_unit(mode.unit, mode.neighbours)
+        refuse_false_bound(mode, data)
         self.run_dir = self.run_dir or Path(trainer.default_root_dir)
         secret = load_secret(mode.secret_file, run_dir=self.run_dir)
         per_epoch = steps_per_epoch(data, mode.public_units(data.n_units))

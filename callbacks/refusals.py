@@ -67,6 +67,32 @@ def refuse_broken_claims(trainer: L.Trainer, module: Any, data: Any) -> None:
         )
 
 
+def refuse_false_bound(mode: Any, data: Any) -> None:
+    """Refuse a declared ``privacy.max_units_per_user`` that the user ids of the data contradict.
+
+    Where the data name no users, nothing is known and nothing is refused.
+
+    Raises:
+        ConfigurationError: A user has more units, or shares one with somebody else.
+    """
+    bound = getattr(mode, "max_units_per_user", None)
+    if bound is None or not hasattr(data, "train_units"):
+        return
+    units = data.train_units()
+    if units.duplicates == "merge":
+        raise ConfigurationError(
+            f"privacy.max_units_per_user={bound} cannot go with datamodule.duplicates=merge: a merged unit may belong "
+            "to several people, and taking one of them out changes it instead of blanking it. Set "
+            "datamodule.duplicates=keep, or leave the bound null."
+        )
+    most = units.most_units_of_a_user()
+    if most is not None and most > bound:
+        raise ConfigurationError(
+            f"privacy.max_units_per_user={bound} is not true of these data: a user id has more {mode.unit} units than "
+            "that. Declare a bound that holds, take rows out of the data, or set privacy.unit=user."
+        )
+
+
 def check_dataset_card(path: Path | None) -> None:
     """Refuse data that its privacy card does not describe, file by file.
 

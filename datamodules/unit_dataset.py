@@ -142,6 +142,15 @@ class GroupedUnitDataset:
         """What the policy on equal texts means for the claim, for the privacy card; no counts."""
         return _DUPLICATES[self.duplicates]
 
+    def most_units_of_a_user(self) -> int | None:
+        """How many units the user with the most of them has; None where no user is known. Private, do not log."""
+        users = self._collection.users
+        counts: dict[str, int] = {}
+        for queries in self._queries:
+            for user in {users[query] for query in queries if query in users}:
+                counts[user] = counts.get(user, 0) + 1
+        return max(counts.values(), default=None)
+
     def count_duplicates(self) -> dict[str, int]:
         """How many texts occur under several ids, and under how many ids in all; private, do not log."""
         ids: dict[str, int] = {}

@@ -15,20 +15,17 @@ OpenDP deployments registry.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError
-from lit_dpret.privacy import accounting
 from lit_dpret.privacy import card_terms as terms
-from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.card_check import verify_card
+from lit_dpret.privacy.card_claim import claim_facts, group_facts, without_numbers
 from lit_dpret.privacy.card_facts import (
     Assumption,
-    Verdict,
     accounting_facts,
     ceilings_of,
     derived_assumptions,
@@ -50,6 +47,7 @@ from lit_dpret.privacy.card_file import (
     write_card,
 )
 from lit_dpret.privacy.card_text import show_delta, show_epsilon, statement
+from lit_dpret.privacy.card_tuning import tuning_facts
 from lit_dpret.privacy.charges import charged_releases
 from lit_dpret.privacy.plan import PrivacyPlan
 
@@ -68,15 +66,7 @@ __all__ = [
 
 LEDGER_NAME = "privacy_ledger.jsonl"
 
-TuningData = Literal["none", "public", "synthetic", "private", "unknown"]
-
-_TUNING = {
-    "none": "Hyper-parameters were fixed before the private data were used.",
-    "public": "Hyper-parameters were chosen on public data, which costs no privacy.",
-    "synthetic": "Hyper-parameters were chosen on DP synthetic data, which is post-processing.",
-    "private": "NOT ACCOUNTED: hyper-parameters were chosen on private data; epsilon does not cover that choice.",
-    "unknown": "NOT ACCOUNTED: it was not stated on which data the hyper-parameters were chosen.",
-}
+_NO_CLAIM = "Everything: no guarantee is claimed."
 
 
 def build_card(
@@ -135,24 +125,28 @@ def build_card(
     known = derived_assumptions(ledger_records, recorded) if recorded is not None else []
     known += assumptions
     verdict = judge(releases, recorded, known)
-    tuned = _tuning(tuning)
+    tuned = tuning_facts(tuning)
     random = {"rng": "unknown", "secure": bool(last.get("secure_rng", False)), "secret": "never stored with the run"}
     random |= dict(randomness or {})
     facts = mechanism_facts(ledger_records, recorded, releases)
+    claim = claim_facts(recorded, verdict, releases, output_released, duplicates_policy)
+    groups = group_facts(releases, recorded, verdict)
     card: dict[str, Any] = {
         "schema": SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "subject": dict(subject),
-        "claim": _claim(recorded, verdict, releases, output_released, duplicates_policy),
+        "claim": claim,
         "mechanism": {**facts, **{k: v for k, v in (mechanism or {}).items() if facts.get(k) is None}},
-        "accounting": None if recorded is None else accounting_facts(ledger_records, releases, recorded, verdict),
+        "accounting": None
+        if recorded is None
+        else {**accounting_facts(ledger_records, releases, recorded, verdict), "groups": groups},
         "assumptions": [assumption.to_dict() for assumption in known],
         "tuning": tuned,
         "pretraining": dict(pretraining or {}),
         "generation": dict(generation or {}),
         "randomness": random,
         "empirical": {"results": [], "ceilings": ceilings_of(releases, recorded, verdict)},
-        "not_covered": [*_gaps(recorded, verdict, tuned, secure=bool(random["secure"])), *not_covered],
+        "not_covered": [*_gaps(claim, groups, tuned, secure=bool(random["secure"])), *not_covered],
         "ledger": ledger_facts(ledger_records, releases, ledger_name),
         "parents": [],
         "package_versions": package_versions(),
@@ -223,23 +217,27 @@ def inherit_card(
     ]
     claim = copy.deepcopy(dict(parent["claim"]))
     claim["output_released"] = list(output_released) or [str(subject["name"])]
+    accounting, ceilings = copy.deepcopy(parent["accounting"]), copy.deepcopy(parent["empirical"].get("ceilings"))
     if claim["guarantee"] == "dp" and any(assumption.holds is False for assumption in known):
-        claim |= {"guarantee": "not_proved", "epsilon": None, "curve": []}
-    tuned = _tuning(tuning)
+        claim |= {"guarantee": "not_proved", "epsilon": None, "curve": [], "user_level_epsilon": None}
+        accounting, ceilings = without_numbers(accounting), None
+    tuned = tuning_facts(tuning)
     gaps = [f"{subject['name']}: {gap}" for gap in terms.tuning_gaps(tuned)] + list(parent["not_covered"])
+    if claim["guarantee"] != "dp":
+        gaps = [_NO_CLAIM]
     card: dict[str, Any] = {
         "schema": SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "subject": dict(subject),
         "claim": claim,
         "mechanism": {**(mechanism or {}), "kind": "post_processing", "mode": "synthetic", "description": description},
-        "accounting": copy.deepcopy(parent["accounting"]),
+        "accounting": accounting,
         "assumptions": [*(a.to_dict() for a in known), *copy.deepcopy(list(parent["assumptions"]))],
         "tuning": tuned,
         "pretraining": copy.deepcopy(dict(parent["pretraining"])),
         "generation": dict(generation or parent["generation"]),
         "randomness": copy.deepcopy(dict(parent["randomness"])),
-        "empirical": {"results": [], "ceilings": copy.deepcopy(parent["empirical"].get("ceilings"))},
+        "empirical": {"results": [], "ceilings": ceilings},
         "not_covered": gaps,
         "ledger": copy.deepcopy(parent["ledger"]),
         "parents": [
@@ -251,75 +249,12 @@ def inherit_card(
     return _finished(card)
 
 
-def _claim(
-    plan: PrivacyPlan | None,
-    verdict: Verdict,
-    releases: Sequence[Any],
-    output_released: Sequence[str],
-    duplicates_policy: str,
-) -> dict[str, Any]:
-    if plan is None:
-        return {
-            "flavour": None,
-            "guarantee": "none",
-            "epsilon": None,
-            "delta": None,
-            "delta_rule": None,
-            "curve": [],
-            "unit": None,
-            "unit_text": None,
-            "unit_plural": None,
-            "neighbours": None,
-            "neighbours_text": None,
-            "user_level_epsilon": None,
-            "duplicates_policy": None,
-            "protected": [],
-            "unprotected_quantities": [],
-            "output_released": list(output_released),
-        }
-    budget, n = plan.budget, plan.n_public
-    follows = n is not None and math.isclose(budget.delta, 1 / (2 * n), rel_tol=1e-9)
-    curve: list[list[float]] = []
-    if verdict.basis == "as_charged":
-        pairs = accounting.epsilon_curve(releases, neighbours=budget.neighbours, accountant=plan.accountant)
-        curve = [[epsilon, delta] for epsilon, delta in pairs if math.isfinite(epsilon)]
-    proved = verdict.guarantee == "dp"
-    return {
-        "flavour": "(epsilon, delta)-differential privacy",
-        "guarantee": verdict.guarantee,
-        "epsilon": verdict.epsilon,
-        "delta": budget.delta,
-        "delta_rule": "1 / (2 n)" if follows else "a declared constant",
-        "curve": curve,
-        "unit": budget.unit,
-        "unit_text": terms.describe_unit(budget.unit),
-        "unit_plural": terms.plural(budget.unit),
-        "neighbours": budget.neighbours,
-        "neighbours_text": terms.describe_neighbours(budget.unit, budget.neighbours),
-        "user_level_epsilon": verdict.epsilon if budget.unit == "user" else None,
-        "duplicates_policy": duplicates_policy
-        or f"equal texts are separate {terms.plural(budget.unit)}; none were merged or capped",
-        "protected": terms.protected(budget.unit, budget.neighbours) if proved else [],
-        "unprotected_quantities": terms.unprotected_quantities(budget.unit, budget.neighbours, n),
-        "output_released": list(output_released),
-    }
-
-
-def _gaps(plan: PrivacyPlan | None, verdict: Verdict, tuning: Mapping[str, Any], *, secure: bool) -> list[str]:
-    if plan is None or verdict.guarantee != "dp":
-        return ["Everything: no guarantee is claimed."]
-    return terms.not_covered(plan.budget.unit, plan.budget.neighbours, tuning=tuning, secure=secure)
-
-
-def _tuning(tuning: Mapping[str, Any] | None) -> dict[str, Any]:
-    chosen = {"data": "unknown", "n_trials": None, "method": None, "note": "", **(tuning or {})}
-    require_choice("tuning.data", chosen["data"], get_args(TuningData))
-    text = _TUNING[chosen["data"]]
-    if chosen["n_trials"]:
-        text += f" Number of trials: {chosen['n_trials']}."
-    if chosen["note"]:
-        text += f" {chosen['note']}"
-    return {**chosen, "text": text, "accounted": chosen["data"] not in ("private", "unknown")}
+def _gaps(
+    claim: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], tuning: Mapping[str, Any], *, secure: bool
+) -> list[str]:
+    if claim["guarantee"] != "dp":
+        return [_NO_CLAIM]
+    return terms.not_covered(claim, groups=groups, tuning=tuning, secure=secure)
 
 
 def _finished(card: dict[str, Any]) -> dict[str, Any]:

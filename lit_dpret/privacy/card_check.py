@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import DataError, LedgerError, LitDpretError
+from lit_dpret.privacy.card_claim import user_level_epsilon
 from lit_dpret.privacy.card_facts import Assumption, derived_assumptions, judge, plan_of
 from lit_dpret.privacy.card_file import file_sha256, malformed
 from lit_dpret.privacy.charges import charged_releases, noise_keys
 from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.plan import PrivacyPlan
 
 # Two evaluations of one accountant differ by less than this; another library version may not.
 TOLERANCE = 1e-6
@@ -84,6 +86,17 @@ def _wrong_claim(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) 
             f"The card claims epsilon = {claim['epsilon']:.6g}, the ledger gives {verdict.epsilon:.6g} "
             f"(delta = {budget.delta:.3g}, unit = {budget.unit}, neighbours = {budget.neighbours})."
         )
+    return problems + _wrong_user_level(claim, user_level_epsilon(releases, plan, verdict), plan)
+
+
+def _wrong_user_level(claim: Mapping[str, Any], fresh: float | None, plan: PrivacyPlan) -> list[str]:
+    stored, most = claim.get("user_level_epsilon"), claim.get("max_units_per_user")
+    problems = []
+    if most != plan.max_units_per_user:
+        problems.append(f"The card says max_units_per_user = {most}, the ledger's plan says {plan.max_units_per_user}.")
+    if stored is not None and (fresh is None or abs(stored - fresh) > TOLERANCE * max(1.0, fresh)):
+        given = "none" if fresh is None else f"{fresh:.6g}"
+        problems.append(f"The card claims a user-level epsilon of {stored:.6g}, the ledger gives {given}.")
     return problems
 
 

@@ -137,9 +137,13 @@ def _declared(plan: PrivacyPlan) -> list[Assumption]:
         public = "The number of units and the list of passages may be known to everybody."
     else:
         public = "The number of units may be known to everybody."
+    several = [] if plan.max_units_per_user is None else [
+        f"Nobody contributed more than {plan.max_units_per_user} units; only the user-level epsilon depends on this."
+    ]  # fmt: skip
     return [
         Assumption(text, "unverified")
         for text in (
+            *several,
             f"One unit moves the sum of a step by at most the clipping bound (engine: {plan.engine}).",
             public,
             "The noise is Gaussian and unpredictable to whoever does not hold its secret, and the secret stays secret.",

@@ -139,6 +139,9 @@ def _check_claim(claim: Mapping[str, Any]) -> None:
         raise DataError(f"claim.epsilon={epsilon!r} is not a finite number from 0.")
     if isinstance(delta, bool) or not isinstance(delta, (int, float)) or not 0 < delta < 1:
         raise DataError(f"claim.delta={delta!r} is not between 0 and 1.")
+    users = claim.get("user_level_epsilon")
+    if users is not None and (isinstance(users, bool) or not isinstance(users, (int, float)) or not users >= 0):
+        raise DataError(f"claim.user_level_epsilon={users!r} is no number from 0.")
     if claim["unit"] not in get_args(Unit) or claim["neighbours"] not in get_args(Neighbours):
         raise DataError(f"claim.unit={claim['unit']!r} with claim.neighbours={claim['neighbours']!r} says nothing.")
 

@@ -7,10 +7,11 @@ so that no card can promise more than its accountant computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lit_dpret.privacy.budget import Neighbours, Unit
+from lit_dpret.privacy.card_text import show_epsilon
 
 _UNITS: dict[str, str] = {
     "query": "one query with every (query, passage) row that carries it",
@@ -72,19 +73,36 @@ def tuning_gaps(tuning: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def not_covered(unit: Unit, neighbours: Neighbours, *, tuning: Mapping[str, Any], secure: bool) -> list[str]:
-    """What a reader might take for covered and is not."""
+def not_covered(
+    claim: Mapping[str, Any], *, groups: Sequence[Mapping[str, Any]], tuning: Mapping[str, Any], secure: bool
+) -> list[str]:
+    """What a reader might take for covered and is not.
+
+    Args:
+        claim: The card's.
+        groups: What several units are worth together: ``units``, ``epsilon``, ``why``.
+        tuning: The card's.
+        secure: Whether the noise came from a cryptographic generator.
+    """
+    unit, neighbours, most = claim["unit"], claim["neighbours"], claim["max_units_per_user"]
     gaps = []
     if unit == "pair":
         gaps.append("A query that stands in several pairs: each pair is protected alone, the query as a whole less.")
     if unit != "user":
-        gaps.append(
-            f"People who contributed several {_PLURAL[unit]}: the guarantee is for one {_SHORT[unit]}, and no "
-            "user-level epsilon was computed."
-        )
+        if claim["user_level_epsilon"] is not None:
+            gaps.append(
+                f"People who contributed more than {most} {_PLURAL[unit]}: the user-level epsilon on this card is for "
+                "at most that many, which was declared, not counted."
+            )
+        else:
+            known = "was computed" if most is None else f"is proved for {most} of them together"
+            gaps.append(
+                f"People who contributed several {_PLURAL[unit]}: the guarantee is for one {_SHORT[unit]}, and no "
+                f"user-level epsilon {known}."
+            )
     gaps.append(
         f"The same text recorded as several {_PLURAL[unit]}: each copy is a unit of its own, and frequent texts are "
-        "protected less."
+        f"protected less{_copies(groups)}."
     )
     if neighbours == "add_or_remove":
         gaps.append("Passages: their texts are public.")
@@ -107,3 +125,13 @@ def not_covered(unit: Unit, neighbours: Neighbours, *, tuning: Mapping[str, Any]
             "Attacks on the floating-point form of the noise, or on its generator, which is not a cryptographic one."
         )
     return gaps
+
+
+def _copies(groups: Sequence[Mapping[str, Any]]) -> str:
+    """How much less, as the end of a sentence."""
+    if not groups:
+        return ""
+    if all(group["epsilon"] is None and group["why"] != "infinite" for group in groups):
+        return ", by how much is not proved for this sampling and these neighbours"
+    worth = ", ".join(f"{show_epsilon(group['epsilon'])} for {group['units']}" for group in groups)
+    return f": epsilon is {worth} copies"

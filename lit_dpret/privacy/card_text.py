@@ -90,7 +90,7 @@ def statement(card: Card) -> str:
             f'For "{subject["name"]}" no privacy guarantee is proved, because an assumption of the proof does not hold '
             "(see below). Handle it like the private data themselves."
         )
-    sentences = [_mechanism_sentence(card), _claim_sentence(card)]
+    sentences = [_mechanism_sentence(card), _claim_sentence(card), *_user_sentence(claim)]
     released = ", ".join(claim["output_released"])
     sentences.append(
         f"The claim covers {released}, and everything computed from them without going back to the private data. "
@@ -145,6 +145,21 @@ def _claim_sentence(card: Card) -> str:
         f"released, the odds of any guess about one such unit change by a factor of at most "
         f"{_factor(claim['epsilon'])}, except with a probability of about {show_delta(claim['delta'])}."
     )
+
+
+def _user_sentence(claim: Mapping[str, Any]) -> list[str]:
+    """What is promised to somebody with several units, where a bound on their number was declared."""
+    most = claim.get("max_units_per_user")
+    if most is None:
+        return []
+    who = f"somebody who contributed up to {most} {claim['unit_plural'] if most > 1 else claim['unit']}"
+    if claim["user_level_epsilon"] is None:
+        return [f"For {who} no epsilon is proved."]
+    return [
+        f"For {who}, a bound that was declared, the same releases satisfy (epsilon = "
+        f"{show_epsilon(claim['user_level_epsilon'])}, delta = {show_delta(claim['delta'])})-differential privacy "
+        "with respect to all of them together."
+    ]
 
 
 def _factor(epsilon: float) -> str:
@@ -250,11 +265,25 @@ def _accounting_blocks(card: Card) -> list[Block]:
     ]
     blocks.append(Paragraph("Everything that was released, as charged:"))
     blocks.append(Grid(("Release", "Times", "Epsilon alone"), composition, frozenset({1, 2})))
+    if groups := accounting.get("groups"):
+        blocks.append(Paragraph(_GROUPS_TEXT))
+        shown = [(group["units"], _group(group)) for group in groups]
+        blocks.append(Grid(("Units", "Epsilon"), shown, frozenset({0, 1}), narrow=True))
     if curve := card["claim"]["curve"]:
         blocks.append(Paragraph("The same guarantee at other values of delta:"))
         grid = [(f"{delta:.1e}", show_epsilon(epsilon)) for epsilon, delta in curve]
         blocks.append(Grid(("Delta", "Epsilon"), grid, frozenset({0, 1}), narrow=True))
     return blocks
+
+
+_GROUPS_TEXT = (
+    "What several units are worth together, at the same delta, by the pld accountant: a person who contributed so "
+    "many, or a text that was recorded so often:"
+)
+
+
+def _group(group: Mapping[str, Any]) -> str:
+    return show_epsilon(group["epsilon"]) if group["epsilon"] is not None else str(group["why"])
 
 
 def _total(total: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.accounting import Accountant, calibrate_noise, check_supported, choose_cap
 from lit_dpret.privacy.budget import AccountantName, PrivacyBudget, require_choice
 from lit_dpret.privacy.forecast import Forecast, format_plan
+from lit_dpret.privacy.groups import check_max_units
 from lit_dpret.privacy.releases import (
     FixedSize,
     FullBatch,
@@ -54,6 +55,8 @@ class PrivacyPlan:
         engine: The clipping engine.
         mode: The privacy mode.
         n_public: The number of units where it is public, or a constant that the user declared.
+        max_units_per_user: How many units one person contributed at most, as the user declared; None
+            where nothing is declared. It changes no step, and is what the user-level epsilon is for.
 
     Raises:
         ConfigurationError: A value is out of range; the message names it.
@@ -73,6 +76,7 @@ class PrivacyPlan:
     engine: str = "ghost"
     mode: str = "dp_sgd"
     n_public: int | None = None
+    max_units_per_user: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("noise_multiplier", "max_grad_norm", "sensitivity", "denominator"):
@@ -87,6 +91,8 @@ class PrivacyPlan:
         require_choice("privacy.accountant", self.accountant, get_args(AccountantName))
         require_choice("privacy.clip", self.clip, ("abadi", "automatic"))
         require_choice("privacy.clip_groups", self.clip_groups, ("flat", "per_layer"))
+        if self.max_units_per_user is not None:
+            check_max_units(self.max_units_per_user)
 
     @classmethod
     def build(
@@ -107,6 +113,7 @@ class PrivacyPlan:
         engine: str = "ghost",
         mode: str = "dp_sgd",
         physical_batch_size: int = 32,
+        max_units_per_user: int | None = None,
     ) -> PrivacyPlan:
         """Resolve what was asked for: the law with its cap, and the noise that the budget needs.
 
@@ -134,6 +141,7 @@ class PrivacyPlan:
             engine: The clipping engine.
             mode: The privacy mode.
             physical_batch_size: Units per forward.
+            max_units_per_user: The declared bound for the user-level epsilon.
 
         Raises:
             ConfigurationError: Something is missing, out of range, or cannot meet the budget.
@@ -190,6 +198,7 @@ class PrivacyPlan:
             engine=engine,
             mode=mode,
             n_public=n_public,
+            max_units_per_user=max_units_per_user,
         )
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from stand_ins import Regression, dp, fit
+from stand_ins import Texts, dp, fit
 from torch import Tensor
 
 from lit_dpret.callbacks import PrivacyCard
@@ -22,14 +22,6 @@ from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
 N = 397
 DECLARED: dict[str, Any] = {"sampling": "poisson", "sample_rate": 0.05, "expected_batch_size": 16}
 PRIVATE: dict[str, Any] = {"neighbours": "add_or_remove", "delta": 0.001, "noise_multiplier": 3.0}
-
-
-class Texts(Regression):
-    """Trains on the lengths of texts."""
-
-    def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
-        lengths = torch.tensor([[float(len(row.query)), float(len(row.passage))] for row in rows]).reshape(-1, 2)
-        return {"inputs": torch.cat([lengths.sin(), lengths.cos()], dim=1), "target": lengths[:, 0] / 50}
 
 
 @pytest.fixture

@@ -125,6 +125,18 @@ def test_the_duplicates_policy_is_described_without_counts(data: Collection) -> 
         assert units.count_duplicates() == {"texts": 1, "query_ids": 2}
 
 
+def test_the_most_units_of_a_user_are_counted_where_users_are_known(data: Collection) -> None:
+    for unit in ("query", "pair"):
+        units = GroupedUnitDataset(data, unit=unit)  # type: ignore[arg-type]
+        owned: dict[str, int] = {}
+        for number in range(len(units)):
+            (user,) = {data.users[row.query_id] for row in units.rows(number)}
+            owned[user] = owned.get(user, 0) + 1
+        assert units.most_units_of_a_user() == max(owned.values()) > 1
+    assert GroupedUnitDataset(data, unit="user").most_units_of_a_user() == 1
+    assert GroupedUnitDataset(replace(data, users={}), unit="query").most_units_of_a_user() is None
+
+
 def test_merging_across_users_is_refused(data: Collection) -> None:
     with pytest.raises(ConfigurationError, match=r"datamodule\.duplicates=merge.*privacy\.unit=user"):
         GroupedUnitDataset(data, unit="user", duplicates="merge")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cards import CHILD, DELTA, LAW, NOISE, N, Run, forge, make_plan
 
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, StorageError
 from lit_dpret.privacy import accounting
@@ -23,84 +24,16 @@ from lit_dpret.privacy.card import (
     verify_card,
     write_card,
 )
-from lit_dpret.privacy.card_file import checksum
 from lit_dpret.privacy.card_text import card_html, card_markdown, privacy_line, show_epsilon
 from lit_dpret.privacy.dataset_total import Total
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
-from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.releases import (
     FixedSize,
     FullBatch,
     GaussianRelease,
-    NonPrivateRelease,
     Poisson,
-    SamplingLaw,
     Shuffle,
 )
-
-N, DELTA, NOISE = 1000, 5e-4, 4.0  # much noise: the accountants are quick
-LAW = Poisson(sample_rate=0.05)
-
-
-def make_plan(
-    law: SamplingLaw = LAW,
-    *,
-    neighbours: Neighbours = "zero_out",
-    unit: Unit = "query",
-    noise: float = NOISE,
-    **facts: Any,
-) -> PrivacyPlan:
-    return PrivacyPlan(
-        budget=PrivacyBudget(eps=50.0, delta=DELTA, unit=unit, neighbours=neighbours),
-        law=law,
-        steps=20,
-        noise_multiplier=noise,
-        max_grad_norm=0.5,
-        sensitivity=0.5,
-        denominator=50.0,
-        physical_batch_size=16,
-        n_public=None if neighbours == "add_or_remove" else N,
-        **facts,
-    )
-
-
-class Run:
-    """A run folder with a ledger, written as the training loop writes it."""
-
-    def __init__(self, folder: Path, plan: PrivacyPlan | None, mode: str = "dp_sgd") -> None:
-        self.folder, self.plan = folder, plan
-        self.path = folder / "privacy_ledger.jsonl"
-        self.ledger = PrivacyLedger.open(self.path)
-        self.ledger.append(
-            "plan",
-            run_id="r",
-            attempt=0,
-            mode=mode,
-            plan=None if plan is None else plan.to_dict(),
-            planned_steps=20,
-            rows_per_unit="one",
-            secure_rng=False,
-        )
-
-    def step(self, step: int, *, attempt: int = 0, confirm: bool = True, **facts: Any) -> None:
-        release = self.plan.release() if self.plan is not None else NonPrivateRelease(label="train")
-        stated: dict[str, Any] = {"noise_std": 0.0, "sensitivity": None, "denominator": 50.0}
-        if self.plan is not None:
-            stated = {"noise_std": self.plan.noise_std, "sensitivity": 0.5, "denominator": 50.0}
-            stated["law"] = self.plan.law.to_dict()
-        self.ledger.append("intent", attempt=attempt, step=step, release=release.to_dict())
-        if confirm:
-            self.ledger.append("release", attempt=attempt, step=step, **(stated | facts))
-
-    def train(self, steps: int = 10, **facts: Any) -> Run:
-        for step in range(steps):
-            self.step(step, **facts)
-        self.ledger.append("end", reason="finished", steps=steps)
-        return self
-
-    def card(self, **facts: Any) -> dict[str, Any]:
-        subject = facts.pop("subject", {"artifact_type": "weights", "name": "generator", "sha256": {}})
-        return build_card(ledger_records=self.ledger.records, subject=subject, **facts)
 
 
 @pytest.fixture
@@ -397,14 +330,6 @@ def test_a_folder_that_cannot_be_written_is_named(run: Run, tmp_path: Path) -> N
         write_card(run.card(), tmp_path / "file")
 
 
-def forge(card: dict[str, Any], **claim: Any) -> dict[str, Any]:
-    """Edit the claim and put the checksum right, as somebody who knows the format would."""
-    forged = json.loads(json.dumps(card))
-    forged["claim"].update(claim)
-    forged["checksum"] = checksum(forged)
-    return dict(forged)
-
-
 @pytest.mark.parametrize(
     ("claim", "reason"),
     [
@@ -520,8 +445,6 @@ def test_a_changed_file_of_the_subject_is_found(run: Run) -> None:
 
 
 # --- inheritance ------------------------------------------------------------------------------
-
-CHILD = {"artifact_type": "dataset", "name": "synthetic queries", "sha256": {}}
 
 
 def test_a_derived_artefact_has_its_parents_claim_and_names_the_whole_line(run: Run, tmp_path: Path) -> None:

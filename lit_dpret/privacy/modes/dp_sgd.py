@@ -19,6 +19,7 @@ from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.budget import AccountantName, Neighbours, PrivacyBudget, Unit, require_choice
 from lit_dpret.privacy.clipping import ClipGroups, make_engine
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.groups import check_max_units
 from lit_dpret.privacy.modes.base import Guarantee, PrivacyMode, StepCounts, Update, trainable
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -59,6 +60,8 @@ class DPSGD(PrivacyMode):
         dataset_ledger: The file in which all runs on this data set add up; null for none. The path
             stands for the data set: every run on the data has to name the same one.
         total_eps: What all of them together must not exceed; null takes it from the file.
+        max_units_per_user: How many units one person contributed at most, a declared public bound; the
+            card then prints the epsilon of all of them together. It changes nothing in the training.
 
     Raises:
         ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
@@ -84,6 +87,7 @@ class DPSGD(PrivacyMode):
         secret_file: str | Path | None = None,
         dataset_ledger: str | Path | None = None,
         total_eps: float | None = None,
+        max_units_per_user: int | None = None,
     ) -> None:
         super().__init__()
         PrivacyBudget(eps=eps, delta=0.5 if delta is None else delta, unit=unit, neighbours=neighbours)
@@ -105,6 +109,13 @@ class DPSGD(PrivacyMode):
                 f"privacy.total_eps={total_eps:g} limits all runs on one data set together, and no file adds them up: "
                 "set privacy.dataset_ledger."
             )
+        if max_units_per_user is not None:
+            check_max_units(max_units_per_user)
+            if unit == "user":
+                raise ConfigurationError(
+                    f"privacy.max_units_per_user={max_units_per_user} cannot go with privacy.unit=user: all that a "
+                    "user contributed is one unit already. Set it to null."
+                )
         self.eps = eps
         self.delta = delta
         self.unit = unit
@@ -119,6 +130,7 @@ class DPSGD(PrivacyMode):
         self.secret_file = None if secret_file is None else Path(secret_file)
         self.dataset_ledger = None if dataset_ledger is None else Path(dataset_ledger)
         self.total_eps = total_eps
+        self.max_units_per_user = max_units_per_user
 
     def budget(self, public_units: int | None) -> PrivacyBudget:
         """The budget, with delta filled in from the public number of units where it was null."""
@@ -157,6 +169,7 @@ class DPSGD(PrivacyMode):
             mode=self.name,
             physical_batch_size=request.physical_batch_size,
             cap=request.cap,
+            max_units_per_user=self.max_units_per_user,
         )
 
     def ledger_of_dataset(self, budget: PrivacyBudget, *, run_dir: Path | None = None) -> DatasetLedger | None:
