@@ -87,8 +87,10 @@ class Numbers(L.LightningDataModule):
 class Regression(PrivateModule):
     """Fit row numbers by a small network with dropout; deterministic given the run's streams."""
 
-    def __init__(self, *, privacy: PrivacyMode, lr: float = 0.05, dropout: float = 0.1) -> None:
-        super().__init__(privacy=privacy, optimizer=OptimizerSpec(name="adam", lr=lr))
+    def __init__(
+        self, *, privacy: PrivacyMode, lr: float = 0.05, dropout: float = 0.1, optimizer: OptimizerSpec | None = None
+    ) -> None:
+        super().__init__(privacy=privacy, optimizer=optimizer or OptimizerSpec(name="adam", lr=lr))
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1))
 
     def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:

@@ -1,7 +1,15 @@
 """Optimizers by name. Under a private mode they see noised gradients only, so any of them will do.
 
-DP-Adam is Adam fed with the clipped, noised mean gradient (Li et al., 2021); nothing in the
-optimizer itself is private.
+What arrives is the clipped sum plus noise, divided by a public constant. Nothing that an optimizer
+does with it costs privacy (post-processing); what differs is how well it copes with the noise:
+
+* ``sgd``: DP-SGD (Abadi et al., 2016), with momentum over the noised gradients if asked for.
+* ``adam``, ``adamw``: DP-Adam (Li et al., 2021, 2110.05679): Adam fed with the noised gradient. Its
+  second moment is the squared gradient plus the variance of the noise.
+* ``adam_bc``: DP-AdamBC (Tang et al., 2023, 2312.14334): that variance is subtracted.
+* ``adafactor``: DP-Adafactor (Adafactor of Shazeer and Stern, 2018, 1804.04235, fed with the noised
+  gradient): second moments of matrices are kept as row and column averages, in which the noise of
+  many coordinates cancels out to its variance.
 """
 
 from __future__ import annotations
@@ -9,20 +17,35 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import nn
 
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.modules.adam_bc import DPAdamBC
 from lit_dpret.privacy.budget import require_choice
 
 Schedule = Literal["constant", "linear", "cosine"]
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
+    "adam_bc": DPAdamBC,
+    "adafactor": torch.optim.Adafactor,
     "sgd": torch.optim.SGD,
 }
+# Knobs that not every optimizer has, each with those that do.
+_KNOBS: dict[str, tuple[str, ...]] = {
+    "betas": ("adam", "adamw", "adam_bc"),
+    "eps": ("adam", "adamw", "adafactor"),
+    "momentum": ("sgd",),
+    "min_second_moment": ("adam_bc",),
+    "clip_threshold": ("adafactor",),
+    "beta2_decay": ("adafactor",),
+}
+# 1e-30 under the root, as in the paper (section 8); PyTorch's own 1.2e-7 also bounds the row averages
+# from below, and the squares of a noised mean gradient are often smaller than that.
+_ADAFACTOR_EPS = (1e-15, 1e-3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +53,24 @@ class OptimizerSpec:
     """Which optimizer to build, and how its learning rate moves.
 
     Args:
-        name: ``adam``, ``adamw`` or ``sgd``.
-        lr: Peak learning rate.
+        name: ``adam``, ``adamw``, ``adam_bc``, ``adafactor`` or ``sgd``; see the module's docstring.
+        lr: Peak learning rate. For ``adafactor`` it is relative to the root mean square of each
+            parameter, and bounded by 1/sqrt(step).
         schedule: ``constant``, ``linear`` or ``cosine`` decay to zero over the planned steps.
         warmup_steps: Steps of linear warm-up.
         weight_decay: Handed to the optimizer.
-        betas: Adam's averages; null keeps the optimizer's own.
+        betas: Averages of ``adam``, ``adamw`` and ``adam_bc``; null keeps the optimizer's own.
         momentum: For ``sgd``.
-        eps: Adam's denominator floor; null keeps the optimizer's own.
+        eps: Denominator floor of ``adam`` and ``adamw``; for ``adafactor`` the root of the least second
+            moment. null keeps the optimizer's own.
+        min_second_moment: For ``adam_bc``: the floor of the second moment once the variance of the noise is
+            subtracted; null derives it from that variance.
+        clip_threshold: For ``adafactor``: the root mean square that an update is scaled down to,
+            at least 1; null is 1.
+        beta2_decay: For ``adafactor``: exponent of the decay of the second moment; null is -0.8.
+
+    Raises:
+        ConfigurationError: A value is out of range, or a knob is set that the optimizer does not have.
     """
 
     name: str = "adam"
@@ -48,25 +81,56 @@ class OptimizerSpec:
     betas: tuple[float, float] | None = None
     momentum: float = 0.0
     eps: float | None = None
+    min_second_moment: float | None = None
+    clip_threshold: float | None = None
+    beta2_decay: float | None = None
+
+    needs_noise: ClassVar[tuple[str, ...]] = ("adam_bc",)
 
     def __post_init__(self) -> None:
         require_choice("model.optimizer.name", self.name, tuple(OPTIMIZERS))
         require_choice("model.optimizer.schedule", self.schedule, get_args(Schedule))
         if not self.lr > 0:
             raise ConfigurationError(f"model.optimizer.lr={self.lr} must be positive.")
+        for knob, owners in _KNOBS.items():
+            value = getattr(self, knob)
+            if value is not None and not (knob == "momentum" and value == 0) and self.name not in owners:
+                raise ConfigurationError(
+                    f"model.optimizer.{knob}={value} would be ignored: it belongs to {', '.join(owners)}, and "
+                    f"model.optimizer.name={self.name}. Leave it out."
+                )
+        for knob in ("eps", "min_second_moment"):
+            value = getattr(self, knob)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ConfigurationError(f"model.optimizer.{knob}={value} is not a positive, finite number.")
+        if self.clip_threshold is not None and not 1 <= self.clip_threshold < math.inf:
+            raise ConfigurationError(f"model.optimizer.clip_threshold={self.clip_threshold} must be at least 1.")
+        if not 0 <= self.momentum < 1:
+            raise ConfigurationError(f"model.optimizer.momentum={self.momentum} must lie in [0, 1).")
+        if self.beta2_decay is not None and not -1 <= self.beta2_decay < 0:
+            raise ConfigurationError(f"model.optimizer.beta2_decay={self.beta2_decay} must lie in [-1, 0).")
 
-    def build(self, parameters: Iterable[nn.Parameter], *, steps: int) -> Any:
-        """The optimizer, or the pair (optimizer, scheduler) that Lightning understands."""
-        options: dict[str, Any] = {"lr": self.lr, "weight_decay": self.weight_decay}
-        if self.name == "sgd":
-            options["momentum"] = self.momentum
-        else:
-            options |= {"betas": tuple(self.betas)} if self.betas is not None else {}
-            options |= {"eps": self.eps} if self.eps is not None else {}
+    @property
+    def uses_noise_std(self) -> bool:
+        """Whether ``build`` must be told how much noise the gradient carries."""
+        return self.name in self.needs_noise
+
+    def build(self, parameters: Iterable[nn.Parameter], *, steps: int, noise_std: float = 0.0) -> Any:
+        """The optimizer, or the pair (optimizer, scheduler) that Lightning understands.
+
+        Args:
+            parameters: Those without ``requires_grad`` are left out.
+            steps: Planned logical steps; 0 where unknown.
+            noise_std: Standard deviation of the noise in each coordinate of the gradients that the
+                optimizer will see, ``PrivacyMode.gradient_noise_std``; used by ``adam_bc`` alone.
+
+        Raises:
+            ConfigurationError: Nothing is trainable, a schedule lacks its end, or ``adam_bc`` gets no noise.
+        """
         chosen = [parameter for parameter in parameters if parameter.requires_grad]
         if not chosen:
             raise ConfigurationError("The model has no trainable parameter: nothing would be learnt.")
-        optimizer = OPTIMIZERS[self.name](chosen, **options)
+        optimizer = OPTIMIZERS[self.name](chosen, **self._options(noise_std))
         if self.schedule == "constant" and self.warmup_steps == 0:
             return optimizer
         if self.schedule != "constant" and steps <= 0:
@@ -75,6 +139,23 @@ class OptimizerSpec:
             )
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.factor(step, steps))
         return [optimizer], [scheduler]
+
+    def _options(self, noise_std: float) -> dict[str, Any]:
+        options: dict[str, Any] = {"lr": self.lr, "weight_decay": self.weight_decay}
+        if self.betas is not None:
+            options["betas"] = tuple(self.betas)
+        if self.name == "sgd":
+            options["momentum"] = self.momentum
+        elif self.name == "adam_bc":
+            options |= {"noise_std": noise_std, "min_second_moment": self.min_second_moment}
+        elif self.name == "adafactor":
+            least, scale = _ADAFACTOR_EPS
+            options["eps"] = (least if self.eps is None else self.eps, scale)
+            options |= {} if self.clip_threshold is None else {"d": self.clip_threshold}
+            options |= {} if self.beta2_decay is None else {"beta2_decay": self.beta2_decay}
+        elif self.eps is not None:
+            options["eps"] = self.eps
+        return options
 
     def factor(self, step: int, steps: int) -> float:
         """The share of the peak learning rate at ``step`` of ``steps``."""

@@ -47,12 +47,20 @@ class PrivateModule(L.LightningModule):
         privacy: The privacy mode.
         optimizer: Name, learning rate and schedule of the optimizer.
         log_private_loss: Log the training loss although it is an unaccounted release.
+
+    Raises:
+        ConfigurationError: The optimizer corrects for noise, and the mode adds none.
     """
 
     coupled_loss: bool = False
 
     def __init__(self, *, privacy: PrivacyMode, optimizer: OptimizerSpec, log_private_loss: bool = False) -> None:
         super().__init__()
+        if optimizer.uses_noise_std and privacy.guarantee != "dp":
+            raise ConfigurationError(
+                f"model.optimizer.name={optimizer.name} subtracts the noise of a private mode, and "
+                f"privacy={privacy.name} adds none. Choose model.optimizer.name=adam."
+            )
         self.automatic_optimization = False
         self.privacy = privacy
         self.optimizer_spec = optimizer
@@ -70,7 +78,9 @@ class PrivateModule(L.LightningModule):
         raise UnsupportedModelError(f"{type(self).__name__} does not implement per_row_loss(rows).")
 
     def configure_optimizers(self) -> Any:
-        return self.optimizer_spec.build(self.parameters(), steps=self._planned_steps())
+        # The accountant attached the mode in its ``setup``, which Lightning runs before it asks for optimizers.
+        noise_std = self.privacy.gradient_noise_std if self.optimizer_spec.uses_noise_std else 0.0
+        return self.optimizer_spec.build(self.parameters(), steps=self._planned_steps(), noise_std=noise_std)
 
     def _planned_steps(self) -> int:
         return self.trainer.max_steps if self.trainer.max_steps > 0 else 0

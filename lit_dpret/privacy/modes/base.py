@@ -67,6 +67,11 @@ class PrivacyMode(ABC):
         """The number of units of privacy where everybody may know it, else None."""
         return None if self.neighbours == "add_or_remove" else units
 
+    @property
+    def gradient_noise_std(self) -> float:
+        """Standard deviation of the noise in each coordinate of an update's gradients, once attached; public."""
+        return 0.0
+
     @abstractmethod
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
         """Get ready to train ``module``; refuse it by name where the claim would not hold."""

@@ -205,6 +205,15 @@ class DPSGD(PrivacyMode):
             plan.engine, module, max_grad_norm=plan.max_grad_norm, clip=plan.clip, clip_groups=plan.clip_groups
         )
 
+    @property
+    def gradient_noise_std(self) -> float:
+        if not hasattr(self, "_plan"):
+            raise ConfigurationError(
+                "privacy=dp_sgd has no plan yet, so its noise is not known: the PrivacyAccountant callback makes it. "
+                "Add lit_dpret.callbacks.PrivacyAccountant to the Trainer's callbacks."
+            )
+        return self._plan.noise_std / self._plan.denominator
+
     def add(self, row_loss: Callable[[], Tensor], unit_ids: Tensor, mask: Tensor) -> None:
         buffers = {name: (id(buffer), buffer._version) for name, buffer in self._module.named_buffers()}
         stats = self._clipper.add(row_loss, unit_ids, mask)
