@@ -41,3 +41,7 @@ class ResumeError(LitDpretError, RuntimeError):
 
 class StorageError(LitDpretError, OSError):
     """The disk is full, or the run folder cannot be written."""
+
+
+class PrivacyViolation(LitDpretError, AssertionError):
+    """A mechanism that was put to the test does not do what its privacy claim says."""

@@ -19,6 +19,7 @@ from lit_dpret.callbacks import MetricsFile, PrivacyAccountant
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy.modes import DPSGD, PrivacyMode
+from lit_dpret.testing import assert_private
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,26 @@ class Regression(PrivateModule):
 
     def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
         return (self.net(rows["inputs"]).squeeze(-1) - rows["target"]).square()
+
+
+class Words(PrivateModule):
+    """Tokens through an embedding that few rows touch, and two weights of equal shape."""
+
+    def __init__(self, **settings: Any) -> None:
+        torch.manual_seed(0)
+        chosen = {"eps": 1.0, "max_grad_norm": 0.5} | settings
+        super().__init__(privacy=DPSGD(**chosen), optimizer=OptimizerSpec(name="adam", lr=0.05))
+        self.lookup = nn.Embedding(9, 4)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return (self.second(self.first(self.lookup(rows["token"])).tanh()) - rows["target"]).square().sum(1)
+
+    def check(self, **settings: Any) -> None:
+        """Put it to the test on six rows, with just enough releases to refute the claim."""
+        targets = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+        rows = {"token": torch.arange(6) % 5, "target": targets}
+        assert_private(self, rows, 1.0, 1e-5, **{"trials": 60} | settings)
 
 
 # Six steps of `Numbers` cost epsilon 2.92 with it and seven 3.10; calibrating takes longer than the runs themselves.

@@ -27,6 +27,8 @@ ALLOWED: dict[str, set[str]] = {
     "datamodules": {"errors", "privacy.sampling"},
     "report": {"errors", "retrieval", "privacy"},
     "callbacks": {"errors", "privacy", "retrieval", "report"},
+    "testing": {"errors", "privacy", "modules"},
+    "pytest_plugin": {"testing"},
     "tasks": {
         "errors", "privacy", "retrieval", "report", "callbacks", "datamodules", "generation", "modules",
         "encoders", "assets",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
@@ -256,6 +257,11 @@ class DPSGD(PrivacyMode):
         return Update(gradients, weakest, self._plan.sensitivity, self._plan.denominator)
 
 
+@lru_cache(maxsize=4096)
+def _least_believed(coordinates: int) -> float:
+    return float(chi2.ppf(1e-12, coordinates))
+
+
 def _believed_std(squares: float, coordinates: int, planned: float) -> float:
     """The planned deviation where the measured noise is consistent with it, else the measured one.
 
@@ -264,6 +270,6 @@ def _believed_std(squares: float, coordinates: int, planned: float) -> float:
     off: knowing the exact norm of the noise would help to subtract it.
     """
     measured = squares / planned**2
-    if measured > 0 and measured >= chi2.ppf(1e-12, coordinates):
+    if measured > 0 and measured >= _least_believed(coordinates):
         return planned
     return planned * math.sqrt(measured / coordinates)

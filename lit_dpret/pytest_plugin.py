@@ -1,0 +1,23 @@
+"""The fixture ``assert_private``, in every pytest run where this package is installed.
+
+pytest loads this module before any test, also for suites that never use the fixture, so it imports
+nothing heavy until a test asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from lit_dpret.testing import PrivacyReport
+
+
+@pytest.fixture(scope="session")
+def assert_private() -> Callable[..., PrivacyReport]:
+    """`lit_dpret.testing.assert_private`: put a module's private training step to the test."""
+    from lit_dpret.testing import assert_private
+
+    return assert_private
