@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from stand_ins import Numbers, Regression, dp, fit
+from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.callbacks.refusals import check_dataset_card
@@ -31,19 +31,6 @@ from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.releases import GaussianRelease, Poisson
 from lit_dpret.privacy.sampling import PrivateBatchSampler
-
-
-class Killed(BaseException):
-    """Stands for kill -9: nothing gets to tidy up."""
-
-
-class KillAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        if batch.last and batch.step + 1 == self.step:
-            raise Killed
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

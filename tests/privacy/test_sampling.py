@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,17 +27,19 @@ def sampler(
 
 
 def test_every_unit_takes_part_with_the_stated_probability_and_independently_of_the_others() -> None:
-    drawn = sampler(Poisson(sample_rate=0.3), units=6)
+    rate = 1 / 3
+    drawn = sampler(Poisson(sample_rate=rate), units=6)
     steps = 4000
     taken = np.zeros((steps, 6))
     for step in range(steps):
         taken[step, drawn.draw(step)] = 1
-    standard_error = (0.3 * 0.7 / steps) ** 0.5
-    assert np.abs(taken.mean(axis=0) - 0.3).max() < 5 * standard_error
-    correlations = np.corrcoef(taken.T)[np.triu_indices(6, k=1)]
-    assert np.abs(correlations).max() < 5 / steps**0.5
+    standard_error = (rate * (1 - rate) / steps) ** 0.5
+    assert np.abs(taken.mean(axis=0) - rate).max() < 5 * standard_error, "a unit is drawn more or less often than told"
     sizes = taken.sum(axis=1)
-    assert sizes.min() == 0 and abs(sizes.var() - 6 * 0.21) < 0.15, "sizes must be binomial, empty draws included"
+    assert sizes.min() == 0, "empty draws are missing"
+    assert abs(sizes.var() - 6 * rate * (1 - rate)) < 0.15, "sizes are not binomial"
+    correlations = np.corrcoef(taken.T)[np.triu_indices(6, k=1)]
+    assert np.abs(correlations).max() < 5 / steps**0.5, "units are not drawn independently of each other"
 
 
 def test_a_batch_above_the_cap_loses_units_uniformly_and_not_by_file_order() -> None:
@@ -45,7 +49,7 @@ def test_a_batch_above_the_cap_loses_units_uniformly_and_not_by_file_order() -> 
         units = drawn.draw(step)
         assert len(units) <= 3
         counts[units] += 1
-    assert np.abs(counts / counts.sum() - 1 / 8).max() < 0.012
+    assert np.abs(counts / counts.sum() - 1 / 8).max() < 0.012, "the cap drops units by file order"
 
 
 def test_the_draw_depends_on_secret_run_attempt_and_step_alone() -> None:
@@ -61,7 +65,8 @@ def test_a_resumed_sampler_goes_on_with_the_draws_of_an_uninterrupted_one() -> N
     whole = list(sampler(TruncatedPoisson(sample_rate=0.2, cap=20, n=50), steps=6))
     resumed = sampler(TruncatedPoisson(sample_rate=0.2, cap=20, n=50), steps=6)
     resumed.next_step = 4
-    assert list(resumed) == [batch for batch in whole if batch[0].step >= 4]
+    rest = [batch for batch in whole if batch[0].step >= 4]
+    assert list(resumed) == rest, "a resumed sampler hands out other draws than the uninterrupted one"
 
 
 def test_two_passes_hand_out_consecutive_steps() -> None:
@@ -72,7 +77,8 @@ def test_two_passes_hand_out_consecutive_steps() -> None:
 
 def test_an_empty_draw_is_one_physical_batch_of_padding_that_ends_its_step() -> None:
     drawn = sampler(Poisson(sample_rate=1e-9))
-    assert drawn.physical_batches(0) == [[Draw(PADDING, 0, 0, True, attempt=0)]]
+    padding = [[Draw(PADDING, 0, 0, True, attempt=0)]]
+    assert drawn.physical_batches(0) == padding, "an empty draw was dropped, and its step with it"
 
 
 def test_a_capped_law_has_the_same_number_of_physical_batches_in_every_step() -> None:
@@ -142,3 +148,79 @@ def test_a_batch_of_padding_has_no_rows() -> None:
     batch = UnitCollator(lambda rows: rows)([(Draw(PADDING, 0, 0, True), [])])
     assert batch.rows is None and not batch.mask.any() and len(batch.unit_ids) == 0
     assert torch.equal(batch.to("cpu").mask, batch.mask)
+
+
+# -- mutants: other laws than the accountant was told ----------------------------------------------
+
+honest_draw, honest_batches = PrivateBatchSampler.draw, PrivateBatchSampler.physical_batches
+
+
+def shuffled(self: PrivateBatchSampler, step: int) -> np.ndarray:
+    """What most public code does: deal out a shuffled data set in batches of equal size, as often as stated."""
+    size = max(1, round(self.law.sample_rate * self.units))
+    epoch, position = divmod(step, self.units // size)
+    order = np.random.default_rng(epoch).permutation(self.units)
+    return order[position * size : (position + 1) * size]
+
+
+def all_or_nothing(self: PrivateBatchSampler, step: int) -> np.ndarray:
+    """One coin for the whole data set: each unit as often as stated, and never without the others."""
+    return np.arange(self.units if self._stream.coins(self.attempt, step).random() < self.law.sample_rate else 0)
+
+
+def neighbours_together(self: PrivateBatchSampler, step: int) -> np.ndarray:
+    """As many as by coins and each as often, but a stretch of the file at a time."""
+    coins = self._stream.coins(self.attempt, step)
+    size, first = coins.binomial(self.units, self.law.sample_rate), coins.integers(self.units)
+    return (first + np.arange(size)) % self.units
+
+
+def by_file_order(self: PrivateBatchSampler, step: int) -> np.ndarray:
+    size = self._stream.coins(self.attempt, step).binomial(self.units, self.law.sample_rate)
+    return np.arange(min(size, getattr(self.law, "cap", size)))
+
+
+def never_empty(self: PrivateBatchSampler, step: int) -> np.ndarray:
+    """A single unit where the coins give none, of the same data set: as loaders do that cannot hand out nothing."""
+    units = honest_draw(self, step)
+    return units if len(units) else np.array([step % self.units])
+
+
+def coins_that_restart(self: PrivateBatchSampler, step: int) -> np.ndarray:
+    """A generator of the process: a resumed run begins with the coins that the first one began with."""
+    calls = self.__dict__.setdefault("calls", 0)
+    self.__dict__["calls"] = calls + 1
+    return honest_draw(self, calls)
+
+
+def no_padding(self: PrivateBatchSampler, step: int) -> list[list[Draw]]:
+    return [batch for batch in honest_batches(self, step) if batch[0].unit >= 0]
+
+
+BY_LAW = test_every_unit_takes_part_with_the_stated_probability_and_independently_of_the_others
+AT_THE_CAP = test_a_batch_above_the_cap_loses_units_uniformly_and_not_by_file_order
+RESUMED = test_a_resumed_sampler_goes_on_with_the_draws_of_an_uninterrupted_one
+EMPTY = test_an_empty_draw_is_one_physical_batch_of_padding_that_ends_its_step
+
+
+@pytest.mark.parametrize(
+    ("method", "mutant", "killer", "words"),
+    [
+        ("draw", shuffled, BY_LAW, "empty draws are missing"),
+        ("draw", all_or_nothing, BY_LAW, "sizes are not binomial"),
+        ("draw", never_empty, BY_LAW, "empty draws are missing"),
+        ("draw", neighbours_together, BY_LAW, "not drawn independently"),
+        ("draw", by_file_order, BY_LAW, "more or less often"),
+        ("draw", by_file_order, AT_THE_CAP, "by file order"),
+        ("draw", coins_that_restart, RESUMED, "other draws than the uninterrupted one"),
+        ("physical_batches", no_padding, EMPTY, "an empty draw was dropped"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_sampler_mutant_is_killed_by(
+    method: str, mutant: Any, killer: Callable[[], None], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killer()
+    monkeypatch.setattr(PrivateBatchSampler, method, mutant)
+    with pytest.raises(AssertionError, match=words):
+        killer()

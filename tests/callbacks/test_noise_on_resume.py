@@ -1,0 +1,116 @@
+"""A resumed run never adds noise again that it has added before, unless it repeats the very same release.
+
+The commonest setting in public code does: a seed at the top of the script, a resume, and the noise of the
+first step comes back under another sum; subtracting the two shows the difference of the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from stand_ins import KillAt, Killed, Regression, dp, fit
+from torch import Tensor
+
+from lit_dpret.callbacks import PrivacyAccountant
+from lit_dpret.errors import ResumeError
+from lit_dpret.privacy.gate import ReleaseGate
+from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.run import PrivateRun
+
+Patch = pytest.MonkeyPatch
+Key = tuple[Any, ...]
+honest = KeyedStream.normal
+
+
+def noise_of_a_resumed_run(folder: Path, replay: str, patch: Patch) -> list[tuple[Key, Tensor]]:
+    """All noise, with its keys, of a run that is killed after step 3 and resumes from the checkpoint of step 2."""
+    drawn: list[tuple[Key, Tensor]] = []
+    source = KeyedStream.normal
+
+    def watched(stream: Any, shape: Any, **key: Any) -> Tensor:
+        made = source(stream, shape, **key)
+        drawn.append(((key["attempt"], key["step"], key["parameter"], key["salt"]), made.clone()))
+        return made
+
+    patch.setattr(KeyedStream, "normal", watched)
+    for resume in (False, True):
+        L.seed_everything(0, verbose=False)
+        module = Regression(privacy=dp(folder, noise_multiplier=2.0))
+        accountant = PrivacyAccountant(run_dir=folder / "run", resume=resume, replay=replay, eps_log_points=1)
+        if resume:
+            fit(folder / "run", module, accountant=accountant, resume=True)
+            continue
+        with pytest.raises(Killed):
+            fit(folder / "run", module, accountant=accountant, extra=[KillAt(3)])
+        accountant.ledger.close()
+    return drawn
+
+
+def check_that_no_noise_comes_again(drawn: list[tuple[Key, Tensor]]) -> None:
+    assert len({key[:2] for key, _ in drawn}) >= 6, "fewer steps than were planned"
+    for place, (key, noise) in enumerate(drawn):
+        for earlier, before in drawn[:place]:
+            if key != earlier and noise.shape == before.shape:
+                assert not torch.equal(noise, before), f"the noise of {earlier} came again as {key}"
+
+
+@pytest.mark.parametrize("replay", ["auto", "never"])
+def test_a_resumed_run_never_adds_old_noise_to_a_new_sum(replay: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    drawn = noise_of_a_resumed_run(tmp_path, replay, monkeypatch)
+    check_that_no_noise_comes_again(drawn)
+    repeated = {key[:2] for place, (key, _) in enumerate(drawn) if key in [k for k, _ in drawn[:place]]}
+    assert repeated == ({(0, 2)} if replay == "auto" else set()), "one step is repeated bit by bit, or none is"
+
+
+def seeded_by_the_script(patch: Patch) -> None:
+    """The generator that ``seed_everything`` reset, as in Opacus under Lightning."""
+    patch.setattr(KeyedStream, "normal", lambda self, shape, **key: torch.randn(shape))
+
+
+def seeded_by_the_run(patch: Patch) -> None:
+    """A secret seed, but a generator of the process: it starts again where the first process started."""
+
+    def mutant(self: Any, shape: Any, **key: Any) -> Tensor:
+        calls = self.__dict__.setdefault("calls", 0)
+        self.__dict__["calls"] = calls + 1
+        return honest(self, shape, **{**key, "attempt": 0, "step": 0, "salt": "", "parameter": str(calls)})
+
+    patch.setattr(KeyedStream, "normal", mutant)
+
+
+def same_attempt_again(patch: Patch) -> None:
+    """The attempt is counted, but no part of the key; and neither is the sum."""
+    patch.setattr(KeyedStream, "normal", lambda *a, **k: honest(*a, **{**k, "attempt": 0, "salt": ""}))
+
+
+@pytest.mark.parametrize("mutate", [seeded_by_the_script, seeded_by_the_run, same_attempt_again])
+def test_a_random_generator_that_is_reset_on_resume_fails(
+    mutate: Callable[[Patch], None], tmp_path: Path, monkeypatch: Patch
+) -> None:
+    mutate(monkeypatch)
+    drawn = noise_of_a_resumed_run(tmp_path, "never", monkeypatch)
+    with pytest.raises(AssertionError, match="came again as"):
+        check_that_no_noise_comes_again(drawn)
+
+
+def test_a_resume_that_forgets_to_begin_a_new_attempt_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(PrivateRun, "settle_attempt", lambda self, step, state: None)
+    with pytest.raises(ResumeError, match="its noise must not be used again"):
+        noise_of_a_resumed_run(tmp_path, "never", monkeypatch)
+
+
+def test_a_resume_that_starts_its_sampler_anew_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
+    begin = ReleaseGate.begin
+
+    def mutant(self: Any, *rest: Any) -> None:
+        begin(self, *rest)
+        self.sampler.next_step = 0
+
+    monkeypatch.setattr(ReleaseGate, "begin", mutant)
+    with pytest.raises(ResumeError, match="A batch of step 0, attempt 1, arrived where step 2"):
+        noise_of_a_resumed_run(tmp_path, "never", monkeypatch)
