@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -76,14 +77,19 @@ def norm_of(gradient: dict[str, Tensor]) -> Tensor:
     return torch.stack([g.double().square().sum() for g in gradient.values()]).sum().sqrt()
 
 
-def clipped_sum(gradients: list[dict[str, Tensor]], bound: float, clip: str = "abadi") -> dict[str, Tensor]:
-    total = {n: torch.zeros_like(g) for n, g in gradients[0].items()}
+def clipped_sum(
+    gradients: list[dict[str, Tensor]], bound: float, clip: str = "abadi", groups: Sequence[Sequence[str]] | None = None
+) -> dict[str, Tensor]:
+    """Each group (by default one of all parameters) of each gradient scaled down to its share of the bound."""
+    groups = [list(gradients[0])] if groups is None else groups
+    share, total = bound / math.sqrt(len(groups)), {n: torch.zeros_like(g) for n, g in gradients[0].items()}
     for gradient in gradients:
-        norm = norm_of(gradient)
-        factor = min(1.0, bound / float(norm)) if clip == "abadi" and norm > 0 else 1.0
-        factor = bound / (float(norm) + 0.01) if clip == "automatic" else factor
-        for name, g in gradient.items():
-            total[name] += factor * g
+        for names in groups:
+            norm = float(norm_of({n: gradient[n] for n in names}))
+            factor = min(1.0, share / norm) if clip == "abadi" and norm > 0 else 1.0
+            factor = share / (norm + 0.01) if clip == "automatic" else factor
+            for name in names:
+                total[name] += factor * gradient[name]
     return total
 
 
@@ -101,6 +107,7 @@ def check_exact(
     unit_ids: Tensor | None = None,
     mask: Tensor | None = None,
     clip: str = "abadi",
+    clip_groups: str = "flat",
     tolerance: float = 1e-10,
 ) -> ClippedSum:
     """Norms and sum equal the reference, with a bound that clips about half of the units; twice, so that the
@@ -109,13 +116,15 @@ def check_exact(
     gradients = case.unit_gradients(unit_ids, mask)
     norms = torch.stack([norm_of(g) for g in gradients])
     bound = 1.001 * float(norms[norms > 0].median())
-    clipping = make_engine(engine, case.module, max_grad_norm=bound, clip=clip)
-    expected = clipped_sum(gradients, bound, clip)
+    clipping = make_engine(engine, case.module, max_grad_norm=bound, clip=clip, clip_groups=clip_groups)
+    expected = clipped_sum(gradients, bound, clip, clipping.groups)
+    share = bound / math.sqrt(len(clipping.groups))
+    above = [any(float(norm_of({n: g[n] for n in names})) > share for names in clipping.groups) for g in gradients]
     for _ in range(2):
         stats = case.run(clipping, unit_ids, mask)
         assert torch.allclose(stats.norms.double(), norms.double(), rtol=tolerance, atol=1e-14)
         assert stats.non_finite == 0
-        assert stats.clipped == int((norms > bound).sum())
+        assert stats.clipped == sum(above)
         assert difference(clipping.take(), expected) < tolerance
     return clipping
 
@@ -209,9 +218,9 @@ def bert_lm(rows: int = 4, length: int = 6) -> Case:
     return Case(model, losses, {"ids": ids, "mask": mask})
 
 
-def minilm(rows: int = 5) -> Case:
+def minilm(rows: int = 5, **changes: object) -> Case:
     """The shape of MiniLM: more layers than width, as BERT without its pooler."""
-    shape = BERT | {"num_hidden_layers": 4, "num_attention_heads": 6}
+    shape = BERT | {"num_hidden_layers": 4, "num_attention_heads": 6} | changes
     return encoder_case(BertModel(BertConfig(**shape), add_pooling_layer=False), rows)
 
 
@@ -375,7 +384,9 @@ def lib() -> SimpleNamespace:
         distilbert=distilbert,
         head=head,
         lengths_mask=lengths_mask,
+        minilm=minilm,
         norm_of=norm_of,
+        pooled=pooled,
         siamese=siamese,
         small=small,
         t5=t5,

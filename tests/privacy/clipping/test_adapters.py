@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from covered_models import COVERED, bart
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.clipping import make_engine, rules
@@ -19,8 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*_checkpointing.* is deprecated
 
 
 def lora(task: str, **changes: Any) -> Any:
-    values = dict(task_type=task, r=2, lora_alpha=3, lora_dropout=0.0, fan_in_fan_out=task == "CAUSAL_LM")
-    return peft.LoraConfig(**(values | changes))
+    return peft.LoraConfig(**(dict(task_type=task, r=2, lora_alpha=3, lora_dropout=0.0) | changes))
 
 
 def prompts(task: str, **changes: Any) -> Any:
@@ -37,6 +36,9 @@ ADAPTERS: dict[str, Callable[[str], Any]] = {
     "prefix_tuning": lambda task: peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=3),
 }
 
+#: peft takes the decoder to have as many layers as the encoder.
+BUILDS = COVERED | {"bart": lambda lib, rows: bart(lib, rows, encoder_layers=2)}
+
 
 def adapted(case: Any, config: Any) -> Any:
     """The same losses, of the model inside an adapter whose parameters are away from their start at zero."""
@@ -47,44 +49,70 @@ def adapted(case: Any, config: Any) -> Any:
     return case
 
 
-def t5(lib: SimpleNamespace, rows: int, config: Any) -> Any:
-    case = adapted(lib.t5(rows=rows), config)
+def generator(build: Callable[..., Any], task: str, lib: SimpleNamespace, rows: int, config: Any) -> Any:
+    """Logits of the labels alone, without those at virtual tokens."""
+    case = adapted(build(lib, rows), config)
 
     def losses(batch: dict[str, Tensor]) -> Tensor:
-        out = case.module(input_ids=batch["input_ids"], attention_mask=batch["mask"], labels=batch["labels"])
-        prompt = out.logits.shape[1] - batch["labels"].shape[1]
-        return lib.token_losses(out.logits[:, prompt:], batch["labels"])
+        ids = batch["input_ids"] if "input_ids" in batch else batch["ids"]
+        if task == "SEQ_2_SEQ_LM":
+            start = batch["labels"].roll(1, 1).clamp(min=1)
+            out = case.module(input_ids=ids, attention_mask=batch["mask"], decoder_input_ids=start, use_cache=False)
+            return lib.token_losses(out.logits[:, -start.shape[1] :], batch["labels"])
+        logits = case.module(input_ids=ids, attention_mask=batch["mask"], use_cache=False).logits
+        labels = ids.masked_fill(batch["mask"] == 0, -100)[:, 1:]
+        return lib.token_losses(logits[:, logits.shape[1] - ids.shape[1] : -1], labels)
 
     case.losses = losses
     return case
 
 
-def gpt2(lib: SimpleNamespace, rows: int, config: Any) -> Any:
-    shape = dict(vocab_size=13, n_positions=12, n_embd=8, n_layer=2, n_head=2)
-    case = lib.Case(GPT2LMHeadModel(GPT2Config(**shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)), None, {})
-    adapted(case, config)
+def encoder(build: Callable[..., Any], task: str, lib: SimpleNamespace, rows: int, config: Any) -> Any:
+    case = adapted(build(lib, rows), config)
 
     def losses(batch: dict[str, Tensor]) -> Tensor:
-        logits = case.module(input_ids=batch["ids"], attention_mask=batch["mask"], use_cache=False).logits
-        prompt = logits.shape[1] - batch["ids"].shape[1]
-        return lib.token_losses(logits[:, prompt:-1], batch["ids"].masked_fill(batch["mask"] == 0, -100)[:, 1:])
+        hidden = case.module(input_ids=batch["ids"], attention_mask=batch["mask"]).last_hidden_state
+        hidden = hidden[:, hidden.shape[1] - batch["ids"].shape[1] :]
+        return (lib.pooled(hidden, batch["mask"]) * batch["target"]).sum(1).tanh()
 
-    case.losses, case.rows = losses, {"ids": torch.randint(0, 13, (rows, 6)), "mask": lib.lengths_mask(rows, 6)}
+    case.losses = losses
     return case
 
 
-MODELS = {"t5": (t5, "SEQ_2_SEQ_LM"), "gpt2": (gpt2, "CAUSAL_LM")}
+#: How the model is used, its task in peft, and what peft cannot read off its configuration.
+MODELS: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
+    "t5_v1.0_tied": (generator, "SEQ_2_SEQ_LM", {}),
+    "t5_v1.1_untied_as_flan": (generator, "SEQ_2_SEQ_LM", {"target_modules": ["q", "v", "wi_0", "wo"]}),
+    "bart": (generator, "SEQ_2_SEQ_LM", {}),
+    "gpt2": (generator, "CAUSAL_LM", {"fan_in_fan_out": True}),
+    "llama": (generator, "CAUSAL_LM", {}),
+    "bert": (encoder, "FEATURE_EXTRACTION", {}),
+    "minilm": (encoder, "FEATURE_EXTRACTION", {}),
+    "distilbert": (
+        encoder,
+        "FEATURE_EXTRACTION",
+        {"target_modules": ["q_lin", "v_lin"], "token_dim": 12, "num_layers": 2, "num_attention_heads": 3},
+    ),
+}
 
 
-def build(name: str, lib: SimpleNamespace, adapter: Callable[[str], Any], rows: int = 5) -> Any:
-    model, task = MODELS[name]
-    return model(lib, rows, adapter(task))
+def build(name: str, lib: SimpleNamespace, adapter: str | Callable[[str], Any], rows: int = 5) -> Any:
+    use, task, where = MODELS[name]
+    config = (ADAPTERS[adapter] if isinstance(adapter, str) else adapter)(task)
+    for key, value in where.items():
+        if getattr(config, key, 0) in (None, False):  # the adapter has such a setting, and it is unset
+            setattr(config, key, value)
+    return use(BUILDS[name], task, lib, rows, config)
 
 
-@pytest.mark.parametrize("adapter", sorted(ADAPTERS))
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_an_adapter_is_clipped_exactly(name: str, adapter: str, lib: SimpleNamespace) -> None:
-    clipping = lib.check_exact(build(name, lib, ADAPTERS[adapter]))
+#: DistilBERT takes no keys and values from outside.
+PAIRS = [(name, adapter) for name in sorted(MODELS) for adapter in sorted(ADAPTERS)]
+
+
+@pytest.mark.parametrize("clip_groups", ["flat", "per_layer"])
+@pytest.mark.parametrize(("name", "adapter"), [pair for pair in PAIRS if pair != ("distilbert", "prefix_tuning")])
+def test_an_adapter_is_clipped_exactly(name: str, adapter: str, clip_groups: str, lib: SimpleNamespace) -> None:
+    clipping = lib.check_exact(build(name, lib, adapter), clip_groups=clip_groups)
     assert clipping.parameters
     assert all("lora_" in n or "prompt_encoder" in n or n.endswith(".bias") for n in clipping.parameters)
 
@@ -92,10 +120,20 @@ def test_an_adapter_is_clipped_exactly(name: str, adapter: str, lib: SimpleNames
 @pytest.mark.parametrize("adapter", ["lora", "prompt_tuning"])
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_units_of_several_rows_and_batches_of_one(name: str, adapter: str, lib: SimpleNamespace) -> None:
-    case = build(name, lib, ADAPTERS[adapter], rows=6)
+    case = build(name, lib, adapter, rows=6)
     lib.check_exact(case, unit_ids=torch.tensor([2, 0, 2, 1, 2, 0]))
     case.rows = case.take(torch.tensor([4]))
     lib.check_exact(case)
+
+
+@pytest.mark.parametrize("clip_groups", ["flat", "per_layer"])
+@pytest.mark.parametrize(("name", "targets"), [("resnet18", ["conv1", "conv2", "head"]), ("conv_net", ["0", "6"])])
+def test_lora_of_convolutions_is_clipped_exactly(
+    name: str, targets: list[str], clip_groups: str, lib: SimpleNamespace
+) -> None:
+    case = adapted(COVERED[name](lib, 5), peft.LoraConfig(r=2, target_modules=targets))
+    clipping = lib.check_exact(case, clip_groups=clip_groups)
+    assert clipping.parameters and all("lora_" in name for name in clipping.parameters)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -108,7 +146,7 @@ def test_lora_under_activation_checkpointing(name: str, lib: SimpleNamespace) ->
 @pytest.mark.parametrize("adapter", ["lora", "prompt_tuning"])
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_under_bf16_autocast_a_contribution_is_within_the_bound(name: str, adapter: str, lib: SimpleNamespace) -> None:
-    case = build(name, lib, ADAPTERS[adapter], rows=3)
+    case = build(name, lib, adapter, rows=3)
     bound = float(torch.stack([lib.norm_of(g) for g in case.unit_gradients()]).min()) / 3
     case.module.float()
     clipping = make_engine("ghost", case.module, max_grad_norm=bound)

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from covered_models import resnet
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.clipping import contributions, convolution, make_engine
@@ -122,49 +121,6 @@ def test_group_norm_is_clipped_exactly(shape: tuple[int, ...], groups: int, lib:
     norm = nn.GroupNorm(groups, 6, eps=0.1)
     nn.init.normal_(norm.weight)
     lib.check_exact(images(lib, norm, 5, *shape))
-
-
-class Block(nn.Module):
-    """ResNet's basic block, with GroupNorm in place of BatchNorm."""
-
-    def __init__(self, into: int, out: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(into, out, 3, stride, 1, bias=False)
-        self.norm1 = nn.GroupNorm(2, out)
-        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
-        self.norm2 = nn.GroupNorm(2, out)
-        self.down: nn.Module = nn.Identity()
-        if stride > 1 or into != out:
-            self.down = nn.Sequential(nn.Conv2d(into, out, 1, stride, bias=False), nn.GroupNorm(2, out))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.relu(self.norm1(self.conv1(x)), inplace=True)
-        return F.relu(self.norm2(self.conv2(hidden)) + self.down(x))
-
-
-class ResNet18(nn.Module):
-    """The eight blocks of ResNet18, narrow."""
-
-    def __init__(self, checkpointed: bool = False) -> None:
-        super().__init__()
-        self.checkpointed = checkpointed
-        self.stem = nn.Sequential(nn.Conv2d(3, 4, 7, 2, 3, bias=False), nn.GroupNorm(2, 4), nn.ReLU())
-        self.pool = nn.MaxPool2d(3, 2, 1)
-        widths = [(4, 4, 1), (4, 4, 1), (4, 6, 2), (6, 6, 1), (6, 8, 2), (8, 8, 1), (8, 8, 2), (8, 8, 1)]
-        self.blocks = nn.ModuleList(Block(*width) for width in widths)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.pool(self.stem(x))
-        for block in self.blocks:
-            hidden = checkpoint(block, hidden, use_reentrant=False) if self.checkpointed else block(hidden)
-        return self.head(hidden.mean((2, 3)))
-
-
-def resnet(lib: SimpleNamespace, rows: int = 4, checkpointed: bool = False) -> Any:
-    model = ResNet18(checkpointed).double()
-    data = {"x": torch.randn(rows, 3, 33, 32).double(), "y": torch.arange(rows) % 3}
-    return lib.Case(model, lambda b: F.cross_entropy(model(b["x"]), b["y"], reduction="none"), data)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

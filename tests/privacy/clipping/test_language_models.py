@@ -2,103 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from covered_models import CAUSAL, bart, causal, gpt2
+from torch import Tensor
 
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.clipping import make_engine, recorder, rules
-
-VOCAB = 19
-
-
-def prepared(model: nn.Module) -> nn.Module:
-    model.double().train()
-    for p in model.parameters():
-        p.data.add_(torch.randn_like(p) * 0.2)
-    return model
-
-
-def text(lib: SimpleNamespace, rows: int, length: int) -> dict[str, Tensor]:
-    mask = lib.lengths_mask(rows, length)
-    return {"ids": torch.randint(2, VOCAB, (rows, length)) * mask + (1 - mask), "mask": mask}
-
-
-def causal(lib: SimpleNamespace, model: nn.Module, rows: int = 5, length: int = 6) -> Any:
-    def losses(batch: dict[str, Tensor]) -> Tensor:
-        logits = model(input_ids=batch["ids"], attention_mask=batch["mask"], use_cache=False).logits
-        labels = batch["ids"].masked_fill(batch["mask"] == 0, -100)
-        prompt = logits.shape[1] - labels.shape[1]  # virtual tokens, if any
-        return lib.token_losses(logits[:, prompt:-1], labels[:, 1:])
-
-    return lib.Case(model, losses, text(lib, rows, length))
-
-
-def gpt2(**changes: Any) -> nn.Module:
-    values = dict(
-        vocab_size=VOCAB, n_positions=12, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
-    )
-    return prepared(GPT2LMHeadModel(GPT2Config(**(values | changes))))
-
-
-LLAMA = dict(
-    vocab_size=VOCAB, hidden_size=8, intermediate_size=10, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=16, head_dim=2, pad_token_id=1, bos_token_id=0, eos_token_id=0,
-)  # fmt: skip
-
-CAUSAL: dict[str, Callable[[], nn.Module]] = {
-    "gpt2": gpt2,
-    "gpt2_eager": lambda: gpt2(attn_implementation="eager"),
-    "gpt2_untied": lambda: gpt2(tie_word_embeddings=False),
-    "llama": lambda: prepared(LlamaForCausalLM(LlamaConfig(**LLAMA))),
-    "llama_tied_with_biases": lambda: prepared(
-        LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=True, attention_bias=True, mlp_bias=True))
-    ),
-    "llama_eager": lambda: prepared(LlamaForCausalLM(LlamaConfig(**LLAMA, attn_implementation="eager"))),
-    "mistral": lambda: prepared(MistralForCausalLM(MistralConfig(**LLAMA, sliding_window=3))),
-    "qwen2": lambda: prepared(Qwen2ForCausalLM(Qwen2Config(**LLAMA))),
-    "qwen3": lambda: prepared(Qwen3ForCausalLM(Qwen3Config(**LLAMA))),
-    "gemma3": lambda: prepared(Gemma3ForCausalLM(Gemma3TextConfig(**LLAMA, query_pre_attn_scalar=2))),
-}
-
-
-def bart(lib: SimpleNamespace, rows: int = 4, query: int = 5, passage: int = 7, **changes: Any) -> Any:
-    values = dict(
-        vocab_size=VOCAB, d_model=8, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=10, decoder_ffn_dim=10, max_position_embeddings=12, dropout=0.0,
-        attention_dropout=0.0, activation_dropout=0.0, scale_embedding=True, pad_token_id=1, bos_token_id=0,
-        eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2,
-    )  # fmt: skip
-    model = prepared(BartForConditionalGeneration(BartConfig(**(values | changes))))
-    data = text(lib, rows, passage)
-    data["labels"] = torch.randint(2, VOCAB, (rows, query)).masked_fill(lib.lengths_mask(rows, query) == 0, -100)
-
-    def losses(batch: dict[str, Tensor]) -> Tensor:
-        start = batch["labels"].roll(1, 1).clamp(min=1)
-        out = model(input_ids=batch["ids"], attention_mask=batch["mask"], decoder_input_ids=start, use_cache=False)
-        return lib.token_losses(out.logits, batch["labels"])
-
-    return lib.Case(model, losses, data)
 
 
 def build(name: str, lib: SimpleNamespace, rows: int = 5) -> Any:
