@@ -1,8 +1,18 @@
 """Callbacks and the metrics logger. Import them as ``lit_dpret.callbacks``."""
 
+from lit_dpret.callbacks.doctor import Examination, Finding, examine
 from lit_dpret.callbacks.metrics_file import MetricsFile
 from lit_dpret.callbacks.privacy_accountant import PrivacyAccountant
 from lit_dpret.callbacks.privacy_card import PrivacyCard
 from lit_dpret.callbacks.progress import ProgressLine, StepProgress
 
-__all__ = ["MetricsFile", "PrivacyAccountant", "PrivacyCard", "ProgressLine", "StepProgress"]
+__all__ = [
+    "Examination",
+    "Finding",
+    "MetricsFile",
+    "PrivacyAccountant",
+    "PrivacyCard",
+    "ProgressLine",
+    "StepProgress",
+    "examine",
+]

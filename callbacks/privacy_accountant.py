@@ -15,7 +15,8 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lit_dpret.callbacks.refusals import refuse_broken_claims, refuse_false_bound
+from lit_dpret.callbacks.planning import plan_run
+from lit_dpret.callbacks.refusals import refuse_broken_claims, refuse_replaced_sampler
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.card import LEDGER_NAME
 from lit_dpret.privacy.dataset_account import DatasetAccount
@@ -26,9 +27,8 @@ from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD, PrivacyMode
 from lit_dpret.privacy.noise import load_secret
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.releases import Poisson, SamplingLaw, Shuffle
 from lit_dpret.privacy.run import Position, PrivateRun
-from lit_dpret.privacy.sampling import PrivateBatchSampler, UnitCollator, steps_per_epoch
+from lit_dpret.privacy.sampling import UnitCollator
 
 
 class PrivacyAccountant(Callback):
@@ -53,6 +53,8 @@ class PrivacyAccountant(Callback):
             draws fresh noise after a crash, and charges it.
         eps_log_points: How often epsilon is computed and logged during the run, at most.
     """
+
+    counts_releases = True
 
     def __init__(
         self,
@@ -94,13 +96,10 @@ class PrivacyAccountant(Callback):
         data: Any = getattr(trainer, "datamodule", None)
         refuse_broken_claims(trainer, module, data)
         mode: PrivacyMode = module.privacy
-        data.use_unit(mode.unit, mode.neighbours)
-        refuse_false_bound(mode, data)
         self.run_dir = self.run_dir or Path(trainer.default_root_dir)
         secret = load_secret(mode.secret_file, run_dir=self.run_dir)
-        per_epoch = steps_per_epoch(data, mode.public_units(data.n_units))
-        self.planned_steps = planned_steps(trainer, per_epoch)
-        self.plan, law = self._plan(mode, data)
+        planned = plan_run(trainer, mode, data, reserve=self.resume_reserve)
+        self.plan, self.planned_steps = planned.plan, planned.steps
         self._dataset = self._dataset_ledger(mode)
         self._run = PrivateRun.open(
             self.run_dir / LEDGER_NAME,
@@ -111,7 +110,7 @@ class PrivacyAccountant(Callback):
                 "mode": mode.name,
                 "unit": mode.unit,
                 "neighbours": mode.neighbours,
-                "law": law.to_dict(),
+                "law": planned.law.to_dict(),
                 "planned_steps": self.planned_steps,
                 "plan": None if self.plan is None else self.plan.to_dict(),
                 "plan_fingerprint": None if self.plan is None else self.plan.fingerprint(),
@@ -121,13 +120,7 @@ class PrivacyAccountant(Callback):
             },
             data_fingerprint=data.data_fingerprint,
         )
-        self.sampler = PrivateBatchSampler(
-            law,
-            units=data.n_units,
-            steps_per_epoch=per_epoch,
-            physical_batch_size=data.physical_batch_size,
-            stream=self._run.stream,
-        )
+        self.sampler = planned.sampler(data, self._run.stream)
         self.sampler.before_first_draw = lambda: self._begin(trainer, pl_module)
         self._gate = ReleaseGate(self._run, self.plan, mode, self.sampler)
         data.attach(self.sampler, UnitCollator(module.collate_rows, data.rows_per_unit))
@@ -143,16 +136,6 @@ class PrivacyAccountant(Callback):
             ledger.require([self.plan.release(self.planned_steps)])
         return ledger
 
-    def _plan(self, mode: PrivacyMode, data: Any) -> tuple[PrivacyPlan | None, SamplingLaw]:
-        if isinstance(mode, DPSGD):
-            plan = mode.plan(data, units=data.n_units, steps=self.planned_steps + self.resume_reserve)
-            return plan, plan.law
-        units = data.n_units
-        batch = data.expected_batch_size or max(1, round((data.sample_rate or 1.0) * units))
-        if data.sampling == "poisson":
-            return None, Poisson(sample_rate=data.sample_rate or min(1.0, batch / units))
-        return None, Shuffle(batch_size=min(batch, units), n=units)
-
     # -- resuming ----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -162,11 +145,7 @@ class PrivacyAccountant(Callback):
         self._restored = Position(**state_dict) if state_dict else None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if getattr(trainer.train_dataloader, "batch_sampler", None) is not self.sampler:
-            raise ConfigurationError(
-                "The training loader does not draw by the planned law: its batch sampler was replaced. "
-                "Set trainer.use_distributed_sampler=false, and do not override train_dataloader."
-            )
+        refuse_replaced_sampler(trainer.train_dataloader, self.sampler)
         self._begin(trainer, pl_module)
         if self._gate.steps_done < self.planned_steps:
             self._gate.require_budget(self._gate.steps_done)
@@ -246,18 +225,3 @@ class PrivacyAccountant(Callback):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit" and hasattr(self, "_run"):
             self.ledger.close()
-
-
-def planned_steps(trainer: L.Trainer, steps_per_epoch: int) -> int:
-    """How many logical steps ``trainer`` will take; a private run must know before it starts.
-
-    Raises:
-        ConfigurationError: Neither ``max_steps`` nor ``max_epochs`` is set.
-    """
-    epochs = trainer.max_epochs
-    by_epochs = epochs * steps_per_epoch if epochs is not None and epochs > 0 else None
-    by_steps = trainer.max_steps if trainer.max_steps > 0 else None
-    known = [value for value in (by_epochs, by_steps) if value is not None]
-    if not known:
-        raise ConfigurationError("A private run must know its length: set trainer.max_steps or trainer.max_epochs.")
-    return min(known)

@@ -1,15 +1,45 @@
-"""Settings of a run under which its claim would be false, refused before it starts."""
+"""Settings of a run under which its claim would be false, refused before it starts.
+
+One list of checks serves both readers: a fit raises what the first of them raises, and
+``task=doctor`` tells all of them. Each check looks at a `Candidate` and raises, or returns nothing.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Callback,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
 
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.privacy.card_file import CARD_NAME, file_sha256, read_card
+from lit_dpret.privacy.guard import uncounted
+from lit_dpret.privacy.sampling import PrivateBatchSampler
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What is about to be trained, by what, on what."""
+
+    trainer: L.Trainer
+    module: Any
+    data: Any
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """Those of the Trainer, and those that the module will add to them."""
+        own = self.module.configure_callbacks()
+        return [*self.trainer.callbacks, *(own if isinstance(own, (list, tuple)) else [own])]  # type: ignore[attr-defined]
 
 
 def refuse_broken_claims(trainer: L.Trainer, module: Any, data: Any) -> None:
@@ -19,51 +49,35 @@ def refuse_broken_claims(trainer: L.Trainer, module: Any, data: Any) -> None:
         ConfigurationError: Naming the setting and what to do instead.
         DataError: ``privacy=synthetic`` on data that its card does not describe.
     """
-    if not hasattr(module, "privacy") or not hasattr(module, "receive_guard"):
+    candidate = Candidate(trainer, module, data)
+    for check in checks_of(module):
+        check(candidate)
+
+
+def complaints(trainer: L.Trainer, module: Any, data: Any) -> list[LitDpretError]:
+    """Everything that `refuse_broken_claims` would raise, one after the other."""
+    candidate, found = Candidate(trainer, module, data), []
+    for check in checks_of(module):
+        try:
+            check(candidate)
+        except LitDpretError as error:
+            found.append(error)
+            if check in _SHAPE:
+                break  # the other checks look at what is missing
+    return found
+
+
+def refuse_replaced_sampler(loader: Any, sampler: PrivateBatchSampler) -> None:
+    """Refuse a training loader that does not draw by the planned law.
+
+    Raises:
+        ConfigurationError: Its batch sampler is not ``sampler``.
+    """
+    if getattr(loader, "batch_sampler", None) is not sampler:
         raise ConfigurationError(
-            f"{type(module).__name__} is not a PrivateModule: the accountant could not see what it releases."
-        )
-    if data is None or not hasattr(data, "attach"):
-        raise ConfigurationError(
-            "The accountant reads the sampling law from the DataModule, and there is none that states "
-            "one. Pass datamodule= to trainer.fit, a PairsDataModule or a class with its methods."
-        )
-    if trainer.world_size > 1:
-        raise ConfigurationError(
-            f"trainer.devices={trainer.world_size} processes: this version trains on one device, and "
-            "refuses to guess how noise and batches are shared. Set trainer.devices=1."
-        )
-    if module.privacy.guarantee != "none":
-        _refuse_private_start(module)
-    if module.privacy.guarantee == "inherited":
-        check_dataset_card(data.privacy_card_path)
-    if module.privacy.guarantee != "dp":
-        return
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, EarlyStopping):
-            raise ConfigurationError(
-                f"EarlyStopping(monitor={callback.monitor!r}) decides by private data: that is a release "
-                "nobody counts. Remove it, or fix trainer.max_steps beforehand."
-            )
-        if isinstance(callback, ModelCheckpoint) and callback.monitor is not None:
-            raise ConfigurationError(
-                f"ModelCheckpoint(monitor={callback.monitor!r}) chooses by private data: that is a "
-                "release nobody counts. Leave monitor unset, and keep the last checkpoint."
-            )
-    if type(module).validation_step is not L.LightningModule.validation_step:
-        raise ConfigurationError(
-            f"{type(module).__name__}.validation_step computes metrics inside a private run: on private rows each "
-            "of them is a release nobody counts. Evaluate afterwards (task=evaluate), on public or held-out data."
-        )
-    if trainer.limit_train_batches not in (1.0, None) or getattr(trainer, "overfit_batches", False):
-        raise ConfigurationError(
-            "trainer.limit_train_batches and trainer.overfit_batches cut a logical batch short and change "
-            "the sampling law. Use trainer.max_steps."
-        )
-    if str(trainer.precision).startswith("16"):
-        raise ConfigurationError(
-            f"trainer.precision={trainer.precision}: the loss scaler skips steps that were paid for. "
-            "Choose bf16-mixed or 32-true."
+            "The training loader does not draw by the planned law: its batch sampler was replaced. "
+            "Set trainer.use_distributed_sampler=false, and do not override train_dataloader.",
+            trap="T2",
         )
 
 
@@ -101,26 +115,171 @@ def check_dataset_card(path: Path | None) -> None:
             folder's queries, judgements and passages.
     """
     if path is None:
-        raise DataError("privacy=synthetic trains on data that carries a privacy card, and this folder has none.")
+        raise DataError(
+            "privacy=synthetic trains on data that carries a privacy card, and this folder has none.", trap="T27"
+        )
     subject = read_card(path)["subject"]
     if subject["artifact_type"] != "dataset" or not subject["sha256"]:
         raise DataError(
             f"{path} is the card of {subject['artifact_type']} {subject['name']!r}, not of the data set it lies with: "
-            "its claim says nothing about these queries. Take the folder that task=synthesize wrote."
+            "its claim says nothing about these queries. Take the folder that task=synthesize wrote.",
+            trap="T27",
         )
     folder = path.parent
     read = [p for pattern in ("queries.*", "corpus.*", "qrels/train.*") for p in folder.glob(pattern)]
     for name in {p.relative_to(folder).as_posix() for p in read} | set(subject["sha256"]):
         file = folder / name
         if not file.is_file() or file_sha256(file) != subject["sha256"].get(name):
-            raise DataError(f"{file} is not the file that {path.name} describes; its claim does not cover it.")
+            raise DataError(
+                f"{file} is not the file that {path.name} describes; its claim does not cover it.", trap="T27"
+            )
 
 
-def _refuse_private_start(module: Any) -> None:
+Check = Callable[[Candidate], None]
+
+
+def checks_of(module: Any) -> tuple[Check, ...]:
+    """The checks that the module's privacy mode calls for."""
+    guarantee = getattr(getattr(module, "privacy", None), "guarantee", "none")
+    return _SHAPE + {"dp": _EVERY + _ANY_CLAIM + _DP, "inherited": _EVERY + _ANY_CLAIM + _INHERITED}.get(
+        guarantee, _EVERY
+    )
+
+
+def _is_private_module(run: Candidate) -> None:
+    if not hasattr(run.module, "privacy") or not hasattr(run.module, "receive_guard"):
+        raise ConfigurationError(
+            f"{type(run.module).__name__} is not a PrivateModule: the accountant could not see what it releases.",
+            trap="T7",
+        )
+
+
+def _states_a_law(run: Candidate) -> None:
+    if run.data is None or not hasattr(run.data, "attach"):
+        raise ConfigurationError(
+            "The accountant reads the sampling law from the DataModule, and there is none that states "
+            "one. Pass datamodule= to trainer.fit, a PairsDataModule or a class with its methods.",
+            trap="T1",
+        )
+
+
+def _is_counted(run: Candidate) -> None:
+    if not any(getattr(callback, "counts_releases", False) for callback in run.callbacks):
+        raise uncounted(type(run.module).__name__)
+
+
+def _one_process(run: Candidate) -> None:
+    if run.trainer.world_size > 1:
+        raise ConfigurationError(
+            f"trainer.devices={run.trainer.world_size} processes: this version trains on one device, and "
+            "refuses to guess how noise and batches are shared. Set trainer.devices=1.",
+            trap="T3",
+        )
+
+
+def _carries_a_card(run: Candidate) -> None:
+    if not hasattr(run.data, "privacy_card_path"):
+        raise ConfigurationError(
+            f"privacy=synthetic trains on data that carries a privacy card, and {type(run.data).__name__} reads "
+            "data that has none. Choose datamodule=synthetic, or another privacy mode.",
+            trap="T27",
+        )
+    check_dataset_card(run.data.privacy_card_path)
+
+
+def _starts_public(run: Candidate) -> None:
     """Refuse to start from weights that were themselves trained on private data: the claims would add up."""
-    start = getattr(module, "pretrained", None)
+    start = getattr(run.module, "pretrained", None)
     if start and (Path(str(start)) / CARD_NAME).is_file():
         raise ConfigurationError(
             f"{start} carries a privacy card: its weights were trained on private data, and this run's card would "
-            "forget what that cost. Start from a public model."
+            "forget what that cost. Start from a public model.",
+            trap="T30",
         )
+
+
+def _stops_by_a_fixed_number(run: Candidate) -> None:
+    for callback in run.callbacks:
+        if isinstance(callback, EarlyStopping):
+            raise ConfigurationError(
+                f"EarlyStopping(monitor={callback.monitor!r}) decides by private data: that is a release "
+                "nobody counts. Remove it, or fix trainer.max_steps beforehand.",
+                trap="T25",
+            )
+
+
+def _keeps_the_last(run: Candidate) -> None:
+    for callback in run.callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.monitor is not None:
+            raise ConfigurationError(
+                f"ModelCheckpoint(monitor={callback.monitor!r}) chooses by private data: that is a "
+                "release nobody counts. Leave monitor unset, and keep the last checkpoint.",
+                trap="T25",
+            )
+
+
+def _tunes_nothing(run: Candidate) -> None:
+    for callback in run.callbacks:
+        if isinstance(callback, (LearningRateFinder, BatchSizeFinder)):
+            raise ConfigurationError(
+                f"{type(callback).__name__} trains on private data to choose a setting: that is a release nobody "
+                "counts. Remove it, and fix the setting beforehand.",
+                trap="T25",
+            )
+
+
+def _validates_nothing(run: Candidate) -> None:
+    if type(run.module).validation_step is not L.LightningModule.validation_step:
+        raise ConfigurationError(
+            f"{type(run.module).__name__}.validation_step computes metrics inside a private run: on private rows each "
+            "of them is a release nobody counts. Evaluate afterwards (task=evaluate), on public or held-out data.",
+            trap="T25",
+        )
+
+
+def _whole_batches(run: Candidate) -> None:
+    if run.trainer.limit_train_batches not in (1.0, None) or getattr(run.trainer, "overfit_batches", False):
+        raise ConfigurationError(
+            "trainer.limit_train_batches and trainer.overfit_batches cut a logical batch short and change "
+            "the sampling law. Use trainer.max_steps.",
+            trap="T2",
+        )
+
+
+def _no_loss_scaler(run: Candidate) -> None:
+    if str(run.trainer.precision).startswith("16"):
+        raise ConfigurationError(
+            f"trainer.precision={run.trainer.precision}: the loss scaler skips steps that were paid for. "
+            "Choose bf16-mixed or 32-true.",
+            trap="T7",
+        )
+
+
+def _no_accumulation(run: Candidate) -> None:
+    scheduled = any(isinstance(c, GradientAccumulationScheduler) and c.going_to_accumulate_grad_batches()
+                    for c in run.callbacks)  # fmt: skip
+    if run.trainer.accumulate_grad_batches != 1 or scheduled:
+        raise ConfigurationError(
+            f"trainer.accumulate_grad_batches={run.trainer.accumulate_grad_batches} divides by a number of batches and "
+            "would noise each of them. A logical batch is cut to fit by datamodule.physical_batch_size instead.",
+            trap="T12",
+        )
+
+
+def _no_clipping_of_the_sum(run: Candidate) -> None:
+    if run.trainer.gradient_clip_val:
+        raise ConfigurationError(
+            f"trainer.gradient_clip_val={run.trainer.gradient_clip_val:g} clips the sum over the batch, which bounds "
+            "nothing that one unit does. Set privacy.max_grad_norm, and leave this null.",
+            trap="T16",
+        )
+
+
+_SHAPE: tuple[Check, ...] = (_is_private_module, _states_a_law)
+_EVERY: tuple[Check, ...] = (_is_counted, _one_process)
+_ANY_CLAIM: tuple[Check, ...] = (_starts_public,)
+_INHERITED: tuple[Check, ...] = (_carries_a_card,)
+_DP: tuple[Check, ...] = (
+    _stops_by_a_fixed_number, _keeps_the_last, _tunes_nothing, _validates_nothing, _whole_batches, _no_loss_scaler,
+    _no_accumulation, _no_clipping_of_the_sum,
+)  # fmt: skip

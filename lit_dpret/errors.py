@@ -8,7 +8,16 @@ every layer may raise it.
 
 
 class LitDpretError(Exception):
-    """Something a user can cause and a user can mend."""
+    """Something a user can cause and a user can mend.
+
+    Args:
+        args: The sentence.
+        trap: Which trap of ``docs/doctor.md`` it keeps out of (``T1`` and so on), where it is one of those.
+    """
+
+    def __init__(self, *args: object, trap: str | None = None) -> None:
+        super().__init__(*args)
+        self.trap = trap
 
 
 class ConfigurationError(LitDpretError, ValueError):

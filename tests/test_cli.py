@@ -97,6 +97,16 @@ def test_more_bad_input_is_one_clear_line(arguments: list[str], pattern: str, tm
     check(arguments, pattern, tmp_path)
 
 
+def test_the_doctor_reports_and_fails_where_a_fit_would_be_refused(tmp_path: Path) -> None:
+    settings = [*TINY, f"datamodule.pairs={write_log(tmp_path)}", "task=doctor", "privacy.noise_multiplier=5.0"]
+    line = refused(call(*settings, "+trainer.limit_train_batches=0.5", folder=tmp_path))
+    assert "A fit of this would be refused (T2)" in line
+    report = json.loads((tmp_path / "run" / "doctor.json").read_text(encoding="utf-8"))
+    found = {finding["trap"]: finding["status"] for finding in report["findings"]}
+    assert report["verdict"] == "refused" and found["T2"] == "refused" and found["T13"] == "passed"
+    assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
+
+
 def beir(folder: Path, **broken: str) -> Path:
     """A small BEIR folder; ``broken`` replaces the content of a file."""
     files = {

@@ -22,7 +22,14 @@ def commands() -> list[str]:
 
 def test_the_readme_shows_the_main_commands() -> None:
     shown = " ".join(commands())
-    for wanted in ("experiment=quickstart", "task=plan", "task=synthesize", "task=evaluate", "datamodule=pairs"):
+    for wanted in (
+        "experiment=quickstart",
+        "task=plan",
+        "task=doctor",
+        "task=synthesize",
+        "task=evaluate",
+        "datamodule=pairs",
+    ):
         assert wanted in shown
 
 

@@ -14,7 +14,7 @@ a reducer of its own can take them another way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,8 +25,8 @@ from torch import Tensor
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.modules.optimizers import OptimizerSpec
-from lit_dpret.privacy.guard import Guard
-from lit_dpret.privacy.modes import PrivacyMode
+from lit_dpret.privacy.guard import Guard, uncounted
+from lit_dpret.privacy.modes import PrivacyMode, StepCounts
 from lit_dpret.privacy.sampling import Row, UnitBatch
 
 
@@ -91,23 +91,38 @@ class PrivateModule(L.LightningModule):
 
     def on_train_start(self) -> None:
         if self._guard is None:
-            raise ConfigurationError(
-                f"{type(self).__name__} has no privacy accountant: nothing would be counted. "
-                "Add lit_dpret.callbacks.PrivacyAccountant to the Trainer's callbacks."
-            )
+            raise uncounted(type(self).__name__)
 
     def training_step(self, batch: UnitBatch, batch_idx: int) -> None:
         guard = self._guard
         if guard is None:
-            raise ConfigurationError(f"{type(self).__name__} is trained without a privacy accountant.")
-        if batch.rows is None:
-            self.privacy.counts.units += int(batch.mask.sum())
-        else:
-            self._refuse_coupled_loss(batch.rows)
-            with self._replayable_dropout(guard, batch):
-                self.privacy.add(self._unit_loss(batch), batch.unit_ids, batch.mask)
+            raise uncounted(type(self).__name__)
+        self._contribute(batch, guard.stream.model_seed(guard.attempt, batch.step, batch.part))
         if batch.last:
             self._logical_step(guard, batch.attempt, batch.step)
+
+    def rehearse(self, batches: Iterable[UnitBatch]) -> None:
+        """Clip some physical batches, as training would, and forget the sum: nothing is noised, released or updated.
+
+        Raises:
+            UnsupportedModelError: What the first steps of training would raise.
+        """
+        try:
+            for batch in batches:
+                self._contribute(batch, seed=batch.part)
+        finally:
+            self.privacy.take()
+            self.privacy.counts = StepCounts()
+            self._batches_seen, self._loss_sum = 0, 0.0
+
+    def _contribute(self, batch: UnitBatch, seed: int) -> None:
+        """Add one physical batch to the sum of its logical step, dropout masks keyed by ``seed``."""
+        if batch.rows is None:
+            self.privacy.counts.units += int(batch.mask.sum())
+            return
+        self._refuse_coupled_loss(batch.rows)
+        with self._replayable_dropout(seed):
+            self.privacy.add(self._unit_loss(batch), batch.unit_ids, batch.mask)
 
     def _logical_step(self, guard: Guard, attempt: int, step: int) -> None:
         units = self.privacy.counts.units
@@ -149,10 +164,10 @@ class PrivateModule(L.LightningModule):
         return losses
 
     @contextmanager
-    def _replayable_dropout(self, guard: Guard, batch: UnitBatch) -> Any:
+    def _replayable_dropout(self, seed: int) -> Any:
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(guard.stream.model_seed(guard.attempt, batch.step, batch.part))
+            torch.manual_seed(seed)
             yield
 
     def _refuse_coupled_loss(self, rows: Any) -> None:
@@ -163,7 +178,8 @@ class PrivateModule(L.LightningModule):
         if not tensors or any(not isinstance(v, Tensor) or v.dim() == 0 or len(v) != len(tensors[0]) for v in tensors):
             raise UnsupportedModelError(
                 f"{type(self).__name__}.collate_rows must return a dict of tensors whose first axis is the rows, so "
-                "that it can be checked that no row changes the loss of another one."
+                "that it can be checked that no row changes the loss of another one.",
+                trap="T11",
             )
         count = len(tensors[0])
         if count < 2:
@@ -181,5 +197,6 @@ class PrivateModule(L.LightningModule):
                 f"privacy={self.privacy.name} cannot train {type(self).__name__}: the loss of row {worst} is "
                 "different when other rows are in the batch, so clipping each example bounds nothing. "
                 "Normalise the loss inside each row, remove batch statistics, or declare coupled_loss = True "
-                "and choose a mode for coupled losses."
+                "and choose a mode for coupled losses.",
+                trap="T11",
             )

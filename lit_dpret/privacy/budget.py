@@ -62,7 +62,8 @@ class PrivacyBudget:
             raise ConfigurationError(
                 f"privacy.delta={self.delta:g} is not below 1/n = {1 / units:.3g} for n={units} units: "
                 "such a guarantee allows publishing one unit outright. "
-                "Lower privacy.delta, or set it to null for 1/(2n)."
+                "Lower privacy.delta, or set it to null for 1/(2n).",
+                trap="T29",
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -97,7 +97,8 @@ def check_supported(law: SamplingLaw, accountant: AccountantName, neighbours: Ne
     ]
     raise UnsupportedAccountingError(
         f"datamodule.sampling={law.kind}, privacy.accountant={accountant} and privacy.neighbours={neighbours}: "
-        f"no library judges these three together. This sampling is judged by {'; by '.join(ways)}."
+        f"no library judges these three together. This sampling is judged by {'; by '.join(ways)}.",
+        trap="T6" if isinstance(law, TruncatedPoisson) else "T1",
     )
 
 

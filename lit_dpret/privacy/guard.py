@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.modes import Update
 from lit_dpret.privacy.noise import KeyedStream
 
@@ -39,3 +40,12 @@ class Guard(Protocol):
     def attempt(self) -> int: ...
     def authorise(self, attempt: int, step: int, units: int, sums: dict[str, Tensor]) -> Permit: ...
     def record(self, permit: Permit, update: Update) -> None: ...
+
+
+def uncounted(module: str) -> ConfigurationError:
+    """The refusal of a training without an accountant."""
+    return ConfigurationError(
+        f"{module} has no privacy accountant: nothing would be counted. "
+        "Add lit_dpret.callbacks.PrivacyAccountant to the Trainer's callbacks.",
+        trap="T7",
+    )

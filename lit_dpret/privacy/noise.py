@@ -51,7 +51,8 @@ def load_secret(path: Path | None, *, run_dir: Path | None = None) -> bytes:
     if run_dir is not None and path.resolve().is_relative_to(run_dir.resolve()):
         raise ConfigurationError(
             f"privacy.secret_file={path} lies inside the run folder {run_dir}: whoever gets the folder "
-            "could subtract the noise. Choose a path outside it."
+            "could subtract the noise. Choose a path outside it.",
+            trap="T21",
         )
     if not path.exists():
         try:
@@ -73,7 +74,8 @@ def load_secret(path: Path | None, *, run_dir: Path | None = None) -> bytes:
         raise ConfigurationError(f"privacy.secret_file={path} cannot be read: {error.strerror}.") from error
     if mode & 0o077:
         raise ConfigurationError(
-            f"privacy.secret_file={path} has mode {mode:04o} and can be read by others. Run: chmod 600 {path}"
+            f"privacy.secret_file={path} has mode {mode:04o} and can be read by others. Run: chmod 600 {path}",
+            trap="T21",
         )
     if len(secret) != SECRET_BYTES:
         raise ConfigurationError(

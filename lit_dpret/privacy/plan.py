@@ -280,7 +280,8 @@ def _law(
     if n is None or (cap is None and sampling == "truncated_poisson" and budget.neighbours == "add_or_remove"):
         raise ConfigurationError(
             f"datamodule.sampling={sampling} is judged by the number of units, which privacy.neighbours="
-            f"{budget.neighbours} keeps private. Choose datamodule.sampling=poisson."
+            f"{budget.neighbours} keeps private. Choose datamodule.sampling=poisson.",
+            trap="T6" if sampling == "truncated_poisson" else "T5",
         )
     if sampling == "truncated_poisson":
         return Poisson(sample_rate=rate) if cap is None else TruncatedPoisson(sample_rate=rate, cap=min(cap, n), n=n)
@@ -304,7 +305,8 @@ def _rate(budget: PrivacyBudget, n: int | None, sample_rate: float | None, batch
     if budget.neighbours == "add_or_remove" or n is None:
         raise ConfigurationError(
             f"privacy.neighbours={budget.neighbours} keeps the number of units private, so no rate can be derived "
-            "from it: declare datamodule.sample_rate and privacy.delta as constants."
+            "from it: declare datamodule.sample_rate and privacy.delta as constants.",
+            trap="T5",
         )
     if batch is None:
         raise ConfigurationError("Neither datamodule.expected_batch_size nor datamodule.sample_rate is given: set one.")
@@ -325,6 +327,7 @@ def _denominator(law: SamplingLaw, budget: PrivacyBudget, n: int | None, batch: 
     if batch is None:
         raise ConfigurationError(
             f"privacy.neighbours={budget.neighbours}: the noised sum is divided by a public constant, and none is "
-            "declared. Set datamodule.expected_batch_size."
+            "declared. Set datamodule.expected_batch_size.",
+            trap="T5",
         )
     return float(batch)

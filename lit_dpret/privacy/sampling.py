@@ -80,7 +80,8 @@ def steps_per_epoch(request: SamplingRequest, public_units: int | None) -> int:
     if public_units is None:
         raise ConfigurationError(
             "privacy.neighbours=add_or_remove keeps the number of units private, so no rate can be derived from it: "
-            "declare datamodule.sample_rate."
+            "declare datamodule.sample_rate.",
+            trap="T5",
         )
     batch = request.expected_batch_size
     if batch is None or not batch > 0:

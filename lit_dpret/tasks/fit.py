@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 
 from lit_dpret.callbacks import MetricsFile
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.callbacks.refusals import refuse_broken_claims
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
 LAST_CHECKPOINT = "last.ckpt"
@@ -53,18 +53,14 @@ def train(
     resume: bool,
 ) -> dict[str, float]:
     """Train ``module`` in ``run_dir``, from the last checkpoint there if ``resume``."""
-    if module.privacy.guarantee == "inherited" and not hasattr(datamodule, "privacy_card_path"):
-        raise ConfigurationError(
-            f"privacy=synthetic trains on data that carries a privacy card, and {type(datamodule).__name__} reads "
-            "data that has none. Choose datamodule=synthetic, or another privacy mode."
-        )
+    trainer: L.Trainer = make_trainer(
+        default_root_dir=str(run_dir), callbacks=callbacks, logger=[MetricsFile(run_dir), *loggers]
+    )
+    refuse_broken_claims(trainer, module, datamodule)  # before any data is read; the accountant asks again
     datamodule.prepare_data()
     datamodule.setup("fit")
     if hasattr(module, "prepare"):
         module.prepare(datamodule)
-    trainer: L.Trainer = make_trainer(
-        default_root_dir=str(run_dir), callbacks=callbacks, logger=[MetricsFile(run_dir), *loggers]
-    )
     checkpoint = run_dir / "checkpoints" / LAST_CHECKPOINT
     trainer.fit(
         module,

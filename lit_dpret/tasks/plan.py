@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from lit_dpret.callbacks.privacy_accountant import planned_steps
+from lit_dpret.callbacks.planning import planned_steps
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.plan import describe_plan, format_plan

@@ -125,7 +125,8 @@ class Audit:
                 f"unit: its first axis of {use.axis} is not the batch of {batch.rows} rows (put the batch first, "
                 "or expand what is shared to the batch), or the loss of one unit depends on another unit "
                 f"(in-batch negatives, batch statistics), which clipping cannot bound. ({len(wrong)} of "
-                f"{len(uses)} recorded calls are concerned.)"
+                f"{len(uses)} recorded calls are concerned.)",
+                trap="T10",
             )
         for i, (use, fits) in enumerate(zip(uses, attribution.fitting, strict=True)):
             if fits:
@@ -161,7 +162,8 @@ class Audit:
                 raise UnsupportedModelError(
                     f"Parameter {name}: its recorded calls give a gradient that differs from autograd's by {gap:.3g} "
                     f"(norm {norms[name]:.3g}), so a hook or an unusual forward pass changes it. "
-                    "Remove the hook, freeze the parameter, or choose privacy.engine=loop."
+                    "Remove the hook, freeze the parameter, or choose privacy.engine=loop.",
+                    trap="T13",
                 )
         self._parameters_checked = True
 

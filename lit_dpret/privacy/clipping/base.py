@@ -175,7 +175,8 @@ def check_losses(losses: Tensor, rows: int) -> None:
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise UnsupportedModelError(
             f"The loss has shape {shape} for {rows} rows. Clipping needs one loss per row, shape ({rows},): "
-            "a mean or a sum over the batch cannot be split between its units."
+            "a mean or a sum over the batch cannot be split between its units.",
+            trap="T11",
         )
 
 
@@ -198,7 +199,8 @@ def refuse_batch_mixing(module: nn.Module) -> None:
             raise UnsupportedModelError(
                 f"{name or 'the module'} is a {type(layer).__name__} that uses or stores statistics of the whole "
                 "batch, so one unit changes the gradients of all others and no clipping bounds it, frozen or not. "
-                "Replace it by GroupNorm, or put it in eval mode with its running statistics."
+                "Replace it by GroupNorm, or put it in eval mode with its running statistics.",
+                trap="T11",
             )
 
 
@@ -327,7 +329,8 @@ class ClippedSum(ABC):
             if parameter._backward_hooks:
                 raise UnsupportedModelError(
                     f"Parameter {name} has a gradient hook (register_hook; wandb.watch sets one), which would see "
-                    "or change gradients before they are clipped. Remove it."
+                    "or change gradients before they are clipped. Remove it.",
+                    trap="T14",
                 )
 
     def _refuse_changes(self) -> None:
@@ -340,5 +343,6 @@ class ClippedSum(ABC):
             what = what if name in now else "was frozen or removed"
             raise UnsupportedModelError(
                 f"Parameter {name} {what} after the clipping engine was made, so its gradient would be "
-                "missed or misplaced. Make the engine after the last change to the model."
+                "missed or misplaced. Make the engine after the last change to the model.",
+                trap="T14",
             )

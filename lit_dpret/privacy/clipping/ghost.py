@@ -115,7 +115,8 @@ class GhostClipping(ClippedSum):
                 raise UnsupportedModelError(
                     f"{use.site.name} ({type(use.site.module).__name__}) works on tensors whose first axis is "
                     f"{use.axis} for a batch of {batch.rows} rows, so its gradient has no batch axis. "
-                    f"Put the batch first, or expand what is shared to the batch. {WAYS_OUT}"
+                    f"Put the batch first, or expand what is shared to the batch. {WAYS_OUT}",
+                    trap="T10",
                 )
             use.refuse_changed_input()
         if not losses.requires_grad:

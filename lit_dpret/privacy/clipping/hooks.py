@@ -71,7 +71,8 @@ class OpacusClipping(ClippedSum):
             if qualified_name(layer) in RELATIVE_ATTENTION and bias is not None and id(bias.weight) in names:
                 raise UnsupportedModelError(
                     f"Parameter {names[id(bias.weight)]} is T5's relative position bias, which has no batch axis: "
-                    f"opacus takes the query length for the batch. {INSTEAD}"
+                    f"opacus takes the query length for the batch. {INSTEAD}",
+                    trap="T10",
                 )
             if own and isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
                 raise UnsupportedModelError(

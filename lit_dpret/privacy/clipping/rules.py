@@ -186,7 +186,8 @@ def make_plan(module: nn.Module, trainable: dict[str, nn.Parameter], fallback: b
             hint = "" if fallback else " privacy.engine=vmap may cover it, with one gradient per row in memory."
             raise UnsupportedModelError(
                 f"Parameter {full} is not covered by privacy.engine={engine}, owned by {reasons[full]}. "
-                f"{WAYS_OUT}{hint}"
+                f"{WAYS_OUT}{hint}",
+                trap="T13",
             )
     return _with_blocks(sites, [(name, layer) for name, layer in module.named_modules() if id(layer) not in inside])
 
@@ -229,5 +230,6 @@ def refuse_functional_use(names: Sequence[str], found: Sequence[Tensor | None]) 
         raise UnsupportedModelError(
             f"Parameter {used[0]} is also used outside the forward of the module that owns it (for example "
             "F.linear(x, module.weight)), so a part of its gradient would escape clipping. "
-            f"Call the module instead. {WAYS_OUT}"
+            f"Call the module instead. {WAYS_OUT}",
+            trap="T9",
         )

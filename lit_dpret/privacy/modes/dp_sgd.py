@@ -140,7 +140,8 @@ class DPSGD(PrivacyMode):
             if public_units is None:
                 raise ConfigurationError(
                     "privacy.delta=null cannot be derived: under privacy.neighbours=add_or_remove the "
-                    "number of units is private. Set privacy.delta to a constant below 1/n."
+                    "number of units is private. Set privacy.delta to a constant below 1/n.",
+                    trap="T5",
                 )
             delta = 1 / (2 * public_units)
         budget = PrivacyBudget(eps=self.eps, delta=delta, unit=self.unit, neighbours=self.neighbours)
@@ -197,7 +198,8 @@ class DPSGD(PrivacyMode):
             raise UnsupportedModelError(
                 f"privacy=dp_sgd cannot train {type(module).__name__}: its loss couples the examples of a "
                 "batch, so clipping each example bounds nothing. Choose privacy=synthetic, or a loss "
-                "against a public pool (model=frozen_dual_encoder)."
+                "against a public pool (model=frozen_dual_encoder).",
+                trap="T11",
             )
         self._plan = plan
         self._stream = stream
@@ -222,7 +224,8 @@ class DPSGD(PrivacyMode):
             if buffers.get(name) != (id(buffer), buffer._version):
                 raise UnsupportedModelError(
                     f"Buffer {name} of {type(self._module).__name__} was written during the forward pass of private "
-                    "rows, and no noise covers it. Remove it, or compute it from public data before training."
+                    "rows, and no noise covers it. Remove it, or compute it from public data before training.",
+                    trap="T11",
                 )
         self.counts.units += int(mask.sum())
         self.counts.clipped += stats.clipped

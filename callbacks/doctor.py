@@ -1,0 +1,217 @@
+"""Examine a run without training: which trap is checked, refused, or impossible?
+
+The examination goes the way that a fit goes, with the functions that a fit calls, and stops before the first
+release: settings, plan, secret, clipping engine, loader, and a rehearsal in which a few units are
+clipped and forgotten. A fit stops at the first refusal; here all are told.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+
+from lit_dpret.callbacks.planning import PlannedRun, plan_run
+from lit_dpret.callbacks.refusals import complaints, refuse_replaced_sampler
+from lit_dpret.callbacks.traps import TRAPS, Stage, Trap
+from lit_dpret.errors import LitDpretError
+from lit_dpret.privacy.noise import KeyedStream, load_secret
+from lit_dpret.privacy.sampling import PADDING, Draw, PrivateBatchSampler, UnitBatch, UnitCollator
+
+Status = Literal["passed", "by construction", "refused", "declared", "not reached", "does not apply"]
+
+REHEARSED_UNITS = 8
+# Draws are looked through for units that have rows; a data set without any is found out long before.
+REHEARSED_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is known of one trap.
+
+    Attributes:
+        trap: ``T1`` and so on; ``other`` for a refusal that keeps out of none of them.
+        title: The mistake.
+        status: ``refused``: a fit would raise ``text``. ``declared``: a fit would run, and its card say so.
+            ``not reached``: an earlier refusal is in the way.
+        text: What is true instead, or the refusal.
+    """
+
+    trap: str
+    title: str
+    status: Status
+    text: str
+
+
+@dataclass
+class Examination:
+    """All findings about one run.
+
+    Attributes:
+        privacy: The mode.
+        findings: One for each trap, and one more for each further refusal.
+        planned: What would run; None where it cannot be planned.
+    """
+
+    privacy: str
+    findings: list[Finding] = field(default_factory=list)
+    planned: PlannedRun | None = None
+
+    @property
+    def refused(self) -> list[Finding]:
+        """The findings for which a fit would raise."""
+        return [finding for finding in self.findings if finding.status == "refused"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values; public, like the plan in it."""
+        plan = None if self.planned is None else self.planned.plan
+        return {
+            "privacy": self.privacy,
+            "verdict": "refused" if self.refused else "passed",
+            "findings": [asdict(finding) for finding in self.findings],
+            "plan": None if plan is None else plan.to_dict(),
+        }
+
+    def format(self) -> str:
+        """The findings as lines for a terminal."""
+        width = max(len(finding.status) for finding in self.findings)
+        lines = []
+        for finding in self.findings:
+            status = finding.status.upper() if finding.status == "refused" else finding.status
+            lines.append(f"{finding.trap:5} {status:{width}}  {finding.title}")
+            lines.append(f"{'':5} {'':{width}}  {finding.text}")
+        if self.planned is not None and self.planned.plan is not None:
+            plan = self.planned.plan
+            lines.append(
+                f"Planned: {self.planned.steps} steps by {plan.law.describe()}, noise multiplier "
+                f"{plan.noise_multiplier:.4g}, within epsilon = {plan.budget.eps:g} at delta = {plan.budget.delta:.3g} "
+                f"(unit = {plan.budget.unit}, neighbours = {plan.budget.neighbours})."
+            )
+        return "\n".join(lines)
+
+
+def examine(trainer: L.Trainer, module: Any, data: Any) -> Examination:
+    """Examine what ``trainer.fit(module, datamodule=data)`` would run; ``data`` is set up already.
+
+    Nothing is released and no weight is changed. A secret is made where there is none yet, as a fit would do.
+
+    Args:
+        trainer: With the callbacks of the run.
+        module: A ``PrivateModule``.
+        data: The DataModule.
+
+    Returns:
+        One finding for each trap, and one more for each further refusal.
+    """
+    mode = getattr(module, "privacy", None)
+    look = _Look()
+    look.done("settings", complaints(trainer, module, data))
+    planned: PlannedRun | None = None
+    if hasattr(mode, "guarantee") and hasattr(data, "attach"):
+        planned = _rest(look, trainer, module, data)
+    guarantee, name = getattr(mode, "guarantee", "dp"), getattr(mode, "name", type(module).__name__)
+    found = [finding for trap in TRAPS for finding in look.findings(trap, guarantee, name)]
+    found += [Finding("other", "Refused for another reason", "refused", str(e)) for e in look.refusals if not e.trap]
+    if getattr(module, "log_private_loss", False) and guarantee == "dp":
+        found = [_declared(f) if f.trap == "T25" and f.status == "passed" else f for f in found]
+    return Examination(name, found, planned)
+
+
+class _Look:
+    """What was looked at, and what was refused there."""
+
+    def __init__(self) -> None:
+        self.refusals: list[LitDpretError] = []
+        self._done: set[Stage] = set()
+
+    def done(self, stage: Stage, refusals: list[LitDpretError]) -> None:
+        self._done.add(stage)
+        self.refusals += refusals
+
+    @contextmanager
+    def at(self, stage: Stage) -> Iterator[None]:
+        """Note that ``stage`` was gone through, or what it refused."""
+        try:
+            yield
+        except LitDpretError as error:
+            self.refusals.append(error)
+        else:
+            self._done.add(stage)
+
+    def passed(self, stage: Stage) -> bool:
+        return stage in self._done
+
+    def findings(self, trap: Trap, guarantee: str, mode: str) -> list[Finding]:
+        refused = [str(e) for e in self.refusals if e.trap == trap.name]
+        if refused:
+            return [Finding(trap.name, trap.title, "refused", text) for text in refused]
+        if guarantee not in trap.modes:
+            return [Finding(trap.name, trap.title, "does not apply", f"privacy={mode} makes no claim that it breaks.")]
+        if trap.stage == "construction":
+            return [Finding(trap.name, trap.title, "by construction", trap.instead)]
+        if not self.passed(trap.stage):
+            text = f"Not looked at: the {trap.stage} was not reached, or refused for another reason."
+            return [Finding(trap.name, trap.title, "not reached", text)]
+        return [Finding(trap.name, trap.title, "passed", trap.instead)]
+
+
+def _rest(look: _Look, trainer: L.Trainer, module: Any, data: Any) -> PlannedRun | None:
+    """Everything after the settings, in the order of a fit; each stage as far as the earlier ones allow."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    accountant: Any = next((c for c in callbacks if getattr(c, "counts_releases", False)), None)
+    mode = module.privacy
+    planned: PlannedRun | None = None
+    with look.at("plan"):
+        planned = plan_run(trainer, mode, data, reserve=getattr(accountant, "resume_reserve", 0))
+    with look.at("secret"):
+        run_dir = getattr(accountant, "run_dir", None) or Path(trainer.default_root_dir)
+        load_secret(mode.secret_file, run_dir=run_dir)
+    if planned is None:
+        return None
+    # Never the run's own streams: what is drawn here must say nothing about the run.
+    stream = KeyedStream(secrets.token_bytes(32), "doctor")
+    with look.at("engine"):
+        mode.attach(module, planned.plan, stream)
+    sampler = planned.sampler(data, stream)
+    with look.at("loader"):
+        data.attach(sampler, UnitCollator(module.collate_rows, data.rows_per_unit))
+        loader = data.train_dataloader()
+        refuse_replaced_sampler(loader, sampler)
+    if mode.guarantee == "dp" and look.passed("engine") and look.passed("loader"):
+        batches = _some_batches(loader, sampler)
+        if batches:
+            with look.at("rehearsal"):
+                module.rehearse(batches)
+    return planned
+
+
+def _some_batches(loader: Any, sampler: PrivateBatchSampler) -> list[UnitBatch]:
+    """A few units that have rows, as two physical batches of one step; none where a unit would be alone."""
+    drawn = {
+        draw.unit: draw
+        for step in range(REHEARSED_STEPS)
+        for batch in sampler.physical_batches(step)
+        for draw in batch
+        if draw.unit != PADDING
+    }
+    items = (loader.dataset[draw] for draw in drawn.values())
+    chosen = list(islice((item for item in items if len(item[1])), REHEARSED_UNITS))
+    half = len(chosen) // 2
+    parts = [part for part in (chosen[:half], chosen[half:]) if len(part) > 1]
+    return [
+        loader.collate_fn([(Draw(draw.unit, 0, number, False, draw.pick), rows) for draw, rows in part])
+        for number, part in enumerate(parts)
+    ]
+
+
+def _declared(finding: Finding) -> Finding:
+    text = (
+        "model.log_private_loss=true logs the loss of private rows. A fit would run; its card would state no epsilon."
+    )
+    return Finding(finding.trap, finding.title, "declared", text)

@@ -1,0 +1,85 @@
+"""From what was asked for to what will run: the plan, the law, and how many steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+
+from lit_dpret.callbacks.refusals import refuse_false_bound
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.modes import DPSGD, PrivacyMode
+from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.releases import Poisson, SamplingLaw, Shuffle
+from lit_dpret.privacy.sampling import PrivateBatchSampler, steps_per_epoch
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What a run will do, decided before its first step.
+
+    Attributes:
+        plan: What is promised; None where nothing is.
+        law: By which batches are drawn.
+        steps: Logical steps.
+        steps_per_epoch: Logical steps in one pass over the units.
+    """
+
+    plan: PrivacyPlan | None
+    law: SamplingLaw
+    steps: int
+    steps_per_epoch: int
+
+    def sampler(self, data: Any, stream: KeyedStream) -> PrivateBatchSampler:
+        """The sampler of the law, over the units of ``data``."""
+        return PrivateBatchSampler(
+            self.law,
+            units=data.n_units,
+            steps_per_epoch=self.steps_per_epoch,
+            physical_batch_size=data.physical_batch_size,
+            stream=stream,
+        )
+
+
+def plan_run(trainer: L.Trainer, mode: PrivacyMode, data: Any, *, reserve: int = 0) -> PlannedRun:
+    """Plan the run of ``trainer`` on ``data`` under ``mode``.
+
+    Args:
+        trainer: States the length.
+        mode: States the promise.
+        data: States how batches are to be drawn, and holds the units.
+        reserve: Steps that are paid for beyond the length.
+
+    Raises:
+        ConfigurationError: Something is missing, out of range, or cannot meet the budget.
+    """
+    data.use_unit(mode.unit, mode.neighbours)
+    refuse_false_bound(mode, data)
+    units = data.n_units
+    per_epoch = steps_per_epoch(data, mode.public_units(units))
+    steps = planned_steps(trainer, per_epoch)
+    if isinstance(mode, DPSGD):
+        plan = mode.plan(data, units=units, steps=steps + reserve)
+        return PlannedRun(plan, plan.law, steps, per_epoch)
+    batch = data.expected_batch_size or max(1, round((data.sample_rate or 1.0) * units))
+    law: SamplingLaw = Shuffle(batch_size=min(batch, units), n=units)
+    if data.sampling == "poisson":
+        law = Poisson(sample_rate=data.sample_rate or min(1.0, batch / units))
+    return PlannedRun(None, law, steps, per_epoch)
+
+
+def planned_steps(trainer: L.Trainer, steps_per_epoch: int) -> int:
+    """How many logical steps ``trainer`` will take; a private run must know before it starts.
+
+    Raises:
+        ConfigurationError: Neither ``max_steps`` nor ``max_epochs`` is set.
+    """
+    epochs = trainer.max_epochs
+    by_epochs = epochs * steps_per_epoch if epochs is not None and epochs > 0 else None
+    by_steps = trainer.max_steps if trainer.max_steps > 0 else None
+    known = [value for value in (by_epochs, by_steps) if value is not None]
+    if not known:
+        raise ConfigurationError("A private run must know its length: set trainer.max_steps or trainer.max_epochs.")
+    return min(known)

@@ -1,0 +1,45 @@
+"""`task=doctor`: would this run keep its promise? Told trap by trap, without training."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import lightning as L
+
+from lit_dpret.callbacks.doctor import examine
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.tasks.parts import Parts, check_run_dir
+
+REPORT = "doctor.json"
+
+
+class Doctor:
+    """Examine Trainer, DataModule, model and plan; write ``doctor.json`` and print the findings."""
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Returns how many findings there are of each status.
+
+        Raises:
+            ConfigurationError: Something is refused; the exit status of the command line is then not 0.
+        """
+        check_run_dir(parts.run_dir, min_free_mb=1)
+        L.seed_everything(parts.seed, verbose=False)
+        data = parts.make_datamodule()
+        module = parts.make_module(privacy=parts.make_privacy())
+        trainer = parts.make_trainer(
+            default_root_dir=str(parts.run_dir), callbacks=parts.make_callbacks(), logger=False
+        )
+        data.prepare_data()
+        data.setup("fit")
+        if hasattr(module, "prepare"):
+            module.prepare(data)
+        found = examine(trainer, module, data)
+        report = parts.run_dir / REPORT
+        report.write_text(json.dumps(found.to_dict(), indent=2) + "\n", encoding="utf-8")
+        sys.stdout.write(found.format() + "\n")
+        if found.refused:
+            names = ", ".join(finding.trap for finding in found.refused)
+            raise ConfigurationError(f"A fit of this would be refused ({names}). See {report}.")
+        statuses = [finding.status for finding in found.findings]
+        return {status: float(statuses.count(status)) for status in set(statuses)}

@@ -1,0 +1,242 @@
+"""One run for each way to lose the guarantee, and the words of its refusal.
+
+Imported by path through ``conftest.py``; not a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
+from stand_ins import Numbers, Regression, dp
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lit_dpret.callbacks import PrivacyAccountant, examine
+from lit_dpret.callbacks.doctor import Examination
+from lit_dpret.privacy.modes import SyntheticData
+from lit_dpret.privacy.noise import load_secret
+from lit_dpret.tasks.fit import train
+
+
+@dataclass
+class Case:
+    """A run, honest but for what a test changes in it."""
+
+    folder: Path
+    mode: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    callbacks: list[Any] = field(default_factory=list)
+    accountant: bool = True
+    cap: int | None = None
+    wrap: Callable[[Any], Any] = lambda module: module
+    make_data: Callable[..., Any] = Numbers
+    make_mode: Callable[[], Any] | None = None
+    make_module: Callable[..., Any] = Regression
+
+    def module(self) -> Any:
+        torch.manual_seed(0)
+        mode = self.make_mode() if self.make_mode else dp(self.folder, **{"noise_multiplier": 4.0} | self.mode)
+        return self.wrap(self.make_module(privacy=mode))
+
+    def data_module(self) -> Any:
+        data = self.make_data(**{"sampling": "poisson"} | self.data)
+        if self.cap is not None:
+            data.cap = self.cap
+        return data
+
+    def make_trainer(self, **settings: Any) -> L.Trainer:
+        given: dict[str, Any] = {
+            "accelerator": "cpu", "devices": 1, "max_steps": 2, "max_epochs": -1, "enable_progress_bar": False,
+            "enable_model_summary": False, "logger": False,
+            "enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in self.callbacks),
+        }  # fmt: skip
+        return L.Trainer(**given | settings | self.trainer)
+
+    def all_callbacks(self) -> list[Any]:
+        accountant = [PrivacyAccountant(run_dir=self.folder / "run", eps_log_points=1)] if self.accountant else []
+        return [*accountant, *self.callbacks]
+
+    def examined(self) -> Examination:
+        trainer = self.make_trainer(default_root_dir=self.folder / "run", callbacks=self.all_callbacks())
+        return examine(trainer, self.module(), self.data_module())
+
+    def fitted(self) -> None:
+        """As ``task=fit`` does it."""
+        (self.folder / "run").mkdir(exist_ok=True)
+        train(
+            self.module(), self.data_module(), run_dir=self.folder / "run", make_trainer=self.make_trainer,
+            callbacks=self.all_callbacks(), loggers=[], resume=False,
+        )  # fmt: skip
+
+
+def case_of(folder: Path, change: Any) -> Case:
+    return Case(folder, **(change(folder) if callable(change) else change))
+
+
+def with_loss(change: Callable[[Any, Any, Tensor], Tensor]) -> Callable[[Any], Any]:
+    def wrap(module: Any) -> Any:
+        honest = module.per_row_loss
+        module.per_row_loss = lambda rows: change(module, rows, honest(rows))
+        return module
+
+    return wrap
+
+
+def used_twice(module: Any, rows: Any, losses: Tensor) -> Tensor:
+    return losses + F.linear(rows["inputs"], module.net[0].weight).sum(1)
+
+
+def coupled(module: Any, rows: Any, losses: Tensor) -> Tensor:
+    return losses / losses.mean().detach()
+
+
+def buffered(module: Any) -> Any:
+    module.register_buffer("queue", torch.zeros(1))
+
+    def remember(module: Any, rows: Any, losses: Tensor) -> Tensor:
+        module.queue += rows["target"][:1]
+        return losses
+
+    return with_loss(remember)(module)
+
+
+class Shared(Regression):
+    """A position embedding that is looked up once for the whole batch."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.positions = nn.Embedding(3, 1)
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return super().per_row_loss(rows) + self.positions(torch.arange(3)).sum()
+
+
+def normalised(module: Any) -> Any:
+    module.net.insert(1, nn.BatchNorm1d(8))
+    return module
+
+
+def bare(module: Any) -> Any:
+    module.temperature = nn.Parameter(torch.ones(()))
+    return module
+
+
+def watched(module: Any) -> Any:
+    module.net[0].weight.register_hook(lambda gradient: gradient)
+    return module
+
+
+def retied(module: Any) -> Any:
+    """Makes its last layer anew in the first forward pass, as a resized vocabulary does."""
+
+    def replace(module: Any, rows: Any, losses: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and not hasattr(module, "resized"):
+            module.resized = True
+            module.net[3] = nn.Linear(8, 1)
+        return losses
+
+    return with_loss(replace)(module)
+
+
+def declared_coupled(module: Any) -> Any:
+    module.coupled_loss = True
+    return module
+
+
+def stopping_by_itself(module: Any) -> Any:
+    module.configure_callbacks = lambda: EarlyStopping(monitor="train/loss")
+    return module
+
+
+class Validating(Regression):
+    def validation_step(self, batch: Any, index: int) -> None: ...
+
+
+class Swapped(Numbers):
+    def train_dataloader(self) -> Any:
+        honest = super().train_dataloader()
+        return DataLoader(honest.dataset, batch_sampler=list(self.batch_sampler), collate_fn=self.collate_fn)
+
+
+class Lawless(L.LightningDataModule):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+
+
+def with_secret_in_the_run(folder: Path) -> dict[str, Any]:
+    return {"mode": {"secret_file": folder / "run" / "secret"}}
+
+
+def with_secret_for_all(folder: Path) -> dict[str, Any]:
+    if not (folder / "secret").exists():
+        load_secret(folder / "secret")
+    (folder / "secret").chmod(0o644)
+    return {}
+
+
+def with_private_start(folder: Path) -> dict[str, Any]:
+    (folder / "earlier").mkdir(exist_ok=True)
+    (folder / "earlier" / "privacy_card.json").write_text("{}", encoding="utf-8")
+
+    def wrap(module: Any) -> Any:
+        module.pretrained = str(folder / "earlier")
+        return module
+
+    return {"wrap": wrap}
+
+
+DECLARED: dict[str, Any] = {"neighbours": "add_or_remove", "delta": 1e-3}
+NO_DELTA: dict[str, Any] = {"neighbours": "add_or_remove"}
+RATE: dict[str, Any] = {"sample_rate": 0.1}
+CUT: dict[str, Any] = {"sampling": "truncated_poisson"}
+PRV: dict[str, Any] = {"accountant": "prv"}
+BAD: list[tuple[str, str, Any]] = [
+    ("T1", r"sampling=shuffle, privacy.accountant=prv", {"data": {"sampling": "shuffle"}, "mode": PRV}),
+    ("T1", r"reads the sampling law from the DataModule", {"make_data": Lawless}),
+    ("T2", r"trainer.limit_train_batches", {"trainer": {"limit_train_batches": 0.5}}),
+    ("T2", r"trainer.overfit_batches", {"trainer": {"overfit_batches": 1}}),
+    ("T2", r"batch sampler was replaced", {"make_data": Swapped}),
+    ("T3", r"trainer.devices=2 processes", {"trainer": {"devices": 2, "strategy": "ddp"}}),
+    ("T5", r"declare datamodule.sample_rate", {"mode": DECLARED}),
+    ("T5", r"Set privacy.delta to a constant", {"mode": NO_DELTA, "data": RATE}),
+    ("T5", r"Set datamodule.expected_batch_size", {"mode": DECLARED, "data": RATE | {"expected_batch_size": None}}),
+    ("T6", r"Choose datamodule.sampling=poisson", {"mode": DECLARED, "data": RATE | CUT, "cap": 40}),
+    ("T6", r"sampling=truncated_poisson, privacy.accountant=prv", {"data": CUT, "mode": PRV}),
+    ("T7", r"trainer.precision=16-true: the loss scaler", {"trainer": {"precision": "16-true"}}),
+    ("T7", r"has no privacy accountant", {"accountant": False}),
+    ("T9", r"net.0.weight is also used outside", {"wrap": with_loss(used_twice)}),
+    ("T10", r"no batch axis", {"make_module": Shared}),
+    ("T11", r"its loss couples the examples", {"wrap": declared_coupled}),
+    ("T11", r"when other rows are in the batch", {"wrap": with_loss(coupled)}),
+    ("T11", r"net.1 is a BatchNorm1d", {"wrap": normalised}),
+    ("T11", r"Buffer queue", {"wrap": buffered}),
+    ("T12", r"trainer.accumulate_grad_batches=2", {"trainer": {"accumulate_grad_batches": 2}}),
+    ("T12", r"trainer.accumulate_grad_batches", {"callbacks": [GradientAccumulationScheduler({1: 2})]}),
+    ("T13", r"Parameter temperature is not covered", {"wrap": bare}),
+    ("T14", r"net.0.weight has a gradient hook", {"wrap": watched}),
+    ("T14", r"net.3.bias was replaced", {"wrap": retied}),
+    ("T16", r"trainer.gradient_clip_val=1", {"trainer": {"gradient_clip_val": 1.0}}),
+    ("T21", r"lies inside the run folder", with_secret_in_the_run),
+    ("T21", r"can be read by others", with_secret_for_all),
+    ("T25", r"EarlyStopping", {"callbacks": [EarlyStopping(monitor="train/loss")]}),
+    ("T25", r"EarlyStopping", {"wrap": stopping_by_itself}),
+    ("T25", r"ModelCheckpoint", {"callbacks": [ModelCheckpoint(monitor="train/loss")]}),
+    ("T25", r"LearningRateFinder trains on private data", {"callbacks": [LearningRateFinder()]}),
+    ("T25", r"validation_step computes metrics", {"make_module": Validating}),
+    ("T27", r"Choose datamodule=synthetic", {"make_mode": SyntheticData}),
+    ("T29", r"privacy.delta=0.5 is not below 1/n", {"mode": {"delta": 0.5}}),
+    ("T30", r"carries a privacy card", with_private_start),
+]

@@ -1,0 +1,116 @@
+"""Every trap that can be refused is refused by name, by the doctor and by a fit: the same checks, told and raised."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bad_runs import BAD, Case, bare, case_of
+from stand_ins import Numbers, Regression, dp
+
+from lit_dpret.callbacks import examine
+from lit_dpret.callbacks.traps import TRAPS
+from lit_dpret.errors import ConfigurationError, LitDpretError
+from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.tasks.doctor import Doctor
+from lit_dpret.tasks.parts import Parts
+
+
+@pytest.mark.parametrize(("trap", "words", "change"), BAD, ids=[f"{trap}-{words[:30]}" for trap, words, _ in BAD])
+def test_a_trap_is_refused_by_the_doctor_and_by_a_fit_in_the_same_words(
+    trap: str, words: str, change: Any, tmp_path: Path
+) -> None:
+    found = case_of(tmp_path, change).examined()
+    assert [finding.trap for finding in found.refused] == [trap], found.format()
+    with pytest.raises(LitDpretError, match=words) as raised:
+        case_of(tmp_path, change).fitted()
+    assert raised.value.trap == trap
+    told, said = (re.sub(r"\d+", "#", text) for text in (found.refused[0].text, str(raised.value)))
+    assert told == said, "both may meet the same mistake in another row or another batch"
+    assert not (tmp_path / "run" / "privacy_card.json").exists()
+
+
+def test_every_trap_that_is_looked_for_has_a_bad_run_here() -> None:
+    assert {trap.name for trap in TRAPS if trap.stage != "construction"} == {trap for trap, _, _ in BAD}
+    assert {f"T{number}" for number in [*range(1, 19), 25]} <= {trap.name for trap in TRAPS}
+
+
+def test_an_honest_run_passes_and_is_left_as_it_was(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    module, data = case.module(), case.data_module()
+    before, random = [p.detach().clone() for p in module.parameters()], torch.get_rng_state()
+    trainer = case.make_trainer(default_root_dir=tmp_path / "run", callbacks=case.all_callbacks())
+    found = examine(trainer, module, data)
+    assert not found.refused
+    statuses = {finding.trap: finding.status for finding in found.findings}
+    assert statuses.pop("T27") == "does not apply"
+    by_construction = {trap.name for trap in TRAPS if trap.stage == "construction"}
+    assert statuses == {n: "by construction" if n in by_construction else "passed" for n in statuses}
+    assert all(torch.equal(p, b) and p.grad is None for p, b in zip(module.parameters(), before, strict=True))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not list((tmp_path / "run").glob("*")), "nothing was released, so nothing is in the ledger"
+    trainer.fit(module, datamodule=data)
+    assert trainer.global_step == 2
+
+
+def test_all_refusals_are_told_at_once(tmp_path: Path) -> None:
+    found = Case(tmp_path, trainer={"gradient_clip_val": 1.0, "limit_train_batches": 0.5}, wrap=bare).examined()
+    assert [finding.trap for finding in found.refused] == ["T2", "T13", "T16"]
+    reached = {finding.trap: finding.status for finding in found.findings}
+    assert reached["T9"] == "not reached" and reached["T1"] == "passed"
+
+
+def test_a_refusal_that_is_no_trap_is_told_too(tmp_path: Path) -> None:
+    found = Case(tmp_path, mode={"noise_multiplier": 0.01}).examined()
+    assert [(f.trap, f.text.split("=")[0]) for f in found.refused] == [("other", "privacy.noise_multiplier")]
+    assert found.planned is None and {f.trap: f.status for f in found.findings}["T1"] == "not reached"
+
+
+def test_a_data_set_of_one_unit_is_not_said_to_couple_nothing(tmp_path: Path) -> None:
+    found = Case(tmp_path, data={"size": 1, "expected_batch_size": 1}, mode={"noise_multiplier": 40.0}).examined()
+    assert {f.trap: f.status for f in found.findings}["T11"] == "not reached"
+
+
+def test_a_logged_loss_is_told_without_being_refused(tmp_path: Path) -> None:
+    def logging(module: Regression) -> Regression:
+        module.log_private_loss = True
+        return module
+
+    found = Case(tmp_path, wrap=logging).examined()
+    assert not found.refused
+    assert [f.trap for f in found.findings if f.status == "declared"] == ["T25"]
+
+
+def test_a_run_without_a_claim_has_none_to_lose(tmp_path: Path) -> None:
+    found = Case(tmp_path, make_mode=NoPrivacy, trainer={"limit_train_batches": 0.5}).examined()
+    assert not found.refused and {f.trap: f.status for f in found.findings}["T25"] == "does not apply"
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_the_task_writes_its_findings_and_raises_where_something_is_refused(
+    bad: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = Case(tmp_path, trainer={"limit_train_batches": 0.5} if bad else {})
+    parts = Parts(
+        run_dir=tmp_path / "run",
+        make_privacy=lambda: dp(tmp_path, noise_multiplier=4.0),
+        make_datamodule=lambda: Numbers(sampling="poisson"),
+        make_module=Regression,
+        make_trainer=case.make_trainer,
+        make_callbacks=case.all_callbacks,
+    )
+    if bad:
+        with pytest.raises(ConfigurationError, match=r"would be refused \(T2\)"):
+            Doctor().run(parts)
+    else:
+        assert Doctor().run(parts)["passed"] > 10
+    report = json.loads((tmp_path / "run" / "doctor.json").read_text(encoding="utf-8"))
+    assert report["verdict"] == ("refused" if bad else "passed") and report["privacy"] == "dp_sgd"
+    assert report["plan"]["noise_multiplier"] == 4.0
+    told = capsys.readouterr().out
+    assert all(f"{trap.name:5} " in told and trap.title in told for trap in TRAPS) and ("REFUSED" in told) is bad
+    assert "Planned: 2 steps by Poisson sampling" in told
