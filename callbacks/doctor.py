@@ -118,8 +118,11 @@ def examine(trainer: L.Trainer, module: Any, data: Any) -> Examination:
     guarantee, name = getattr(mode, "guarantee", "dp"), getattr(mode, "name", type(module).__name__)
     found = [finding for trap in TRAPS for finding in look.findings(trap, guarantee, name)]
     found += [Finding("other", "Refused for another reason", "refused", str(e)) for e in look.refusals if not e.trap]
-    if getattr(module, "log_private_loss", False) and guarantee == "dp":
-        found = [_declared(f) if f.trap == "T25" and f.status == "passed" else f for f in found]
+    declared = _declared(module) if guarantee == "dp" else {}
+    found = [
+        Finding(f.trap, f.title, "declared", declared[f.trap]) if f.status == "passed" and f.trap in declared else f
+        for f in found
+    ]
     return Examination(name, found, planned)
 
 
@@ -171,7 +174,8 @@ def _rest(look: _Look, trainer: L.Trainer, module: Any, data: Any) -> PlannedRun
         planned = plan_run(trainer, mode, data, reserve=getattr(accountant, "resume_reserve", 0))
     with look.at("secret"):
         run_dir = getattr(accountant, "run_dir", None) or Path(trainer.default_root_dir)
-        load_secret(mode.secret_file, run_dir=run_dir)
+        if mode.noise_seed is None:
+            load_secret(mode.secret_file, run_dir=run_dir)
     if planned is None:
         return None
     # Never the run's own streams: what is drawn here must say nothing about the run.
@@ -210,8 +214,12 @@ def _some_batches(loader: Any, sampler: PrivateBatchSampler) -> list[UnitBatch]:
     ]
 
 
-def _declared(finding: Finding) -> Finding:
-    text = (
-        "model.log_private_loss=true logs the loss of private rows. A fit would run; its card would state no epsilon."
-    )
-    return Finding(finding.trap, finding.title, "declared", text)
+def _declared(module: Any) -> dict[str, str]:
+    """The leaks that the module's settings ask for, by the trap that they are."""
+    told = {}
+    if getattr(module, "log_private_loss", False):
+        told["T25"] = "model.log_private_loss=true logs the loss of private rows."
+    seed = getattr(getattr(module, "privacy", None), "noise_seed", None)
+    if seed is not None:
+        told["T21"] = f"privacy.noise_seed={seed} keys the noise with a published number."
+    return {trap: f"{text} A fit would run; its card would state no epsilon." for trap, text in told.items()}

@@ -25,7 +25,7 @@ from lit_dpret.privacy.fingerprints import state_hash
 from lit_dpret.privacy.gate import ReleaseGate
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD, PrivacyMode
-from lit_dpret.privacy.noise import load_secret
+from lit_dpret.privacy.noise import load_secret, published_secret
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.run import Position, PrivateRun
 from lit_dpret.privacy.sampling import UnitCollator
@@ -97,7 +97,12 @@ class PrivacyAccountant(Callback):
         refuse_broken_claims(trainer, module, data)
         mode: PrivacyMode = module.privacy
         self.run_dir = self.run_dir or Path(trainer.default_root_dir)
-        secret = load_secret(mode.secret_file, run_dir=self.run_dir)
+        seeded = mode.noise_seed is not None
+        secret = (
+            load_secret(mode.secret_file, run_dir=self.run_dir)
+            if mode.noise_seed is None
+            else published_secret(mode.noise_seed)
+        )
         planned = plan_run(trainer, mode, data, reserve=self.resume_reserve)
         self.plan, self.planned_steps = planned.plan, planned.steps
         self._dataset = self._dataset_ledger(mode)
@@ -116,9 +121,11 @@ class PrivacyAccountant(Callback):
                 "plan_fingerprint": None if self.plan is None else self.plan.fingerprint(),
                 "rows_per_unit": data.rows_per_unit,
                 "secure_rng": mode.secure_rng,
+                "noise_seed": mode.noise_seed,
                 "log_private_loss": bool(module.log_private_loss),
             },
             data_fingerprint=data.data_fingerprint,
+            run_id="seeded" if seeded else None,
         )
         self.sampler = planned.sampler(data, self._run.stream)
         self.sampler.before_first_draw = lambda: self._begin(trainer, pl_module)

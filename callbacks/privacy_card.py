@@ -20,6 +20,8 @@ from lit_dpret.privacy.card import LEDGER_NAME, build_card, inherit_card, subjec
 from lit_dpret.privacy.card_facts import Assumption
 
 MODEL_FOLDER = "model"
+SHAKE = "SHAKE-256"
+PHILOX = "Philox (NumPy), keyed; not cryptographic"
 
 
 class PrivacyCard(Callback):
@@ -87,7 +89,7 @@ class PrivacyCard(Callback):
                 mechanism=_mechanism(module),
                 tuning=self.tuning,
                 pretraining={"model": str(getattr(module, "pretrained", None) or "unstated"), "overlap_check": None},
-                randomness={"rng": "SHAKE-256" if module.privacy.secure_rng else "PyTorch generator",
+                randomness={"rng": SHAKE if module.privacy.secure_rng else PHILOX,
                             "secure": module.privacy.secure_rng},
                 duplicates_policy=_duplicates(trainer),
                 assumptions=_leaks(accountant.ledger.records),
@@ -118,8 +120,10 @@ def _duplicates(trainer: L.Trainer) -> str:
 
 def _leaks(records: list[dict[str, Any]]) -> list[Assumption]:
     """What the run is known to have let out besides its releases, in this attempt or an earlier one."""
-    private = any(record["kind"] == "plan" and record.get("mode") == "dp_sgd" for record in records)
-    if private and any(record["kind"] == "plan" and record.get("log_private_loss") for record in records):
-        text = "No loss on private rows was shown: log_private_loss=true logged the training loss of every step."
-        return [Assumption(text, holds=False, consequence="no_guarantee")]
-    return []
+    plans = [record for record in records if record["kind"] == "plan" and record.get("mode") == "dp_sgd"]
+    leaks = []
+    if any(plan.get("log_private_loss") for plan in plans):
+        leaks.append("No loss on private rows was shown: log_private_loss=true logged the training loss of every step.")
+    if any(plan.get("noise_seed") is not None for plan in plans):
+        leaks.append("Nobody else can compute the noise: privacy.noise_seed keyed it with a published number.")
+    return [Assumption(text, holds=False, consequence="no_guarantee") for text in leaks]

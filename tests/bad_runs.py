@@ -165,6 +165,14 @@ class Validating(Regression):
     def validation_step(self, batch: Any, index: int) -> None: ...
 
 
+class Foreign(L.LightningModule):
+    """A module that takes a privacy mode and does nothing with it."""
+
+    def __init__(self, privacy: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+
 class Swapped(Numbers):
     def train_dataloader(self) -> Any:
         honest = super().train_dataloader()
@@ -216,6 +224,7 @@ BAD: list[tuple[str, str, Any]] = [
     ("T6", r"Choose datamodule.sampling=poisson", {"mode": DECLARED, "data": RATE | CUT, "cap": 40}),
     ("T6", r"sampling=truncated_poisson, privacy.accountant=prv", {"data": CUT, "mode": PRV}),
     ("T7", r"trainer.precision=16-true: the loss scaler", {"trainer": {"precision": "16-true"}}),
+    ("T7", r"Foreign is not a PrivateModule", {"make_module": Foreign}),
     ("T7", r"has no privacy accountant", {"accountant": False}),
     ("T9", r"net.0.weight is also used outside", {"wrap": with_loss(used_twice)}),
     ("T10", r"no batch axis", {"make_module": Shared}),

@@ -85,6 +85,11 @@ def load_secret(path: Path | None, *, run_dir: Path | None = None) -> bytes:
     return secret
 
 
+def published_secret(seed: int) -> bytes:
+    """The key of a run whose noise anybody may compute who knows ``seed``: for development, without a claim."""
+    return hashlib.blake2b(f"published noise seed {seed}".encode(), digest_size=SECRET_BYTES).digest()
+
+
 class KeyedStream:
     """Independent streams for one run, derived from one secret.
 

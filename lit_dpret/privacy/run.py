@@ -69,6 +69,7 @@ class PrivateRun:
         secure_rng: bool,
         described: Mapping[str, Any],
         data_fingerprint: Callable[[bytes], str],
+        run_id: str | None = None,
     ) -> PrivateRun:
         """Begin a ledger, or go on with the one at ``path``.
 
@@ -79,6 +80,7 @@ class PrivateRun:
             secure_rng: Draw noise from SHAKE-256.
             described: The mechanism as public JSON values; becomes the ``plan`` record.
             data_fingerprint: Given a key, a keyed hash of the data set.
+            run_id: Of a ledger that is begun; None for one that no other run has.
 
         Raises:
             ResumeError: There is a ledger and ``resume`` is false, or the ledger is about another
@@ -93,7 +95,7 @@ class PrivateRun:
         ledger = PrivacyLedger.open(path)
         try:
             earlier = [record for record in ledger.records if record["kind"] == "plan"]
-            run_id = earlier[0]["run_id"] if earlier else random_secrets.token_hex(8)
+            run_id = earlier[0]["run_id"] if earlier else run_id or random_secrets.token_hex(8)
             stream = KeyedStream(secret, run_id, secure_rng=secure_rng)
             run = cls(ledger, stream, run_id)
             now = dict(described)

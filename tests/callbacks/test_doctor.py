@@ -75,14 +75,18 @@ def test_a_data_set_of_one_unit_is_not_said_to_couple_nothing(tmp_path: Path) ->
     assert {f.trap: f.status for f in found.findings}["T11"] == "not reached"
 
 
-def test_a_logged_loss_is_told_without_being_refused(tmp_path: Path) -> None:
-    def logging(module: Regression) -> Regression:
-        module.log_private_loss = True
-        return module
+def logging(module: Regression) -> Regression:
+    module.log_private_loss = True
+    return module
 
-    found = Case(tmp_path, wrap=logging).examined()
+
+@pytest.mark.parametrize(("trap", "change"), [("T25", {"wrap": logging}), ("T21", {"mode": {"noise_seed": 0}})])
+def test_a_leak_that_a_setting_asks_for_is_told_without_being_refused(
+    trap: str, change: dict[str, Any], tmp_path: Path
+) -> None:
+    found = case_of(tmp_path, change).examined()
     assert not found.refused
-    assert [f.trap for f in found.findings if f.status == "declared"] == ["T25"]
+    assert [f.trap for f in found.findings if f.status == "declared"] == [trap]
 
 
 def test_a_run_without_a_claim_has_none_to_lose(tmp_path: Path) -> None:

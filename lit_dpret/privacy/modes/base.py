@@ -59,6 +59,7 @@ class PrivacyMode(ABC):
     neighbours: Neighbours = "zero_out"
     secret_file: Path | None = None
     secure_rng: bool = False
+    noise_seed: int | None = None
 
     def __init__(self) -> None:
         self.counts = StepCounts()

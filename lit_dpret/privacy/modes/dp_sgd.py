@@ -63,6 +63,8 @@ class DPSGD(PrivacyMode):
         total_eps: What all of them together must not exceed; null takes it from the file.
         max_units_per_user: How many units one person contributed at most, a declared public bound; the
             card then prints the epsilon of all of them together. It changes nothing in the training.
+        noise_seed: Key noise and coins with this number instead of the secret, to repeat a run on a CPU bit
+            by bit while developing. Whoever knows it can subtract the noise, so the card states no epsilon.
 
     Raises:
         ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
@@ -89,6 +91,7 @@ class DPSGD(PrivacyMode):
         dataset_ledger: str | Path | None = None,
         total_eps: float | None = None,
         max_units_per_user: int | None = None,
+        noise_seed: int | None = None,
     ) -> None:
         super().__init__()
         PrivacyBudget(eps=eps, delta=0.5 if delta is None else delta, unit=unit, neighbours=neighbours)
@@ -117,6 +120,13 @@ class DPSGD(PrivacyMode):
                     f"privacy.max_units_per_user={max_units_per_user} cannot go with privacy.unit=user: all that a "
                     "user contributed is one unit already. Set it to null."
                 )
+        if noise_seed is not None and noise_seed < 0:
+            raise ConfigurationError(f"privacy.noise_seed={noise_seed} must not be negative; null takes the secret.")
+        if noise_seed is not None and dataset_ledger is not None:
+            raise ConfigurationError(
+                f"privacy.noise_seed={noise_seed} makes noise that anybody can compute, and no "
+                f"privacy.dataset_ledger={dataset_ledger} could count a run without privacy. Set one of them to null."
+            )
         self.eps = eps
         self.delta = delta
         self.unit = unit
@@ -132,6 +142,7 @@ class DPSGD(PrivacyMode):
         self.dataset_ledger = None if dataset_ledger is None else Path(dataset_ledger)
         self.total_eps = total_eps
         self.max_units_per_user = max_units_per_user
+        self.noise_seed = noise_seed
 
     def budget(self, public_units: int | None) -> PrivacyBudget:
         """The budget, with delta filled in from the public number of units where it was null."""
