@@ -26,7 +26,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_dpret.errors import LitDpretError
+from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.tasks.parts import Parts
 
 CONFIG_MODULE = "lit_dpret.configs"
@@ -75,6 +75,7 @@ def main() -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     _quieten()
     try:
+        sys.argv[1:] = with_task(sys.argv[1:])
         _hydra_main()
     except KeyboardInterrupt:
         _stop("interrupted. The same command with resume=true goes on from the last checkpoint.", 130)
@@ -83,6 +84,24 @@ def main() -> None:
         if line is None:
             raise
         _stop(line, USER_ERROR)
+
+
+def with_task(arguments: list[str]) -> list[str]:
+    """``doctor privacy.eps=3`` as ``task=doctor privacy.eps=3``; a word that names no task is refused.
+
+    Example:
+        >>> with_task(["plan", "privacy.eps=3"])
+        ['task=plan', 'privacy.eps=3']
+
+    Raises:
+        ConfigurationError: The first argument is neither a setting, nor an option, nor a task.
+    """
+    if not arguments or "=" in arguments[0] or arguments[0][:1] in "-+~":
+        return arguments
+    tasks = _options("task")
+    if arguments[0] not in tasks:
+        raise ConfigurationError(f"{arguments[0]!r} is neither a setting (name=value) nor a task: {', '.join(tasks)}.")
+    return [f"task={arguments[0]}", *arguments[1:]]
 
 
 def _quieten() -> None:

@@ -98,13 +98,19 @@ def test_more_bad_input_is_one_clear_line(arguments: list[str], pattern: str, tm
 
 
 def test_the_doctor_reports_and_fails_where_a_fit_would_be_refused(tmp_path: Path) -> None:
-    settings = [*TINY, f"datamodule.pairs={write_log(tmp_path)}", "task=doctor", "privacy.noise_multiplier=5.0"]
-    line = refused(call(*settings, "+trainer.limit_train_batches=0.5", folder=tmp_path))
+    settings = [*TINY, f"datamodule.pairs={write_log(tmp_path)}", "privacy.noise_multiplier=5.0"]
+    doctor = ("-m", "lit_dpret", "doctor")
+    line = refused(call(*settings, "+trainer.limit_train_batches=0.5", folder=tmp_path, program=doctor))
     assert "A fit of this would be refused (T2)" in line
     report = json.loads((tmp_path / "run" / "doctor.json").read_text(encoding="utf-8"))
     found = {finding["trap"]: finding["status"] for finding in report["findings"]}
     assert report["verdict"] == "refused" and found["T2"] == "refused" and found["T13"] == "passed"
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
+
+
+def test_a_first_word_is_a_task_or_refused(tmp_path: Path) -> None:
+    line = refused(call(folder=tmp_path, program=("train.py", "nonsense")))
+    assert "'nonsense' is neither a setting (name=value) nor a task: doctor, evaluate" in line
 
 
 def beir(folder: Path, **broken: str) -> Path:
