@@ -18,6 +18,7 @@ from lit_dpret.callbacks.privacy_accountant import PrivacyAccountant
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.card import LEDGER_NAME, build_card, inherit_card, subject_of, write_card
 from lit_dpret.privacy.card_facts import Assumption
+from lit_dpret.privacy.card_tuning import declared_search
 
 MODEL_FOLDER = "model"
 SHAKE = "SHAKE-256"
@@ -37,6 +38,11 @@ class PrivacyCard(Callback):
             ``private`` or ``unknown``.
         tuning_trials: How many configurations were tried.
         tuning_note: The same in words.
+        tuning_method: ``random_stopping`` for a search on private data that kept the best of a random
+            number of runs, whose cost the card then states; null for any other.
+        tuning_mean_runs: The mean of that number. The number itself must not be told.
+        tuning_runs_law: Its law: ``geometric`` (null), ``logarithmic``, ``poisson``, or the shape of a
+            truncated negative binomial.
     """
 
     def __init__(
@@ -46,9 +52,20 @@ class PrivacyCard(Callback):
         tuning_data: str = "unknown",
         tuning_trials: int | None = None,
         tuning_note: str | None = None,
+        tuning_method: str | None = None,
+        tuning_mean_runs: float | None = None,
+        tuning_runs_law: str | float | None = None,
     ) -> None:
         self.run_dir = None if run_dir is None else Path(run_dir)
-        self.tuning = {"data": tuning_data, "n_trials": tuning_trials, "method": "none", "note": tuning_note or ""}
+        self.tuning = {
+            "data": tuning_data,
+            "n_trials": tuning_trials,
+            "method": tuning_method or "none",
+            "mean_runs": tuning_mean_runs,
+            "runs_law": tuning_runs_law,
+            "note": tuning_note or "",
+        }
+        declared_search(self.tuning)  # a declaration that cannot be priced is refused before the run, not after it
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._write(trainer, pl_module, finished=True)

@@ -47,7 +47,7 @@ from lit_dpret.privacy.card_file import (
     write_card,
 )
 from lit_dpret.privacy.card_text import show_delta, show_epsilon, statement
-from lit_dpret.privacy.card_tuning import tuning_facts
+from lit_dpret.privacy.card_tuning import search_cost, tuning_facts
 from lit_dpret.privacy.charges import charged_releases
 from lit_dpret.privacy.plan import PrivacyPlan
 
@@ -101,7 +101,8 @@ def build_card(
         ledger_name: How the ledger's file is called beside the card.
         mechanism: Facts that the ledger does not hold: ``optimizer``, ``trainable_parameters``, …;
             they cannot replace facts that it does hold.
-        tuning: ``{"data": none|public|synthetic|private|unknown, "n_trials", "method", "note"}``.
+        tuning: ``{"data": none|public|synthetic|private|unknown, "n_trials", "note"}``, and for a search whose
+            cost is to be stated ``{"method": "random_stopping", "mean_runs", "runs_law"}``.
         pretraining: ``{"model", "overlap_check"}``.
         generation: How a synthetic set was decoded and filtered.
         randomness: ``{"rng", "secure"}``.
@@ -125,7 +126,7 @@ def build_card(
     known = derived_assumptions(ledger_records, recorded) if recorded is not None else []
     known += assumptions
     verdict = judge(releases, recorded, known)
-    tuned = tuning_facts(tuning)
+    tuned = tuning_facts(tuning, search_cost(releases, recorded, verdict))
     random = {"rng": "unknown", "secure": bool(last.get("secure_rng", False)), "secret": "never stored with the run"}
     random |= dict(randomness or {})
     facts = mechanism_facts(ledger_records, recorded, releases)
@@ -277,7 +278,7 @@ def _finished(card: dict[str, Any]) -> dict[str, Any]:
             }[assumption["consequence"]]
             banners.append(f"An assumption does not hold: {assumption['text']} {ending}")
     if claim["guarantee"] == "dp":
-        if card["tuning"]["data"] in ("private", "unknown"):
+        if card["tuning"]["data"] in ("private", "unknown"):  # also where the cost is stated: the claim is without it
             cautions.append(card["tuning"]["text"])
         n = card["mechanism"].get("n_public")
         if n and claim["delta"] >= 1 / n:

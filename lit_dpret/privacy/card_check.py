@@ -10,6 +10,7 @@ from lit_dpret.errors import DataError, LedgerError, LitDpretError
 from lit_dpret.privacy.card_claim import user_level_epsilon
 from lit_dpret.privacy.card_facts import Assumption, derived_assumptions, judge, plan_of
 from lit_dpret.privacy.card_file import file_sha256, malformed
+from lit_dpret.privacy.card_tuning import declared_search, search_cost
 from lit_dpret.privacy.charges import charged_releases, noise_keys
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -86,18 +87,26 @@ def _wrong_claim(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) 
             f"The card claims epsilon = {claim['epsilon']:.6g}, the ledger gives {verdict.epsilon:.6g} "
             f"(delta = {budget.delta:.3g}, unit = {budget.unit}, neighbours = {budget.neighbours})."
         )
-    return problems + _wrong_user_level(claim, user_level_epsilon(releases, plan, verdict), plan)
+    problems += _wrong_user_level(claim, user_level_epsilon(releases, plan, verdict), plan)
+    if (search := declared_search(card["tuning"])) is not None:
+        priced, _ = search_cost(releases, plan, verdict)(search)
+        problems += _other_number("epsilon with its search", card["tuning"].get("epsilon"), priced)
+    return problems
 
 
 def _wrong_user_level(claim: Mapping[str, Any], fresh: float | None, plan: PrivacyPlan) -> list[str]:
-    stored, most = claim.get("user_level_epsilon"), claim.get("max_units_per_user")
-    problems = []
-    if most != plan.max_units_per_user:
+    problems = _other_number("user-level epsilon", claim.get("user_level_epsilon"), fresh)
+    if (most := claim.get("max_units_per_user")) != plan.max_units_per_user:
         problems.append(f"The card says max_units_per_user = {most}, the ledger's plan says {plan.max_units_per_user}.")
-    if stored is not None and (fresh is None or abs(stored - fresh) > TOLERANCE * max(1.0, fresh)):
-        given = "none" if fresh is None else f"{fresh:.6g}"
-        problems.append(f"The card claims a user-level epsilon of {stored:.6g}, the ledger gives {given}.")
     return problems
+
+
+def _other_number(what: str, stored: float | None, fresh: float | None) -> list[str]:
+    """The complaint that the card has another number than the ledger gives; a card may be silent."""
+    if stored is None or (fresh is not None and abs(stored - fresh) <= TOLERANCE * max(1.0, fresh)):
+        return []
+    given = "none" if fresh is None else f"{fresh:.6g}"
+    return [f"The card claims {what} = {stored:.6g}, the ledger gives {given}."]
 
 
 def _changed_files(digests: Mapping[str, str], folder: Path) -> list[str]:

@@ -66,6 +66,11 @@ def unprotected_quantities(unit: Unit, neighbours: Neighbours, n: int | None) ->
 
 def tuning_gaps(tuning: Mapping[str, Any]) -> list[str]:
     """What the choice of hyper-parameters leaves open."""
+    if tuning["data"] == "private" and tuning["accounted"]:
+        return [
+            "The choice of hyper-parameters, in the epsilon of the claim: with it, epsilon is "
+            f"{show_epsilon(tuning['epsilon'])}, and the records on which the runs were scored are not covered at all."
+        ]
     if tuning["data"] == "private":
         return ["The choice of hyper-parameters, which was made on private data and is not accounted."]
     if tuning["data"] == "unknown":

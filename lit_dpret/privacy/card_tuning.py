@@ -1,13 +1,21 @@
-"""What a card says about the choice of hyper-parameters."""
+"""What a card says about the choice of hyper-parameters, and what a declared search for them cost."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, get_args
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, get_args
 
+from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.privacy.budget import require_choice
+from lit_dpret.privacy.card_facts import Verdict, every_unit_in_every_step
+from lit_dpret.privacy.card_text import show_epsilon
+from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.releases import Release
+from lit_dpret.privacy.selection import RandomStopping, selection_epsilon
 
 TuningData = Literal["none", "public", "synthetic", "private", "unknown"]
+SearchCost: TypeAlias = Callable[[RandomStopping], tuple[float | None, str | None]]
 
 _TUNING = {
     "none": "Hyper-parameters were fixed before the private data were used.",
@@ -18,17 +26,88 @@ _TUNING = {
 }
 
 
-def tuning_facts(tuning: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The tuning block of a card: the facts given, a sentence, and whether epsilon covers the choice.
+_METHODS = ("none", "random_stopping")
+
+
+def tuning_facts(tuning: Mapping[str, Any] | None, cost: SearchCost | None = None) -> dict[str, Any]:
+    """The tuning block of a card: the facts given, a sentence, and whether an epsilon covers the choice.
+
+    Guarantees:
+        - A choice made on private data is accounted only where the search was declared as
+          `RandomStopping` and its cost is proved; ``epsilon`` is then that of the search with its
+          best run. The epsilon of the claim stays that of the one run.
+
+    Args:
+        tuning: ``data``, ``n_trials``, ``method``, ``mean_runs``, ``runs_law``, ``note``.
+        cost: What a search costs, as `search_cost` gives it; None where the artefact has no releases
+            of its own.
 
     Raises:
-        ConfigurationError: ``data`` is no known word.
+        ConfigurationError: ``data`` or ``method`` is no known word, or the search is declared in part,
+            for data on which a search costs nothing, or together with the number of its runs.
     """
-    chosen = {"data": "unknown", "n_trials": None, "method": None, "note": "", **(tuning or {})}
+    given = {key: value for key, value in (tuning or {}).items() if value is not None}
+    chosen: dict[str, Any] = {"data": "unknown", "n_trials": None, "method": None, "note": "", **given}
     require_choice("tuning.data", chosen["data"], get_args(TuningData))
-    text = _TUNING[chosen["data"]]
+    text, accounted = _TUNING[chosen["data"]], chosen["data"] not in ("private", "unknown")
     if chosen["n_trials"]:
         text += f" Number of trials: {chosen['n_trials']}."
+    if (stopping := declared_search(chosen)) is not None:
+        value, why = (None, "this artefact makes no releases of its own") if cost is None else cost(stopping)
+        accounted = value is not None
+        text = _priced(stopping, value) if value is not None else f"{text} The cost of the declared search: {why}."
+        chosen |= {"epsilon": value}
     if chosen["note"]:
         text += f" {chosen['note']}"
-    return {**chosen, "text": text, "accounted": chosen["data"] not in ("private", "unknown")}
+    return {**chosen, "text": text, "accounted": accounted}
+
+
+def search_cost(releases: Sequence[Release], plan: PrivacyPlan | None, verdict: Verdict) -> SearchCost:
+    """What a search among runs with these releases costs: its epsilon, or None and why."""
+
+    def cost(stopping: RandomStopping) -> tuple[float | None, str | None]:
+        if plan is None or verdict.guarantee != "dp":
+            return None, "not computed, for there is no guarantee"
+        charged = releases if verdict.basis == "as_charged" else every_unit_in_every_step(releases)
+        budget = plan.budget
+        try:
+            value = selection_epsilon(charged, stopping, delta=budget.delta, neighbours=budget.neighbours)
+        except UnsupportedAccountingError as error:
+            return None, f"not proved ({str(error).rstrip('.')})"
+        return (value, None) if math.isfinite(value) else (None, "infinite")
+
+    return cost
+
+
+def declared_search(chosen: Mapping[str, Any]) -> RandomStopping | None:
+    """The search that a tuning block declares; None where there is none."""
+    if chosen.get("method") is not None:
+        require_choice("tuning_method", chosen["method"], _METHODS)
+    declared = [name for name in ("mean_runs", "runs_law") if chosen.get(name) is not None]
+    if chosen.get("method") != "random_stopping":
+        if declared:
+            raise ConfigurationError(f"tuning_{declared[0]} is for tuning_method=random_stopping, and that is not set.")
+        return None
+    if chosen["data"] != "private":
+        raise ConfigurationError(
+            f"tuning_method=random_stopping with tuning_data={chosen['data']}: a search has a cost on private data "
+            "only. Set tuning_data=private, or tuning_method to null."
+        )
+    if "mean_runs" not in declared:
+        raise ConfigurationError("tuning_method=random_stopping needs tuning_mean_runs, the mean number of runs.")
+    if chosen.get("n_trials"):
+        raise ConfigurationError(
+            "tuning_trials tells how many runs there were, and the cost of tuning_method=random_stopping is proved "
+            "only where that is told to nobody. Set tuning_trials to null."
+        )
+    return RandomStopping(chosen["mean_runs"], chosen["runs_law"] if "runs_law" in declared else "geometric")
+
+
+def _priced(stopping: RandomStopping, epsilon: float) -> str:
+    return (
+        "Hyper-parameters were chosen on private data, as declared: the best of a number of runs that was drawn from "
+        f"a {stopping.describe()} and told to nobody; none of them released more than this one, and nothing of the "
+        f"others was shown. Including that choice, epsilon = {show_epsilon(epsilon)} at the same delta (Renyi "
+        "accounting; Papernot and Steinke 2022); the epsilon of the claim is for the one run. The records on which the "
+        "runs were scored are not covered."
+    )

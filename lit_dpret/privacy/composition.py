@@ -191,19 +191,24 @@ def composed_pld(parts: tuple[Part, ...], neighbours: Neighbours, interval: floa
     return total
 
 
-def composed_rdp(parts: tuple[Part, ...], neighbours: Neighbours) -> Any:
-    """dp-accounting's Rényi accountant with all parts composed."""
-    accountant = RdpAccountant(neighboring_relation=RELATIONS[neighbours])
+def rdp_event(part: Part, neighbours: Neighbours) -> Any:
+    """One release of ``part`` as dp-accounting's Rényi accountant wants it."""
     # RdpAccountant takes "standard deviation over the sensitivity of the sum" under every relation;
     # replacing one unit moves a sum of terms bounded by C by up to 2C.
     shrink = 0.5 if neighbours == "replace_one" else 1.0
+    event: Any = dp_event.GaussianDpEvent(part.noise_multiplier * shrink)
+    if isinstance(part.law, Poisson):
+        return dp_event.PoissonSampledDpEvent(part.law.sample_rate, event)
+    if isinstance(part.law, FixedSize):
+        return dp_event.SampledWithoutReplacementDpEvent(part.law.n, part.law.batch_size, event)
+    return event
+
+
+def composed_rdp(parts: tuple[Part, ...], neighbours: Neighbours) -> Any:
+    """dp-accounting's Rényi accountant with all parts composed."""
+    accountant = RdpAccountant(neighboring_relation=RELATIONS[neighbours])
     for part in parts:
-        event: Any = dp_event.GaussianDpEvent(part.noise_multiplier * shrink)
-        if isinstance(part.law, Poisson):
-            event = dp_event.PoissonSampledDpEvent(part.law.sample_rate, event)
-        elif isinstance(part.law, FixedSize):
-            event = dp_event.SampledWithoutReplacementDpEvent(part.law.n, part.law.batch_size, event)
-        accountant.compose(event, part.count)
+        accountant.compose(rdp_event(part, neighbours), part.count)
     return accountant
 
 

@@ -132,7 +132,7 @@ def test_a_derived_artefact_inherits_the_user_level_epsilon_and_loses_it_with_th
 @pytest.mark.parametrize(
     ("claim", "words"),
     [
-        ({"user_level_epsilon": 0.01}, "user-level epsilon of 0.01, the ledger gives"),
+        ({"user_level_epsilon": 0.01}, "user-level epsilon = 0.01, the ledger gives"),
         ({"max_units_per_user": 30}, "max_units_per_user = 30, the ledger's plan says 3"),
     ],
 )
