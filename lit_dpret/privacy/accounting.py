@@ -22,6 +22,7 @@ from lit_dpret.privacy.claims import (
     epsilon_curve,
     epsilon_without_amplification,
     rough_epsilon,
+    underreported_epsilon,
 )
 from lit_dpret.privacy.composition import LARGEST_EPSILON, SUPPORTED, check_supported, plain
 from lit_dpret.privacy.releases import GaussianRelease, Poisson, Release, SamplingLaw, TruncatedPoisson
@@ -40,6 +41,7 @@ __all__ = [
     "epsilon_curve",
     "epsilon_without_amplification",
     "truncation_delta",
+    "underreported_epsilon",
 ]
 
 MOST_NOISE = 1e5

@@ -243,6 +243,10 @@ def accounting_facts(
             "epsilon_replace_one",
             lambda: accounting.epsilon(releases, delta=delta, neighbours="replace_one", accountant=plan.accountant),
         ),
+        "epsilon_underreported_by_gdp": answer(
+            "epsilon_underreported_by_gdp",
+            lambda: accounting.underreported_epsilon(releases, delta=delta, neighbours=neighbours),
+        ),
     }
     return {**facts, "dataset_total": noted_total(records), "not_computed": skipped}
 

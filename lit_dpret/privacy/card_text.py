@@ -251,6 +251,7 @@ def _accounting_blocks(card: Card) -> list[Block]:
         "epsilon_if_no_amplification": "epsilon if the batches had come from shuffled passes",
         "epsilon_rdp": "epsilon by the RDP accountant",
         "epsilon_replace_one": "epsilon for replacing one unit",
+        "epsilon_underreported_by_gdp": "NOT A GUARANTEE: the central limit of Gaussian DP, which under-reports",
     }
     for key, label in labels.items():
         value = accounting.get(key)

@@ -257,6 +257,20 @@ def test_the_other_readings_of_the_same_noise_are_printed_beside_the_claim(run: 
     assert card["claim"]["curve"] == sorted(card["claim"]["curve"])
 
 
+def test_the_central_limit_stands_on_the_card_as_no_guarantee_and_never_as_the_claim(tmp_path: Path, run: Run) -> None:
+    card = run.card()
+    value = card["accounting"]["epsilon_underreported_by_gdp"]
+    assert value == accounting.underreported_epsilon(
+        charged_releases(run.ledger.records), delta=DELTA, neighbours="zero_out"
+    )
+    assert value < card["claim"]["epsilon"]
+    (line,) = [line for line in card_markdown(card).splitlines() if "central limit" in line]
+    assert "NOT A GUARANTEE" in line and "under-reports" in line and show_epsilon(value) in line
+    assert show_epsilon(value) not in card["claim"]["statement"]
+    shuffled = Run(tmp_path / "shuffled", make_plan(Shuffle(batch_size=100, n=N))).train(20).card()
+    assert shuffled["accounting"]["epsilon_underreported_by_gdp"] is None
+
+
 def test_a_reading_that_has_no_proof_has_no_number(tmp_path: Path) -> None:
     card = Run(tmp_path / "run", make_plan(neighbours="add_or_remove")).train().card()
     assert card["accounting"]["epsilon_if_no_amplification"] is None
