@@ -13,9 +13,14 @@ backward pass in which each unit's loss has a weight of its own. Then
 The weights are powers of two of either sign, so scaling commutes with rounding and the first
 comparison is nearly bit-exact in any precision.
 
-What stays unseen: a coupling that starts after the first batch without changing the pattern of
-calls (``verify=True`` audits every batch), one weaker than ``SLIPPAGE``, and a row's loss that
-depends on the others without a gradient between them, such as a division by their number.
+A batch counts as seen before where the same modules are called in the same places and rows are
+picked in the same way (`row_pattern`): a model that picks them by values is audited in every batch
+that it treats otherwise than an audited one.
+
+What stays unseen: a coupling, or a product with a permutation matrix, that starts after the first
+batch and changes neither (``verify=True`` audits every batch), a coupling weaker than ``SLIPPAGE``,
+and a row's loss that depends on the others without a gradient between them, such as a division by
+their number.
 """
 
 from __future__ import annotations
@@ -27,13 +32,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.clipping.base import UnitRows, accumulator_dtype
 from lit_dpret.privacy.clipping.contributions import Contribution, add_weighted
 from lit_dpret.privacy.clipping.gradients import Layout
+from lit_dpret.privacy.clipping.pattern import ancestors, row_pattern
 from lit_dpret.privacy.clipping.recorder import Use
 
 #: What a gradient may depart from its unit's weight, relative to it; 0 but for operations that are not deterministic.
@@ -65,7 +71,8 @@ class Audit:
 
     def __init__(self, always: bool = False) -> None:
         self.always = always
-        self._layouts: dict[tuple[str, int, bool], Layout] = {}
+        self._layouts: dict[object, Layout] = {}
+        self._pattern: tuple[object, ...] = ()
         self._parameters_checked = False
 
     @property
@@ -74,7 +81,12 @@ class Audit:
         return self.always or not self._parameters_checked
 
     def may_be_due(self, uses: Sequence[Use], loss: Tensor, batch: UnitRows) -> bool:
-        """Whether the graph must be kept for a second pass; known before the first one."""
+        """Whether the graph must be kept for a second pass; known before the first one.
+
+        Raises:
+            UnsupportedModelError: The graph hides calls.
+        """
+        self._pattern = row_pattern(loss, batch.rows)
         if self.wants_parameters:
             return True
         if batch.one_unit or all(self._known(use, batch) for use in uses):
@@ -93,7 +105,7 @@ class Audit:
 
     def layout(self, use: Use, batch: UnitRows) -> Layout:
         """The layout of a use's batch axis, as verified before."""
-        return self._layouts.get(_key(use, batch), "row_by_row")
+        return self._layouts.get(self._key(use, batch), "row_by_row")
 
     @contextmanager
     def watching(self, uses: Sequence[Use], grads: Sequence[Tensor | None], batch: UnitRows) -> Iterator[list[Layout]]:
@@ -132,7 +144,7 @@ class Audit:
             if fits:
                 layouts[i] = fits[0]
             if len(fits) == 1 and attribution.contributing[i] > 1:
-                self._layouts[_key(use, batch)] = fits[0]
+                self._layouts[self._key(use, batch)] = fits[0]
 
     def check_parameters(
         self,
@@ -168,12 +180,11 @@ class Audit:
         self._parameters_checked = True
 
     def _known(self, use: Use, batch: UnitRows) -> bool:
-        return _key(use, batch) in self._layouts
+        return self._key(use, batch) in self._layouts
 
-
-def _key(use: Use, batch: UnitRows) -> tuple[str, int, bool]:
-    """A call is known again by its place in the forward pass, and by whether its batch axis is folded."""
-    return use.site.name, use.call, use.axis == batch.rows
+    def _key(self, use: Use, batch: UnitRows) -> object:
+        """A call is known again by its place in the forward pass, its batch axis, and how rows were picked."""
+        return use.site.name, use.call, use.axis == batch.rows, self._pattern
 
 
 def refuse_lost_gradients(uses: Sequence[Use], grads: Sequence[Tensor | None], loss: Tensor) -> None:
@@ -239,15 +250,3 @@ def _row_norms(tensor: Tensor) -> Tensor:
         tensor.flatten(1), dim=1, dtype=torch.promote_types(tensor.dtype, torch.float32)
     )
     return norms
-
-
-def ancestors(loss: Tensor) -> set[Node]:
-    """All nodes of the graph below ``loss``."""
-    seen: set[Node] = set()
-    queue = [] if loss.grad_fn is None else [loss.grad_fn]
-    while queue:
-        node = queue.pop()
-        if node not in seen:
-            seen.add(node)
-            queue.extend(parent for parent, _ in node.next_functions if parent is not None)
-    return seen

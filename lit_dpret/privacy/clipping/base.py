@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -21,6 +22,8 @@ from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelErro
 from lit_dpret.privacy.clipping.groups import ClipGroups, group_parameters
 
 ClipName = Literal["abadi", "automatic"]
+#: A smaller clip factor would lose its digits in fp32, and with them the bound; such a unit is dropped.
+LEAST_FACTOR = 1e-30
 RowLoss = Callable[[], Tensor]
 
 
@@ -134,6 +137,11 @@ class UnitRows:
         return bool(self.groups)
 
     @property
+    def rows_of_a_unit(self) -> int:
+        """The most rows that a real unit has."""
+        return max((group.rows.shape[1] for group in self.groups), default=0)
+
+    @property
     def one_unit(self) -> bool:
         """Whether all rows belong to one unit, so that no row can be charged to the wrong one."""
         return self.rows == 1 or bool((self.unit_of_row == self.unit_of_row[0]).all())
@@ -154,14 +162,14 @@ def clip_factors(norms: Tensor, *, max_grad_norm: float, clip: ClipName, gamma: 
         - A factor times its norm is at most ``max_grad_norm``, up to rounding.
         - ``abadi`` (Abadi et al. 2016, 1607.00133) leaves a gradient within the bound unchanged.
         - ``automatic`` (Bu et al. 2023, 2206.07136, eq. 5) is ``max_grad_norm / (norm + gamma)``.
-        - A norm that is not finite gets factor zero.
+        - A norm that is not finite gets factor zero, and so does one that would get less than 1e-30.
 
     Example:
         >>> clip_factors(torch.tensor([5.0, 0.5]), max_grad_norm=1.0, clip="abadi", gamma=0.01)
         tensor([0.2000, 1.0000])
     """
     factors = (max_grad_norm / norms).clamp(max=1.0) if clip == "abadi" else max_grad_norm / (norms + gamma)
-    return torch.where(norms.isfinite(), factors, torch.zeros_like(factors))
+    return torch.where(norms.isfinite() & (factors >= LEAST_FACTOR), factors, torch.zeros_like(factors))
 
 
 def accumulator_dtype(parameter: Tensor) -> torch.dtype:
@@ -177,6 +185,12 @@ def check_losses(losses: Tensor, rows: int) -> None:
             f"The loss has shape {shape} for {rows} rows. Clipping needs one loss per row, shape ({rows},): "
             "a mean or a sum over the batch cannot be split between its units.",
             trap="T11",
+        )
+    if not losses.requires_grad:
+        raise UnsupportedModelError(
+            "The loss depends on no trainable parameter, so every step would spend privacy on noise alone. "
+            "Adapters that were merged or disabled, torch.no_grad() or detach() can be the reason.",
+            trap="T13",
         )
 
 
@@ -265,6 +279,7 @@ class ClippedSum(ABC):
         refuse_batch_mixing(module)
         self._refuse_hooks()
         self._sums: dict[str, Tensor] = {}
+        self._torn = False
 
     def add(self, row_loss: RowLoss, unit_ids: Tensor, mask: Tensor) -> ClipStats:
         """Add the clipped gradients of one physical batch.
@@ -281,6 +296,7 @@ class ClippedSum(ABC):
         Returns:
             The norms and counts of this batch (private).
         """
+        self._refuse_torn_sums()
         self._refuse_changes()
         self._refuse_hooks()
         refuse_batch_mixing(self.module)
@@ -294,7 +310,12 @@ class ClippedSum(ABC):
     def _add(self, row_loss: RowLoss, batch: UnitRows) -> ClipStats: ...
 
     def take(self) -> dict[str, Tensor]:
-        """The sums by parameter name, each shared tensor once and dense; the accumulator restarts at zero."""
+        """The sums by parameter name, each shared tensor once and dense; the accumulator restarts at zero.
+
+        Raises:
+            UnsupportedModelError: An ``add`` broke off halfway since the last ``zero``.
+        """
+        self._refuse_torn_sums()
         sums = {}
         for name, parameter in self.parameters.items():
             found = self._sums.pop(name, None)
@@ -308,19 +329,34 @@ class ClippedSum(ABC):
     def zero(self) -> None:
         """Forget what was added since the last ``take``."""
         self._sums.clear()
+        self._torn = False
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Around writes to the sums: half of a batch must neither be released nor be added twice."""
+        self._torn = True
+        yield
+        self._torn = False
+
+    def _refuse_torn_sums(self) -> None:
+        if self._torn:
+            raise UnsupportedModelError(
+                "An earlier physical batch broke off while it was being added (out of memory, or interrupted), so the "
+                "sum holds a part of it. Begin the logical step again: zero() forgets the sum."
+            )
 
     def factors(self, norms: Tensor) -> Tensor:
         """The clip factors for norms of ``(groups, units)``; one broken group drops the whole unit."""
         factors = clip_factors(norms, max_grad_norm=self.bound, clip=self.clip, gamma=self.gamma)
-        return torch.where(norms.isfinite().all(0), factors, torch.zeros_like(factors))
+        return torch.where((factors > 0).all(0), factors, torch.zeros_like(factors))
 
     def stats(self, norms: Tensor, batch: UnitRows) -> ClipStats:
         """Count what happened to the real units, from norms of ``(groups, units)``."""
-        finite = norms.isfinite().all(0)
+        kept = (self.factors(norms) > 0).any(0)
         return ClipStats(
             norms=torch.linalg.vector_norm(norms, dim=0),
-            clipped=int((finite & (norms > self.bound).any(0) & batch.real).sum()),
-            non_finite=int((~finite & batch.real).sum()),
+            clipped=int((kept & (norms > self.bound).any(0) & batch.real).sum()),
+            non_finite=int((~kept & batch.real).sum()),
         )
 
     def _refuse_hooks(self) -> None:

@@ -8,7 +8,8 @@ than the inputs and output gradients that it is made from (`written`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +27,24 @@ from lit_dpret.privacy.clipping.base import (
     broken_units,
     check_losses,
 )
-from lit_dpret.privacy.clipping.contributions import Contribution, add_weighted, by_input, squared_norms
+from lit_dpret.privacy.clipping.contributions import (
+    Contribution,
+    Dense,
+    add_weighted,
+    by_input,
+    squared_norms,
+    unit_gradients,
+)
 from lit_dpret.privacy.clipping.gradients import Layout, contributions_of
 from lit_dpret.privacy.clipping.groups import ClipGroups
 from lit_dpret.privacy.clipping.recorder import Recorder, Use, uncompiled
 from lit_dpret.privacy.clipping.rules import WAYS_OUT, Plan, make_plan, refuse_functional_use
 from lit_dpret.privacy.clipping.written import Written, are_small, write_out
 
-#: A unit whose squared norm is below this share of its energy is computed again in float64.
+#: A unit whose squared norm is below this share of its energy is computed in float64 ...
 CANCELLATION = 0.025
+#: ... and below a larger one where so many terms are added in a row that they could be off by this share of it.
+ERROR, MOST_DOUBTFUL = 1e-3, 0.25
 
 Contributions = dict[str, list[Contribution]]
 
@@ -89,24 +99,38 @@ class GhostClipping(ClippedSum):
             with torch.autocast(losses.device.type, enabled=False):
                 contributions = self._backward(recorder.uses, losses, batch)
         recorder.uses.clear()
-        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False), full_precision():
             written = self._write_out(contributions, batch)
-            norms, bounds = self._norms(contributions, written, losses.detach(), batch)
-            factors = torch.where(batch.real, self.factors(bounds), 0)
-            coefficients = factors[:, batch.unit_of_row]
-            for name in list(written):
-                for part in written.pop(name):
-                    self._sums[name] = part.add_to(self._sums.get(name), factors[self.group_of[name]])
-            for name in list(contributions):
-                parameter = self.parameters[name]
-                self._sums[name] = add_weighted(
-                    contributions.pop(name),
-                    coefficients[self.group_of[name]],
-                    self._sums.get(name),
-                    parameter.shape,
-                    accumulator_dtype(parameter),
-                )
+            norms, doubtful = self._norms(contributions, written, losses.detach(), batch)
+            factors = torch.where(batch.real, self.factors(norms), 0)
+            with self._all_or_nothing():
+                self._add_up(contributions, written, factors, doubtful, batch)
         return self.stats(norms, batch)
+
+    def _add_up(
+        self,
+        contributions: Contributions,
+        written: dict[str, list[Written]],
+        factors: Tensor,
+        doubtful: Tensor,
+        batch: UnitRows,
+    ) -> None:
+        """Add each unit's gradient times its factor; that of a doubtful one is summed over positions in float64."""
+        for name in list(written):
+            for part in written.pop(name):
+                self._sums[name] = part.add_to(self._sums.get(name), factors[self.group_of[name]])
+        exactly = torch.where(doubtful, factors, 0)
+        alone = [batch.only(units) if bool(units.any()) else None for units in exactly > 0]
+        coefficients = torch.where(doubtful, 0, factors)[:, batch.unit_of_row]
+        for name in list(contributions):
+            parameter, group = self.parameters[name], self.group_of[name]
+            uses, dtype = contributions.pop(name), accumulator_dtype(parameter)
+            total = add_weighted(uses, coefficients[group], self._sums.get(name), parameter.shape, dtype)
+            if (units := alone[group]) is not None:
+                for one in (one for each in units.groups for one in each.split(1)):
+                    gradient = unit_gradients(uses, parameter.shape, one, torch.float64)[0]
+                    total += gradient.mul_(exactly[group, one.units]).to(dtype)
+            self._sums[name] = total
 
     def _backward(self, uses: list[Use], losses: Tensor, batch: UnitRows) -> Contributions:
         """Gradients of the recorded outputs, audited where due, sorted by parameter."""
@@ -119,8 +143,6 @@ class GhostClipping(ClippedSum):
                     trap="T10",
                 )
             use.refuse_changed_input()
-        if not losses.requires_grad:
-            return {}
         edges = [*(use.edge for use in uses), *map(get_gradient_edge, self.parameters.values())]
         real = torch.where(batch.row_is_real(), losses, torch.zeros_like(losses))
         keep = self._audit.may_be_due(uses, losses, batch)
@@ -187,10 +209,10 @@ class GhostClipping(ClippedSum):
     def _norms(
         self, contributions: Contributions, written: Mapping[str, list[Written]], losses: Tensor, batch: UnitRows
     ) -> tuple[Tensor, Tensor]:
-        """Each unit's gradient norm in each group, and what its clip factor is computed from.
+        """Each unit's gradient norm in each group, and which ones cannot be told in fp32.
 
-        The two differ for a unit whose terms cancel in fp32: its norm is computed in float64, and
-        the bound adds what rounding may add to its fp32 contribution.
+        Where a unit's terms cancel, its norm is computed again in float64, and its sum in fp32 would be
+        off by more than rounding as well.
         """
         squares = torch.zeros(len(self.groups), batch.units, dtype=torch.float64, device=batch.real.device)
         energy = torch.zeros_like(squares)
@@ -205,19 +227,33 @@ class GhostClipping(ClippedSum):
                 square, spread = squared_norms(uses, self.parameters[names[0]].shape, batch, dtype)
                 squares[group] += square
                 energy[group] += spread if dtype == torch.float32 else 0
-        slack = torch.zeros_like(squares)
-        doubtful = batch.real & ~(squares >= CANCELLATION * energy)  # NaN is doubtful too
+        longest = torch.tensor([max(map(_positions, part.values()), default=0) for part in parts])
+        cancels = (longest * batch.rows_of_a_unit * torch.finfo(torch.float32).eps / ERROR).square()
+        threshold = cancels.clamp(CANCELLATION, MOST_DOUBTFUL).to(squares)[:, None]
+        doubtful = batch.real & ~(squares >= threshold * energy)  # NaN is doubtful too
         doubtful |= batch.real & squares.isinf()
         for group in doubtful.any(1).nonzero().flatten().tolist():
             again = batch.only(doubtful[group])
-            exact, energies = torch.zeros_like(squares[group]), torch.zeros_like(squares[group])
+            exact = torch.zeros_like(squares[group])
             for gradients in (each for name in self.groups[group] for each in written.get(name, ())):
                 gradients.add_squares(exact, torch.float64)
             for name, each in parts[group].items():
-                square, spread = squared_norms([each], self.parameters[name].shape, again, torch.float64)
-                exact += square
-                energies += spread
+                exact += squared_norms([each], self.parameters[name].shape, again, torch.float64)[0]
             squares[group] = torch.where(doubtful[group], exact, squares[group])
-            slack[group] = torch.where(doubtful[group], 4 * torch.finfo(torch.float32).eps * energies.sqrt(), 0)
-        norms = torch.where(broken_units(losses, batch), torch.nan, squares.clamp(min=0).sqrt())
-        return norms, norms + slack
+        return torch.where(broken_units(losses, batch), torch.nan, squares.clamp(min=0).sqrt()), doubtful
+
+
+def _positions(uses: Sequence[Contribution]) -> int:
+    """How many terms a unit's gradient is summed from, for each of its rows."""
+    return sum(1 if isinstance(use, Dense) else use.g.shape[1] for use in uses)
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Products of fp32 matrices in fp32: TF32 and bfloat16 would lose the digits that the bound rests on."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

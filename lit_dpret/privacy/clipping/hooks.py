@@ -96,7 +96,7 @@ class OpacusClipping(ClippedSum):
         try:
             losses = row_loss()
             check_losses(losses, batch.rows)
-            samples = self._samples(hooks, losses, batch) if losses.requires_grad else {}
+            samples = self._samples(hooks, losses, batch)
         finally:
             hooks.cleanup()
             for layer in self.module.modules():
@@ -172,10 +172,11 @@ class OpacusClipping(ClippedSum):
                 squares[self.group_of[name], group.units] += gradients.double().flatten(1).square().sum(1)
         norms = torch.where(broken_units(losses, batch), torch.nan, squares.sqrt())
         coefficients = torch.where(batch.real, self.factors(norms), 0)[:, batch.unit_of_row]
-        for name, sample in samples.items():
-            dtype = accumulator_dtype(self.parameters[name])
-            factors = coefficients[self.group_of[name]]
-            keep = factors.nonzero().flatten()
-            total = torch.tensordot(factors[keep].to(dtype), sample[keep].to(dtype), dims=1)
-            self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
+        with self._all_or_nothing():
+            for name, sample in samples.items():
+                dtype = accumulator_dtype(self.parameters[name])
+                factors = coefficients[self.group_of[name]]
+                keep = factors.nonzero().flatten()
+                total = torch.tensordot(factors[keep].to(dtype), sample[keep].to(dtype), dims=1)
+                self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
         return self.stats(norms, batch)

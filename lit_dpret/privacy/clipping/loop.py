@@ -12,7 +12,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lit_dpret.privacy.clipping.audit import ancestors
 from lit_dpret.privacy.clipping.base import (
     ClippedSum,
     ClipStats,
@@ -21,6 +20,7 @@ from lit_dpret.privacy.clipping.base import (
     accumulator_dtype,
     check_losses,
 )
+from lit_dpret.privacy.clipping.pattern import ancestors, refuse_hidden_calls
 
 
 class LoopClipping(ClippedSum):
@@ -35,41 +35,41 @@ class LoopClipping(ClippedSum):
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
             losses = row_loss()
         check_losses(losses, batch.rows)
+        refuse_hidden_calls(losses)
         finite = losses.detach().isfinite()
         saved.broken_rows = ~finite
         names, parameters = list(self.parameters), list(self.parameters.values())
         norms = torch.zeros(len(self.groups), batch.units, dtype=torch.float64, device=batch.real.device)
-        for group in batch.groups:
-            for unit, rows in zip(group.units.tolist(), group.rows, strict=True):
-                if not losses.requires_grad:
-                    continue
-                if not finite[rows].all():
-                    norms[:, unit] = torch.nan
-                    continue
-                loss = losses[rows].sum()
-                found: Sequence[Tensor | None] = torch.autograd.grad(
-                    loss, parameters, retain_graph=True, allow_unused=True
-                )
-                if any(g is not None and not _is_finite(g) for g in found):  # this unit's fault, or another's?
-                    others = torch.ones_like(finite).index_fill_(0, rows, False)
-                    saved.broken_rows = others
-                    with _zeros_stay_zero(loss, others):
-                        found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-                    saved.broken_rows = ~finite
-                grads = [
-                    None if g is None else (g.to_dense() if g.is_sparse else g).to(accumulator_dtype(p))
-                    for g, p in zip(found, parameters, strict=True)
-                ]
-                squares = torch.zeros_like(norms[:, unit])
-                for name, grad in zip(names, grads, strict=True):
-                    if grad is not None:
-                        squares[self.group_of[name]] += grad.double().square().sum()
-                norms[:, unit] = squares.sqrt()
-                factors = self.factors(norms[:, unit, None]).flatten().tolist()
-                for name, grad in zip(names, grads, strict=True):
-                    factor = factors[self.group_of[name]]
-                    if grad is not None and factor != 0.0:
-                        self._sums[name] = self._sums.get(name, 0) + factor * grad
+        with self._all_or_nothing():
+            for group in batch.groups:
+                for unit, rows in zip(group.units.tolist(), group.rows, strict=True):
+                    if not finite[rows].all():
+                        norms[:, unit] = torch.nan
+                        continue
+                    loss = losses[rows].sum()
+                    found: Sequence[Tensor | None] = torch.autograd.grad(
+                        loss, parameters, retain_graph=True, allow_unused=True
+                    )
+                    if any(g is not None and not _is_finite(g) for g in found):  # this unit's fault, or another's?
+                        others = torch.ones_like(finite).index_fill_(0, rows, False)
+                        saved.broken_rows = others
+                        with _zeros_stay_zero(loss, others):
+                            found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+                        saved.broken_rows = ~finite
+                    grads = [
+                        None if g is None else (g.to_dense() if g.is_sparse else g).to(accumulator_dtype(p))
+                        for g, p in zip(found, parameters, strict=True)
+                    ]
+                    squares = torch.zeros_like(norms[:, unit])
+                    for name, grad in zip(names, grads, strict=True):
+                        if grad is not None:
+                            squares[self.group_of[name]] += grad.double().square().sum()
+                    norms[:, unit] = squares.sqrt()
+                    factors = self.factors(norms[:, unit, None]).flatten().tolist()
+                    for name, grad in zip(names, grads, strict=True):
+                        factor = factors[self.group_of[name]]
+                        if grad is not None and factor != 0.0:
+                            self._sums[name] = self._sums.get(name, 0) + factor * grad
         return self.stats(norms, batch)
 
 

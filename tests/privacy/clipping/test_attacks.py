@@ -1,0 +1,248 @@
+"""Ways in which one unit could have moved the sum by more than its bound, each once found by an attack."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lit_dpret.errors import UnsupportedModelError
+from lit_dpret.privacy.clipping import base, ghost, make_engine, pattern, written
+
+Patch = pytest.MonkeyPatch
+
+
+def moved(case: Any, lib: SimpleNamespace, unit: int, bound: float = 1.0, **settings: Any) -> float:
+    """How far the sum moves, over the bound, when one unit is taken out."""
+    clipping = make_engine("ghost", case.module, max_grad_norm=bound, **settings)
+    case.run(clipping)
+    whole = clipping.take()
+    case.run(clipping, mask=torch.arange(case.count) != unit)
+    rest = clipping.take()
+    return float(lib.norm_of({name: whole[name].double() - rest[name].double() for name in whole})) / bound
+
+
+def cancelling(count: int, width: int, scale: float) -> Tensor:
+    """Output gradients of two units; those of the first sum to nothing, after growing large on the way."""
+    half = torch.rand(count // 2, width) + 0.5
+    return torch.stack([torch.cat([half, -half]) * scale, torch.randn(count, width)])
+
+
+def sum_in_fp32(patch: Patch) -> None:
+    """A mutant: the norm of a doubtful unit is exact, and what is added is not."""
+    plain = ghost.GhostClipping._norms
+
+    def mutant(self: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        norms, doubtful = plain(self, *arguments)
+        return norms, torch.zeros_like(doubtful)
+
+    patch.setattr(ghost.GhostClipping, "_norms", mutant)
+
+
+@pytest.mark.parametrize(("count", "scale", "bound"), [(512, 1e6, 1.0), (4096, 1e6, 1.0), (4096, 10.0, 0.01)])
+def test_a_token_whose_gradients_cancel_stays_within_the_bound(
+    count: int, scale: float, bound: float, lib: SimpleNamespace, monkeypatch: Patch
+) -> None:
+    model, weight = nn.Embedding(50, 64), cancelling(count, 64, scale)
+    ids = torch.stack([torch.full((count,), 7), torch.randint(0, 50, (count,))])
+    case = lib.Case(model, lambda b: (model(b["ids"]) * b["weight"]).sum((1, 2)), {"ids": ids, "weight": weight})
+    assert moved(case, lib, 0, bound) <= 1 + 1e-5
+    sum_in_fp32(monkeypatch)
+    assert moved(case, lib, 0, bound) > 1.5, "the fp32 sum alone is not within it"
+
+
+def test_positions_that_cancel_stay_within_the_bound_in_a_linear_layer(
+    lib: SimpleNamespace, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(written, "ROOM", 0)
+    model, weight = nn.Linear(512, 512, bias=False), cancelling(256, 512, 1e7)
+    x = (torch.rand(512) + 0.5).expand(2, 256, 512).clone()
+    case = lib.Case(model, lambda b: (model(b["x"]) * b["weight"]).sum((1, 2)), {"x": x, "weight": weight})
+    assert moved(case, lib, 0) <= 1 + 1e-5
+    sum_in_fp32(monkeypatch)
+    assert moved(case, lib, 0) > 1.5, "the fp32 sum alone is not within it"
+
+
+@pytest.mark.parametrize("terms", [1, 512, 4096])
+def test_the_more_terms_the_sooner_a_unit_is_doubtful(terms: int) -> None:
+    """A sum of T terms is off by up to eps T times what they add up to; that must stay below a thousandth."""
+    share = max(ghost.CANCELLATION, (terms * torch.finfo(torch.float32).eps / ghost.ERROR) ** 2)
+    assert terms * torch.finfo(torch.float32).eps <= 1e-3 * math.sqrt(share) * (1 + 1e-12)
+
+
+class Marked(nn.Module):
+    """Scores the tokens that are marked with a one, as masked language models and unpadded encoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.inner, self.out = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = ids == 1
+        scores = self.out(torch.tanh(self.inner(self.embedding(ids)[mask]))).squeeze(1)
+        return torch.zeros(len(ids), dtype=scores.dtype).index_add(0, mask.nonzero()[:, 0], scores)
+
+
+def test_rows_that_are_picked_otherwise_than_in_the_audited_batch_are_audited_again(
+    lib: SimpleNamespace, monkeypatch: Patch
+) -> None:
+    model = Marked().double()
+    once_each = torch.tensor([[1, 5, 6, 7], [2, 1, 4, 5], [3, 4, 1, 5], [2, 3, 4, 1]])
+    all_in_one = torch.tensor([[1, 1, 1, 1], [2, 3, 4, 5], [3, 4, 6, 5], [7, 2, 3, 4]])
+
+    def engine_after_first_batch() -> Any:
+        clipping = make_engine("ghost", model, max_grad_norm=1.0)
+        lib.Case(model, lambda b: model(b["ids"]), {"ids": once_each}).run(clipping)
+        clipping.take()
+        return clipping
+
+    later = lib.Case(model, lambda b: 50 * model(b["ids"]), {"ids": all_in_one})
+    with pytest.raises(UnsupportedModelError, match="cannot be told apart by unit"):
+        later.run(engine_after_first_batch())
+    monkeypatch.setattr("lit_dpret.privacy.clipping.audit.row_pattern", lambda loss, rows: ())
+    clipping = engine_after_first_batch()
+    later.run(clipping)
+    whole = clipping.take()
+    later.run(clipping, mask=torch.arange(4) != 0)
+    rest = clipping.take()
+    assert lib.norm_of({n: whole[n] - rest[n] for n in whole}) > 1.5, "unseen, one unit moves the sum too far"
+
+
+def test_rows_that_are_sorted_by_length_and_put_back_are_audited_again(lib: SimpleNamespace) -> None:
+    layer, out = nn.Linear(6, 4).double(), nn.Linear(4, 1).double()
+    model = nn.ModuleList([layer, out])
+
+    def losses(batch: dict[str, Tensor]) -> Tensor:
+        order = (batch["x"] != 0).sum(1).argsort(stable=True)
+        return out(layer(batch["x"][order]).tanh()).squeeze(1)[order.argsort()]
+
+    lengths = torch.arange(6)[None] < torch.arange(1, 7)[:, None]
+    x = torch.randn(6, 6, dtype=torch.float64) * lengths
+    clipping = make_engine("ghost", model, max_grad_norm=1.0)
+    lib.Case(model, losses, {"x": x}).run(clipping)
+    with pytest.raises(UnsupportedModelError, match="cannot be told apart by unit"):
+        lib.Case(model, losses, {"x": x.flip(0)}).run(clipping)
+
+
+@pytest.mark.parametrize(
+    ("pick", "same"),
+    [
+        (lambda h, i: h[torch.arange(4), i], True),
+        (lambda h, i: h.gather(1, i[:, None, None].expand(-1, -1, 3)), True),
+        (lambda h, i: h[:, int(i[0])], True),
+        (lambda h, i: h[:, -2:], True),
+        (lambda h, i: h[i], False),
+        (lambda h, i: h.index_select(0, i), False),
+        (lambda h, i: h.gather(0, i[:, None, None].expand(-1, 4, 3)), False),
+        (lambda h, i: torch.cat([h[r : r + 1] for r in i.tolist()]), False),
+        (lambda h, i: torch.stack([h[r] for r in i.tolist()]), False),
+        (lambda h, i: torch.zeros_like(h).index_add(0, i, h), False),
+        (lambda h, i: torch.zeros_like(h).index_put((i,), h), False),
+        (lambda h, i: torch.cat(list(h.split([int(i[0]) + 1, 3 - int(i[0])]))), False),
+        (lambda h, i: h.transpose(0, 1).index_select(1, i), False),
+        (lambda h, i: h.flatten()[(i[:, None] * 12 + torch.arange(12)).flatten()], False),
+    ],
+)
+def test_picks_along_the_batch_are_told_apart_and_picks_along_other_axes_are_not(pick: Any, same: bool) -> None:
+    patterns = []
+    for index in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        h = torch.randn(4, 5 if same else 4, 3, requires_grad=True)
+        h = h if same else torch.randn(4, 4, 3, requires_grad=True)
+        patterns.append(pattern.row_pattern(pick(h * 1, torch.tensor(index)).sum(), 4))
+    assert (patterns[0] == patterns[1]) is same
+
+
+@pytest.mark.parametrize("engine", ["ghost", "loop"])
+def test_reentrant_checkpointing_is_refused_and_the_other_kind_is_exact(engine: str, lib: SimpleNamespace) -> None:
+    inner, out = nn.Linear(4, 4).double(), nn.Linear(4, 1).double()
+    model = nn.ModuleList([inner, out])
+
+    def case(reentrant: bool) -> Any:
+        def losses(batch: dict[str, Tensor]) -> Tensor:
+            x = batch["x"].clone().requires_grad_()
+            return out(checkpoint(lambda h: inner(h).tanh(), x, use_reentrant=reentrant)).squeeze(1).sin()
+
+        return lib.Case(model, losses, {"x": torch.randn(5, 4, dtype=torch.float64)})
+
+    lib.check_exact(case(False), engine=engine)
+    with pytest.raises(UnsupportedModelError, match="use_reentrant"):
+        case(True).run(make_engine(engine, model, max_grad_norm=1.0))
+
+
+@pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
+def test_a_loss_without_any_trained_parameter_is_refused(engine: str, lib: SimpleNamespace) -> None:
+    model = nn.Linear(4, 1)
+    case = lib.Case(model, lambda b: model(b["x"]).detach().squeeze(1), {"x": torch.randn(5, 4)})
+    with pytest.raises(UnsupportedModelError, match="depends on no trainable parameter"):
+        case.run(make_engine(engine, model, max_grad_norm=1.0))
+
+
+@pytest.mark.parametrize("engine", ["ghost", "loop", "opacus"])
+def test_a_factor_too_small_for_fp32_drops_the_unit_and_counts_it(engine: str, lib: SimpleNamespace) -> None:
+    model = nn.Linear(8, 8, bias=False)
+    nn.init.zeros_(model.weight)
+    x = torch.randn(3, 8)
+    x[0] = 5e26
+    target = torch.randn(3, 8)
+    target[0] = 1.38e18
+    case = lib.Case(model, lambda b: (model(b["x"]) - b["target"]).square().sum(1), {"x": x, "target": target})
+    clipping = make_engine(engine, model, max_grad_norm=1.0)
+    stats = case.run(clipping)
+    whole = clipping.take()
+    assert stats.non_finite == 1 and torch.isfinite(whole["weight"]).all()
+    case.run(clipping, mask=torch.tensor([False, True, True]))
+    assert lib.difference(clipping.take(), whole) == 0
+
+
+@pytest.mark.parametrize(("engine", "where"), [("ghost", "add_weighted"), ("loop", "_is_finite")])
+def test_a_batch_that_breaks_off_halfway_is_neither_released_nor_added_twice(
+    engine: str, where: str, lib: SimpleNamespace, monkeypatch: Patch
+) -> None:
+    module = ghost if engine == "ghost" else __import__("lit_dpret.privacy.clipping.loop", fromlist=["loop"])
+    case = lib.case("small")
+    clipping = make_engine(engine, case.module, max_grad_norm=1.0)
+    plain, calls = getattr(module, where), []
+
+    def breaks(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise torch.OutOfMemoryError("no room")
+        return plain(*arguments)
+
+    monkeypatch.setattr(written, "ROOM", 0)
+    monkeypatch.setattr(module, where, breaks)
+    with pytest.raises(torch.OutOfMemoryError):
+        case.run(clipping)
+    for attempt in (clipping.take, lambda: case.run(clipping)):
+        with pytest.raises(UnsupportedModelError, match=r"broke off while it was being added .* zero\(\)"):
+            attempt()
+    clipping.zero()
+    case.run(clipping)
+    again = make_engine(engine, case.module, max_grad_norm=1.0)
+    case.run(again)
+    assert lib.difference(clipping.take(), again.take()) < 1e-12
+
+
+def test_products_are_taken_in_full_precision_and_the_setting_is_given_back(lib: SimpleNamespace) -> None:
+    seen = []
+    plain = base.ClippedSum.factors
+
+    def watched(self: Any, norms: Tensor) -> Tensor:
+        seen.append(torch.get_float32_matmul_precision())
+        return plain(self, norms)
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        case = lib.case("small")
+        clipping = make_engine("ghost", case.module, max_grad_norm=1.0)
+        clipping.factors = watched.__get__(clipping)  # type: ignore[method-assign]
+        case.run(clipping)
+        assert seen[0] == "highest" and torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
