@@ -76,7 +76,7 @@ class PrivacyAccountant(Callback):
         self._dataset: DatasetLedger | None = None
         self._account: DatasetAccount | None = None
         self._restored: Position | None = None
-        self._begun = False
+        self._begun = self._ended = False
 
     @property
     def ledger(self) -> PrivacyLedger:
@@ -214,8 +214,15 @@ class PrivacyAccountant(Callback):
     # -- the end -----------------------------------------------------------------------------
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._ended = True
         self._settle()
         self.ledger.append("end", reason="finished", steps=self._gate.steps_done)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """End a run that went on from its very last step: Lightning then skips training, and ``on_train_end``."""
+        if not self._ended and hasattr(self, "_gate"):
+            self._begin(trainer, pl_module)
+            self.on_train_end(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if not hasattr(self, "_gate"):

@@ -57,6 +57,7 @@ class PrivacyCard(Callback):
         tuning_runs_law: str | float | None = None,
     ) -> None:
         self.run_dir = None if run_dir is None else Path(run_dir)
+        self._written = False
         self.tuning = {
             "data": tuning_data,
             "n_trials": tuning_trials,
@@ -69,6 +70,12 @@ class PrivacyCard(Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._write(trainer, pl_module, finished=True)
+        self._written = True
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write after a resume from the very last step, where Lightning skips training and ``on_train_end``."""
+        if not self._written:
+            self.on_train_end(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         accountant = _accountant(trainer)

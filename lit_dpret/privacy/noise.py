@@ -23,6 +23,7 @@ import math
 import os
 import secrets
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -55,18 +56,7 @@ def load_secret(path: Path | None, *, run_dir: Path | None = None) -> bytes:
             trap="T21",
         )
     if not path.exists():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            pass
-        except OSError as error:
-            raise ConfigurationError(f"privacy.secret_file={path} cannot be created: {error.strerror}.") from error
-        else:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(secrets.token_bytes(SECRET_BYTES))
-                file.flush()
-                os.fsync(file.fileno())
+        _make_secret(path)
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
         secret = path.read_bytes()
@@ -88,6 +78,24 @@ def load_secret(path: Path | None, *, run_dir: Path | None = None) -> bytes:
 def published_secret(seed: int) -> bytes:
     """The key of a run whose noise anybody may compute who knows ``seed``: for development, without a claim."""
     return hashlib.blake2b(f"published noise seed {seed}".encode(), digest_size=SECRET_BYTES).digest()
+
+
+def _make_secret(path: Path) -> None:
+    """Write a new secret; it appears whole, and of two processes that make one at once both read the first."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(SECRET_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(FileExistsError):
+            os.link(draft, path)
+    except OSError as error:
+        raise ConfigurationError(f"privacy.secret_file={path} cannot be created: {error.strerror}.") from error
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
 
 
 class KeyedStream:

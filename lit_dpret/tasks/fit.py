@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lit_dpret.callbacks import MetricsFile
 from lit_dpret.callbacks.refusals import refuse_broken_claims
+from lit_dpret.tasks.checkpoints import WholeCheckpoints, newest_checkpoint
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
-LAST_CHECKPOINT = "last.ckpt"
+CHECKPOINTS = "checkpoints"
 
 
 class Fit:
@@ -52,7 +54,13 @@ def train(
     loggers: list[Any],
     resume: bool,
 ) -> dict[str, float]:
-    """Train ``module`` in ``run_dir``, from the last checkpoint there if ``resume``."""
+    """Train ``module`` in ``run_dir``, from the newest whole checkpoint there if ``resume``.
+
+    Guarantees:
+        - Checkpoints are written whole or not at all, unless ``make_trainer`` brings a way of its own.
+        - A run that is killed at any moment goes on; one that was killed after its last step still
+          gets its model and its card.
+    """
     trainer: L.Trainer = make_trainer(
         default_root_dir=str(run_dir), callbacks=callbacks, logger=[MetricsFile(run_dir), *loggers]
     )
@@ -61,11 +69,13 @@ def train(
     datamodule.setup("fit")
     if hasattr(module, "prepare"):
         module.prepare(datamodule)
-    checkpoint = run_dir / "checkpoints" / LAST_CHECKPOINT
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        trainer.strategy.checkpoint_io = WholeCheckpoints()
+    checkpoint = newest_checkpoint(run_dir / CHECKPOINTS) if resume else None
     trainer.fit(
         module,
         datamodule=datamodule,
-        ckpt_path=str(checkpoint) if resume and checkpoint.exists() else None,
+        ckpt_path=None if checkpoint is None else str(checkpoint),
         weights_only=True,
     )
     return {name: float(value) for name, value in trainer.callback_metrics.items()}

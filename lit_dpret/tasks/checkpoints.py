@@ -1,0 +1,112 @@
+"""Checkpoints that are on the disk whole or not at all, and the choice of the one to go on from.
+
+Lightning writes a checkpoint into the machine's temporary folder and moves it; between two file
+systems that move is a copy, and a kill in the middle of it leaves half a checkpoint under the name
+of a whole one. Whatever made a checkpoint unreadable, it costs no more than the steps since the one
+before it: the ledger knows which steps were released, so going on from an older checkpoint, or from
+the start, is charged for what it repeats.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from lit_dpret.privacy.chain import storage_error
+
+_DRAFT = ".{}.tmp"
+
+
+class WholeCheckpoints(TorchCheckpointIO):
+    """Lightning's way of writing checkpoints, made safe against a kill at any moment.
+
+    Guarantees:
+        - Under the checkpoint's name there is at any moment the old file, the new one, or none;
+          never a part of one.
+        - When ``save_checkpoint`` returns, the file and its name are on the disk (fsync).
+        - A write that fails leaves what was there before, and no draft.
+
+    A path with a scheme (``s3://``) is left to Lightning.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        if "://" in str(path):
+            super().save_checkpoint(checkpoint, str(path), storage_options)
+            return
+        target = Path(path)
+        draft = target.with_name(_DRAFT.format(target.name))
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with draft.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, target)
+            folder = os.open(target.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except BaseException as error:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise storage_error(target, "written", error) from error
+            raise
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The readable checkpoint in ``folder`` with the most steps behind it; None where there is none.
+
+    Guarantees:
+        - A checkpoint that is cut short or damaged (by its CRC sums) is passed over with a warning
+          that names it, and the one before it is chosen.
+        - Attempt and step stand inside the file; its name and its time play no part.
+        - Drafts that a kill left behind are removed.
+    """
+    for draft in folder.glob(_DRAFT.format("*.ckpt")):
+        draft.unlink(missing_ok=True)
+    ranked: list[tuple[tuple[int, int, bool], Path]] = []
+    for path in sorted(folder.glob("*.ckpt")):
+        try:
+            ranked.append(((*_position(path), path.name == "last.ckpt"), path))
+        except (OSError, RuntimeError, EOFError, KeyError, TypeError, ValueError, pickle.UnpicklingError) as error:
+            _pass_over(path, error)
+    for _, path in sorted(ranked, reverse=True):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()
+        except (OSError, zipfile.BadZipFile) as error:
+            damaged = str(error)
+        if damaged is None:
+            return path
+        _pass_over(path, damaged)
+    return None
+
+
+def _position(path: Path) -> tuple[int, int]:
+    """The attempt and the number of steps at which a checkpoint was taken."""
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    for state in content["callbacks"].values():
+        if isinstance(state, dict) and {"run_id", "attempt", "steps_done"} <= set(state):
+            return int(state["attempt"]), int(state["steps_done"])
+    return 0, int(content["global_step"])
+
+
+def _pass_over(path: Path, reason: object) -> None:
+    first = (str(reason).splitlines() or [type(reason).__name__])[0]
+    warnings.warn(
+        f"{path} is no whole checkpoint ({first}); the run goes on from an earlier one, or from its start. "
+        "Steps that are executed again are repeated bit by bit or charged again.",
+        stacklevel=3,
+    )

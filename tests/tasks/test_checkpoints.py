@@ -1,0 +1,252 @@
+"""A run that is stopped anywhere on the disk's side goes on: half-written files, broken checkpoints, no card yet."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from stand_ins import Numbers, Regression, dp
+
+from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.errors import StorageError
+from lit_dpret.privacy.accounting import epsilon
+from lit_dpret.privacy.card import read_card, verify_card
+from lit_dpret.privacy.chain import ChainedFile
+from lit_dpret.privacy.gate import ReleaseGate
+from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases, check_no_key_reuse, noise_keys
+from lit_dpret.tasks import checkpoints
+from lit_dpret.tasks.checkpoints import WholeCheckpoints, newest_checkpoint
+from lit_dpret.tasks.fit import train
+
+
+def run(folder: Path, *, resume: bool = False, replay: str = "auto", eps: float = 3.0, reserve: int = 0,
+        noise: float | None = None, extra: list[Callback] | None = None) -> Regression:  # fmt: skip
+    """Six steps in ``folder`` as `train.py` makes them, a checkpoint after every second one."""
+    L.seed_everything(0, verbose=False)
+    settings = {} if noise is None else {"noise_multiplier": noise}
+    module = Regression(privacy=dp(folder.parent, eps=eps, **settings))
+    saving = ModelCheckpoint(dirpath=folder / "checkpoints", every_n_train_steps=2, save_last=True)
+    accountant = PrivacyAccountant(
+        run_dir=folder, resume=resume, replay=replay, eps_log_points=1, resume_reserve=reserve
+    )
+
+    def trainer(**given: Any) -> L.Trainer:
+        quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
+        return L.Trainer(accelerator="cpu", devices=1, max_steps=6, max_epochs=-1, **quiet, **given)
+
+    folder.mkdir(exist_ok=True)
+    train(
+        module,
+        Numbers(),
+        run_dir=folder,
+        make_trainer=trainer,
+        callbacks=[accountant, *(extra or []), saving],
+        loggers=[],
+        resume=resume,
+    )
+    return module
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return PrivacyLedger.read(folder / "privacy_ledger.jsonl").records
+
+
+def spent(folder: Path) -> float:
+    return epsilon(charged_releases(records(folder)), delta=1 / 400, neighbours="zero_out")
+
+
+def weights(module: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+class Photographs:
+    """Copies of a run folder at the moments of a run: what a kill would leave on the disk just then."""
+
+    MOMENTS = ("first record", "half an intent", "granted", "confirmed", "half a checkpoint", "two checkpoints", "done")
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder, self.calls = folder, dict.fromkeys(self.MOMENTS, 0)
+        granted, confirmed, written = ReleaseGate.authorise, ReleaseGate.record, ChainedFile._write
+
+        def authorise(gate: Any, *given: Any) -> Any:
+            permit = granted(gate, *given)
+            self.take("granted", at=4)
+            return permit
+
+        def record(gate: Any, *given: Any) -> None:
+            confirmed(gate, *given)
+            self.take("confirmed", at=3)
+
+        def write(ledger: Any, file: Any, data: bytes) -> None:
+            self.take("first record", at=1, after=b"")
+            if b'"kind":"intent"' in data:
+                self.take("half an intent", at=4, after=data[: len(data) // 2])
+            written(ledger, file, data)
+
+        def replace(draft: Path, target: Path) -> None:
+            self.take("half a checkpoint", at=3, after=draft)
+            os.rename(draft, target)
+            self.take("two checkpoints", at=3)
+
+        patch.setattr(ReleaseGate, "authorise", authorise)
+        patch.setattr(ReleaseGate, "record", record)
+        patch.setattr(ChainedFile, "_write", write)
+        patch.setattr(checkpoints.os, "replace", replace)
+
+    def take(self, name: str, *, at: int, after: bytes | Path = b"") -> None:
+        """Copy the folder at the ``at``-th call, with a torn ledger line or half of a draft."""
+        self.calls[name] += 1
+        if self.calls[name] != at:
+            return
+        copy = self.place(name)
+        shutil.copytree(self.folder, copy)
+        if isinstance(after, Path):
+            draft = copy / after.relative_to(self.folder)
+            draft.write_bytes(draft.read_bytes()[: draft.stat().st_size // 2])
+        else:
+            with (copy / "privacy_ledger.jsonl").open("ab") as file:
+                file.write(after)
+
+    def place(self, name: str) -> Path:
+        return self.folder.with_name(name.replace(" ", "_"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Photographs, torch.Tensor, float]:
+    """An uninterrupted run that was photographed on its way, its weights and its epsilon."""
+    folder = tmp_path_factory.mktemp("photographed") / "run"
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        photographs = Photographs(folder, patch)
+        module = run(folder)
+    shutil.copytree(folder, photographs.place("done"))
+    return photographs, weights(module), spent(folder)
+
+
+@pytest.mark.parametrize("moment", Photographs.MOMENTS)
+def test_a_run_killed_at_this_moment_ends_as_if_it_had_not_been(
+    moment: str, whole: tuple[Photographs, torch.Tensor, float]
+) -> None:
+    photographs, expected, cost = whole
+    folder = photographs.place(moment)
+    if moment == "first record":
+        begin_with_the_streams_of(photographs.folder, folder)
+    resumed = run(folder, resume=True)
+    assert torch.equal(weights(resumed), expected)
+    assert spent(folder) == cost
+    known = records(folder)
+    check_no_key_reuse(known)
+    assert noise_keys(known) == [(0, step) for step in range(6)]
+    assert sum(record["kind"] == "plan" for record in known) == 2, "the ledger says that the run was resumed"
+    assert [r["kind"] for r in known].count("repair") == (moment == "half an intent")
+    assert not list((folder / "checkpoints").glob(".*")), "no draft is left"
+
+
+def begin_with_the_streams_of(run: Path, other: Path) -> None:
+    first = (run / "privacy_ledger.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    (other / "privacy_ledger.jsonl").write_text(first + "\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize("moment", ["granted", "half a checkpoint"])
+def test_without_replay_a_killed_run_pays_for_what_it_repeats(moment: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    settings: dict[str, Any] = {"replay": "never", "noise": 0.8, "reserve": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        photographs = Photographs(folder, patch)
+        run(folder, **settings)
+    killed = photographs.place(moment)
+    announced = len(noise_keys(records(killed)))
+    run(killed, resume=True, **settings)
+    known = records(killed)
+    check_no_key_reuse(known)
+    assert len(noise_keys(known)) == announced + 4, "the last whole checkpoint was that of step 2"
+    assert spent(folder) < spent(killed) <= 3.0
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def hole(path: Path) -> None:
+    """A part of the file that never reached the disk."""
+    content = path.read_bytes()
+    third = len(content) // 3
+    path.write_bytes(content[:third] + bytes(third) + content[2 * third :])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [cut, hole, empty])
+@pytest.mark.parametrize("names", ["last.ckpt", "*.ckpt"])
+def test_a_broken_checkpoint_is_passed_over_and_the_run_ends_with_the_same_weights(
+    damage: Callable[[Path], None], names: str, whole: tuple[Photographs, torch.Tensor, float], tmp_path: Path
+) -> None:
+    photographs, expected, cost = whole
+    folder = photographs.folder.with_name(tmp_path.name)
+    shutil.copytree(photographs.folder, folder)
+    for path in (folder / "checkpoints").glob(names):
+        damage(path)
+    with pytest.warns(UserWarning, match=r"last\.ckpt is no whole checkpoint"):
+        resumed = run(folder, resume=True)
+    assert torch.equal(weights(resumed), expected)
+    assert spent(folder) == cost
+    replays = [record for record in records(folder) if record["kind"] == "replay"]
+    assert len(replays) == (6 if names == "*.ckpt" else 0)
+
+
+class Fails:
+    """A tensor-like thing that cannot be written."""
+
+    def __reduce__(self) -> Any:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one_and_no_draft(tmp_path: Path) -> None:
+    target = tmp_path / "last.ckpt"
+    writer = WholeCheckpoints()
+    writer.save_checkpoint({"global_step": 1}, target)
+    before = target.read_bytes()
+    with pytest.raises(StorageError, match=r"last\.ckpt could not be written: the disk is full"):
+        writer.save_checkpoint({"global_step": 2, "weight": Fails()}, target)
+    assert target.read_bytes() == before and [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_the_newest_checkpoint_is_the_one_with_the_latest_attempt_and_step(tmp_path: Path) -> None:
+    writer = WholeCheckpoints()
+    for name, attempt, step in (("last.ckpt", 0, 4), ("b.ckpt", 1, 3), ("a.ckpt", 1, 2), ("z.ckpt", 0, 5)):
+        state = {"run_id": "r", "attempt": attempt, "steps_done": step}
+        writer.save_checkpoint({"global_step": step, "callbacks": {"PrivacyAccountant": state}}, tmp_path / name)
+    assert newest_checkpoint(tmp_path) == tmp_path / "b.ckpt"
+    assert newest_checkpoint(tmp_path / "nowhere") is None
+
+
+class KillBeforeTheCard(Callback):
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        raise RuntimeError("killed after the last step")
+
+
+def test_a_run_killed_after_its_last_step_still_gets_its_model_and_card(tmp_path: Path) -> None:
+    class Saving(Regression):
+        def save_model(self, folder: Path) -> None:
+            folder.mkdir(exist_ok=True)
+            torch.save(self.state_dict(), folder / "weights.pt")
+
+    folder = tmp_path / "run"
+    with pytest.raises(RuntimeError, match="after the last step"):
+        run(folder, extra=[KillBeforeTheCard()])
+    assert not (folder / "privacy_card.json").exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "Regression", Saving)
+        run(folder, resume=True, extra=[PrivacyCard(run_dir=folder)])
+    assert (folder / "model" / "weights.pt").is_file()
+    assert verify_card(read_card(folder), folder / "privacy_ledger.jsonl", folder=folder / "model") == []
