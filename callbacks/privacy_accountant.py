@@ -29,6 +29,7 @@ from lit_dpret.privacy.noise import load_secret, published_secret
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.run import Position, PrivateRun
 from lit_dpret.privacy.sampling import UnitCollator
+from lit_dpret.privacy.start import Start, note_start, read_start
 
 
 class PrivacyAccountant(Callback):
@@ -52,6 +53,9 @@ class PrivacyAccountant(Callback):
         replay: ``auto`` repeats steps bit by bit on a CPU in float32 or float64; ``never`` always
             draws fresh noise after a crash, and charges it.
         eps_log_points: How often epsilon is computed and logged during the run, at most.
+        init_from: The run whose model this one starts from; its cost goes into the ledger and the claim.
+            ``privacy.eps`` stays the budget of this run alone.
+        init_from_is_public: Declares that nothing private went into that model.
     """
 
     counts_releases = True
@@ -64,6 +68,8 @@ class PrivacyAccountant(Callback):
         resume_reserve: int = 0,
         replay: str = "auto",
         eps_log_points: int = 10,
+        init_from: str | Path | None = None,
+        init_from_is_public: bool = False,
     ) -> None:
         if replay not in ("auto", "never"):
             raise ConfigurationError(f"callbacks.accountant.replay={replay!r} is not one of auto, never.")
@@ -72,7 +78,9 @@ class PrivacyAccountant(Callback):
         self.resume_reserve = resume_reserve
         self.replay = replay
         self.eps_log_points = eps_log_points
+        self.init_from, self.init_from_is_public = init_from, init_from_is_public
         self.plan: PrivacyPlan | None = None
+        self._start: Start | None = None
         self._dataset: DatasetLedger | None = None
         self._account: DatasetAccount | None = None
         self._restored: Position | None = None
@@ -87,6 +95,12 @@ class PrivacyAccountant(Callback):
         """Epsilon spent so far, from the ledger."""
         return self._gate.epsilon()
 
+    def start(self) -> Start | None:
+        """The run that this one starts from, its card checked against its ledger; read once."""
+        if self._start is None and self.init_from is not None:
+            self._start = read_start(self.init_from, public=self.init_from_is_public)
+        return self._start
+
     # -- getting ready -----------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -96,6 +110,8 @@ class PrivacyAccountant(Callback):
         data: Any = getattr(trainer, "datamodule", None)
         refuse_broken_claims(trainer, module, data)
         mode: PrivacyMode = module.privacy
+        if (start := self.start()) is not None:
+            start.check(mode)
         self.run_dir = self.run_dir or Path(trainer.default_root_dir)
         seeded = mode.noise_seed is not None
         secret = (
@@ -127,6 +143,7 @@ class PrivacyAccountant(Callback):
             data_fingerprint=data.data_fingerprint,
             run_id="seeded" if seeded else None,
         )
+        note_start(self._run.ledger, start)
         self.sampler = planned.sampler(data, self._run.stream)
         self.sampler.before_first_draw = lambda: self._begin(trainer, pl_module)
         self._gate = ReleaseGate(self._run, self.plan, mode, self.sampler)

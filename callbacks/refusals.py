@@ -25,6 +25,7 @@ from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.privacy.card_file import CARD_NAME, file_sha256, read_card
 from lit_dpret.privacy.guard import uncounted
 from lit_dpret.privacy.sampling import PrivateBatchSampler
+from lit_dpret.privacy.start import Start, model_folder
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,12 @@ class Candidate:
         """Those of the Trainer, and those that the module will add to them."""
         own = self.module.configure_callbacks()
         return [*self.trainer.callbacks, *(own if isinstance(own, (list, tuple)) else [own])]  # type: ignore[attr-defined]
+
+    @property
+    def start(self) -> Start | None:
+        """The run that this one starts from, as its accountant was told."""
+        counters = (callback for callback in self.callbacks if getattr(callback, "counts_releases", False))
+        return next((counter.start() for counter in counters if hasattr(counter, "start")), None)
 
 
 def refuse_broken_claims(trainer: L.Trainer, module: Any, data: Any) -> None:
@@ -188,12 +195,15 @@ def _carries_a_card(run: Candidate) -> None:
 
 
 def _starts_public(run: Candidate) -> None:
-    """Refuse to start from weights that were themselves trained on private data: the claims would add up."""
-    start = getattr(run.module, "pretrained", None)
-    if start and (Path(str(start)) / CARD_NAME).is_file():
+    """Refuse weights that were themselves trained on private data, unless their cost is composed with this run's."""
+    weights = getattr(run.module, "pretrained", None)
+    if not weights or not (Path(str(weights)) / CARD_NAME).is_file():
+        return
+    start = run.start
+    if start is None or Path(str(weights)).resolve() != model_folder(start.folder).resolve():
         raise ConfigurationError(
-            f"{start} carries a privacy card: its weights were trained on private data, and this run's card would "
-            "forget what that cost. Start from a public model.",
+            f"{weights} carries a privacy card: its weights were trained on private data, and this run's card would "
+            "forget what that cost. Name the run that it lies in as init_from, or start from a public model.",
             trap="T30",
         )
 

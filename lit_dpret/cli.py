@@ -27,7 +27,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_dpret.errors import ConfigurationError, LitDpretError
-from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks import Fit
+from lit_dpret.tasks.parts import Parts, model_folder
 
 CONFIG_MODULE = "lit_dpret.configs"
 USER_ERROR = 2
@@ -51,7 +52,7 @@ def build_parts(cfg: DictConfig) -> Parts:
         seed=int(cfg.seed),
         make_privacy=partial(node, "privacy"),
         make_datamodule=partial(node, "datamodule"),
-        make_module=partial(node, "model"),
+        make_module=partial(node, "model", **_start(cfg)),
         make_trainer=partial(node, "trainer", _convert_="all"),
         make_callbacks=partial(listed, "callbacks"),
         make_loggers=partial(listed, "logger"),
@@ -59,9 +60,26 @@ def build_parts(cfg: DictConfig) -> Parts:
     )
 
 
+def _start(cfg: DictConfig) -> dict[str, str]:
+    """The model setting that ``init_from`` stands for."""
+    if cfg.init_from is None:
+        if cfg.init_from_is_public:
+            raise ConfigurationError("init_from_is_public=true says something about init_from, which is null.")
+        return {}
+    key = next((key for key in ("pretrained", "encoder") if key in cfg.model), None)
+    if key is None:
+        raise ConfigurationError(
+            f"init_from={cfg.init_from}: {cfg.model._target_} has neither pretrained nor encoder, so it cannot start "
+            "from a saved model."
+        )
+    return {key: str(model_folder(cfg.init_from))}
+
+
 def run(cfg: DictConfig) -> Any:
     """Run the task of a composed configuration."""
     task = instantiate(cfg.task, _convert_="all")
+    if cfg.init_from is not None and not isinstance(task, Fit):
+        raise ConfigurationError(f"init_from={cfg.init_from} is for task=fit: no other task starts from a run's model.")
     return task.run(build_parts(cfg))
 
 

@@ -273,6 +273,27 @@ def test_a_run_leaves_model_ledger_card_and_metrics(tmp_path: Path, program: tup
 
 
 @pytest.mark.slow
+def test_a_run_from_another_runs_model_claims_the_cost_of_both(tmp_path: Path) -> None:
+    log = write_log(tmp_path)
+    settings = [*TINY, f"datamodule.pairs={log}", "privacy.noise_multiplier=5.0"]
+    assert call(*settings, folder=tmp_path).returncode == 0
+    (tmp_path / "next").mkdir()
+    start = f"init_from={tmp_path / 'run'}"
+    done = call(*settings, start, folder=tmp_path / "next", XDG_STATE_HOME=str(tmp_path / "state"))
+    assert done.returncode == 0, done.stderr
+    first, both = (
+        json.loads((folder / "run" / "privacy_card.json").read_text(encoding="utf-8"))
+        for folder in (tmp_path, tmp_path / "next")
+    )
+    assert both["claim"]["epsilon"] > first["claim"]["epsilon"]
+    assert both["accounting"]["init_from"]["epsilon_of_this_run"] == pytest.approx(first["claim"]["epsilon"])
+    assert both["parents"][0]["name"] == "QueryGenerator"
+    (tmp_path / "third").mkdir()
+    (tmp_path / "run" / "privacy_card.json").unlink()
+    assert "init_from_is_public=true" in refused(call(*settings, start, folder=tmp_path / "third"))
+
+
+@pytest.mark.slow
 def test_a_run_killed_by_signal_9_resumes_to_the_same_weights_and_epsilon(tmp_path: Path) -> None:
     """The whole command, killed by the operating system in the middle of a step, against one that was left alone."""
     import signal

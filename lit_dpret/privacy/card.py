@@ -48,8 +48,9 @@ from lit_dpret.privacy.card_file import (
 )
 from lit_dpret.privacy.card_text import show_delta, show_epsilon, statement
 from lit_dpret.privacy.card_tuning import search_cost, tuning_facts
-from lit_dpret.privacy.charges import charged_releases
+from lit_dpret.privacy.charges import charged_releases, claimed_releases
 from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.start import start_accounting, start_assumptions, start_parents, start_text
 
 __all__ = [
     "CARD_NAME",
@@ -88,8 +89,8 @@ def build_card(
     """The card of an artefact that was computed from private data.
 
     Guarantees:
-        - ``claim.epsilon`` is the accountant's answer to `charged_releases` of the records; no
-          argument of this function can lower it.
+        - ``claim.epsilon`` is the accountant's answer to `claimed_releases` of the records: what the run
+          released, and what the model had cost that it started from. No argument can lower it.
         - It is null, and the card carries a red banner, where any release was made without noise
           (``guarantee`` is ``none``) or an assumption that the proof needs is false (``not_proved``).
         - An assumption with ``holds`` false always leaves a banner.
@@ -122,14 +123,14 @@ def build_card(
         raise ConfigurationError(
             "A run on synthetic data has no claim of its own: inherit_card repeats its data's card."
         )
-    releases = charged_releases(ledger_records)
+    own, releases = charged_releases(ledger_records), claimed_releases(ledger_records)
     known = derived_assumptions(ledger_records, recorded) if recorded is not None else []
-    known += assumptions
+    known += [*start_assumptions(ledger_records), *assumptions]
     verdict = judge(releases, recorded, known)
     tuned = tuning_facts(tuning, search_cost(releases, recorded, verdict))
     random = {"rng": "unknown", "secure": bool(last.get("secure_rng", False)), "secret": "never stored with the run"}
     random |= dict(randomness or {})
-    facts = mechanism_facts(ledger_records, recorded, releases)
+    facts = mechanism_facts(ledger_records, recorded, own)
     claim = claim_facts(recorded, verdict, releases, output_released, duplicates_policy)
     groups = group_facts(releases, recorded, verdict)
     card: dict[str, Any] = {
@@ -140,16 +141,17 @@ def build_card(
         "mechanism": {**facts, **{k: v for k, v in (mechanism or {}).items() if facts.get(k) is None}},
         "accounting": None
         if recorded is None
-        else {**accounting_facts(ledger_records, releases, recorded, verdict), "groups": groups},
+        else {**accounting_facts(ledger_records, releases, recorded, verdict), "groups": groups}
+        | start_accounting(ledger_records, own, recorded, verdict),
         "assumptions": [assumption.to_dict() for assumption in known],
         "tuning": tuned,
-        "pretraining": dict(pretraining or {}),
+        "pretraining": dict(pretraining or {}) | start_text(ledger_records, own, recorded, verdict),
         "generation": dict(generation or {}),
         "randomness": random,
         "empirical": {"results": [], "ceilings": ceilings_of(releases, recorded, verdict)},
         "not_covered": [*_gaps(claim, groups, tuned, secure=bool(random["secure"])), *not_covered],
         "ledger": ledger_facts(ledger_records, releases, ledger_name),
-        "parents": [],
+        "parents": start_parents(ledger_records),
         "package_versions": package_versions(),
     }
     return _finished(card)

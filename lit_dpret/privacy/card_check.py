@@ -11,7 +11,7 @@ from lit_dpret.privacy.card_claim import user_level_epsilon
 from lit_dpret.privacy.card_facts import Assumption, derived_assumptions, judge, plan_of
 from lit_dpret.privacy.card_file import file_sha256, malformed
 from lit_dpret.privacy.card_tuning import declared_search, search_cost
-from lit_dpret.privacy.charges import charged_releases, noise_keys
+from lit_dpret.privacy.charges import claimed_releases, noise_keys, start_of
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.plan import PrivacyPlan
 
@@ -67,7 +67,10 @@ def verify_card(card: Mapping[str, Any], ledger_path: str | Path, *, folder: str
 def _wrong_claim(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Compare the claim with what the records allow, computed anew."""
     plan, _ = plan_of(records)
-    releases = charged_releases(records)
+    releases = claimed_releases(records)
+    start = start_of(records)
+    if start and start["card_sha256"] and start["card_sha256"] not in [parent["sha256"] for parent in card["parents"]]:
+        return [f"The ledger's run started from {start['name']}, whose card this one does not name."]
     known = [Assumption(a["text"], a["holds"], a["consequence"]) for a in card["assumptions"]]
     fresh = [*(derived_assumptions(records, plan) if plan is not None else []), *(a for a in known if a.holds is False)]
     verdict = judge(releases, plan, fresh)

@@ -90,7 +90,8 @@ def statement(card: Card) -> str:
             f'For "{subject["name"]}" no privacy guarantee is proved, because an assumption of the proof does not hold '
             "(see below). Handle it like the private data themselves."
         )
-    sentences = [_mechanism_sentence(card), _claim_sentence(card), *_user_sentence(claim)]
+    start = [str(card["pretraining"]["start"])] if card["pretraining"].get("start") else []
+    sentences = [_mechanism_sentence(card), *start, _claim_sentence(card), *_user_sentence(claim)]
     released = ", ".join(claim["output_released"])
     sentences.append(
         f"The claim covers {released}, and everything computed from them without going back to the private data. "

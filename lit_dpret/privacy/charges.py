@@ -27,6 +27,9 @@ from lit_dpret.privacy.releases import (
 
 Key = tuple[int, int]
 
+START_EVENT = "init_from"
+"""The event of a ledger that tells which model the run started from, and what that one had cost."""
+
 # A realised noise multiplier is a quotient of two floats; a difference of this size is rounding.
 ROUNDING = 1e-9
 
@@ -186,6 +189,29 @@ def charged_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
         if isinstance(law, Shuffle):
             releases.append(replace(release, count=_epochs_touched(law, covered) * law.steps_per_epoch))
     return merge(releases)
+
+
+def start_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """What the ledger tells of the model that the run started from; None where it tells of none."""
+    found = [r for r in records if r.get("kind") == "event" and r.get("name") == START_EVENT]
+    return dict(found[0]["start"]) if found else None
+
+
+def claimed_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
+    """What a claim about the run's model has to compose: its own releases, and those of the model it started from.
+
+    Raises:
+        LedgerError: The records contradict each other, or tell of a start without saying what it cost.
+    """
+    records = list(records)
+    start = start_of(records)
+    if start is None:
+        return charged_releases(records)
+    try:
+        earlier = [release_from_dict(release) for release in start["releases"]]
+    except (KeyError, TypeError, AttributeError, ConfigurationError) as error:
+        raise LedgerError(f"{START_EVENT} event: the earlier run's releases are malformed ({error}).") from error
+    return merge([*charged_releases(records), *earlier])
 
 
 def departed_attempts(records: Iterable[Mapping[str, Any]]) -> set[int]:

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import StorageError
+from lit_dpret.privacy.start import model_folder
+
+__all__ = ["Parts", "check_run_dir", "model_folder"]
 
 
 @dataclass(frozen=True)

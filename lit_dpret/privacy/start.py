@@ -1,0 +1,227 @@
+"""Starting from another run's model: what that run cost travels into the new run's ledger and card.
+
+Weights that were trained on private data carry what they learned into everything that is trained
+from them. A run that starts there (``init_from=RUN``) therefore writes the earlier run's releases
+into its own ledger before its first step, and its card claims the composition of both. Nobody can
+show that two data sets share no person, so the two are always composed, whatever data the earlier
+run used. The earlier card must agree with its ledger and with the model's files, or nothing starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError
+from lit_dpret.privacy import accounting
+from lit_dpret.privacy.card_check import verify_card
+from lit_dpret.privacy.card_facts import Assumption, Verdict, every_unit_in_every_step
+from lit_dpret.privacy.card_file import CARD_NAME, card_sha256, read_card
+from lit_dpret.privacy.card_text import show_delta, show_epsilon
+from lit_dpret.privacy.charges import START_EVENT, claimed_releases, start_of
+from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.releases import GaussianRelease, Release, release_from_dict
+
+MODEL_FOLDER = "model"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run has to know of the one that it starts from.
+
+    Args:
+        folder: Of the earlier run.
+        facts: What goes into the ledger: ``name``, ``card_sha256``, ``public``, ``guarantee``,
+            ``releases``, ``parents``, and ``unit``, ``neighbours`` and ``epsilon`` where there are any.
+    """
+
+    folder: Path
+    facts: Mapping[str, Any]
+
+    def check(self, mode: Any) -> None:
+        """Refuse a start with which the run could not claim what its mode promises.
+
+        Raises:
+            ConfigurationError: The claims do not add up; the message says why.
+        """
+        guarantee, facts = mode.guarantee, self.facts
+        if guarantee == "none" or facts["public"]:
+            return
+        if guarantee == "inherited":
+            raise ConfigurationError(
+                f"init_from={self.folder} was trained on private data, and privacy={mode.name} claims no more than the "
+                "card of its data: the two claims are not composed. Start from a public model, or train under "
+                "privacy=dp_sgd."
+            )
+        if facts["guarantee"] != "dp":
+            raise ConfigurationError(
+                f"init_from={self.folder} carries no privacy guarantee ({facts['guarantee']}), so nothing that is "
+                f"trained from it under privacy={mode.name} could. Start from another run, choose privacy=none, or, if "
+                "it was trained on public data alone, say init_from_is_public=true."
+            )
+        for knob in ("unit", "neighbours"):
+            if facts[knob] != getattr(mode, knob):
+                raise ConfigurationError(
+                    f"privacy.{knob}={getattr(mode, knob)}, but init_from={self.folder} was trained under "
+                    f"privacy.{knob}={facts[knob]}, and epsilons of different guarantees do not add up. Use the same."
+                )
+        for release in map(release_from_dict, facts["releases"]):
+            if isinstance(release, GaussianRelease):
+                accounting.check_supported(release.law, mode.accountant, mode.neighbours)
+
+
+def note_start(ledger: PrivacyLedger, start: Start | None) -> None:
+    """Write the start of a run into its ledger before its first step, once.
+
+    Raises:
+        ResumeError: The ledger was begun from another start, or from none.
+    """
+    before = start_of(ledger.records)
+    now = None if start is None else dict(start.facts)
+    begun = before is not None or any(record["kind"] == "intent" for record in ledger.records)
+    if begun and before != now:
+        ledger.close()
+        told, given = ("nothing" if facts is None else facts["name"] for facts in (before, now))
+        raise ResumeError(
+            f"resume=true with another init_from: the ledger's run started from {told}, this one from {given}, or from "
+            "another state of it. Restore it, or start a new run in another hydra.run.dir."
+        )
+    if not begun and now is not None:
+        ledger.append("event", name=START_EVENT, start=now)
+
+
+def model_folder(run: str | Path) -> Path:
+    """Where the model of a run folder lies; ``run`` itself where it is a model folder."""
+    folder = Path(run).expanduser()
+    return folder / MODEL_FOLDER if (folder / MODEL_FOLDER).is_dir() else folder
+
+
+def read_start(run: str | Path, *, public: bool) -> Start:
+    """The start that ``init_from=run`` means.
+
+    Guarantees:
+        - A private start is taken only if its card agrees with its ledger, file for file and number
+          for number.
+        - Without a card, only a declaration makes a start public; a card that claims differential
+          privacy, and so tells of private data, cannot be declared away.
+
+    Args:
+        run: A run folder with ``model/``, ``privacy_card.json`` and ``privacy_ledger.jsonl``; or any
+            model folder that is declared public.
+        public: ``init_from_is_public``: nothing private went into it.
+
+    Raises:
+        ConfigurationError: There is no such folder, or no card and no declaration, or both disagree.
+        DataError: The card does not agree with its ledger or with the model's files.
+    """
+    folder = Path(run).expanduser()
+    if not folder.is_dir():
+        raise ConfigurationError(f"init_from={run} is no folder. Give the folder of a run, or a model folder.")
+    name = folder.resolve().name
+    if not (folder / CARD_NAME).is_file():
+        if not public:
+            raise ConfigurationError(
+                f"init_from={run} has no {CARD_NAME}: nobody can say which private data its weights have seen. If it "
+                "was trained on public data alone, say init_from_is_public=true."
+            )
+        return Start(folder, {"name": name, "card_sha256": None, "public": True, "guarantee": None,
+                              "releases": [], "parents": []})  # fmt: skip
+    card = read_card(folder)
+    claim, sha256 = card["claim"], card_sha256(folder)
+    parents = [{"name": card["subject"]["name"], "sha256": sha256, "schema": card["schema"]}, *card["parents"]]
+    facts: dict[str, Any] = {"name": name, "card_sha256": sha256, "public": public, "guarantee": claim["guarantee"],
+                             "releases": [], "parents": parents}  # fmt: skip
+    if public:
+        if claim["guarantee"] != "none":
+            raise ConfigurationError(
+                f"init_from_is_public=true, but the card of init_from={run} tells of private data "
+                f"(guarantee: {claim['guarantee']}). Leave it false: the claims are composed."
+            )
+        return Start(folder, facts)
+    if card["mechanism"]["kind"] == "post_processing":
+        raise ConfigurationError(
+            f"init_from={run} carries the claim of {card['parents'][0]['name']!r}, whose releases lie in another "
+            "ledger. Start from a run that was trained on the private data itself."
+        )
+    ledger = folder / str(card["ledger"]["name"])
+    model = model_folder(folder)
+    listed = card["subject"]["sha256"]
+    found = [p for p in sorted(model.rglob("*")) if p.is_file() and not p.name.startswith("privacy_card.")]
+    if not listed or any(path.relative_to(model).as_posix() not in listed for path in found):
+        raise DataError(f"init_from={run}: its card does not describe the model in {model}. Finish that run first.")
+    if problems := verify_card(card, ledger, folder=model):
+        raise DataError(f"init_from={run}: its card does not agree with what lies there: {problems[0]}")
+    try:
+        releases = claimed_releases(PrivacyLedger.read(ledger).records)
+    except LedgerError as error:
+        raise DataError(f"init_from={run}: {error}") from error
+    if (card["accounting"] or {}).get("basis") == "no_amplification":
+        releases = every_unit_in_every_step(releases)
+    facts["releases"] = [replace(release, label="earlier run").to_dict() for release in releases]
+    if claim["guarantee"] == "dp":
+        facts |= {key: claim[key] for key in ("unit", "neighbours", "epsilon", "delta")}
+    return Start(folder, facts)
+
+
+def start_parents(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The cards that the model had before this run, the nearest first: names and SHA-256."""
+    start = start_of(records)
+    return [] if start is None else list(start["parents"])
+
+
+def start_assumptions(records: Sequence[Mapping[str, Any]]) -> list[Assumption]:
+    """What the claim takes on trust about the start."""
+    start = start_of(records)
+    if start is None:
+        return []
+    if start["public"]:
+        text = f"The model that training started from ({start['name']}) was made from public data alone, as declared."
+        return [Assumption(text, "unverified")]
+    if start["guarantee"] == "not_proved":
+        return [Assumption(f"For the model that training started from ({start['name']}) a guarantee is proved.", False)]
+    text = f"The ledger of the model that training started from ({start['name']}) is whole."
+    return [Assumption(text, "unverified")]
+
+
+def start_accounting(
+    records: Sequence[Mapping[str, Any]], own: Sequence[Release], plan: PrivacyPlan, verdict: Verdict
+) -> dict[str, Any]:
+    """The two parts of the claim: what this run cost alone, and what the start had cost alone, at one delta."""
+    start = start_of(records)
+    if start is None or start["public"]:
+        return {}
+    parts = {"epsilon_of_this_run": own, "epsilon_of_start": [release_from_dict(r) for r in start["releases"]]}
+    facts: dict[str, Any] = {"name": start["name"], "card_sha256": start["card_sha256"], **dict.fromkeys(parts)}
+    if verdict.basis == "as_charged":
+        for name, releases in parts.items():
+            facts[name] = accounting.epsilon(
+                releases, delta=plan.budget.delta, neighbours=plan.budget.neighbours, accountant=plan.accountant
+            )
+    return {"init_from": facts}
+
+
+def start_text(
+    records: Sequence[Mapping[str, Any]], own: Sequence[Release], plan: PrivacyPlan | None, verdict: Verdict
+) -> dict[str, str]:
+    """Where training started and what of the claim is whose, in a sentence."""
+    start = start_of(records)
+    if start is None:
+        return {}
+    if start["public"]:
+        return {"start": f"Training started from {start['name']}, which was declared to be public."}
+    text = f"Training started from {start['name']}, which was trained on private data (card sha256 "
+    text += f"{start['card_sha256']})."
+    if plan is None or verdict.guarantee != "dp":
+        return {"start": text}
+    parts = start_accounting(records, own, plan, verdict)["init_from"]
+    text += " The claim is about both trainings together, whether or not they used the same data"
+    if parts["epsilon_of_this_run"] is not None:
+        text += (
+            f": this run alone cost epsilon = {show_epsilon(parts['epsilon_of_this_run'])} of its own budget of "
+            f"{plan.budget.eps:g}, the one before it {show_epsilon(parts['epsilon_of_start'])}, each at delta = "
+            f"{show_delta(plan.budget.delta)}"
+        )
+    return {"start": f"{text}."}

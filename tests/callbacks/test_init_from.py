@@ -1,0 +1,79 @@
+"""`init_from` in a whole run: the model is taken over, its cost is claimed, its own budget stays its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from stand_ins import Numbers, Regression, dp, fit
+
+from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.cli import build_parts, run
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.accounting import epsilon
+from lit_dpret.privacy.card import read_card, verify_card
+from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
+
+
+class Saved(Regression):
+    """A regression that starts from what another one saved, if it is given a folder."""
+
+    def __init__(self, *, pretrained: Path | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.pretrained = None if pretrained is None else str(pretrained)
+        if pretrained is not None:
+            self.load_state_dict(torch.load(pretrained / "weights.pt", weights_only=True))
+
+    def save_model(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        torch.save(self.state_dict(), folder / "weights.pt")
+
+
+def train(folder: Path, start: Path | None = None, *, named: bool = True, resume: bool = False) -> dict[str, Any]:
+    L.seed_everything(0, verbose=False)
+    privacy = dp(folder.parent, noise_multiplier=4.0)
+    module = Saved(privacy=privacy, pretrained=None if start is None else start / "model")
+    accountant = PrivacyAccountant(run_dir=folder, resume=resume, eps_log_points=1, init_from=start if named else None)
+    card = PrivacyCard(run_dir=folder)
+    fit(folder, module, Numbers(sampling="poisson"), resume=resume, accountant=accountant, extra=[card], steps=4)
+    return read_card(folder)
+
+
+def own_cost(folder: Path) -> float:
+    records = PrivacyLedger.read(folder / "privacy_ledger.jsonl").records
+    return epsilon(charged_releases(records), delta=1 / 400, neighbours="zero_out")
+
+
+def test_a_run_from_a_private_run_claims_both_and_budgets_its_own(tmp_path: Path) -> None:
+    parent, child = tmp_path / "parent", tmp_path / "child"
+    alone = train(parent)["claim"]["epsilon"]
+    with pytest.raises(ConfigurationError, match="Name the run that it lies in as init_from"):
+        train(tmp_path / "unnamed", parent, named=False)
+    card = train(child, parent)
+    assert own_cost(child) == pytest.approx(alone), "four steps each: the budget is that of this run"
+    assert alone < card["claim"]["epsilon"] < 2 * alone
+    assert card["accounting"]["init_from"]["epsilon_of_this_run"] == pytest.approx(alone)
+    assert verify_card(card, child / "privacy_ledger.jsonl", folder=child / "model") == []
+    again = train(child, parent, resume=True)
+    assert again["claim"]["epsilon"] == card["claim"]["epsilon"]
+
+
+def test_the_knob_takes_the_place_of_the_models_own_start() -> None:
+    from hydra import compose, initialize_config_module
+
+    def parts(*overrides: str) -> Any:
+        with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
+            return compose("train", overrides=["run_dir=run", *overrides])
+
+    for model, key in (("generator", "pretrained"), ("dual_encoder", "encoder"), ("frozen_dual_encoder", "encoder")):
+        made = build_parts(parts(f"model={model}", "init_from=runs/earlier")).make_module
+        assert made.keywords == {key: "runs/earlier"}  # type: ignore[attr-defined]
+    cfg = parts("init_from=runs/earlier")
+    assert cfg.callbacks.accountant.init_from == "runs/earlier"
+    with pytest.raises(ConfigurationError, match="init_from_is_public=true says something about init_from"):
+        build_parts(parts("init_from_is_public=true"))
+    with pytest.raises(ConfigurationError, match="is for task=fit"):
+        run(parts("task=evaluate", "init_from=runs/earlier"))
