@@ -221,9 +221,11 @@ def inherit_card(
     claim = copy.deepcopy(dict(parent["claim"]))
     claim["output_released"] = list(output_released) or [str(subject["name"])]
     accounting, ceilings = copy.deepcopy(parent["accounting"]), copy.deepcopy(parent["empirical"].get("ceilings"))
+    pretraining = copy.deepcopy(dict(parent["pretraining"]))
     if claim["guarantee"] == "dp" and any(assumption.holds is False for assumption in known):
         claim |= {"guarantee": "not_proved", "epsilon": None, "curve": [], "user_level_epsilon": None}
         accounting, ceilings = without_numbers(accounting), None
+        pretraining.pop("start", None)
     tuned = tuning_facts(tuning)
     gaps = [f"{subject['name']}: {gap}" for gap in terms.tuning_gaps(tuned)] + list(parent["not_covered"])
     if claim["guarantee"] != "dp":
@@ -237,7 +239,7 @@ def inherit_card(
         "accounting": accounting,
         "assumptions": [*(a.to_dict() for a in known), *copy.deepcopy(list(parent["assumptions"]))],
         "tuning": tuned,
-        "pretraining": copy.deepcopy(dict(parent["pretraining"])),
+        "pretraining": pretraining,
         "generation": dict(generation or parent["generation"]),
         "randomness": copy.deepcopy(dict(parent["randomness"])),
         "empirical": {"results": [], "ceilings": ceilings},

@@ -127,6 +127,8 @@ def without_numbers(facts: Mapping[str, Any] | None) -> dict[str, Any] | None:
     bare = copy.deepcopy(dict(facts))
     names = [name for name in bare if name.startswith("epsilon_")]
     bare |= dict.fromkeys(names) | {"not_computed": dict.fromkeys(names, _NO_GUARANTEE)}
+    if start := bare.get("init_from"):
+        start |= {name: None for name in start if name.startswith("epsilon_")}
     for part in bare["composition"]:
         part["epsilon_alone"] = None
     for group in bare.get("groups", []):

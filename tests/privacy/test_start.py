@@ -7,11 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cards import DELTA, LAW, NOISE, Run, forge, make_plan
+from cards import CHILD, DELTA, LAW, NOISE, Run, forge, make_plan
 
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.privacy.accounting import epsilon
-from lit_dpret.privacy.card import build_card, card_sha256, read_card, subject_of, verify_card, write_card
+from lit_dpret.privacy.card import (
+    Assumption,
+    build_card,
+    card_sha256,
+    inherit_card,
+    read_card,
+    subject_of,
+    verify_card,
+    write_card,
+)
 from lit_dpret.privacy.card_text import card_markdown
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
 from lit_dpret.privacy.releases import FixedSize, GaussianRelease
@@ -189,6 +198,20 @@ def test_a_resume_with_another_start_is_refused(parent: Path, tmp_path: Path) ->
     late.step(0)
     with pytest.raises(ResumeError, match="started from nothing"):
         note_start(late.ledger, private)
+
+
+def test_what_is_made_from_the_model_inherits_both_and_shows_no_number_where_nothing_is_proved(
+    parent: Path, tmp_path: Path
+) -> None:
+    finished(begun(tmp_path / "child", parent), 5)
+    model, ledger = tmp_path / "child", tmp_path / "child" / "privacy_ledger.jsonl"
+    made = inherit_card(model, CHILD, description="drawing from it")
+    assert made["claim"]["epsilon"] == pytest.approx(cost(15), rel=1e-9) and verify_card(made, ledger) == []
+    assert [entry["name"] for entry in made["parents"]] == ["child", "parent"]
+    doubted = inherit_card(model, CHILD, description="drawing", assumptions=[Assumption("The list is public.", False)])
+    parts = doubted["accounting"]["init_from"]
+    assert (parts["epsilon_of_this_run"], parts["epsilon_of_start"]) == (None, None)
+    assert "start" not in doubted["pretraining"] and doubted["claim"]["epsilon"] is None
 
 
 def test_the_ledger_holds_no_path(parent: Path, tmp_path: Path) -> None:
