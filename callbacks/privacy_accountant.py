@@ -166,7 +166,7 @@ class PrivacyAccountant(Callback):
         return self._gate.position.to_dict() if hasattr(self, "_gate") else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = Position(**state_dict) if state_dict else None
+        self._restored = Position.from_dict(state_dict, place="The checkpoint") if state_dict else None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         refuse_replaced_sampler(trainer.train_dataloader, self.sampler)

@@ -19,9 +19,11 @@ from lit_dpret.datamodules.layouts import Passages, folder_parts, read_corpus, r
 from lit_dpret.datamodules.pairs import PairsDataModule, RowsPerUnit, SamplingName
 from lit_dpret.datamodules.readers import one_line
 from lit_dpret.datamodules.records import Duplicates
-from lit_dpret.errors import DataError
+from lit_dpret.errors import DataError, schema_problem
 
 CARD = "privacy_card.json"
+SUMMARY = "generation.json"
+SCHEMA = "lit-dpret/synthetic-data/1"
 
 
 class SyntheticDataModule(PairsDataModule):
@@ -119,6 +121,7 @@ class SyntheticDataModule(PairsDataModule):
         found = folder_parts(str(self.folder), corpus=self.corpus, needs_corpus=self.evaluation is None)
         if "train" not in found["qrels"]:
             raise DataError(f"{self.folder} has no qrels/train.tsv: there is nothing to train on.")
+        _refuse_newer(Path(str(self.folder)) / SUMMARY)
         if self.privacy_card_path is None:
             rank_zero_warn(f"{self.folder} has no {CARD}: what is trained on it has no privacy claim to inherit.")
         return found
@@ -157,6 +160,18 @@ class SyntheticDataModule(PairsDataModule):
                 if query_id in other.domains:
                     domains[query_id] = other.domains[query_id]
         return replace(own, qrels=qrels, queries=queries, domains=domains)
+
+
+def _refuse_newer(path: Path) -> None:
+    """Refuse a folder whose summary says that a newer version wrote it; folders of others have no summary."""
+    if not path.is_file():
+        return
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is not readable JSON ({one_line(error)}).") from error
+    if isinstance(facts, dict) and "schema" in facts and (problem := schema_problem(facts["schema"], SCHEMA)):
+        raise DataError(f"{path} cannot be read: {problem}")
 
 
 def keep_queries(collection: Collection, path: Path) -> Collection:

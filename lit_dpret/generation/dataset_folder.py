@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import DataError
-from lit_dpret.generation.shards import json_line, write_whole
+from lit_dpret.generation.shards import SCHEMA, json_line, write_whole
 
 SUMMARY_NAME = "generation.json"
 DATA_FILES = ("queries.jsonl", "qrels/train.tsv", "qrels/train.jsonl", "pairs/train.jsonl", "corpus.jsonl")
@@ -190,7 +190,7 @@ def write_readme(folder: Path, card: DataCard, counts: Counts, privacy: Mapping[
 
 def write_summary(folder: Path, configuration: Mapping[str, Any], counts: Counts, hashes: Mapping[str, str]) -> None:
     """Write ``generation.json``: how the data set was made, what was counted, and what its files are."""
-    facts = {"configuration": dict(configuration), "counts": asdict(counts), "sha256": dict(hashes)}
+    facts = {"schema": SCHEMA, "configuration": dict(configuration), "counts": asdict(counts), "sha256": dict(hashes)}
     write_whole(folder / SUMMARY_NAME, [json.dumps(facts, indent=2, sort_keys=True, ensure_ascii=False) + "\n"])
 
 

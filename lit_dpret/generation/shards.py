@@ -16,10 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.errors import DataError, ResumeError, StorageError
+from lit_dpret.errors import DataError, ResumeError, StorageError, schema_problem
 
 MANIFEST_NAME = "manifest.jsonl"
 SHARDS_NAME = "shards"
+SCHEMA = "lit-dpret/synthetic-data/1"
 
 
 def json_line(value: object) -> str:
@@ -121,9 +122,12 @@ class ShardStore:
 
     def seal(self) -> None:
         """Rewrite the manifest in order, so that its bytes do not tell how often work stopped."""
-        lines = [json_line({"configuration": self._configuration})]
+        lines = [self._first_line()]
         lines += [json_line({"shard": index, "sha256": self._known[index]}) for index in sorted(self._known)]
         write_whole(self._manifest, lines)
+
+    def _first_line(self) -> str:
+        return json_line({"schema": SCHEMA, "configuration": self._configuration})
 
     def _is_whole(self, index: int) -> bool:
         if index not in self._known:
@@ -153,12 +157,16 @@ class ShardStore:
                     f"{self.folder / SHARDS_NAME} holds files, but there is no {MANIFEST_NAME} to say what they are. "
                     "Give another out folder, or delete this one."
                 ) from None
-            write_whole(self._manifest, [json_line({"configuration": self._configuration})])
+            write_whole(self._manifest, [self._first_line()])
             return {}
         except OSError as error:
             raise storage_error(self._manifest, error) from error
         facts = [fact for fact in map(_parsed, lines) if fact is not None]
-        before = next((fact["configuration"] for fact in facts if "configuration" in fact), None)
+        first = next((fact for fact in facts if "configuration" in fact or "schema" in fact), {})
+        # The first manifests stated no schema; they are of the same form.
+        if "schema" in first and (problem := schema_problem(first["schema"], SCHEMA)):
+            raise ResumeError(f"{self._manifest} cannot be gone on with: {problem}")
+        before = first.get("configuration")
         if not isinstance(before, dict):
             raise ResumeError(
                 f"{self._manifest} does not state its configuration. Give another out folder, or delete this one."

@@ -55,15 +55,20 @@ class GeneratorContract:
         return {"format": CONTRACT_FORMAT, **asdict(self)}
 
     @classmethod
-    def from_dict(cls, facts: Mapping[str, Any]) -> GeneratorContract:
-        """Read it back; a format or a key that this version does not know is refused, not ignored."""
-        if not isinstance(facts, Mapping) or facts.get("format") != CONTRACT_FORMAT:
+    def from_dict(cls, facts: Mapping[str, Any], *, place: str = CONTRACT_NAME) -> GeneratorContract:
+        """Read it back; a newer format or a key that this version does not know is refused, not ignored.
+
+        ``place`` is the file, for the message.
+        """
+        found = facts.get("format") if isinstance(facts, Mapping) else None
+        if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= CONTRACT_FORMAT:
             raise UnsupportedModelError(
-                f"{CONTRACT_NAME} is not of format {CONTRACT_FORMAT}, the one this version reads."
+                f"{place} is of format {found!r}, and this lit-dpret reads formats 1 to {CONTRACT_FORMAT}. Update "
+                "lit-dpret, if a newer one wrote it."
             )
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(facts) - known - {"format"}):
-            raise UnsupportedModelError(f"{CONTRACT_NAME} states {unknown[0]!r}, which this version cannot honour.")
+            raise UnsupportedModelError(f"{place} states {unknown[0]!r}, which this version cannot honour.")
         return cls(**{key: value for key, value in facts.items() if key in known})
 
 
@@ -170,7 +175,7 @@ def load_generator(folder: str | Path) -> GeneratorModel:
     folder = Path(folder)
     try:
         facts = json.loads((folder / CONTRACT_NAME).read_text(encoding="utf-8"))
-        contract = GeneratorContract.from_dict(facts)
+        contract = GeneratorContract.from_dict(facts, place=str(folder / CONTRACT_NAME))
     except (OSError, ValueError, TypeError) as error:
         if isinstance(error, UnsupportedModelError | ConfigurationError):
             raise

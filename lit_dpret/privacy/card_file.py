@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lit_dpret.errors import DataError, LedgerError
+from lit_dpret.errors import DataError, LedgerError, schema_problem
 from lit_dpret.privacy.budget import Neighbours, Unit, require_choice
 from lit_dpret.privacy.card_text import card_html, card_markdown
 from lit_dpret.privacy.ledger import canonical_json, storage_error
@@ -105,9 +105,10 @@ def checksum(card: Mapping[str, Any]) -> str:
 
 def malformed(card: Any) -> str | None:
     """Why ``card`` is not to be believed, or None."""
-    if not isinstance(card, Mapping) or card.get("schema") != SCHEMA:
-        found = card.get("schema") if isinstance(card, Mapping) else type(card).__name__
-        return f"its schema is {found!r}, not {SCHEMA!r}."
+    if not isinstance(card, Mapping):
+        return f"it is a {type(card).__name__}, not an object."
+    if problem := schema_problem(card.get("schema"), SCHEMA):
+        return problem
     try:
         if card["checksum"] != checksum(card):
             return "its content does not match its checksum. It was edited."

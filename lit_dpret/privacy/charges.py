@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lit_dpret.errors import ConfigurationError, LedgerError
+from lit_dpret.errors import ConfigurationError, LedgerError, schema_problem
 from lit_dpret.privacy.releases import (
     FullBatch,
     GaussianRelease,
@@ -26,6 +26,9 @@ from lit_dpret.privacy.releases import (
 )
 
 Key = tuple[int, int]
+
+SCHEMA = "lit-dpret/privacy-ledger/1"
+"""What every ``plan`` record states; ledgers from before it was stated are of the same form."""
 
 START_EVENT = "init_from"
 """The event of a ledger that tells which model the run started from, and what that one had cost."""
@@ -75,6 +78,8 @@ class KeyBook:
             LedgerError: With the attempt and step concerned.
         """
         kind = record.get("kind")
+        if kind == "plan" and "schema" in record and (problem := schema_problem(record["schema"], SCHEMA)):
+            raise LedgerError(problem)
         if kind == "intent":
             key = _key(record)
             if key in self.steps:

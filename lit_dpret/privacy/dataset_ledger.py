@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, schema_problem
 from lit_dpret.privacy.budget import AccountantName, PrivacyBudget
 from lit_dpret.privacy.chain import Book, ChainedFile
 from lit_dpret.privacy.dataset_total import Total, compose_across_runs
@@ -50,11 +50,8 @@ class _DatasetBook:
         if kind == "dataset":
             if self.terms is not None:
                 raise LedgerError("a data set is begun twice.")
-            if record.get("schema") != SCHEMA:
-                raise LedgerError(
-                    f"its schema is {record.get('schema')!r}, and this version of lit-dpret reads {SCHEMA!r} only. "
-                    "Use the version that wrote it, or another privacy.dataset_ledger."
-                )
+            if problem := schema_problem(record.get("schema"), SCHEMA):
+                raise LedgerError(problem)
             _terms(record)
         elif kind in ("reserve", "settle"):
             if self.terms is None:

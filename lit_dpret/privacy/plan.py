@@ -31,6 +31,9 @@ from lit_dpret.privacy.releases import (
 
 __all__ = ["SAMPLINGS", "PrivacyPlan", "describe_plan", "format_plan"]
 
+# Fields that the first plans did not have. A new field goes here, and its default is what was done before it.
+_ADDED = ("clip_groups", "max_units_per_user")
+
 SAMPLINGS = ("truncated_poisson", "poisson", "fixed_size", "shuffle", "full_batch")
 
 
@@ -221,7 +224,10 @@ class PrivacyPlan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PrivacyPlan:
-        """The plan that `to_dict` wrote; refuses unknown fields."""
+        """The plan that `to_dict` wrote, now or in an older version; refuses unknown fields.
+
+        A field that the writer did not know yet gets its default, which is what the writer did.
+        """
         if unknown := sorted(set(data) - {field.name for field in fields(cls)}):
             raise ConfigurationError(f"A recorded privacy plan has no field {', '.join(unknown)}.")
         try:
@@ -231,8 +237,14 @@ class PrivacyPlan:
             raise ConfigurationError(f"A recorded privacy plan is malformed: {error}.") from error
 
     def fingerprint(self) -> str:
-        """SHA-256 of the canonical JSON: equal plans have equal fingerprints."""
-        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        """SHA-256 of the canonical JSON: equal plans have equal fingerprints.
+
+        A field that was added later is left out while it has its default, so that a plan keeps the
+        fingerprint that it had before there was the field.
+        """
+        later = {field.name: field.default for field in fields(self) if field.name in _ADDED}
+        facts = {name: value for name, value in self.to_dict().items() if name not in later or value != later[name]}
+        text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -13,10 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.errors import ResumeError
-from lit_dpret.privacy.charges import Key
+from lit_dpret.errors import ResumeError, schema_problem
+from lit_dpret.privacy.charges import SCHEMA, Key
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.plan import PrivacyPlan
+
+POSITION_SCHEMA = "lit-dpret/accountant-state/1"
 
 # What the claim of a ledger was made for; a resume that differs in one of them is refused.
 _FIXED = ("mode", "unit", "neighbours", "plan", "law", "planned_steps", "rows_per_unit", "secure_rng")
@@ -34,7 +37,21 @@ class Position:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for a checkpoint."""
-        return asdict(self)
+        return {"schema": POSITION_SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Any], *, place: str) -> Position:
+        """What `to_dict` wrote, or an older version without a schema did; ``place`` is named in a refusal.
+
+        Raises:
+            ResumeError: A newer version wrote it, or a field is missing.
+        """
+        if "schema" in facts and (problem := schema_problem(facts["schema"], POSITION_SCHEMA)):
+            raise ResumeError(f"{place}: the accountant's state cannot be read: {problem}")
+        try:
+            return cls(str(facts["run_id"]), int(facts["attempt"]), int(facts["steps_done"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ResumeError(f"{place}: the accountant's state is malformed ({error}).") from error
 
 
 class PrivateRun:
@@ -103,17 +120,19 @@ class PrivateRun:
             now["data_fingerprint"] = data_fingerprint(bytes.fromhex(stream.tag("data-fingerprint")))
             if earlier:
                 run._compare_with(earlier[-1], now)
-            ledger.append("plan", run_id=run_id, attempt=run.attempt, **now)
+            ledger.append("plan", schema=SCHEMA, run_id=run_id, attempt=run.attempt, **now)
         except BaseException:
             ledger.close()
             raise
         return run
 
     def _compare_with(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        if before.get("plan") is not None:  # an older version's plan lacks the fields that came later
+            before = {**before, "plan": PrivacyPlan.from_dict(before["plan"]).to_dict()}
         for key in _FIXED:
-            if before[key] != now[key]:
+            if before.get(key) != now[key]:
                 raise ResumeError(
-                    f"resume=true with another {_difference(key, before[key], now[key])}. The ledger's claim "
+                    f"resume=true with another {_difference(key, before.get(key), now[key])}. The ledger's claim "
                     "was made for the first. Restore it, or start a new run in another hydra.run.dir."
                 )
         if before["secret_tag"] != now["secret_tag"]:

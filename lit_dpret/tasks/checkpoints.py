@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
+from lit_dpret.errors import ResumeError
 from lit_dpret.privacy.chain import storage_error
+from lit_dpret.privacy.run import Position
 
 _DRAFT = ".{}.tmp"
 
@@ -73,6 +75,9 @@ def newest_checkpoint(folder: Path) -> Path | None:
           that names it, and the one before it is chosen.
         - Attempt and step stand inside the file; its name and its time play no part.
         - Drafts that a kill left behind are removed.
+
+    Raises:
+        ResumeError: A newer version of lit-dpret wrote one of them.
     """
     for draft in folder.glob(_DRAFT.format("*.ckpt")):
         draft.unlink(missing_ok=True)
@@ -80,6 +85,8 @@ def newest_checkpoint(folder: Path) -> Path | None:
     for path in sorted(folder.glob("*.ckpt")):
         try:
             ranked.append(((*_position(path), path.name == "last.ckpt"), path))
+        except ResumeError:  # whole, and of a newer version
+            raise
         except (OSError, RuntimeError, EOFError, KeyError, TypeError, ValueError, pickle.UnpicklingError) as error:
             _pass_over(path, error)
     for _, path in sorted(ranked, reverse=True):
@@ -99,7 +106,8 @@ def _position(path: Path) -> tuple[int, int]:
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     for state in content["callbacks"].values():
         if isinstance(state, dict) and {"run_id", "attempt", "steps_done"} <= set(state):
-            return int(state["attempt"]), int(state["steps_done"])
+            found = Position.from_dict(state, place=str(path))
+            return found.attempt, found.steps_done
     return 0, int(content["global_step"])
 
 
