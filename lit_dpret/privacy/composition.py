@@ -21,13 +21,13 @@ from typing import Any, get_args
 import numpy as np
 from dp_accounting import dp_event
 from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
-from dp_accounting.pld import privacy_loss_distribution as pld_library
 from dp_accounting.privacy_accountant import NeighboringRelation
 from dp_accounting.rdp import RdpAccountant
 from opacus.accountants import PRVAccountant
 
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.privacy.budget import AccountantName, Neighbours, require_choice
+from lit_dpret.privacy.gaussian_loss import gaussian_pld, truncated_pld
 from lit_dpret.privacy.releases import (
     FixedSize,
     FullBatch,
@@ -162,18 +162,8 @@ def _one_step_pld(law: SamplingLaw, noise: float, neighbours: Neighbours, interv
     """The privacy loss distribution of one release; by far the slowest part, hence kept."""
     relation = RELATIONS[neighbours]
     if isinstance(law, TruncatedPoisson):
-        return pld_library.from_truncated_subsampled_gaussian_mechanism(
-            dataset_size=law.n,
-            sampling_probability=law.sample_rate,
-            truncated_batch_size=law.cap,
-            noise_multiplier=noise,
-            neighboring_relation=relation,
-            value_discretization_interval=interval,
-        )
-    rate = law.sample_rate if isinstance(law, Poisson) else 1.0
-    return pld_library.from_gaussian_mechanism(
-        noise, sampling_prob=rate, neighboring_relation=relation, value_discretization_interval=interval
-    )
+        return truncated_pld(noise, law.sample_rate, law.cap, law.n, relation, interval)
+    return gaussian_pld(noise, law.sample_rate if isinstance(law, Poisson) else 1.0, relation, interval)
 
 
 @lru_cache(maxsize=4)
