@@ -25,6 +25,7 @@ from lit_dpret.privacy.composition import (
     parts_of,
     plain,
 )
+from lit_dpret.privacy.pld_reading import read_deltas
 from lit_dpret.privacy.releases import (
     FixedSize,
     FullBatch,
@@ -89,7 +90,7 @@ def delta_at(
     if accountant == "rdp":
         judge = composed_rdp(parts, neighbours)
         return [float(judge.get_delta(value)) for value in epsilons]
-    deltas = composed_pld(parts, neighbours).get_delta_for_epsilon(list(epsilons))
+    deltas = read_deltas(composed_pld(parts, neighbours), epsilons)
     return [min(1.0, max(0.0, float(value))) for value in deltas]
 
 

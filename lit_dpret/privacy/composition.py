@@ -28,6 +28,7 @@ from opacus.accountants import PRVAccountant
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.privacy.budget import AccountantName, Neighbours, require_choice
 from lit_dpret.privacy.gaussian_loss import gaussian_pld, truncated_pld
+from lit_dpret.privacy.pld_reading import read_epsilon
 from lit_dpret.privacy.releases import (
     FixedSize,
     FullBatch,
@@ -239,7 +240,7 @@ def epsilon_of(
     if accountant == "pld" and len(parts) == 1 and isinstance(parts[0].law, FullBatch):
         value = _gaussian_epsilon(parts[0].noise_multiplier, delta, neighbours)
     elif accountant == "pld":
-        value = float(composed_pld(parts, neighbours, interval).get_epsilon_for_delta(delta))
+        value = read_epsilon(composed_pld(parts, neighbours, interval), delta)
     elif accountant == "rdp":
         value = float(composed_rdp(parts, neighbours).get_epsilon(delta))
     else:

@@ -34,6 +34,7 @@ from lit_dpret.privacy.accounting import truncation_delta
 from lit_dpret.privacy.budget import Neighbours
 from lit_dpret.privacy.claims import check_delta, epsilon
 from lit_dpret.privacy.composition import FINE, LARGEST_EPSILON, Part, beyond_reach, parts_of, plain
+from lit_dpret.privacy.pld_reading import read_epsilon
 from lit_dpret.privacy.releases import (
     FixedSize,
     FullBatch,
@@ -132,7 +133,7 @@ def _composed_epsilon(parts: tuple[Part, ...], delta: float, units: int) -> floa
         single = _mixture_pld(part, units, width)
         composed = single if part.count == 1 else single.self_compose(part.count)
         total = composed if total is None else total.compose(composed)
-    value = float(total.get_epsilon_for_delta(delta))
+    value = read_epsilon(total, delta)
     return value if value <= LARGEST_EPSILON else math.inf
 
 

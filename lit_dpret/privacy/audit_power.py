@@ -1,0 +1,103 @@
+"""How much epsilon an audit could show, told before anybody runs it.
+
+A one-run audit (Steinke, Nasr and Jagielski 2023, "Privacy Auditing with One (1) Training Run", arXiv
+2305.08846) flips a coin for each of m canaries, trains once, and guesses the coins. Under
+(epsilon, delta)-DP a guess is right with probability at most e^eps / (1 + e^eps), but for delta, so many
+right guesses contradict a small epsilon. With few canaries even guesses that are all right contradict
+little: an audit that could not have failed proves nothing, and that can be known beforehand.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from lit_dpret.errors import ConfigurationError
+
+CANARIES = (100, 1000, 10_000)
+CONFIDENCE = 0.95
+
+
+def one_run_epsilon(
+    *, canaries: int, guesses: int, correct: int, delta: float, confidence: float = CONFIDENCE
+) -> float:
+    """The epsilon that ``correct`` of ``guesses`` right guesses about ``canaries`` canaries certify.
+
+    Guarantees:
+        - For every mechanism that is (eps, delta)-DP with a smaller eps than the answer, so many right
+          guesses have probability below ``1 - confidence`` (Theorem 5.2 of the paper).
+        - 0 where nothing is contradicted. It rises with ``correct`` and falls with ``delta``.
+
+    Raises:
+        ConfigurationError: The counts are no whole numbers with 0 <= correct <= guesses <= canaries,
+            ``delta`` does not lie in [0, 1) or ``confidence`` in (0, 1).
+    """
+    counts = (canaries, guesses, correct)
+    if any(isinstance(c, bool) or not isinstance(c, int) for c in counts) or not 0 <= correct <= guesses <= canaries:
+        raise ConfigurationError(
+            f"An audit with {correct} right of {guesses} guesses about {canaries} canaries: these must be whole "
+            "numbers, each at most the next."
+        )
+    if not 0 <= delta < 1 or not 0 < confidence < 1:
+        raise ConfigurationError(f"delta={delta} must lie in [0, 1) and confidence={confidence} in (0, 1).")
+    if correct == 0:
+        return 0.0
+
+    def contradicted(eps: float) -> bool:
+        return _p_value(eps, canaries, guesses, correct, delta) < 1 - confidence
+
+    if not contradicted(0.0):
+        return 0.0
+    low, high = 0.0, 1.0
+    while contradicted(high):
+        low, high = high, 2 * high
+    while high - low > 1e-7 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if contradicted(middle) else (low, middle)
+    return low
+
+
+def _p_value(eps: float, canaries: int, guesses: int, correct: int, delta: float) -> float:
+    """The largest probability of so many right guesses under (eps, delta)-DP."""
+    rate = 1 / (1 + math.exp(-eps))
+    surpassed = float(stats.binom.sf(correct - 1, guesses, rate))
+    if delta == 0:
+        return surpassed
+    width = np.arange(1, correct + 1)
+    near = stats.binom.sf(correct - 1 - width, guesses, rate) - surpassed
+    return min(1.0, surpassed + 2 * canaries * delta * float(np.max(near / width)))
+
+
+def audit_power(
+    eps: float, delta: float, *, canaries: tuple[int, ...] = CANARIES, confidence: float = CONFIDENCE
+) -> list[dict[str, Any]]:
+    """For each number of canaries, what an audit could certify of an (eps, delta) claim that is exactly spent.
+
+    Returns:
+        ``canaries``; ``at_best``, the bound when every guess is right, above which no audit of this size
+        contradicts anything; ``as_claimed``, the bound that at least half of all audits reach where every
+        guess is as good as the claim allows, right with probability ``accuracy``. Real attacks guess
+        worse, so both are ceilings and no prediction.
+    """
+    accuracy = delta + (1 - delta) / (1 + math.exp(-eps)) if eps < 700 else 1.0
+    rows = []
+    for count in canaries:
+        # Of a binomial count, at least half lies at or above the median.
+        median = int(stats.binom.median(count, accuracy))
+        both = [
+            one_run_epsilon(canaries=count, guesses=count, correct=right, delta=delta, confidence=confidence)
+            for right in (count, median)
+        ]
+        rows.append(
+            {
+                "canaries": count,
+                "confidence": confidence,
+                "accuracy": accuracy,
+                "at_best": both[0],
+                "as_claimed": both[1],
+            }
+        )
+    return rows
