@@ -25,7 +25,7 @@ from lit_dpret.privacy.composition import (
     parts_of,
     plain,
 )
-from lit_dpret.privacy.pld_reading import read_deltas
+from lit_dpret.privacy.pld_arrays import read_deltas
 from lit_dpret.privacy.releases import (
     FixedSize,
     FullBatch,

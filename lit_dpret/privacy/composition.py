@@ -28,7 +28,7 @@ from opacus.accountants import PRVAccountant
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.privacy.budget import AccountantName, Neighbours, require_choice
 from lit_dpret.privacy.gaussian_loss import gaussian_pld, truncated_pld
-from lit_dpret.privacy.pld_reading import read_epsilon
+from lit_dpret.privacy.pld_arrays import compose_times, read_epsilon
 from lit_dpret.privacy.releases import (
     FixedSize,
     FullBatch,
@@ -170,7 +170,7 @@ def _one_step_pld(law: SamplingLaw, noise: float, neighbours: Neighbours, interv
 @lru_cache(maxsize=4)
 def _part_pld(part: Part, neighbours: Neighbours, interval: float) -> Any:
     single = _one_step_pld(part.law, part.noise_multiplier, neighbours, interval)
-    return single if part.count == 1 else single.self_compose(part.count)
+    return single if part.count == 1 else compose_times(single, part.count)
 
 
 @lru_cache(maxsize=1)
@@ -235,6 +235,9 @@ def epsilon_of(
 
     Only a first guess may use another ``interval`` than `FINE`, the discretisation of the PLD.
     """
+    if accountant == "pld" and neighbours == "add_or_remove":
+        # A unit taken out and a unit blanked move the sum alike: the library's distributions are the same.
+        return epsilon_of(parts, delta, "zero_out", accountant, interval)
     if beyond_reach(parts, neighbours):
         return math.inf
     if accountant == "pld" and len(parts) == 1 and isinstance(parts[0].law, FullBatch):

@@ -8,7 +8,7 @@ sampling was not what it claimed to be, and beside what an attacker could do wit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -19,8 +19,11 @@ from lit_dpret.privacy.accounting import (
     epsilon,
     epsilon_without_amplification,
 )
+from lit_dpret.privacy.audit_power import audit_power
 from lit_dpret.privacy.budget import AccountantName, Neighbours, PrivacyBudget
 from lit_dpret.privacy.composition import plain
+from lit_dpret.privacy.knee import knee_table
+from lit_dpret.privacy.matrix import Planned, epsilon_matrix, epsilon_over_steps, user_levels
 from lit_dpret.privacy.releases import FixedSize, GaussianRelease, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
 
 BUDGETS = (1.0, 3.0, 8.0, 16.0)
@@ -36,6 +39,8 @@ class Forecast:
         accountant: The accountant that states the claim.
         steps: Steps planned.
         denominator: The public constant that the noised sum is divided by.
+        n_public: The number of units, where it is public or declared.
+        progress: Told what is computed next, before it is.
     """
 
     release: GaussianRelease
@@ -43,10 +48,21 @@ class Forecast:
     accountant: AccountantName
     steps: int
     denominator: float
+    n_public: int | None = None
+    progress: Callable[[str], None] = lambda what: None
 
     def to_dict(self) -> dict[str, Any]:
         """The whole forecast as JSON values; what cannot be computed is None and says why beside it."""
         law = self.release.law
+        planned = Planned(
+            law=law,
+            noise_multiplier=self.release.noise_multiplier,
+            steps=self.steps,
+            delta=self.budget.delta,
+            neighbours=self.budget.neighbours,
+            n=self.n_public,
+            batch=self.denominator,
+        )
         return {
             "noise_multiplier": self.release.noise_multiplier,
             "noise_to_batch": self.release.noise_multiplier / self.denominator,
@@ -55,6 +71,11 @@ class Forecast:
             "cap": law.cap if isinstance(law, TruncatedPoisson) else None,
             "steps": self.steps,
             "epochs": self._epochs(),
+            "epsilon_matrix": epsilon_matrix(planned, self._doing("epsilon under each law and relation")),
+            "user_level": user_levels(planned, self._doing("epsilon of several units")),
+            "epsilon_over_steps": epsilon_over_steps(planned),
+            "audit_power": audit_power(self.budget.eps, self.budget.delta),
+            "knee": self._knee(),
             "ceilings": self._ceilings(),
             "epsilon_without_amplification": self._answer(
                 lambda: epsilon_without_amplification(
@@ -74,6 +95,29 @@ class Forecast:
             return self.steps / law.steps_per_epoch
         rate = _sample_rate(law)
         return None if rate is None else self.steps * rate
+
+    def _doing(self, what: str) -> Callable[[], None]:
+        self.progress(what)
+        return lambda: self.progress(what)
+
+    def _knee(self) -> dict[str, Any] | None:
+        """The grid of noise over batch; None where no number of units is public or declared."""
+        rate, epochs = _sample_rate(self.release.law), self._epochs()
+        units = self.n_public
+        if units is None and rate is not None and rate < 1:
+            # Both are declared constants, and so is their quotient.
+            units = max(1, round(self.denominator / rate))
+        if units is None or epochs is None:
+            return None
+        return knee_table(
+            n=units,
+            eps=self.budget.eps,
+            delta=self.budget.delta,
+            neighbours=self.budget.neighbours,
+            batch=min(units, max(1, round(self.denominator))),
+            epochs=epochs,
+            heartbeat=self._doing("noise over batch, for other batches and passes"),
+        )
 
     def _ceilings(self) -> dict[str, Any] | None:
         accountants: tuple[AccountantName, ...] = ("pld", "rdp")
@@ -109,10 +153,11 @@ class Forecast:
         return rows
 
     def _noise_for(self) -> list[dict[str, Any]]:
-        """The noise that other budgets would ask for, to three digits; a cap's cost is left out, it is below those."""
-        return [self._noise_row(eps) for eps in BUDGETS]
+        """The noise that the asked budget and others ask for without a cap, each at most a thousandth too large."""
+        return [self._noise_row(eps) for eps in sorted({*BUDGETS, self.budget.eps})]
 
     def _noise_row(self, eps: float) -> dict[str, Any]:
+        self.progress(f"noise for epsilon {eps:g}")
         try:
             noise = calibrate_noise(
                 eps=eps,
@@ -121,7 +166,6 @@ class Forecast:
                 law=_uncapped(self.release.law),
                 steps=self.steps,
                 accountant=self.accountant,
-                tolerance=1e-2,
             )
         except ConfigurationError as error:
             return {"eps": eps, "noise_multiplier": None, "noise_to_batch": None, "why": str(error)}
@@ -136,55 +180,6 @@ class Forecast:
         if math.isinf(value):
             return {"epsilon": None, "why": "beyond all bounds"}
         return {"epsilon": value}
-
-
-def format_plan(facts: Mapping[str, Any]) -> str:
-    """The forecast as a text for a terminal."""
-    budget = facts["plan"]["budget"]
-    lines = [
-        f"Plan {facts['fingerprint'][:12]}: epsilon {facts['epsilon']:.4g} at delta {budget['delta']:.3g}, "
-        f"unit={budget['unit']}, neighbours={budget['neighbours']}, budget {budget['eps']:g}",
-        "",
-        f"  sampling             {facts['law']}",
-        f"  steps                {facts['steps']}" + _if(facts["epochs"], " ({:.4g} passes over the data)"),
-        f"  clipping bound       {facts['plan']['max_grad_norm']:g} ({facts['plan']['clip']}{_shared(facts['plan'])})",
-        f"  noise multiplier     {facts['noise_multiplier']:.6g}",
-        f"  noise std on the sum {facts['noise_std']:.6g} (sensitivity {facts['plan']['sensitivity']:g})",
-        f"  noise to batch       {facts['noise_to_batch']:.3g} (divided by {facts['expected_batch_size']:g})",
-        "",
-        "The same noise, counted otherwise",
-    ]
-    rows = [
-        (row["accountant"], row["neighbours"], row["sampling"], _number(row), row.get("why", ""))
-        for row in facts["epsilon_by"]
-    ]
-    rows.append(("", "", "no amplification", _number(facts["epsilon_without_amplification"]), ""))
-    lines += [f"  {a:<5}{n:<15}{s:<20}{e:>9}" for a, n, s, e, why in rows if not why]
-    lines += ["", "Noise multiplier for other budgets, and its ratio to the batch"]
-    for row in facts["noise_for"]:
-        noise = "-" if row["noise_multiplier"] is None else f"{row['noise_multiplier']:.4g}"
-        ratio = "-" if row["noise_to_batch"] is None else f"{row['noise_to_batch']:.3g}"
-        lines.append(f"  eps {row['eps']:<6g}{noise:>10}{ratio:>12}")
-    if (ceilings := facts["ceilings"]) is not None:
-        lines += ["", "No attack on one unit does better than"]
-        lines.append(f"  membership accuracy  {ceilings['membership_accuracy']:.3g}")
-        for rate, value in ceilings["tpr_at_fpr"].items():
-            lines.append(f"  {value:<9.3g} true positives at {rate} false positives")
-        for prior, value in ceilings["secret_guess"].items():
-            lines.append(f"  {value:<9.3g} of naming a secret that one guesses with probability {prior} anyway")
-    return "\n".join(lines)
-
-
-def _shared(plan: Mapping[str, Any]) -> str:
-    return ", / sqrt(K) for each of K layers" if plan["clip_groups"] == "per_layer" else ""
-
-
-def _number(row: Mapping[str, Any]) -> str:
-    return "-" if row["epsilon"] is None else f"{row['epsilon']:.4g}"
-
-
-def _if(value: float | None, text: str) -> str:
-    return "" if value is None else text.format(value)
 
 
 def _sample_rate(law: SamplingLaw) -> float | None:

@@ -34,7 +34,7 @@ from lit_dpret.privacy.accounting import truncation_delta
 from lit_dpret.privacy.budget import Neighbours
 from lit_dpret.privacy.claims import check_delta, epsilon
 from lit_dpret.privacy.composition import FINE, LARGEST_EPSILON, Part, beyond_reach, parts_of, plain
-from lit_dpret.privacy.pld_reading import read_epsilon
+from lit_dpret.privacy.pld_arrays import compose_times, read_epsilon
 from lit_dpret.privacy.releases import (
     FixedSize,
     FullBatch,
@@ -131,7 +131,7 @@ def _composed_epsilon(parts: tuple[Part, ...], delta: float, units: int) -> floa
     total: Any = None
     for part in parts:
         single = _mixture_pld(part, units, width)
-        composed = single if part.count == 1 else single.self_compose(part.count)
+        composed = single if part.count == 1 else compose_times(single, part.count)
         total = composed if total is None else total.compose(composed)
     value = read_epsilon(total, delta)
     return value if value <= LARGEST_EPSILON else math.inf

@@ -10,15 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, get_args
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.accounting import Accountant, calibrate_noise, check_supported, choose_cap
 from lit_dpret.privacy.budget import AccountantName, PrivacyBudget, require_choice
-from lit_dpret.privacy.forecast import Forecast, format_plan
+from lit_dpret.privacy.forecast import Forecast
 from lit_dpret.privacy.groups import check_max_units
+from lit_dpret.privacy.plan_text import format_plan
 from lit_dpret.privacy.releases import (
     FixedSize,
     FullBatch,
@@ -248,12 +249,15 @@ class PrivacyPlan:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def describe_plan(plan: PrivacyPlan) -> dict[str, Any]:
+def describe_plan(plan: PrivacyPlan, progress: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
     """What the plan promises and costs, as JSON values: noise, epsilon by every way of counting, ceilings.
 
-    Takes some ten seconds for long runs with little noise. ``format_plan`` makes a text of it.
+    Takes some ten seconds for long runs with little noise; ``progress`` is told what is computed next.
+    ``format_plan`` makes a text of it.
     """
-    forecast = Forecast(plan.release(), plan.budget, plan.accountant, plan.steps, plan.denominator)
+    forecast = Forecast(
+        plan.release(), plan.budget, plan.accountant, plan.steps, plan.denominator, plan.n_public, progress
+    )
     return {
         "plan": plan.to_dict(),
         "fingerprint": plan.fingerprint(),

@@ -1,4 +1,4 @@
-"""What is read off a distribution on arrays is what the library reads off it, value by value.
+"""What is composed and read off a distribution on arrays is what the library makes of it, value by value.
 
 The library adds up its losses step by step, ours multiply, which differ by some 1e-10.
 """
@@ -12,7 +12,7 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution as library
 from dp_accounting.privacy_accountant import NeighboringRelation
 
-from lit_dpret.privacy.pld_reading import read_deltas, read_epsilon
+from lit_dpret.privacy.pld_arrays import compose_times, read_deltas, read_epsilon
 
 DISTRIBUTIONS = {
     "sampled": library.from_gaussian_mechanism(0.8, sampling_prob=0.02, value_discretization_interval=1e-3),
@@ -47,6 +47,17 @@ def test_deltas_are_the_librarys(name: str) -> None:
     epsilons = [-2.0, -0.001, 0.0, 0.0005, 0.5, 1.0, 3.0, 30.0, 600.0, math.inf]
     expected = distribution.get_delta_for_epsilon(epsilons)
     np.testing.assert_allclose(read_deltas(distribution, epsilons), expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("count", [1, 2, 50, 3000])
+def test_a_composition_is_the_librarys(name: str, count: int) -> None:
+    if name == "little noise" and count == 3000:
+        pytest.skip("its epsilon is beyond all bounds and takes gigabytes")
+    ours, theirs = compose_times(DISTRIBUTIONS[name], count), DISTRIBUTIONS[name].self_compose(count)
+    for delta in (1e-8, 1e-5, 0.1):
+        expected = theirs.get_epsilon_for_delta(delta)
+        assert ours.get_epsilon_for_delta(delta) == pytest.approx(expected, rel=1e-7, abs=1e-9)
 
 
 def test_an_epsilon_beyond_floating_point_leaves_the_mass_at_infinity() -> None:
