@@ -34,7 +34,8 @@ from lit_dpret.privacy.releases import (
 UNITS = (1, 2, 5, 10)
 """How many units together the table of user levels has rows for."""
 
-_CURVE_POINTS = 14
+# Passes make stairs, and cost nothing to compute.
+_CURVE_POINTS, _STAIRS = 14, 80
 
 
 @dataclass(frozen=True)
@@ -192,16 +193,18 @@ def epsilon_over_steps(plan: Planned) -> list[dict[str, Any]]:
     Returns:
         ``sampling``, ``neighbours``, ``amplified`` and ``points`` of (step, epsilon).
     """
-    steps = sorted({max(1, round(plan.steps * share)) for share in np.geomspace(1e-3, 1, _CURVE_POINTS)})
     lines = []
     for law, relation in _lines(plan):
+        amplified = not isinstance(plain(law), (Shuffle, FullBatch))
+        shares = np.geomspace(1e-3, 1, _CURVE_POINTS if amplified else _STAIRS)
+        steps = sorted({max(1, round(plan.steps * share)) for share in shares})
         values = [rough_epsilon(plan.releases(law, count), plan.delta, relation) for count in steps]
         points = [[count, value] for count, value in zip(steps, values, strict=True) if math.isfinite(value)]
         lines.append(
             {
                 "sampling": law.kind,
                 "neighbours": relation,
-                "amplified": not isinstance(plain(law), (Shuffle, FullBatch)),
+                "amplified": amplified,
                 "points": points,
             }
         )

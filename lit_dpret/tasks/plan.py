@@ -3,38 +3,80 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+import time
+from typing import Any
 
 from lit_dpret.callbacks.planning import planned_steps
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.modes import DPSGD
-from lit_dpret.privacy.plan import describe_plan, format_plan
+from lit_dpret.privacy.plan import PrivacyPlan, describe_plan, format_plan
 from lit_dpret.privacy.sampling import steps_per_epoch
+from lit_dpret.report.plan_figure import can_draw, draw_plan
 from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.plan_cost import estimate, format_cost, measure
+
+_PATIENCE = 3.0
+
+
+class _Progress:
+    """What is being computed, on stderr, once it has taken longer than a few seconds."""
+
+    def __init__(self) -> None:
+        self._begun, self._last = time.monotonic(), ""
+
+    def __call__(self, what: str) -> None:
+        """Say ``what`` is computed now, each thing once."""
+        waited = time.monotonic() - self._begun
+        if waited > _PATIENCE and what != self._last:
+            self._last = what
+            sys.stderr.write(f"plan, {waited:.0f} s: {what}\n")
+            sys.stderr.flush()
 
 
 class Plan:
-    """Print and write the plan: noise, epsilon under each law and relation, attack ceilings.
+    """Print, write and draw the plan: noise, epsilon under each law and relation, ceilings, time and memory.
 
     Args:
         units: The public number of units; null counts them in the datamodule.
         epochs: The length of the run in passes, instead of ``trainer.max_steps``.
+        measure: Run a few batches of random token ids through the clipping engine, for time and memory.
+        plot: Draw ``plan.png``; null draws it where matplotlib is installed.
+
+    Raises:
+        ConfigurationError: A number is out of range, or ``plot`` is asked for and matplotlib is missing.
     """
 
-    def __init__(self, *, units: int | None = None, epochs: float | None = None) -> None:
-        if units is not None and units < 1:
-            raise ConfigurationError(f"task.units={units} must be at least 1.")
-        if epochs is not None and not epochs > 0:
-            raise ConfigurationError(f"task.epochs={epochs} must be positive.")
+    def __init__(
+        self,
+        *,
+        units: int | None = None,
+        epochs: float | None = None,
+        measure: bool = False,
+        plot: bool | None = None,
+    ) -> None:
+        if units is not None and (isinstance(units, bool) or not isinstance(units, int) or units < 1):
+            raise ConfigurationError(f"task.units={units} must be a whole number of at least 1.")
+        if epochs is not None and not (isinstance(epochs, (int, float)) and 0 < epochs < math.inf):
+            raise ConfigurationError(f"task.epochs={epochs} must be a positive number.")
+        for name, value in (("measure", measure), ("plot", plot)):
+            if not isinstance(value, bool) and not (name == "plot" and value is None):
+                raise ConfigurationError(f"task.{name}={value} must be true or false.")
         self.units = units
         self.epochs = epochs
+        self.measure = measure
+        self.plot = can_draw() if plot is None else plot
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``plan.json`` and print the table; returns sigma and epsilon."""
+        """Write ``plan.json`` and ``plan.png`` and print the tables; returns sigma and epsilon."""
         mode = parts.make_privacy()
         if not isinstance(mode, DPSGD):
             raise ConfigurationError(f"task=plan needs a private mode; privacy={mode.name} promises nothing to plan.")
+        if self.plot and not can_draw():
+            draw_plan({}, parts.run_dir)
         check_run_dir(parts.run_dir, min_free_mb=1)
+        progress = _Progress()
         data = parts.make_datamodule()
         units = self.units
         if units is None:
@@ -43,12 +85,31 @@ class Plan:
             data.use_unit(mode.unit, mode.neighbours)
             units = data.n_units
         per_epoch = steps_per_epoch(data, mode.public_units(units))
-        if self.epochs is not None:
-            steps = max(1, round(self.epochs * per_epoch))
-        else:
-            steps = planned_steps(parts.make_trainer(logger=False), per_epoch)
+        trainer = parts.make_trainer(logger=False)
+        steps = planned_steps(trainer, per_epoch) if self.epochs is None else max(1, round(self.epochs * per_epoch))
+        progress("the noise that the budget needs")
         plan = mode.plan(data, units=units, steps=steps)
-        facts = describe_plan(plan)
+        progress("time and memory")
+        costs = self._costs(parts, mode, plan, trainer)
+        facts = {**describe_plan(plan, progress), "cost": costs}
         (parts.run_dir / "plan.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
-        sys.stdout.write(format_plan(facts) + "\n")
-        return {"noise_multiplier": plan.noise_multiplier, "epsilon": plan.epsilon()}
+        if self.plot:
+            progress("plan.png")
+            draw_plan(facts, parts.run_dir / "plan.png")
+        sys.stdout.write(f"{format_plan(facts)}\n\n{format_cost(costs)}\n")
+        return {"noise_multiplier": plan.noise_multiplier, "epsilon": facts["epsilon"]}
+
+    def _costs(self, parts: Parts, mode: DPSGD, plan: PrivacyPlan, trainer: Any) -> dict[str, Any]:
+        """What a step takes; where only an estimate was asked for, a model that cannot be had is no error."""
+        device = trainer.strategy.root_device
+        try:
+            module = parts.make_module(privacy=mode)
+            costs = {"estimate": estimate(module, plan, device)}
+        except LitDpretError as error:
+            if self.measure:
+                raise
+            return {"why": str(error)}
+        if self.measure:
+            autocast = str(trainer.precision).startswith("bf16")
+            costs["measurement"] = measure(module, plan, device, autocast=autocast, seed=parts.seed)
+        return costs

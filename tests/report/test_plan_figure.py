@@ -1,0 +1,48 @@
+"""The picture of a plan: four panels, of every kind of plan, and told apart without colour."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_dpret.privacy.budget import PrivacyBudget
+from lit_dpret.privacy.plan import PrivacyPlan, describe_plan
+from lit_dpret.report.plan_figure import _STYLES, draw_plan
+
+pytest.importorskip("matplotlib")
+
+
+def facts(neighbours: Any = "zero_out", **changes: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {"sampling": "poisson", "steps": 20, "max_grad_norm": 0.5, "n_public": 2000,
+                                "expected_batch_size": 40, "noise_multiplier": 8.0}  # fmt: skip
+    budget = PrivacyBudget(eps=3.0, delta=1e-5, neighbours=neighbours)
+    return describe_plan(PrivacyPlan.build(budget, **settings | changes))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        {},
+        {"sampling": "truncated_poisson"},
+        {"sampling": "shuffle"},
+        {"sampling": "full_batch"},
+        {"neighbours": "replace_one"},
+        {"neighbours": "replace_one", "sampling": "fixed_size", "accountant": "rdp", "noise_multiplier": 30.0},
+        {"neighbours": "add_or_remove", "n_public": None, "sample_rate": 0.02},
+    ],
+    ids=lambda made: "-".join(map(str, made.values())) or "default",
+)
+def test_every_kind_of_plan_can_be_drawn(made: dict[str, Any], tmp_path: Path) -> None:
+    picture = draw_plan(facts(**made), tmp_path / "plan.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
+
+
+def test_a_plan_without_a_grid_or_ceilings_says_so(tmp_path: Path) -> None:
+    assert draw_plan({**facts(), "knee": None, "ceilings": None}, tmp_path / "plan.png").exists()
+
+
+def test_lines_differ_in_dashes_and_markers_and_not_only_in_colour() -> None:
+    for place in range(3):
+        assert len({style[place] for style in _STYLES}) == len(_STYLES)

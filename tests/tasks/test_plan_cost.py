@@ -1,0 +1,116 @@
+"""Time and memory of a step: the estimate is held against a real one, which reads no data."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_generator import generator
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.modules import OptimizerSpec, QueryGenerator
+from lit_dpret.privacy.budget import PrivacyBudget
+from lit_dpret.privacy.modes import DPSGD
+from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.tasks.plan_cost import FACTOR, estimate, format_cost, measure
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+
+
+def plan(rows: int = 4, batch: int = 16) -> PrivacyPlan:
+    return PrivacyPlan.build(
+        PrivacyBudget(eps=3.0, delta=1e-5), sampling="poisson", steps=60, max_grad_norm=0.1, n_public=10_000,
+        expected_batch_size=batch, noise_multiplier=5.0, physical_batch_size=rows,
+    )  # fmt: skip
+
+
+def new_t5(layers: int, width: int, *, passage: int, query: int) -> QueryGenerator:
+    shape = {"d_model": width, "d_kv": width // 4, "d_ff": 4 * width, "num_layers": layers, "num_heads": 4}
+    return QueryGenerator(
+        privacy=DPSGD(eps=3.0), optimizer=OptimizerSpec(lr=1e-3), pretrained=None, config={**shape, "vocab_size": 8192},
+        tokenizer=ROOT / "lit_dpret" / "assets" / "public_t5", max_passage_length=passage, max_query_length=query,
+    )  # fmt: skip
+
+
+def test_operations_are_six_for_each_weight_and_token_that_passes_it() -> None:
+    module = new_t5(2, 32, passage=20, query=6)
+    width, wide, words = 32, 128, 8192
+    attention, feed = 4 * width * width, 2 * width * wide
+    encoder = 2 * (attention + feed) * 20
+    decoder = 2 * ((2 * attention - 2 * width * width + feed) * 6 + 2 * width * width * 20)
+    assert estimate(module, plan(), CPU)["flops_per_row"] == 6 * (encoder + decoder + width * words * 6)
+
+
+def test_memory_grows_by_the_same_for_each_row_and_time_with_the_batch() -> None:
+    module = generator()
+    few, many = estimate(module, plan(rows=2), CPU), estimate(module, plan(rows=8), CPU)
+    assert many["bytes"] - few["bytes"] == 6 * few["bytes_per_row"]
+    assert few["bytes"] == few["bytes_without_rows"] + 2 * few["bytes_per_row"]
+    assert few["seconds_of_run"] == pytest.approx(60 * few["seconds_per_step"])
+    assert json.loads(json.dumps(few, allow_nan=False)) == few
+    assert few["parameters"] == sum(p.numel() for p in module.parameters())
+
+
+IN_A_PROCESS = """
+import json, sys, torch
+sys.path[:0] = [{tests!r}, {here!r}]
+from test_plan_cost import CPU, new_t5, plan
+from lit_dpret.tasks.plan_cost import estimate, measure
+torch.set_num_threads(1)
+module = new_t5({layers}, {width}, passage={passage}, query={query})
+found = plan({rows}, 64)
+print(json.dumps([estimate(module, found, CPU), measure(module, found, CPU)]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only")
+@pytest.mark.parametrize(
+    ("layers", "width", "rows", "passage", "query"), [(2, 192, 16, 96, 32), (4, 256, 8, 256, 64), (2, 64, 16, 96, 32)]
+)
+def test_the_estimate_is_within_the_stated_factor_of_a_real_step(
+    layers: int, width: int, rows: int, passage: int, query: int
+) -> None:
+    """In a process of its own, whose memory nothing else uses."""
+    program = IN_A_PROCESS.format(
+        tests=str(ROOT / "tests"), here=str(Path(__file__).parent),
+        layers=layers, width=width, rows=rows, passage=passage, query=query,
+    )  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    told, real = json.loads(done.stdout.splitlines()[-1])
+    for name in ("seconds_per_step", "bytes"):
+        assert 1 / FACTOR < told[name] / real[name] < FACTOR, (name, told[name], real[name])
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only")
+def test_a_measurement_is_of_the_planned_rows_and_lengths() -> None:
+    module = generator()
+    before = [p.detach().clone() for p in module.parameters()]
+    found = measure(module, plan(rows=4, batch=16), CPU)
+    contract = module.codec.contract
+    assert (found["passage_tokens"], found["query_tokens"]) == (contract.max_passage_length, contract.max_query_length)
+    assert found["seconds_per_step"] == pytest.approx(4 * found["seconds_of_batch"] + found["seconds_of_update"])
+    assert found["seconds_of_run"] == pytest.approx(60 * found["seconds_per_step"]) and found["bytes"] > 0
+    assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True)), "it really stepped"
+
+
+def test_a_model_of_another_shape_is_refused() -> None:
+    for judge in (estimate, measure):
+        with pytest.raises(ConfigurationError, match="encoder-decoder"):
+            judge(torch.nn.Linear(2, 2), plan(), CPU)
+
+
+def test_the_text_says_which_is_an_estimate_and_how_far_off_it_may_be() -> None:
+    told: dict[str, Any] = {"estimate": estimate(generator(), plan(), CPU)}
+    text = format_cost(told)
+    assert "estimate" in text and "off by a factor of 3" in text and "task.measure=true" in text
+    both = format_cost({**told, "measurement": {"seconds_per_step": 2.0, "seconds_of_run": 7200.0, "bytes": 2**31}})
+    assert "measurement" in both and "2 h" in both and "2 GiB" in both and "task.measure" not in both
+    assert max(len(line) for line in (text + "\n" + both).splitlines()) <= 80
+    assert format_cost({"why": "no such model"}) == "Time and memory: not estimated. no such model"

@@ -1,0 +1,122 @@
+"""`task=plan` from a configuration to the console, plan.json and plan.png; nothing is trained, nothing is read."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from tiny_generator import generator
+
+from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.privacy.modes import DPSGD, NoPrivacy
+from lit_dpret.report import plan_figure
+from lit_dpret.tasks import Plan
+from lit_dpret.tasks import plan as plan_task
+from lit_dpret.tasks.parts import Parts
+
+
+def parts(tmp_path: Path, **changes: Any) -> Parts:
+    settings: dict[str, Any] = {
+        "run_dir": tmp_path / "run",
+        "make_privacy": partial(DPSGD, eps=3.0, noise_multiplier=2.0),
+        "make_datamodule": partial(
+            PairsDataModule, pairs=tmp_path / "no such file", sampling="poisson", expected_batch_size=20
+        ),
+        "make_module": lambda privacy: generator(privacy=privacy),
+        "make_trainer": partial(L.Trainer, accelerator="cpu", max_steps=30, max_epochs=-1),
+    }
+    return Parts(**settings | changes)
+
+
+def test_a_plan_is_printed_written_and_drawn_without_reading_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Plan(units=1000, plot=True).run(parts(tmp_path))
+    facts = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
+    assert found == {"noise_multiplier": 2.0, "epsilon": facts["epsilon"]}
+    assert facts["steps"] == 30 and facts["cost"]["estimate"]["rows"] == facts["plan"]["physical_batch_size"]
+    assert (tmp_path / "run" / "plan.png").read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert f"epsilon {facts['epsilon']:.4g} at delta 0.0005" in shown
+    for heading in ("by sampling and neighbours", "the knee", "one-run audit", "No attack", "Time and memory"):
+        assert heading in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_epochs_stand_for_the_trainers_steps(tmp_path: Path) -> None:
+    Plan(units=1000, epochs=0.5, plot=False).run(parts(tmp_path))
+    facts = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
+    assert facts["steps"] == 25 and facts["epochs"] == pytest.approx(0.5)
+    assert not (tmp_path / "run" / "plan.png").exists()
+
+
+def test_a_model_that_cannot_be_had_leaves_the_privacy_plan_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(privacy: Any) -> Any:
+        raise UnsupportedModelError("model.pretrained=nowhere cannot be loaded.")
+
+    Plan(units=1000, plot=False).run(parts(tmp_path, make_module=refuse))
+    assert "not estimated. model.pretrained=nowhere" in capsys.readouterr().out
+    with pytest.raises(UnsupportedModelError, match="nowhere"):
+        Plan(units=1000, plot=False, measure=True).run(parts(tmp_path, make_module=refuse))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only")
+def test_a_measurement_stands_beside_the_estimate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Plan(units=1000, plot=False, measure=True).run(parts(tmp_path))
+    facts = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
+    assert set(facts["cost"]) == {"estimate", "measurement"}
+    assert "\n  measurement " in capsys.readouterr().out
+
+
+def test_without_matplotlib_a_picture_is_refused_where_asked_for_and_left_out_where_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (plan_task, plan_figure):
+        monkeypatch.setattr(module, "can_draw", lambda: False)
+    with pytest.raises(ConfigurationError, match=r"task\.plot=true.*lit-dpret\[plot\]"):
+        Plan(units=1000, plot=True).run(parts(tmp_path))
+    Plan(units=1000).run(parts(tmp_path))
+    assert not (tmp_path / "run" / "plan.png").exists()
+
+
+def test_what_takes_long_is_told_on_stderr_and_what_does_not_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan_task, "_PATIENCE", math.inf)
+    Plan(units=1000, plot=False).run(parts(tmp_path))
+    assert "plan, " not in capsys.readouterr().err
+    monkeypatch.setattr(plan_task, "_PATIENCE", -1.0)
+    Plan(units=1000, plot=False).run(parts(tmp_path))
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("plan, ")]
+    assert len(told) == len(set(told)) and any("noise over batch" in line for line in told)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"units": 0}, "task.units=0"),
+        ({"units": 1.5}, "task.units=1.5"),
+        ({"epochs": 0}, "task.epochs=0"),
+        ({"epochs": "many"}, "task.epochs=many"),
+        ({"epochs": math.nan}, "task.epochs=nan"),
+        ({"epochs": math.inf}, "task.epochs=inf"),
+        ({"measure": "yes"}, "task.measure=yes"),
+        ({"plot": 3}, "task.plot=3"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        Plan(**settings)
+
+
+def test_a_mode_that_promises_nothing_has_no_plan(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="promises nothing to plan"):
+        Plan(units=1000).run(parts(tmp_path, make_privacy=NoPrivacy))
