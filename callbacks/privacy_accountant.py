@@ -43,7 +43,8 @@ class PrivacyAccountant(Callback):
           noise only where the state before it and its clipped sum are bit for bit the same.
         - A resume with another sigma, clip norm, sampling law or data set is refused.
         - With ``privacy.dataset_ledger``, no step is made that would bring the total of all runs on
-          the data set past ``privacy.total_eps``.
+          the data set past ``privacy.total_eps``; each fit reserves its own steps, also a second one
+          with the same object.
 
     Args:
         run_dir: Where the ledger lies; null for the Trainer's ``default_root_dir``.
@@ -106,6 +107,7 @@ class PrivacyAccountant(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        self._forget_earlier_fit()
         module: Any = pl_module
         data: Any = getattr(trainer, "datamodule", None)
         refuse_broken_claims(trainer, module, data)
@@ -146,10 +148,18 @@ class PrivacyAccountant(Callback):
         note_start(self._run.ledger, start)
         self.sampler = planned.sampler(data, self._run.stream)
         self.sampler.before_first_draw = lambda: self._begin(trainer, pl_module)
-        self._gate = ReleaseGate(self._run, self.plan, mode, self.sampler)
+        # Until the account reserves, nothing is: a step that came too early would be refused.
+        reserved_until = None if self._dataset is None else 0
+        self._gate = ReleaseGate(self._run, self.plan, mode, self.sampler, reserved_until=reserved_until)
         data.attach(self.sampler, UnitCollator(module.collate_rows, data.rows_per_unit))
         mode.attach(pl_module, self.plan, self._run.stream)
         module.receive_guard(self._gate)
+
+    def _forget_earlier_fit(self) -> None:
+        """Let nothing of an earlier fit with this object stand for this one: not its reservation, nor its place."""
+        self._begun, self._account, self._restored = False, None, None
+        for name in ("_run", "_gate"):
+            vars(self).pop(name, None)
 
     def _dataset_ledger(self, mode: PrivacyMode) -> DatasetLedger | None:
         """The ledger of the data set, if there is one; a new run that it does not cover leaves nothing behind."""

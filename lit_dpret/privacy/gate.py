@@ -43,6 +43,7 @@ class ReleaseGate:
         plan: What was promised; None where nothing was (``privacy=none`` and ``synthetic``).
         mode: The privacy mode that makes the updates.
         sampler: Draws the logical batches.
+        reserved_until: See below; 0 until a reservation was made.
 
     Attributes:
         departures: Steps so far that cost more than planned: less noise, or another law.
@@ -51,12 +52,18 @@ class ReleaseGate:
     """
 
     def __init__(
-        self, run: PrivateRun, plan: PrivacyPlan | None, mode: PrivacyMode, sampler: PrivateBatchSampler
+        self,
+        run: PrivateRun,
+        plan: PrivacyPlan | None,
+        mode: PrivacyMode,
+        sampler: PrivateBatchSampler,
+        *,
+        reserved_until: int | None = None,
     ) -> None:
         self.run, self.plan, self.sampler = run, plan, sampler
         self.steps_done = 0
         self.departures = 0
-        self.reserved_until: int | None = None
+        self.reserved_until = reserved_until
         self._guarantee = mode.guarantee
         self._state: Callable[[], str] | None = None
         self._nonce = random_secrets.token_hex(16)
@@ -208,7 +215,7 @@ class ReleaseGate:
     def _require_reservation(self, step: int) -> None:
         if self.reserved_until is not None and step >= self.reserved_until:
             raise BudgetExceededError(
-                f"Step {step} was not reserved in privacy.dataset_ledger: the run planned {self.reserved_until} steps. "
+                f"Step {step} was not reserved in privacy.dataset_ledger: the run reserved {self.reserved_until}. "
                 "It ends here; a longer one must be planned as such (trainer.max_steps)."
             )
 

@@ -16,11 +16,12 @@ import torch
 from stand_ins import CALIBRATED, Numbers, Regression, dp, fit
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
-from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, ResumeError
 from lit_dpret.privacy.accounting import epsilon
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.card_text import card_markdown
+from lit_dpret.privacy.dataset_account import DatasetAccount
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases, noise_keys
 from lit_dpret.privacy.noise import KeyedStream
@@ -102,6 +103,39 @@ def test_a_run_that_ends_early_gives_back_what_it_did_not_release(tmp_path: Path
     assert total(tmp_path).running == 0
     assert total(tmp_path).epsilon == pytest.approx(cost(tmp_path / "a"), rel=1e-12)
     assert len(noise_keys(records(tmp_path / "a"))) == 2
+
+
+class StopBeforeTheFirstStep(L.Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
+        raise RuntimeError("stop")
+
+
+def test_a_second_fit_with_the_same_accountant_reserves_its_steps_again(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        accountant = PrivacyAccountant(run_dir=tmp_path / name, resume=True, eps_log_points=1)
+        with pytest.raises(RuntimeError, match="stop"):
+            train(tmp_path / name, module(tmp_path), accountant=accountant, extra=[StopBeforeTheFirstStep()])
+        train(tmp_path / name, module(tmp_path), accountant=accountant)
+    assert total(tmp_path).epsilon == pytest.approx(cost(tmp_path / "a", tmp_path / "b"), rel=1e-12)
+    refused = PrivacyAccountant(run_dir=tmp_path / "c", resume=True, eps_log_points=1)
+    for _ in range(2):
+        with pytest.raises(BudgetExceededError, match=r"privacy\.total_eps=4\.2"):
+            train(tmp_path / "c", module(tmp_path), accountant=refused)
+    assert noise_keys(records(tmp_path / "c")) == []
+
+
+def test_a_second_fit_that_is_refused_says_why(tmp_path: Path) -> None:
+    accountant = PrivacyAccountant(run_dir=tmp_path / "a", eps_log_points=1)
+    train(tmp_path / "a", module(tmp_path), accountant=accountant)
+    with pytest.raises(ResumeError, match="already holds a ledger"):
+        train(tmp_path / "a", module(tmp_path), accountant=accountant)
+
+
+def test_a_step_before_any_reservation_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DatasetAccount, "reserve", lambda account: None)
+    with pytest.raises(BudgetExceededError, match=r"not reserved in privacy\.dataset_ledger"):
+        train(tmp_path / "a", module(tmp_path))
+    assert noise_keys(records(tmp_path / "a")) == []
 
 
 KILLED = """
