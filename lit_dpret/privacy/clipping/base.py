@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.privacy.clipping.groups import ClipGroups, group_parameters
+from lit_dpret.privacy.clipping.rules import refuse_renormalising
 
 ClipName = Literal["abadi", "automatic"]
 #: A smaller clip factor would lose its digits in fp32, and with them the bound; such a unit is dropped.
@@ -204,6 +205,7 @@ def broken_units(losses: Tensor, batch: UnitRows) -> Tensor:
 def refuse_batch_mixing(module: nn.Module) -> None:
     """Refuse layers that let one unit change another one's gradient, or that keep its statistics."""
     for name, layer in module.named_modules():
+        refuse_renormalising(name, layer)
         normalises = isinstance(layer, (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm))
         if not normalises:
             continue

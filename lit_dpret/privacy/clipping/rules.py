@@ -120,8 +120,6 @@ def kind_of(module: nn.Module) -> Kind | str:
     elif qualified_name(module) in TRANSPOSED_LINEAR:
         kind = "transposed_linear"
     elif isinstance(module, nn.Embedding) and (forward is nn.Embedding.forward or qualified_name(module) in LOOKUPS):
-        if module.max_norm is not None:
-            return "max_norm rewrites its weight during the forward pass"
         if module.scale_grad_by_freq:
             return "scale_grad_by_freq divides by the frequencies of the whole batch"
         kind = "embedding"
@@ -143,6 +141,17 @@ def kind_of(module: nn.Module) -> Kind | str:
     if strange:
         return f"it holds {', '.join(strange)} in place of a plain weight"
     return kind
+
+
+def refuse_renormalising(name: str, module: nn.Module) -> None:
+    """Refuse an embedding that rewrites the rows it looks up, frozen or not: they tell which ids occurred."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+        raise UnsupportedModelError(
+            f"{name or 'the module'} ({type(module).__name__}) has max_norm={module.max_norm:g}, which rewrites the "
+            "rows of its weight that are looked up, frozen or not, and no noise covers that. Renormalise the weight "
+            "once before training and set max_norm to None.",
+            trap="T11",
+        )
 
 
 def make_plan(module: nn.Module, trainable: dict[str, nn.Parameter], fallback: bool = False) -> Plan:

@@ -22,6 +22,7 @@ from lit_dpret.privacy.clipping import ClipGroups, make_engine
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.groups import check_max_units
 from lit_dpret.privacy.modes.base import Guarantee, PrivacyMode, StepCounts, Update, trainable
+from lit_dpret.privacy.modes.state_watch import StateWatch
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import SamplingRequest
@@ -41,6 +42,7 @@ class DPSGD(PrivacyMode):
         - The noised sum is divided by a public constant, never by the realised batch size.
         - The noise reported for a step is the noise that was measured in it: less than planned is
           reported as less.
+        - A forward pass of private rows that writes a parameter or a buffer is refused (`StateWatch`).
 
     Args:
         eps: Budget of the whole run.
@@ -215,6 +217,7 @@ class DPSGD(PrivacyMode):
         self._plan = plan
         self._stream = stream
         self._module = module
+        self._watch = StateWatch(module)
         self._clipper = make_engine(
             plan.engine, module, max_grad_norm=plan.max_grad_norm, clip=plan.clip, clip_groups=plan.clip_groups
         )
@@ -229,15 +232,9 @@ class DPSGD(PrivacyMode):
         return self._plan.noise_std / self._plan.denominator
 
     def add(self, row_loss: Callable[[], Tensor], unit_ids: Tensor, mask: Tensor) -> None:
-        buffers = {name: (id(buffer), buffer._version) for name, buffer in self._module.named_buffers()}
+        self._watch.before()
         stats = self._clipper.add(row_loss, unit_ids, mask)
-        for name, buffer in self._module.named_buffers():
-            if buffers.get(name) != (id(buffer), buffer._version):
-                raise UnsupportedModelError(
-                    f"Buffer {name} of {type(self._module).__name__} was written during the forward pass of private "
-                    "rows, and no noise covers it. Remove it, or compute it from public data before training.",
-                    trap="T11",
-                )
+        self._watch.after()
         self.counts.units += int(mask.sum())
         self.counts.clipped += stats.clipped
         self.counts.non_finite += stats.non_finite

@@ -85,7 +85,6 @@ UNCOVERED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "original0",
         "ParametrizationList",
     ),
-    "embedding_with_max_norm": (lambda: nn.Embedding(3, 2, max_norm=1.0), "weight", "max_norm"),
     "embedding_by_frequency": (lambda: nn.Embedding(3, 2, scale_grad_by_freq=True), "weight", "scale_grad_by_freq"),
 }
 
@@ -112,6 +111,17 @@ def test_the_loop_covers_what_ghost_refuses(kind: str, lib: SimpleNamespace) -> 
     model = Bare().double() if kind == "bare" else nn.ConvTranspose1d(3, 2, 2).double()
     x = torch.randn(5, 3, dtype=torch.float64) if kind == "bare" else torch.randn(5, 3, 6, dtype=torch.float64)
     lib.check_exact(lib.Case(model, lambda b: model(b["x"]).flatten(1).sum(1).sin(), {"x": x}), engine="loop")
+
+
+@pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
+@pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("layer", [nn.Embedding(3, 2, max_norm=1.0), nn.EmbeddingBag(3, 2, max_norm=1.0)])
+def test_an_embedding_that_rewrites_the_rows_it_looks_up_is_refused_even_when_frozen(
+    layer: nn.Module, trainable: bool, engine: str
+) -> None:
+    model = nn.Sequential(layer.requires_grad_(trainable), nn.Linear(2, 1))
+    with pytest.raises(UnsupportedModelError, match=r"0 \(Embedding.*\) has max_norm=1, .* set max_norm to None"):
+        make_engine(engine, model, max_grad_norm=1.0)
 
 
 @pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
