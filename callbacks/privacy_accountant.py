@@ -157,6 +157,8 @@ class PrivacyAccountant(Callback):
 
     def _forget_earlier_fit(self) -> None:
         """Let nothing of an earlier fit with this object stand for this one: not its reservation, nor its place."""
+        if self._account is not None:
+            self._account.close()
         self._begun, self._account, self._restored = False, None, None
         for name in ("_run", "_gate"):
             vars(self).pop(name, None)
@@ -254,15 +256,22 @@ class PrivacyAccountant(Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if not hasattr(self, "_gate"):
             return
-        if not isinstance(exception, OSError):
-            self._settle()
-            self.ledger.append("end", reason=type(exception).__name__, steps=self._gate.steps_done)
-        self.ledger.close()
+        try:
+            if not isinstance(exception, OSError):
+                self._settle()
+                self.ledger.append("end", reason=type(exception).__name__, steps=self._gate.steps_done)
+        finally:
+            self._close()
 
     def _settle(self) -> None:
         if self._account is not None:
             self._account.settle()
 
+    def _close(self) -> None:
+        if self._account is not None:
+            self._account.close()
+        self.ledger.close()
+
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit" and hasattr(self, "_run"):
-            self.ledger.close()
+            self._close()

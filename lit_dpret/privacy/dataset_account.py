@@ -6,6 +6,7 @@ from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.dataset_total import TOTAL_EVENT, Total
 from lit_dpret.privacy.gate import ReleaseGate
 from lit_dpret.privacy.ledger import charged_releases
+from lit_dpret.privacy.run_lock import RunLock
 
 
 class DatasetAccount:
@@ -15,6 +16,8 @@ class DatasetAccount:
         - The gate grants no step that is not reserved.
         - A run whose steps cost more than it reserved (less noise, another law) reserves anew before
           its next step, and is refused where the limit does not cover it.
+        - From the first reservation until it is settled or closed, no other object reserves for the same
+          run: a copy of the run folder cannot go on beside its original.
 
     Args:
         ledger: Of the data set.
@@ -25,6 +28,7 @@ class DatasetAccount:
 
     def __init__(self, ledger: DatasetLedger, gate: ReleaseGate, *, steps: int, name: str) -> None:
         self._ledger, self._gate, self._steps, self._name = ledger, gate, steps, name
+        self._lock = RunLock(ledger.path, gate.run.run_id)
         self._held = False
         self._departures = 0
 
@@ -33,15 +37,22 @@ class DatasetAccount:
 
         Raises:
             BudgetExceededError: The data set's limit does not cover it; no step may be made.
+            LedgerError: The run is going on elsewhere, or its own ledger is an older one.
         """
         run, gate = self._gate.run, self._gate
-        total = self._ledger.reserve(
-            run.run_id,
-            spent=charged_releases(run.ledger.records),
-            planned=gate.forthcoming(self._steps),
-            heads=self._heads(),
-            name=self._name,
-        )
+        self._lock.take()
+        try:
+            total = self._ledger.reserve(
+                run.run_id,
+                spent=charged_releases(run.ledger.records),
+                planned=gate.forthcoming(self._steps),
+                heads=self._heads(),
+                name=self._name,
+            )
+        except BaseException:
+            if not self._held:
+                self._lock.release()
+            raise
         self._held = True
         self._departures = gate.departures
         gate.reserved_until = self._steps
@@ -64,7 +75,12 @@ class DatasetAccount:
         spent = charged_releases(run.ledger.records)
         total = self._ledger.settle(run.run_id, spent=spent, heads=self._heads(), name=self._name)
         self._held = False
+        self._lock.release()
         run.ledger.append("event", name=TOTAL_EVENT, **total.to_dict())
+
+    def close(self) -> None:
+        """Let another process go on with the run; what was reserved and not settled stays charged."""
+        self._lock.release()
 
     def _heads(self) -> list[str]:
         return [str(record["hash"]) for record in self._gate.run.ledger.records]

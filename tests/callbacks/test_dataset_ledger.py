@@ -165,11 +165,13 @@ def test_a_killed_run_stays_charged_with_all_it_reserved_until_it_resumes(tmp_pa
     whole = [GaussianRelease.from_dict(release) for release in entries(tmp_path)[-1]["releases"]]
     assert [release.count for release in whole] == [6] and len(noise_keys(records(tmp_path / "a"))) == 3
     assert total(tmp_path).running == 1
+    assert len(list(tmp_path.glob("data.jsonl.*.lock"))) == 1, "of the killed run; nobody holds it"
     assert total(tmp_path).epsilon == epsilon(whole, delta=DELTA, neighbours="zero_out") > cost(tmp_path / "a")
     train(tmp_path / "a", module(tmp_path), resume=True)
     assert (total(tmp_path).running, total(tmp_path).runs) == (0, 1)
     assert total(tmp_path).epsilon == pytest.approx(cost(tmp_path / "a"), rel=1e-12)
     assert len(noise_keys(records(tmp_path / "a"))) == 6, "repeated bit by bit, nothing is paid twice"
+    assert list(tmp_path.glob("*.lock")) == []
 
 
 def test_steps_repeated_with_fresh_noise_are_reserved_too(tmp_path: Path) -> None:
@@ -215,6 +217,34 @@ def test_a_copied_run_folder_does_not_run_beside_its_original(tmp_path: Path) ->
     with pytest.raises(LedgerError, match="copied or restored"):
         train(tmp_path / "copy", module(tmp_path), resume=True)
     assert total(tmp_path).epsilon == pytest.approx(cost(tmp_path / "a"), rel=1e-12)
+
+
+class GoOnInACopy(L.Callback):
+    """Copies the run folder in the middle of the run, and resumes the copy while the original waits."""
+
+    def __init__(self, tmp_path: Path, **settings: Any) -> None:
+        self.tmp_path, self.settings = tmp_path, settings
+        self.refusal: LedgerError | None = None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if not batch.last or batch.step + 1 != 2:
+            return
+        shutil.copytree(self.tmp_path / "a", self.tmp_path / "copy")
+        accountant = PrivacyAccountant(run_dir=self.tmp_path / "copy", resume=True, replay="never", eps_log_points=1)
+        try:
+            train(self.tmp_path / "copy", module(self.tmp_path, **self.settings), accountant=accountant, resume=True)
+        except LedgerError as error:
+            self.refusal = error
+
+
+def test_a_copied_run_folder_does_not_run_while_its_original_does(tmp_path: Path) -> None:
+    copying = GoOnInACopy(tmp_path, eps=8.0)
+    accountant = PrivacyAccountant(run_dir=tmp_path / "a", replay="never", eps_log_points=1)
+    train(tmp_path / "a", module(tmp_path, eps=8.0), accountant=accountant, extra=[copying], save_every=1)
+    assert "going on already, in this folder or in a copy of it" in str(copying.refusal)
+    assert len(noise_keys(records(tmp_path / "copy"))) == 2, "the two steps that were copied, and no other"
+    assert total(tmp_path).epsilon == pytest.approx(cost(tmp_path / "a"), rel=1e-12)
+    assert list(tmp_path.glob("*.lock")) == []
 
 
 @pytest.mark.parametrize(
