@@ -68,15 +68,19 @@ class StateWatch:
         """
         seen, self._seen = self._seen, {}
         now = dict(self._tensors())
-        for name in [*seen, *(name for name in now if name not in seen)]:
+        for name in sorted(seen.keys() | now.keys()):
             old, tensor = seen.get(name), now.get(name)
-            if old is None or tensor is None or tensor is not old.tensor or self._differs(old):
-                what = "Parameter" if isinstance(tensor if old is None else old.tensor, nn.Parameter) else "Buffer"
-                raise UnsupportedModelError(
-                    f"{what} {name} of {type(self._module).__name__} was written during the forward pass of private "
-                    "rows, and no noise covers it. Remove it, or compute it from public data before training.",
-                    trap="T11",
-                )
+            if old is not None and tensor is old.tensor and not self._differs(old):
+                continue
+            how = "added" if old is None else "removed" if tensor is None else "replaced"
+            how = how if old is None or tensor is not old.tensor else "written"
+            parameter = isinstance(tensor if old is None else old.tensor, nn.Parameter)
+            raise UnsupportedModelError(
+                f"{'Parameter' if parameter else 'Buffer'} {name} was {how} during the forward pass of private rows of "
+                f"{type(self._module).__name__}, and no noise covers it. Remove it, or compute it from public data "
+                "before training.",
+                trap="T14" if parameter and how == "replaced" else "T11",
+            )
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._module.named_parameters(remove_duplicate=False)
