@@ -41,7 +41,8 @@ class PrivacyAccountant(Callback):
           included; ``min_epochs`` and ``min_steps`` cannot overrule it.
         - After a crash, epsilon is never less than was spent. A step is repeated under its old
           noise only where the state before it and its clipped sum are bit for bit the same.
-        - A resume with another sigma, clip norm, sampling law or data set is refused.
+        - A resume with another sigma, clip norm, sampling law or data set is refused, and so is one that
+          leaves the ledger of its data set.
         - With ``privacy.dataset_ledger``, no step is made that would bring the total of all runs on
           the data set past ``privacy.total_eps``; each fit reserves its own steps, also a second one
           with the same object.
@@ -141,6 +142,7 @@ class PrivacyAccountant(Callback):
                 "secure_rng": mode.secure_rng,
                 "noise_seed": mode.noise_seed,
                 "log_private_loss": bool(module.log_private_loss),
+                "dataset_ledger": None if self._dataset is None else self._dataset.begin(),
             },
             data_fingerprint=data.data_fingerprint,
             run_id="seeded" if seeded else None,

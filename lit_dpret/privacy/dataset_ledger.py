@@ -14,6 +14,7 @@ processes of one machine, and on a network file system as far as that supports i
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,7 @@ class _DatasetBook:
     """The runs of a data-set ledger; refuses an unknown schema and records out of order."""
 
     terms: dict[str, Any] | None = None
+    identity: str | None = None
     entries: dict[str, _Entry] = field(default_factory=dict)
 
     def check(self, record: Mapping[str, Any]) -> None:
@@ -63,6 +65,7 @@ class _DatasetBook:
     def add(self, record: Mapping[str, Any]) -> None:
         if record.get("kind") == "dataset":
             self.terms = _terms(record)
+            self.identity = str(record.get("id") or record["hash"])  # files of before there was an id go by the hash
         elif record.get("kind") in ("reserve", "settle"):
             self.entries[str(record["run_id"])] = _entry(record)
 
@@ -98,6 +101,7 @@ class DatasetLedger:
         - Delta, unit, neighbours and limit are those that the file was begun with. Another unit or
           relation, whose epsilons do not add up, and another limit, which would break an earlier
           promise, are refused; another delta is not: the total is stated at the file's.
+        - A file that takes the place of the one that the run was begun under is refused.
         - A run whose own ledger lacks what it had when it last reserved or settled (a copied or
           restored run folder) is refused: its charges could shrink.
 
@@ -118,6 +122,21 @@ class DatasetLedger:
     ) -> None:
         self.path = Path(path).expanduser()
         self._total_eps, self._budget, self._accountant = total_eps, budget, accountant
+        self._identity: str | None = None
+
+    def begin(self) -> str:
+        """The identity of the file, random and fixed in its first record; begins the file where there is none.
+
+        Raises:
+            ConfigurationError: The file was begun for another unit, relation or limit.
+            LedgerError: The file is damaged, of an unknown schema, or not the one that this object knew.
+        """
+        with _DatasetFile.open(self.path) as file:
+            terms = self._agreed(file.book)
+            if file.book.terms is None:
+                file.append("dataset", schema=SCHEMA, id=secrets.token_hex(16), **terms)
+            self._identity = str(file.book.identity)
+            return self._identity
 
     def require(self, releases: Sequence[Release]) -> Total:
         """The total with ``releases`` added, were they reserved now; takes no lock and writes nothing.
@@ -170,7 +189,7 @@ class DatasetLedger:
                     file.append("settle", **_facts(run_id, spent, heads, name))
                 raise
             if book.terms is None:
-                file.append("dataset", schema=SCHEMA, **terms)
+                file.append("dataset", schema=SCHEMA, id=secrets.token_hex(16), **terms)
             file.append("reserve", **_facts(run_id, planned, heads, name))
             return total
 
@@ -189,6 +208,11 @@ class DatasetLedger:
     def _agreed(self, book: _DatasetBook) -> dict[str, Any]:
         """The terms of the file, or those that it is begun with now."""
         budget = self._budget
+        if self._identity not in (None, book.identity):
+            raise LedgerError(
+                f"privacy.dataset_ledger={self.path} is another file than at the start of this run. Put that back: "
+                "what all runs have spent is in it."
+            )
         if book.terms is None:
             if self._total_eps is None:
                 raise ConfigurationError(

@@ -8,7 +8,7 @@ the next one, and the steps that are executed again are charged again.
 from __future__ import annotations
 
 import secrets as random_secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,8 @@ class PrivateRun:
     Guarantees:
         - An existing ledger is gone on with only on request, and only for the same mechanism, law,
           length and data set.
+        - A run that was counted in a data set's ledger goes on in no other and not without one; one that
+          was in none yet may join one, which then counts all of it.
         - With another secret than before, nothing is repeated: a new attempt begins.
 
     Attributes:
@@ -119,8 +121,11 @@ class PrivateRun:
             now["secret_tag"] = stream.tag("secret")
             now["data_fingerprint"] = data_fingerprint(bytes.fromhex(stream.tag("data-fingerprint")))
             if earlier:
+                _refuse_leaving([record.get("dataset_ledger") for record in earlier], now.get("dataset_ledger"))
                 run._compare_with(earlier[-1], now)
-            ledger.append("plan", schema=SCHEMA, run_id=run_id, attempt=run.attempt, **now)
+            # With a nonce, no two ledgers have equal heads, even if they were begun in one moment.
+            nonce = random_secrets.token_hex(16)
+            ledger.append("plan", schema=SCHEMA, run_id=run_id, attempt=run.attempt, nonce=nonce, **now)
         except BaseException:
             ledger.close()
             raise
@@ -196,6 +201,16 @@ class PrivateRun:
 
 def _by_key(ledger: PrivacyLedger, kind: str) -> dict[Key, dict[str, Any]]:
     return {(record["attempt"], record["step"]): record for record in ledger.records if record["kind"] == kind}
+
+
+def _refuse_leaving(before: Sequence[str | None], now: str | None) -> None:
+    """Refuse a resume that would spend past the ledger of the data set; ledgers of before it was noted pass."""
+    known = {identity for identity in before if identity is not None}
+    if known - {now}:
+        raise ResumeError(
+            "resume=true without the privacy.dataset_ledger that counts this run, or with another one: what it spends "
+            "from here on would be missing there. Name that file, or start a new run in another hydra.run.dir."
+        )
 
 
 def _difference(key: str, before: Any, now: Any) -> str:

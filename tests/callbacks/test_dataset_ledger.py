@@ -247,6 +247,30 @@ def test_a_copied_run_folder_does_not_run_while_its_original_does(tmp_path: Path
     assert list(tmp_path.glob("*.lock")) == []
 
 
+@pytest.mark.parametrize("other", [None, "other.jsonl"], ids=["without", "another"])
+def test_a_run_does_not_leave_its_data_sets_ledger_on_resume(tmp_path: Path, other: str | None) -> None:
+    with pytest.raises(RuntimeError, match="stop"):
+        train(tmp_path / "a", module(tmp_path), extra=[StopAfter(2)])
+    settings: dict[str, Any] = {"dataset_ledger": other and tmp_path / other, "total_eps": other and LIMIT}
+    for _ in range(2):
+        with pytest.raises(ResumeError, match=r"without the privacy\.dataset_ledger that counts this run"):
+            train(tmp_path / "a", module(tmp_path, **settings), resume=True)
+    assert len(noise_keys(records(tmp_path / "a"))) == 2
+    train(tmp_path / "a", module(tmp_path), resume=True)
+    assert total(tmp_path).epsilon == pytest.approx(cost(tmp_path / "a"), rel=1e-12)
+
+
+def test_a_run_may_join_a_ledger_on_resume_and_is_counted_whole(tmp_path: Path) -> None:
+    alone: dict[str, Any] = {"dataset_ledger": None, "total_eps": None}
+    with pytest.raises(RuntimeError, match="stop"):
+        train(tmp_path / "a", module(tmp_path, **alone), extra=[StopAfter(2)])
+    with pytest.raises(RuntimeError, match="stop"):
+        train(tmp_path / "a", module(tmp_path), extra=[StopAfter(4)], resume=True)
+    assert total(tmp_path).epsilon == pytest.approx(cost(tmp_path / "a"), rel=1e-12)
+    with pytest.raises(ResumeError, match=r"privacy\.dataset_ledger"):
+        train(tmp_path / "a", module(tmp_path, **alone), resume=True)
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [

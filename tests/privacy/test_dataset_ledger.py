@@ -187,8 +187,39 @@ def test_the_file_says_nothing_about_the_data_and_names_its_schema(tmp_path: Pat
     reserve(ledger(tmp_path), "a", trained(count=1))
     first, second = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
     chain = {"seq", "time", "kind", "prev", "hash"}
-    assert set(first) - chain == {"schema", "total_eps", "delta", "unit", "neighbours"} and first["schema"] == SCHEMA
+    facts = {"schema", "id", "total_eps", "delta", "unit", "neighbours"}
+    assert set(first) - chain == facts and first["schema"] == SCHEMA
     assert set(second) - chain == {"run_id", "run", "run_head", "releases"}
+
+
+def test_each_file_has_an_identity_of_its_own_from_its_first_record_on(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    reserve(ledger(tmp_path / "a"), "r", trained(count=1))
+    identities = [ledger(tmp_path / name).begin() for name in ("a", "b", "a", "b")]
+    assert identities[:2] == identities[2:] and identities[0] != identities[1]
+    first = json.loads((tmp_path / "a" / "data.jsonl").read_text().splitlines()[0])
+    assert first["id"] == identities[0] and len(bytes.fromhex(first["id"])) == 16
+
+
+def test_a_file_of_before_there_were_identities_goes_by_the_hash_of_its_first_record(tmp_path: Path) -> None:
+    record = {"seq": 0, "time": "", "kind": "dataset", "prev": "0" * 64, "schema": SCHEMA}
+    record |= {"total_eps": 1.0, "delta": DELTA, "unit": "query", "neighbours": "zero_out"}
+    record["hash"] = record_hash(record)
+    (tmp_path / "data.jsonl").write_text(canonical_json(record) + "\n", encoding="ascii")
+    book = ledger(tmp_path)
+    assert book.begin() == record["hash"] == ledger(tmp_path).begin()
+    assert reserve(book, "a", trained(count=1)).runs == 1
+
+
+def test_a_file_that_took_the_place_of_the_runs_own_is_refused(tmp_path: Path) -> None:
+    book = ledger(tmp_path)
+    book.begin()
+    (tmp_path / "data.jsonl").unlink()
+    for make in (lambda: None, lambda: ledger(tmp_path).begin()):
+        make()
+        with pytest.raises(LedgerError, match="another file than at the start"):
+            reserve(book, "a", trained(count=1))
 
 
 def test_an_unknown_schema_is_refused_by_name(tmp_path: Path) -> None:
