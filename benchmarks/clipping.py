@@ -10,6 +10,9 @@ privacy) the clipped sum. No optimizer, no noise. fp32 on a CPU, bf16 autocast o
   own). Each round gives one ratio to the plain step of the same round, and one of the ghost engine
   to each opacus variant; medians over the rounds are reported, and for opacus the upper 95 percent
   bound of the median as well (an order statistic: no distribution is assumed).
+* Of the matmul rate: the operations of the plain step's matrix products, as torch counts them, over
+  the seconds and over the rate of one large product measured in the same run. For the others it is
+  what they make of the same work.
 * Memory: on a CPU one fresh process per variant. The peak of the resident set (VmHWM, reset before
   the step) less the resident set after the model was built; freed blocks go back to the system at
   once (MALLOC_MMAP_THRESHOLD_), so the number is what the step needs, gradients or their sums
@@ -42,11 +45,11 @@ from clipping_steps import LABELS, VARIANTS, Row, build_model, build_step
 
 ROWS = {
     "cpu": [
-        Row("t5-small", 8, 128, 24),
-        Row("t5-small", 4, 384, 64),
         Row("t5-small", 4, 384, 128),
-        Row("t5-base", 2, 384, 128),
+        Row("t5-small", 8, 128, 24),
         Row("minilm", 16, 128, 0),
+        Row("t5-base", 2, 384, 128),
+        Row("t5-small", 4, 384, 64),
     ],
     "cuda": [
         Row("t5-small", 32, 384, 128),
@@ -98,6 +101,15 @@ def matmul_rate(device: str) -> float:
     return 2 * size**3 / min(spent)
 
 
+def count_flops(step: Callable[[], None]) -> int:
+    """Floating-point operations of the matrix products of a step, as torch counts them."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return counter.get_total_flops()
+
+
 def measure_time(row: Row, rounds: int, device: str) -> dict[str, Any]:
     """Seconds and ratios of every variant over the plain step, interleaved."""
     model = build_model(row.model, device)
@@ -127,7 +139,7 @@ def measure_time(row: Row, rounds: int, device: str) -> dict[str, Any]:
         order = names[i % len(names) :] + names[: i % len(names)]
         done.append({variant: run(variant) for variant in order})
         model.zero_grad(set_to_none=True)
-    flops = 6 * sum(p.numel() for p in model.parameters()) * row.tokens
+    flops = count_flops(steps["plain"])
     rate = matmul_rate(device)
     result: dict[str, Any] = {"refused": refused, "matmul_flops": rate, "variants": {}, "ghost_over": {}}
     for variant in names:
@@ -242,6 +254,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--limit-gb", type=float, default=3.0, help="for the largest batch; 0 leaves it out")
+    parser.add_argument("--only", default="", help="the rows whose label has this in it")
     parser.add_argument("--quick", action="store_true", help="toy models: shows that the script runs")
     parser.add_argument("--out", type=Path, default=None, help="default: benchmarks/results/clipping_DEVICE.json")
     parser.add_argument("--memory-of", nargs=5, metavar="X", help=argparse.SUPPRESS)
@@ -256,7 +269,7 @@ def main() -> None:
     import opacus
     import transformers
 
-    rows = QUICK if arguments.quick else ROWS[arguments.device]
+    rows = [r for r in (QUICK if arguments.quick else ROWS[arguments.device]) if arguments.only in r.label]
     report: dict[str, Any] = {
         "method": __doc__,
         "rounds": arguments.rounds,
@@ -264,10 +277,20 @@ def main() -> None:
         "device": arguments.device if arguments.device == "cpu" else torch.cuda.get_device_name(),
         "load_before": os.getloadavg()[0],
         "versions": {library.__name__: library.__version__ for library in (torch, opacus, transformers)},
-        "rows": {row.label: report_row(row, arguments) for row in rows},
+        "rows": {},
     }
+    out = arguments.out or Path(__file__).parent / "results" / f"clipping_{arguments.device}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+
+    def keep() -> None:
+        report["load_after"] = os.getloadavg()[0]
+        out.write_text(json.dumps(report, indent=2) + "\n")
+
+    for row in rows:
+        report["rows"][row.label] = report_row(row, arguments)
+        keep()
     if arguments.limit_gb:
-        row = next(row for row in reversed(rows) if row.target) if arguments.quick else rows[2]
+        row = next((row for row in rows if row.source == 384), rows[0])
         print(
             f"\nLargest batch of {row.model} {row.source}/{row.target} within {arguments.limit_gb:g} GB above the model"
         )
@@ -277,10 +300,7 @@ def main() -> None:
             found = largest_batch(variant, row, limit, arguments.device, arguments.threads)
             report["largest_batch"][variant] = found
             print(f"{LABELS[variant]:32}{found if found is not None else 'not even 2'}", flush=True)
-    report["load_after"] = os.getloadavg()[0]
-    out = arguments.out or Path(__file__).parent / "results" / f"clipping_{arguments.device}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=2) + "\n")
+    keep()
     print(f"\nwritten: {out}")
 
 
