@@ -1,8 +1,8 @@
-r"""What a retriever is trained to do: put the right passage above the others.
+"""Softmax over candidate passages, a function of the embeddings.
 
-Both losses here are a softmax over candidate passages, one value per row, never reduced: what may
-be clipped, averaged or summed is for the privacy mode to decide. They differ in where a row's
-candidates come from, and that decides what can be promised about one query:
+Both losses here give one value per row, never reduced: what may be clipped, averaged or summed is
+for the privacy mode to decide. They differ in where a row's candidates come from, and that decides
+what can be promised about one query:
 
 - `InBatchSoftmaxLoss`: the other rows' passages are the candidates. Every row depends on every
   record of the batch, so clipping rows does *not* bound what one record can do.
@@ -12,7 +12,6 @@ candidates come from, and that decides what can be promised about one query:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 
 import torch
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.losses.checks import checked_mask, checked_temperature
 from lit_dpret.similarity import get_similarity
 
 
@@ -60,12 +60,7 @@ class _SoftmaxLoss(nn.Module):
 
     def __init__(self, temperature: float = 0.05, similarity: str = "cosine") -> None:
         super().__init__()
-        if not (isinstance(temperature, (int, float)) and math.isfinite(temperature) and temperature > 0):
-            raise ConfigurationError(
-                f"loss.temperature={temperature} is not a positive, finite number. It divides the scores; "
-                "a `scale` of another library is 1 / temperature."
-            )
-        self.temperature = float(temperature)
+        self.temperature = checked_temperature(temperature)
         self.similarity = similarity
         self._score = get_similarity(similarity)
 
@@ -139,7 +134,7 @@ class InBatchSoftmaxLoss(_SoftmaxLoss):
                 raise ConfigurationError(f"{name} has {len(given)} entries where {wanted} are needed.")
         left_out = torch.zeros(rows, passages, dtype=torch.bool, device=query_embeddings.device)
         if mask is not None:
-            left_out |= _checked_mask(mask, rows, passages, query_embeddings.device)
+            left_out |= checked_mask(mask, rows, passages, query_embeddings.device)
         if passage_ids is not None:
             left_out |= false_negatives(passage_ids[:rows], passage_ids, positives).to(left_out.device)
         own = torch.arange(rows, device=query_embeddings.device)
@@ -205,7 +200,7 @@ class PublicPoolSoftmaxLoss(_SoftmaxLoss):
         logits = self.logits(query_embeddings, pool_embeddings.detach())
         left_out = torch.zeros_like(logits, dtype=torch.bool)
         if mask is not None:
-            left_out |= _checked_mask(mask, rows, pool, device)
+            left_out |= checked_mask(mask, rows, pool, device)
         if positive_index is not None and positive_embeddings is None:
             target = _checked_index(positive_index, rows, pool, device)
             left_out = left_out.scatter(1, target.unsqueeze(1), False)
@@ -231,11 +226,3 @@ def _checked_index(index: Tensor, rows: int, pool: int, device: torch.device) ->
             f"for each of {rows} rows, as torch.long."
         )
     return index.to(device)
-
-
-def _checked_mask(mask: Tensor, rows: int, columns: int, device: torch.device) -> Tensor:
-    if mask.shape != (rows, columns) or mask.dtype != torch.bool:
-        raise ConfigurationError(
-            f"mask is {mask.dtype} of shape {tuple(mask.shape)}; it must be torch.bool of shape {(rows, columns)}."
-        )
-    return mask.to(device)
