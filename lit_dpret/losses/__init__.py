@@ -4,6 +4,30 @@
 similarities in a batch, which know what one record can do to their gradient.
 """
 
+from lit_dpret.losses.pairs import (
+    DeclaredPairLoss,
+    KernelPairLoss,
+    NullMassSoftmaxPairLoss,
+    PairwiseLoss,
+    SigmoidPairLoss,
+    SoftmaxPairLoss,
+    SpreadoutPairLoss,
+    SymmetricSoftmaxPairLoss,
+    check_declared_bounds,
+)
 from lit_dpret.losses.softmax import InBatchSoftmaxLoss, PublicPoolSoftmaxLoss, false_negatives
 
-__all__ = ["InBatchSoftmaxLoss", "PublicPoolSoftmaxLoss", "false_negatives"]
+__all__ = [
+    "DeclaredPairLoss",
+    "InBatchSoftmaxLoss",
+    "KernelPairLoss",
+    "NullMassSoftmaxPairLoss",
+    "PairwiseLoss",
+    "PublicPoolSoftmaxLoss",
+    "SigmoidPairLoss",
+    "SoftmaxPairLoss",
+    "SpreadoutPairLoss",
+    "SymmetricSoftmaxPairLoss",
+    "check_declared_bounds",
+    "false_negatives",
+]

@@ -1,0 +1,266 @@
+r"""Losses of the table of similarities, and how far one record can move their gradient.
+
+A batch of n records, record i being (query i, passage i), has the n x n table S_ij = s(query i,
+passage j); the positives are its diagonal. A loss F of the table has the gradient
+sum_ij (dF / dS_ij) g_ij with g_ij the gradient of S_ij in the weights. Each g_ij depends on the
+records i and j alone, so it can be clipped to length B and still be a function of two records:
+gbar_ij. What a private step releases (paper 002, section 4, equation 5) is
+
+    G(batch) = sum_ij c_ij gbar_ij,        c_ij = dF / dS_ij, the *coefficients*,
+
+and its sensitivity depends on the coefficients alone. The gbar_ij of surviving records are the same
+before and after one record changes, and the adversary may choose them freely. So, for records
+1..n-1 and record n, with c' the coefficients without it and c* those with another in its place,
+
+    add or remove:  |G - G'| <= B [ sum_j |c_nj|  +  sum_{i<n} ( |c_in|  +  sum_{j<n} |c_ij - c'_ij| ) ]
+    replace one:    |G - G*| <= B [ sum_j |c_nj| + |c*_nj|
+                                    + sum_{i<n} ( |c_in| + |c*_in| + sum_{j<n} |c_ij - c*_ij| ) ],
+
+with equality when every gbar_ij is plus or minus one unit vector: the sign of its factor, times B.
+Each loss of this package bounds these two sums over all tables in the range of its similarity, and
+proves the bound where it is written. Below, m = n - 1 counts the surviving records and M is the
+largest score (1 for cosine).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal, Self, get_args
+
+import torch
+from torch import Tensor
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.losses.checks import checked_mask
+
+Relation = Literal["add_or_remove", "replace_one"]
+Claim = Literal["proved", "declared", "refuted"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairwiseLoss(ABC):
+    """A loss of the n x n table of similarities, with a bound on what one record can do.
+
+    Row i is query i, column j is passage j, and the diagonal holds the positives.
+
+    Guarantees:
+        - `coefficients` is the derivative of the sum of `row_losses`.
+        - `sensitivity` bounds the L2 change of ``sum_ij coefficients_ij * gbar_ij`` between neighbouring
+          batches of at most ``n_max`` records, for any ``gbar_ij`` of length at most 1 that are
+          functions of the records i and j (and of public data), up to the rounding of floats.
+        - That holds for *every* table: a score outside the range is moved to its nearest end, and one
+          that is NaN or infinite counts as masked, its row's positive included.
+        - It holds with any mask whose entry ij is a function of the records i and j alone.
+
+    **Masked pairs.** Dropping a candidate from a softmax would break the bound: with fewer
+    candidates, those that remain get larger shares than the bound knows of. So a masked pair keeps
+    its place with a constant score, the least of the range, and its coefficient is 0.
+    *Proof that no bound changes.* Let m_ij be 0 for masked pairs and 1 for others, and S~ the table
+    after replacement. Then G = sum_ij m_ij c_ij(S~) gbar_ij = sum_ij c_ij(S~) (m_ij gbar_ij). Here S~_ij
+    lies in the range and depends on the records i and j alone, and so does m_ij gbar_ij, whose length is at
+    most B. These are the premises of the unmasked bound, for every loss of the table, diagonal or not.
+
+    Args:
+        similarity: ``cosine``, or ``dot`` of embeddings that are no longer than ``radius``.
+        radius: With ``dot``, the largest length of an embedding, to which the caller projects them;
+            scores lie within plus and minus its square.
+
+    Raises:
+        ConfigurationError: A setting is out of its range.
+    """
+
+    similarity: Literal["cosine", "dot"] = "cosine"
+    radius: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.similarity not in ("cosine", "dot"):
+            raise ConfigurationError(f"loss.similarity={self.similarity!r} is not one of cosine, dot.")
+        if self.similarity == "cosine" and self.radius is not None:
+            raise ConfigurationError(
+                f"loss.radius={self.radius} bounds embeddings of similarity=dot; a cosine has none. Leave it null."
+            )
+        if self.radius is not None:
+            checked_positive("radius", self.radius)
+        if self.similarity == "dot" and self.radius is None and self._needs_range:
+            raise ConfigurationError(
+                f"{type(self).__name__} with loss.similarity=dot needs loss.radius, the length to which embeddings "
+                "are projected: without a largest score its sensitivity has no bound."
+            )
+
+    @property
+    def _needs_range(self) -> bool:
+        """Whether the sensitivity is finite only for scores in a bounded range."""
+        return True
+
+    @property
+    def high(self) -> float:
+        """The largest score: 1 for cosine, the square of the radius for dot."""
+        if self.similarity == "cosine":
+            return 1.0
+        return math.inf if self.radius is None else self.radius**2
+
+    @property
+    def low(self) -> float:
+        """The least score."""
+        return -self.high
+
+    @property
+    def claim(self) -> Claim:
+        """Where `sensitivity` comes from: ``proved`` here, ``declared`` by the user, or known to be ``refuted``."""
+        return "proved"
+
+    @property
+    def guaranteed(self) -> bool:
+        """Whether `sensitivity` may stand behind a privacy claim."""
+        return self.claim != "refuted"
+
+    def for_expected_size(self, size: float) -> Self:
+        """This loss with its public normaliser filled in, where it has one that was left open.
+
+        Args:
+            size: The expected number of records of a (sub-)batch; public. Never the realised one.
+        """
+        if getattr(self, "n0", 0.0) is None:
+            return dataclasses.replace(self, n0=size)  # type: ignore[call-arg]
+        return self
+
+    def row_losses(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The loss of every row, not reduced.
+
+        Args:
+            scores: Similarities, not divided by a temperature, shape ``(n, n)``.
+            mask: Booleans ``(n, n)``, True where a passage is known to answer the row's query and so is
+                no negative. Entry ij must be a function of the records i and j. The diagonal is kept
+                whatever the mask says.
+
+        Returns:
+            Losses of shape ``(n,)``, at least float32. They are differentiable; the derivative of a
+            score outside the range is that of the end it was moved to.
+
+        Raises:
+            ConfigurationError: Shapes do not fit, or a normaliser is missing.
+        """
+        table, _ = self._table(scores, mask)
+        return self._row_losses(table)
+
+    def coefficients(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The derivative of the sum of all row losses in every score; arguments as for `row_losses`.
+
+        Returns:
+            Coefficients of shape ``(n, n)``, at least float32, detached; 0 where masked.
+
+        Raises:
+            ConfigurationError: Shapes do not fit, or a normaliser is missing.
+        """
+        table, out = self._table(scores.detach(), mask)
+        return self._coefficients(table).masked_fill(out, 0.0).detach()
+
+    def sensitivity(self, n_max: int, *, relation: Relation) -> float:
+        """The most that one record can move the gradient, in units of the bound on one pair's gradient.
+
+        Multiply by ``max_logit_grad_norm``. The temperature is in it. For batches of any size up to
+        ``n_max``: every supremum here grows with n, which is part of its proof.
+
+        Args:
+            n_max: The most records a (sub-)batch may hold; public.
+            relation: ``add_or_remove``: one record more or less, or zeroed out. ``replace_one``: another in
+                its place, the size fixed.
+
+        Raises:
+            ConfigurationError: ``n_max`` is no positive integer, or the relation unknown.
+        """
+        checked_relation(relation)
+        return self._supremum(checked_size(n_max), relation)
+
+    def sensitivity_limit(self, *, relation: Relation) -> float:
+        """What `sensitivity` tends to as ``n_max`` grows; infinity where it has no limit."""
+        checked_relation(relation)
+        return self._limit(relation)
+
+    def naive_sensitivity(self, n: int) -> float:
+        """What can be said without looking at how rows are coupled, for comparison.
+
+        ``n`` times the most that the coefficients of one row can weigh, for rows that move by no more than
+        they weigh: ``2 n / temperature`` for the softmax losses. It is a bound for ``add_or_remove`` with
+        all losses of this package but those that users declare.
+        """
+        return checked_size(n) * self._row_weight(n)
+
+    def _table(self, scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Scores within the range, with masked and broken pairs replaced; and which pairs those are."""
+        if scores.dim() != 2 or scores.shape[0] != scores.shape[1] or not scores.is_floating_point():
+            raise ConfigurationError(
+                f"scores are {scores.dtype} of shape {tuple(scores.shape)}; a loss over pairs needs one float for "
+                "each query and each passage of the batch, shape (n, n)."
+            )
+        rows = len(scores)
+        out = ~scores.isfinite()
+        if mask is not None:
+            own = torch.eye(rows, dtype=torch.bool, device=scores.device)
+            out = out | (checked_mask(mask, rows, rows, scores.device) & ~own)
+        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        kept = wide.masked_fill(out, self.low if math.isfinite(self.low) else 0.0)
+        # The value of the nearest score in the range, with the derivative of the identity.
+        return kept.detach().clamp(self.low, self.high) + (kept - kept.detach()), out
+
+    # For subclasses. Tables may carry further axes in front, so that many can be searched at once.
+
+    @abstractmethod
+    def _row_losses(self, table: Tensor) -> Tensor:
+        """Losses ``(..., n)`` of tables ``(..., n, n)`` in the range."""
+
+    @abstractmethod
+    def _coefficients(self, table: Tensor) -> Tensor:
+        """Derivatives ``(..., n, n)`` of the summed losses of tables in the range; differentiable again."""
+
+    @abstractmethod
+    def _supremum(self, n: int, relation: Relation) -> float:
+        """A bound for batches of at most ``n`` records, the temperature included."""
+
+    @abstractmethod
+    def _limit(self, relation: Relation) -> float:
+        """What `_supremum` tends to with n."""
+
+    @abstractmethod
+    def _row_weight(self, n: int) -> float:
+        """The most that the absolute coefficients of one row can sum to, whatever the range."""
+
+
+def eye_like(table: Tensor) -> Tensor:
+    """The identity, of the table's last two axes, type and device."""
+    return torch.eye(table.shape[-1], dtype=table.dtype, device=table.device)
+
+
+def checked_size(n: int) -> int:
+    """``n`` as a number of records."""
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ConfigurationError(f"n_max={n!r} is not a positive number of records, the most a (sub-)batch may hold.")
+    return n
+
+
+def checked_relation(relation: Relation) -> None:
+    """Refuse a neighbouring relation for which there is no bound here."""
+    if relation not in get_args(Relation):
+        raise ConfigurationError(
+            f"relation={relation!r} is not one of {', '.join(get_args(Relation))}: sensitivities of losses over pairs "
+            "are known for these alone. Zeroing out a record is add_or_remove."
+        )
+
+
+def checked_positive(name: str, value: float, above: float = 0.0) -> None:
+    """Refuse a setting of a loss that is not finite and larger than ``above``."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= above:
+        raise ConfigurationError(f"loss.{name}={value!r} is not a finite number above {above:g}.")
+
+
+def checked_normaliser(n0: float | None, loss: str) -> float:
+    """``n0``, refused while it is open."""
+    if n0 is None:
+        raise ConfigurationError(
+            f"{loss} divides by a fixed public number and never by the realised size, which is private. Set loss.n0, "
+            "or call for_expected_size with the expected size of a sub-batch."
+        )
+    return n0

@@ -1,0 +1,221 @@
+r"""Losses that are a sum of one term for every pair: no share couples the pairs of a row.
+
+With a fixed public normaliser the coefficient c_ij is a function of S_ij alone, so surviving pairs do
+not move at all, and what one record does is what it owns: with d the most that a diagonal coefficient
+can be in absolute value and o the same off the diagonal,
+
+    add or remove:  d + 2 m o,            replace one:  2 (d + 2 m o).
+
+*Proof.* All c_ij - c'_ij with i, j < n are 0. The record owns one diagonal pair and m pairs in its row and
+m in its column; a replacement changes them from old to new, whose gradients are unrelated. Both are
+attained where the largest diagonal and off-diagonal coefficients occur in one table. Both grow with n.
+**There is no limit** for large n and a fixed normaliser: choose it near the size of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.losses.checks import checked_temperature
+from lit_dpret.losses.pairs.base import PairwiseLoss, Relation, checked_normaliser, checked_positive, eye_like
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SeparateLoss(PairwiseLoss):
+    """What the sums over pairs share: the suprema stated at the head of this file."""
+
+    def _supremum(self, n: int, relation: Relation) -> float:
+        diagonal, other = self._largest_coefficients()
+        return (1 if relation == "add_or_remove" else 2) * (diagonal + 2 * (n - 1) * other)
+
+    def _limit(self, relation: Relation) -> float:
+        self._largest_coefficients()
+        return math.inf
+
+    def _row_weight(self, n: int) -> float:
+        diagonal, other = self._largest_coefficients()
+        return diagonal + (n - 1) * other
+
+    @abstractmethod
+    def _largest_coefficients(self) -> tuple[float, float]:
+        """The largest absolute coefficient on the diagonal, and off it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SigmoidPairLoss(_SeparateLoss):
+    r"""A logistic loss of every pair on its own: the loss of SigLIP.
+
+    Row i is ``-log s(z_ii + b) - (a / (n0 - 1)) sum_{j != i} log s(-z_ij - b)`` with z = S / t, s the logistic
+    function, a = ``negative_weight`` and b = ``bias``. So c_ii = -s(-z_ii - b) / t, and off the diagonal
+    c_ij = a s(z_ij + b) / ((n0 - 1) t).
+
+    **Bound** (head of this file): d = s(M / t - b) / t and o = a s(M / t + b) / ((n0 - 1) t), because s rises.
+    Tight: S_nn = -M with S_nj = S_in = M is the configuration of `SoftmaxPairLoss`. Since s < 1, it is
+    below (1 + 2 a m / (n0 - 1)) / t for *any* scores: with ``dot`` the radius may be left open.
+
+    Args:
+        temperature: Divides the similarity; positive.
+        bias: Added to the scores after division; SigLIP starts at -10. Public.
+        negative_weight: a, what a row's negatives weigh together against its positive.
+        n0: The public normaliser, above 1; null takes the expected size of a sub-batch.
+        similarity: ``cosine`` or ``dot``.
+        radius: The largest length of an embedding, with ``dot``; null for any length.
+    """
+
+    temperature: float
+    bias: float = 0.0
+    negative_weight: float = 1.0
+    n0: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checked_temperature(self.temperature)
+        checked_positive("negative_weight", self.negative_weight)
+        checked_positive("bias", self.bias, above=-math.inf)
+        if self.n0 is not None:
+            checked_positive("n0", self.n0, above=1.0)
+
+    @property
+    def _needs_range(self) -> bool:
+        return False
+
+    @property
+    def _weight(self) -> float:
+        return self.negative_weight / (checked_normaliser(self.n0, type(self).__name__) - 1.0)
+
+    def _row_losses(self, table: Tensor) -> Tensor:
+        logits = table / self.temperature + self.bias
+        negatives = (F.softplus(logits) * (1.0 - eye_like(table))).sum(-1)
+        return F.softplus(-logits.diagonal(dim1=-2, dim2=-1)) + self._weight * negatives
+
+    def _coefficients(self, table: Tensor) -> Tensor:
+        logits = table / self.temperature + self.bias
+        own = torch.eye(table.shape[-1], dtype=torch.bool, device=table.device)
+        return torch.where(own, -torch.sigmoid(-logits), self._weight * torch.sigmoid(logits)) / self.temperature
+
+    def _largest_coefficients(self) -> tuple[float, float]:
+        top = self.high / self.temperature
+        diagonal, other = _logistic(top - self.bias), self._weight * _logistic(top + self.bias)
+        return diagonal / self.temperature, other / self.temperature
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelPairLoss(_SeparateLoss):
+    r"""Positives pull at a constant rate, negatives push by a kernel: as in kernel contrastive learning.
+
+    Row i is ``-S_ii / t + (k / n0) sum_{j != i} exp((S_ij - M) / t)`` with k = ``negative_weight``. For cosine the
+    exponential is a Gaussian kernel of the distance. So c_ii = -1 / t, and off the diagonal
+    c_ij = k exp((S_ij - M) / t) / (n0 t).
+
+    **Bound** (head of this file): d = 1 / t and o = k / (n0 t), together (1 + 2 k m / n0) / t. Tight:
+    S_nj = S_in = M.
+
+    Args:
+        temperature: Divides the similarity; positive.
+        negative_weight: k, what a row's negatives can weigh together against its positive.
+        n0: The public normaliser, above 0; null takes the expected size of a sub-batch.
+        similarity: ``cosine`` or ``dot``.
+        radius: The largest length of an embedding, with ``dot``.
+    """
+
+    temperature: float
+    negative_weight: float = 1.0
+    n0: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checked_temperature(self.temperature)
+        checked_positive("negative_weight", self.negative_weight)
+        if self.n0 is not None:
+            checked_positive("n0", self.n0)
+
+    @property
+    def _weight(self) -> float:
+        return self.negative_weight / checked_normaliser(self.n0, type(self).__name__)
+
+    def _kernel(self, table: Tensor) -> Tensor:
+        return self._weight * ((table - self.high) / self.temperature).exp() * (1.0 - eye_like(table))
+
+    def _row_losses(self, table: Tensor) -> Tensor:
+        return self._kernel(table).sum(-1) - table.diagonal(dim1=-2, dim2=-1) / self.temperature
+
+    def _coefficients(self, table: Tensor) -> Tensor:
+        return (self._kernel(table) - eye_like(table)) / self.temperature
+
+    def _largest_coefficients(self) -> tuple[float, float]:
+        return 1.0 / self.temperature, self._weight / self.temperature
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpreadoutPairLoss(_SeparateLoss):
+    r"""Pushes every query away from the other rows' passages: the paper's spreadout regulariser.
+
+    Row i is ``sum_{j != i} S_ij^2 / N``, with N = n0 - 1 fixed and public, or the realised n - 1 of the paper's
+    Definition 2.3. So c_ij = 2 S_ij / N off the diagonal, and 0 on it and for a batch of one.
+
+    **Fixed normaliser** (head of this file): d = 0 and o = 2 M / (n0 - 1): 4 M m / (n0 - 1), twice that for
+    replacement. Tight: all S_ij = plus or minus M.
+
+    **Realised normaliser**, Lemma 4.6: 6 M for n >= 3 and 4 M for n = 2. *Proof.* Row and column of record n
+    hold 2 m pairs of at most 2 M / m: 4 M. Surviving pairs, m (m - 1) of them, move by
+    2 |S_ij| (1 / (m - 1) - 1 / m) <= 2 M / (m (m - 1)): 2 M more, if there are any. Replacement keeps n, so
+    survivors stay: 8 M for n >= 2. All tight as above. A fixed normaliser costs 4 M for add or remove.
+
+    **The limit** is that of the realised normaliser, 6 M and 8 M; there is none with a fixed one.
+
+    Args:
+        normaliser: ``fixed`` or ``realised``.
+        n0: The fixed public normaliser, above 1; null takes the expected size of a sub-batch.
+        similarity: ``cosine`` or ``dot``.
+        radius: The largest length of an embedding, with ``dot``.
+    """
+
+    normaliser: Literal["fixed", "realised"] = "fixed"
+    n0: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.normaliser not in ("fixed", "realised"):
+            raise ConfigurationError(f"loss.normaliser={self.normaliser!r} is not one of fixed, realised.")
+        if self.n0 is not None:
+            checked_positive("n0", self.n0, above=1.0)
+
+    def _divisor(self, n: int) -> float:
+        if self.normaliser == "realised":
+            return float(max(n - 1, 1))
+        return checked_normaliser(self.n0, type(self).__name__) - 1.0
+
+    def _row_losses(self, table: Tensor) -> Tensor:
+        return (table.square() * (1.0 - eye_like(table))).sum(-1) / self._divisor(table.shape[-1])
+
+    def _coefficients(self, table: Tensor) -> Tensor:
+        return 2.0 * table * (1.0 - eye_like(table)) / self._divisor(table.shape[-1])
+
+    def _largest_coefficients(self) -> tuple[float, float]:
+        return 0.0, 2.0 * self.high / (checked_normaliser(self.n0, type(self).__name__) - 1.0)
+
+    def _supremum(self, n: int, relation: Relation) -> float:
+        if self.normaliser == "fixed":
+            return super()._supremum(n, relation)
+        if relation == "replace_one":
+            return 0.0 if n == 1 else 8.0 * self.high
+        return self.high * (0.0, 4.0, 6.0)[min(n, 3) - 1]
+
+    def _limit(self, relation: Relation) -> float:
+        return self._supremum(3, relation) if self.normaliser == "realised" else super()._limit(relation)
+
+    def _row_weight(self, n: int) -> float:
+        return 2.0 * self.high if self.normaliser == "realised" else super()._row_weight(n)
+
+
+def _logistic(x: float) -> float:
+    """1 / (1 + exp(-x)) without overflow."""
+    return 1.0 / (1.0 + math.exp(-x)) if x >= 0 else math.exp(x) / (1.0 + math.exp(x))
