@@ -1,0 +1,253 @@
+"""What one record can do: proved suprema against golden numbers, searches and each other."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from pair_cases import LOSSES
+from torch import Tensor
+
+from lit_dpret.losses import (
+    KernelPairLoss,
+    NullMassSoftmaxPairLoss,
+    PairwiseLoss,
+    SigmoidPairLoss,
+    SoftmaxPairLoss,
+    SpreadoutPairLoss,
+    SymmetricSoftmaxPairLoss,
+)
+from lit_dpret.losses.pairs import Relation, find_worst_case, movement_factors
+
+EACH = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+RELATIONS = pytest.mark.parametrize("relation", ["add_or_remove", "replace_one"])
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    """Numbers in [-1, 1]."""
+    return 2 * torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 1
+
+
+# Golden numbers: design/logit-dp.md C.1, found there by a real encoder and by search.
+
+
+@pytest.mark.parametrize(("n", "wanted"), [(2, 3.523), (3, 5.021), (5, 7.125), (8, 9.151), (32, 13.925)])
+def test_softmax_at_temperature_one_has_the_golden_suprema(n: int, wanted: float) -> None:
+    for loss in (SoftmaxPairLoss(temperature=1.0), SymmetricSoftmaxPairLoss(temperature=1.0)):
+        assert loss.sensitivity(n, relation="add_or_remove") == pytest.approx(wanted, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "wanted", "limit"),
+    [
+        (1.0, [9.2, 11.9, 13.9, 15.2, 16.0, 16.4, 16.7], 16.8),
+        (0.5, [14.4, 25.5, 41.5, 60.5, 78.4, 91.9, 105.7], 111.0),
+        (0.2, [16.0, 32.0, 63.9, 127.6, 254.5, 506.2, 1957.2], 44_100.0),
+        (0.1, [16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 2048.0], 2 * (1 + math.exp(20))),
+        (0.01, [16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 2048.0], 2 * (1 + math.exp(200))),
+    ],
+)
+def test_softmax_has_the_golden_table_of_suprema(temperature: float, wanted: list[float], limit: float) -> None:
+    loss = SoftmaxPairLoss(temperature=temperature)
+    sizes = [8, 16, 32, 64, 128, 256, 1024]
+    found = [temperature * loss.sensitivity(n, relation="add_or_remove") for n in sizes]
+    assert found == pytest.approx(wanted, abs=0.051)
+    assert temperature * loss.sensitivity_limit(relation="add_or_remove") == pytest.approx(limit, rel=3e-3)
+
+
+def test_replacement_costs_less_than_twice_a_removal() -> None:
+    loss = SoftmaxPairLoss(temperature=1.0)
+    assert loss.sensitivity(8, relation="replace_one") == pytest.approx(11.11, abs=5e-3)
+    assert 2 * loss.sensitivity(8, relation="add_or_remove") == pytest.approx(18.30, abs=5e-3)
+
+
+def test_at_a_low_temperature_softmax_is_hardly_better_than_the_naive_bound() -> None:
+    loss = SoftmaxPairLoss(temperature=0.2)
+    assert 0.2 * loss.sensitivity(400, relation="add_or_remove") == pytest.approx(786, abs=0.5)
+    assert 0.2 * loss.naive_sensitivity(400) == pytest.approx(800)
+
+
+@EACH
+def test_the_naive_bound_is_never_below_the_sensitivity(loss: PairwiseLoss) -> None:
+    for n in range(1, 60):
+        assert loss.naive_sensitivity(n) >= loss.sensitivity(n, relation="add_or_remove") - 1e-12
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8, 32])
+def test_the_papers_constant_is_theirs_smaller_and_says_that_it_is_no_guarantee(n: int) -> None:
+    paper, ours = SoftmaxPairLoss(temperature=1.0, sensitivity_from="paper"), SoftmaxPairLoss(temperature=1.0)
+    printed = 2 * (1 + (n - 2) * math.exp(2) / (math.exp(2) + n - 1))
+    assert paper.sensitivity(n, relation="add_or_remove") == pytest.approx(printed)
+    largest, least = math.exp(2) / (math.exp(2) + n - 1), 1 / (1 + (n - 1) * math.exp(2))
+    missing = ours.sensitivity(n, relation="add_or_remove") - printed
+    assert missing == pytest.approx(2 * (largest - least)) and missing > 0
+    assert not paper.guaranteed and paper.claim == "refuted"
+    assert ours.guaranteed and ours.claim == "proved"
+
+
+@pytest.mark.parametrize("n", [1, 2, 9, 64])
+@pytest.mark.parametrize("temperature", [1.0, 0.1, 0.01])
+def test_separate_losses_and_null_mass_stay_within_bounds_free_of_the_temperature(n: int, temperature: float) -> None:
+    t, n0, k, m = temperature, 16, 1.5, n - 1
+    sigmoid = SigmoidPairLoss(temperature=t, bias=-3.0, negative_weight=k, n0=n0)
+    kernel = KernelPairLoss(temperature=t, negative_weight=k, n0=n0)
+    null = NullMassSoftmaxPairLoss(temperature=t, negative_weight=k, n0=n0)
+    spread = SpreadoutPairLoss(n0=n0)
+    assert sigmoid.sensitivity(n, relation="add_or_remove") <= (1 + 2 * k * m / (n0 - 1)) / t
+    assert kernel.sensitivity(n, relation="add_or_remove") == pytest.approx((1 + 2 * k * m / n0) / t)
+    tightest = (1 + m * k / (m * k + n0) + k * m / n0) / t
+    assert null.sensitivity(n, relation="add_or_remove") <= tightest <= (2 + k * m / n0) / t
+    assert spread.sensitivity(n, relation="add_or_remove") == pytest.approx(4 * m / (n0 - 1))
+
+
+def test_spreadout_has_lemma_4_6_for_the_papers_normaliser_and_less_for_a_fixed_one() -> None:
+    realised, fixed = SpreadoutPairLoss(normaliser="realised"), SpreadoutPairLoss(n0=32)
+    assert [realised.sensitivity(n, relation="add_or_remove") for n in (1, 2, 3, 32)] == [0.0, 4.0, 6.0, 6.0]
+    assert [realised.sensitivity(n, relation="replace_one") for n in (1, 2, 3, 32)] == [0.0, 8.0, 8.0, 8.0]
+    assert fixed.sensitivity(32, relation="add_or_remove") == pytest.approx(4.0)
+
+
+@RELATIONS
+def test_null_mass_tends_to_softmax_as_negatives_outweigh_the_constant(relation: Relation) -> None:
+    for temperature in (1.0, 0.3):
+        loss = NullMassSoftmaxPairLoss(temperature=temperature, negative_weight=1e12, n0=8)
+        wanted = SoftmaxPairLoss(temperature=temperature).sensitivity(8, relation=relation)
+        assert loss.sensitivity(8, relation=relation) == pytest.approx(wanted, rel=1e-6)
+
+
+@EACH
+@RELATIONS
+def test_sensitivities_grow_with_n_towards_their_limit(loss: PairwiseLoss, relation: Relation) -> None:
+    sizes = [*range(1, 200), 1000, 10_000, 10**9]
+    found = [loss.sensitivity(n, relation=relation) for n in sizes]
+    assert all(a <= b * (1 + 1e-12) for a, b in pairwise(found))
+    limit = loss.sensitivity_limit(relation=relation)
+    assert found[-1] <= limit * (1 + 1e-12)
+    if limit < math.inf:
+        assert found[-1] == pytest.approx(limit, rel=1e-3)
+    else:
+        assert found[-1] > 1e8
+
+
+@EACH
+@RELATIONS
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_no_table_moves_the_gradient_further_and_one_moves_it_as_far(
+    loss: PairwiseLoss, relation: Relation, n: int
+) -> None:
+    claimed = loss.sensitivity(n, relation=relation)
+    found = find_worst_case(loss, n, relation=relation, restarts=8, steps=40).movement
+    assert found <= claimed * (1 + 1e-9)
+    assert found >= 0.99 * claimed
+
+
+@EACH
+@RELATIONS
+def test_no_embeddings_move_the_gradient_further_and_some_move_it_as_far(
+    loss: PairwiseLoss, relation: Relation
+) -> None:
+    claimed = loss.sensitivity(3, relation=relation)
+    found = find_worst_case(loss, 3, relation=relation, dim=2, restarts=12, steps=120).movement
+    assert found <= claimed * (1 + 1e-9)
+    assert found >= 0.99 * claimed
+
+
+@pytest.mark.slow
+@EACH
+@RELATIONS
+@pytest.mark.parametrize("n", [2, 5, 8])
+@pytest.mark.parametrize("dim", [None, 2, 3])
+def test_long_searches_find_nothing_beyond_the_sensitivity(
+    loss: PairwiseLoss, relation: Relation, n: int, dim: int | None
+) -> None:
+    claimed = loss.sensitivity(n, relation=relation)
+    found = find_worst_case(loss, n, relation=relation, dim=dim, restarts=64, steps=400, seed=1).movement
+    assert 0.9 * claimed <= found <= claimed * (1 + 1e-9)
+
+
+# The premise of the searches: gradients that are plus or minus one unit vector are the worst.
+
+
+@EACH
+@RELATIONS
+def test_the_sum_of_absolute_factors_is_the_longest_movement_over_all_gradients(
+    loss: PairwiseLoss, relation: Relation
+) -> None:
+    table, other, rest = draw(4, 4), draw(4, 4, seed=1), slice(0, 3)
+    other[rest, rest] = table[rest, rest]
+    before = loss.coefficients(table)
+    after = loss.coefficients(other if relation == "replace_one" else table[rest, rest])
+    longest = float(movement_factors(before, after).abs().sum())
+
+    def movement(old: Tensor, new: Tensor) -> float:
+        """|G - G'| for gradients of shape (4, 4, dim) before and after, the survivors' the same."""
+        total = torch.einsum("ij,ijd->d", before, old)
+        return float((total - torch.einsum("ij,ijd->d", after, new[: len(after), : len(after)])).norm())
+
+    axis = torch.nn.functional.normalize(draw(6, seed=2), dim=0)
+    worst = movement_factors(before, after).sign().unsqueeze(-1) * axis
+    worst[3], worst[:, 3] = before[3].sign()[:, None] * axis, before[:, 3].sign()[:, None] * axis
+    new = worst.clone()
+    if relation == "replace_one":
+        new[3], new[:, 3] = -after[3].sign()[:, None] * axis, -after[:, 3].sign()[:, None] * axis
+    assert movement(worst, new) == pytest.approx(longest)
+    for seed in range(20):
+        old = torch.nn.functional.normalize(draw(4, 4, 6, seed=seed), dim=-1)
+        new = torch.nn.functional.normalize(draw(4, 4, 6, seed=100 + seed), dim=-1)
+        new[rest, rest] = old[rest, rest]
+        assert movement(old, new) <= longest * (1 + 1e-12)
+
+
+# Masks: an entry ij depends on the records i and j, so survivors keep theirs.
+
+
+@EACH
+@RELATIONS
+@pytest.mark.parametrize("n", [2, 5])
+def test_masks_never_let_one_record_do_more(loss: PairwiseLoss, relation: Relation, n: int) -> None:
+    """From the worst tables, with random masks and from random corners of the range."""
+    claimed, rest = loss.sensitivity(n, relation=relation), slice(0, n - 1)
+    worst = find_worst_case(loss, n, relation=relation, restarts=4, steps=20)
+    end = loss.high if loss.high < math.inf else 50.0
+    for seed in range(30):
+        mask, new_mask = draw(n, n, seed=seed) > 0.5, draw(n, n, seed=1000 + seed) > 0.5
+        corner, new_corner = end * draw(n, n, seed=seed + 7).sign(), end * draw(n, n, seed=seed + 8).sign()
+        for table, new in ((worst.table, worst.replaced), (corner, new_corner)):
+            before = loss.coefficients(table, mask)
+            if relation == "add_or_remove" or new is None:
+                after = loss.coefficients(table[rest, rest], mask[rest, rest])
+            else:
+                new, new_mask = new.clone(), new_mask.clone()
+                new[rest, rest], new_mask[rest, rest] = table[rest, rest], mask[rest, rest]
+                after = loss.coefficients(new, new_mask)
+            assert float(movement_factors(before, after).abs().sum()) <= claimed * (1 + 1e-9)
+
+
+def test_masked_shares_keep_the_recursion_of_the_proof() -> None:
+    loss, table, mask = SoftmaxPairLoss(temperature=0.5), draw(6, 6), draw(6, 6, seed=1) > 0
+    mask.fill_diagonal_(False)
+    own = torch.eye(6, dtype=torch.float64)
+    shares = 0.5 * loss.coefficients(table, mask) + own
+    fewer = 0.5 * loss.coefficients(table[:5, :5], mask[:5, :5]) + own[:5, :5]
+    last = (table.masked_fill(mask, -1.0) / 0.5).softmax(1)[:5, 5:]
+    torch.testing.assert_close(fewer, shares[:5, :5] / (1 - last))
+
+
+def test_dropping_masked_candidates_from_the_denominator_would_break_the_bound() -> None:
+    """Why they are kept: eight rows, each with all candidates masked but its own and the last."""
+    n, loss = 8, SoftmaxPairLoss(temperature=1.0)
+    table = torch.full((n, n), -1.0, dtype=torch.float64)
+    table[:-1, -1] = table[-1, :-1] = 1.0
+    mask = ~torch.eye(n, dtype=torch.bool)
+    mask[:, -1] = mask[-1, :] = False
+
+    def dropped(scores: Tensor, out: Tensor) -> Tensor:
+        return scores.masked_fill(out, -math.inf).softmax(1) - torch.eye(len(scores), dtype=scores.dtype)
+
+    claimed = loss.sensitivity(n, relation="add_or_remove")
+    moved = movement_factors(dropped(table, mask), dropped(table[:-1, :-1], mask[:-1, :-1])).abs().sum()
+    assert float(moved) > 1.5 * claimed
+    kept = movement_factors(loss.coefficients(table, mask), loss.coefficients(table[:-1, :-1], mask[:-1, :-1]))
+    assert float(kept.abs().sum()) <= claimed
