@@ -8,7 +8,7 @@ than the inputs and output gradients that it is made from (`written`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -26,6 +26,7 @@ from lit_dpret.privacy.clipping.base import (
     accumulator_dtype,
     broken_units,
     check_losses,
+    refuse_batch_mixing,
 )
 from lit_dpret.privacy.clipping.contributions import (
     Contribution,
@@ -91,7 +92,66 @@ class GhostClipping(ClippedSum):
     def _plan(self) -> Plan:
         return make_plan(self.module, self.parameters)
 
+    def norms(self, row_loss: RowLoss, rows: int) -> Tensor:
+        """The gradient norm of every row by itself, ``(rows,)`` in float64; nothing is clipped or added up.
+
+        A row whose loss or gradient is not finite has a norm that is not. Audited as in ``add``.
+        """
+        batch = self._each_row(rows)
+        with torch.enable_grad():
+            losses, contributions = self._recorded(row_loss, batch)
+        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False), full_precision():
+            norms, _ = self._norms(contributions, self._write_out(contributions, batch), losses, batch)
+        whole: Tensor = torch.linalg.vector_norm(norms, dim=0)
+        return whole
+
+    def columns(self, outputs: Callable[[], Tensor], rows: int) -> tuple[Tensor, list[Contributions]]:
+        """The Jacobian of ``outputs``, (rows, columns), as what each column contributes to each parameter's gradient.
+
+        One forward pass, and for every column one backward pass to the outputs of layers. The first
+        time, a mixture of all columns is audited before. Where no output needs a gradient there are
+        no columns.
+        """
+        batch = self._each_row(rows)
+        with torch.enable_grad(), uncompiled(), Recorder(self._plan()) as recorder:
+            values = outputs()
+            recorder.recording = False
+            if values.dim() != 2 or len(values) != rows:
+                raise UnsupportedModelError(f"{tuple(values.shape)} outputs for {rows} rows: (rows, columns) expected.")
+            if not values.requires_grad:
+                return values.detach(), []
+            units = torch.eye(values.shape[1], dtype=values.dtype, device=values.device)
+            if self._audit.wants_parameters:
+                mixture = torch.linspace(1.0, 2.0, len(units), dtype=values.dtype, device=values.device)
+                units = torch.cat([mixture[None], units])
+            found: list[Contributions] = []
+            with torch.autocast(values.device.type, enabled=False):
+                for unit in units:  # not a slice: that would look like picking rows
+                    last = len(found) == len(units) - 1
+                    found.append(self._backward(recorder.uses, (values * unit).sum(1), batch, keep=not last))
+        recorder.uses.clear()
+        return values.detach(), found[-values.shape[1] :]
+
+    def _each_row(self, rows: int) -> UnitRows:
+        """Every row as a unit of its own, after the checks that come before any batch."""
+        self._refuse_changes()
+        self._refuse_hooks()
+        refuse_batch_mixing(self.module)
+        device = next(iter(self.parameters.values())).device
+        return UnitRows.build(torch.arange(rows), torch.ones(rows, dtype=torch.bool, device=device))
+
     def _add(self, row_loss: RowLoss, batch: UnitRows) -> ClipStats:
+        losses, contributions = self._recorded(row_loss, batch)
+        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False), full_precision():
+            written = self._write_out(contributions, batch)
+            norms, doubtful = self._norms(contributions, written, losses, batch)
+            factors = torch.where(batch.real, self.factors(norms), 0)
+            with self._all_or_nothing():
+                self._add_up(contributions, written, factors, doubtful, batch)
+        return self.stats(norms, batch)
+
+    def _recorded(self, row_loss: RowLoss, batch: UnitRows) -> tuple[Tensor, Contributions]:
+        """The losses, detached, and what their recorded calls contribute."""
         with uncompiled(), Recorder(self._plan()) as recorder:
             losses = row_loss()
             recorder.recording = False
@@ -99,13 +159,7 @@ class GhostClipping(ClippedSum):
             with torch.autocast(losses.device.type, enabled=False):
                 contributions = self._backward(recorder.uses, losses, batch)
         recorder.uses.clear()
-        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False), full_precision():
-            written = self._write_out(contributions, batch)
-            norms, doubtful = self._norms(contributions, written, losses.detach(), batch)
-            factors = torch.where(batch.real, self.factors(norms), 0)
-            with self._all_or_nothing():
-                self._add_up(contributions, written, factors, doubtful, batch)
-        return self.stats(norms, batch)
+        return losses.detach(), contributions
 
     def _add_up(
         self,
@@ -132,8 +186,15 @@ class GhostClipping(ClippedSum):
                     total += gradient.mul_(exactly[group, one.units]).to(dtype)
             self._sums[name] = total
 
-    def _backward(self, uses: list[Use], losses: Tensor, batch: UnitRows) -> Contributions:
-        """Gradients of the recorded outputs, audited where due, sorted by parameter."""
+    def _backward(self, uses: list[Use], losses: Tensor, batch: UnitRows, *, keep: bool = False) -> Contributions:
+        """Gradients of the recorded outputs, audited where due, sorted by parameter.
+
+        Args:
+            uses: The recorded calls.
+            losses: One for each row.
+            batch: Whose rows they are.
+            keep: Leave the graph for another backward pass.
+        """
         for use in uses:
             if use.axis == 0 or use.axis % batch.rows:
                 raise UnsupportedModelError(
@@ -145,24 +206,30 @@ class GhostClipping(ClippedSum):
             use.refuse_changed_input()
         edges = [*(use.edge for use in uses), *map(get_gradient_edge, self.parameters.values())]
         real = torch.where(batch.row_is_real(), losses, torch.zeros_like(losses))
-        keep = self._audit.may_be_due(uses, losses, batch)
-        found: Sequence[Tensor | None] = torch.autograd.grad(real.sum(), edges, allow_unused=True, retain_graph=keep)
+        due = self._audit.may_be_due(uses, losses, batch)
+        found: Sequence[Tensor | None] = torch.autograd.grad(
+            real.sum(), edges, allow_unused=True, retain_graph=due or keep
+        )
         refuse_functional_use(list(self.parameters), found[len(uses) :])
         grads = self._shaped(uses, found)
         refuse_lost_gradients(uses, grads, losses)
-        if keep and self._audit.is_due(uses, grads, batch):
-            return self._audited(uses, grads, real, batch)
+        if due and self._audit.is_due(uses, grads, batch):
+            return self._audited(uses, grads, real, batch, keep=keep)
         layouts = [self._audit.layout(use, batch) for use in uses]
         return self._by_parameter(uses, grads, layouts, batch)
 
-    def _audited(self, uses: list[Use], grads: list[Tensor | None], losses: Tensor, batch: UnitRows) -> Contributions:
+    def _audited(
+        self, uses: list[Use], grads: list[Tensor | None], losses: Tensor, batch: UnitRows, *, keep: bool
+    ) -> Contributions:
         """Go through the graph again, to the parameters, with a weight of its own for every unit."""
         weighted = (losses * unit_weights(batch).to(losses.dtype)[batch.unit_of_row]).sum()
         tolerance = tolerance_of(g for g in (*grads, *self.parameters.values()) if g is not None)
         aliases = [(use.site.parameters[local], alias) for use in uses for local, alias in use.aliases.items()]
         leaves = [alias for _, alias in aliases]
         with self._audit.watching(uses, grads, batch) as layouts:
-            found: list[Tensor | None] = list(torch.autograd.grad(weighted, leaves, allow_unused=True))
+            found: list[Tensor | None] = list(
+                torch.autograd.grad(weighted, leaves, allow_unused=True, retain_graph=keep)
+            )
         contributions = self._by_parameter(uses, grads, layouts, batch)
         references: dict[str, Tensor] = {}
         for i, (name, _) in enumerate(aliases):
