@@ -1,0 +1,247 @@
+r"""Norms of all pairs from one Jacobian for each record: d cotangents in place of n.
+
+With the Jacobians :math:`J_i` of query i's embedding and :math:`J'_j` of passage j's,
+:math:`g_{ij} = J_i^\top f_j + J_j'^\top e_i`, hence
+
+.. math:: |g_{ij}|^2 = f_j^\top K_i f_j + e_i^\top K'_j e_i + 2 \langle J_i^\top f_j, J_j'^\top e_i \rangle,
+          \quad K_i = J_i J_i^\top.
+
+The blocks K are d x d and cost d cotangents for each record, whatever n is. Two towers have no common
+parameter, so the last term is zero and the blocks say it all. Where parameters are shared, the
+triangle inequality over the shared ones gives a bound from the blocks (``KBlocks``), and the last term
+gives the norm (``JacobianNorms``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.privacy.clipping.base import accumulator_dtype
+from lit_dpret.privacy.clipping.ghost import GhostClipping
+from lit_dpret.privacy.clipping.pairs.batch import (
+    PairBatch,
+    Side,
+    embed_all,
+    exact_products,
+    refuse_other_function,
+)
+from lit_dpret.privacy.clipping.pairs.factors import (
+    Factors,
+    alike,
+    gram_blocks,
+    inner_products,
+    merged,
+    stacked,
+    written_out,
+)
+from lit_dpret.privacy.clipping.pairs.norms import ROWS_AT_ONCE, PairNorms
+
+#: Elements of Jacobian factors to hold for one side.
+HELD = 1 << 24
+#: Rounding errors, in units of the type's roundoff times a row's squared terms, that are added to squared norms.
+SLACK = 8
+
+
+#: Factors by the name of the parameter.
+Jacobian = dict[str, list[Factors]]
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a side's embeddings depend on, and what a row takes.
+
+    Args:
+        names: The parameters.
+        inputs: Elements to hold for a row, whatever the number of columns.
+        outputs: Elements to hold for a row and a column.
+    """
+
+    names: frozenset[str]
+    inputs: int
+    outputs: int
+
+
+class FromJacobians(PairNorms):
+    """What strategies that start from the Jacobian of each record share.
+
+    Args:
+        module: What is trained.
+        shared: Whether the two sides have trainable parameters in common; False is verified.
+        rows_at_once: Records of a side whose factors are held together; default what ``HELD`` elements allow.
+
+    Raises:
+        ConfigurationError: ``rows_at_once`` is not positive.
+        UnsupportedModelError: A trainable layer has no rule in the engine.
+    """
+
+    def __init__(self, module: nn.Module, *, shared: bool = True, rows_at_once: int | None = None) -> None:
+        super().__init__(module)
+        if rows_at_once is not None and rows_at_once < 1:
+            raise ConfigurationError(f"rows_at_once={rows_at_once} is not positive.")
+        self.shared = shared
+        self.rows_at_once = rows_at_once
+        self._engine = GhostClipping(module, max_grad_norm=1.0)  # reads Jacobians only: the bound is not used
+
+    def _reach(self, side: Side) -> Reach:
+        """Run one row through, for one column."""
+        found = self._factors(side, slice(0, 1), None)
+        held = [each.held for factors in found.values() for each in factors]
+        return Reach(frozenset(found), sum(inputs for inputs, _ in held), sum(outputs for _, outputs in held))
+
+    def _reaches(self, batch: PairBatch) -> tuple[Reach, Reach]:
+        queries, passages = (self._reach(side) for side in batch.sides)
+        common = sorted(queries.names & passages.names)
+        if common and not self.shared:
+            raise UnsupportedModelError(
+                f"Parameter {common[0]} is used by queries and passages, which were declared to share none, so a "
+                "pair's gradient has cross terms that would be missed. Leave shared=True."
+            )
+        if not queries.names and not passages.names:
+            raise UnsupportedModelError("The embeddings depend on no trainable parameter: nothing to clip.", trap="T13")
+        return queries, passages
+
+    def _size(self, side: Side, reach: Reach, columns: int) -> int:
+        return self.rows_at_once or max(1, min(side.count, HELD // max(1, reach.inputs + reach.outputs * columns)))
+
+    def _factors(self, side: Side, rows: slice, before: Tensor | None, names: frozenset[str] | None = None) -> Jacobian:
+        """The Jacobian of some rows by parameter; of the sum of their coordinates where they were not embedded before.
+
+        Raises:
+            UnsupportedModelError: It has parameters that are not among ``names``.
+        """
+        count = len(range(side.count)[rows])
+
+        def outputs() -> Tensor:
+            embedded = side.embedded(rows)
+            if before is None:
+                return embedded.sum(1, keepdim=True)
+            refuse_other_function(before[rows], embedded)
+            return embedded
+
+        values, columns = self._engine.columns(outputs, count)
+        found: Jacobian = {}
+        with exact_products(values.device):
+            for name, parameter in self._engine.parameters.items():
+                uses = [column.get(name, []) for column in columns]
+                if not any(uses):
+                    continue
+                if names is not None and name not in names:
+                    raise UnsupportedModelError(
+                        f"Parameter {name} is used for some rows and not for others, so what queries and passages "
+                        "share is not known. Choose norms=pair_ghost."
+                    )
+                found[name] = stacked(uses, parameter.shape, count, accumulator_dtype(parameter))
+        return found
+
+
+class KBlocks(FromJacobians):
+    r"""From the blocks K alone: ``norms=k_blocks``, exact for two towers, an upper bound where parameters are shared.
+
+    About d ordinary steps, whatever n is. The bound is
+    :math:`N_{ij}^2 = q_{ij} + q'_{ij} + (\sqrt{s_{ij}} + \sqrt{s'_{ij}})^2` with the parts q of one side's
+    own parameters and s of shared ones.
+
+    Args:
+        module: What is trained.
+        shared: Whether the two sides have trainable parameters in common; False is verified, by identity.
+        rows_at_once: Records of a side that are worked on together.
+    """
+
+    def __init__(self, module: nn.Module, *, shared: bool = True, rows_at_once: int | None = None) -> None:
+        super().__init__(module, shared=shared, rows_at_once=rows_at_once)
+        self.exact = not shared
+
+    def _table(self, batch: PairBatch) -> Tensor:
+        reaches = self._reaches(batch)
+        embeddings = embed_all(batch, rows_at_once=ROWS_AT_ONCE)
+        common = reaches[0].names & reaches[1].names
+        parts = []
+        for side, reach, own, others in zip(batch.sides, reaches, embeddings, reversed(embeddings), strict=True):
+            blocks = []
+            for rows in side.blocks(self._size(side, reach, own.shape[1])):
+                found = self._factors(side, rows, own, reach.names)
+                with exact_products(own.device):
+                    blocks.append(
+                        torch.stack([quadratic(each, others, len(own[rows])) for each in _split(found, common)])
+                    )
+            parts.append(torch.cat(blocks, 1))
+        (own_queries, shared_queries), (own_passages, shared_passages) = parts
+        both = shared_queries.sqrt() + shared_passages.T.sqrt()
+        squares: Tensor = own_queries + own_passages.T + both.square()
+        return squares.sqrt()
+
+
+class JacobianNorms(FromJacobians):
+    """Exact from Jacobians, with shared parameters too: ``norms=jacobian``.
+
+    The blocks, and for each pair the inner product of a query's with a passage's share of the gradient. The
+    factors of some records of both sides are in memory together; where they are all records, each is
+    computed once, else the passages' are computed again for every block of queries.
+    """
+
+    def _table(self, batch: PairBatch) -> Tensor:
+        reaches = self._reaches(batch)
+        e, f = embed_all(batch, rows_at_once=ROWS_AT_ONCE)
+        queries, passages = batch.sides
+        common = reaches[0].names & reaches[1].names
+        squares = torch.zeros(batch.n, batch.n, dtype=torch.float64, device=e.device)
+        columns = list(passages.blocks(self._size(passages, reaches[1], e.shape[1])))
+        held: Jacobian | None = None
+        for i in queries.blocks(self._size(queries, reaches[0], e.shape[1])):
+            of_queries = self._factors(queries, i, e, reaches[0].names)
+            with exact_products(e.device):
+                squares[i] += quadratic(_joined(of_queries), f, len(e[i]))
+            for j in columns if common or i.start == 0 else ():
+                of_passages = held or self._factors(passages, j, f, reaches[1].names)
+                held = of_passages if len(columns) == 1 else None
+                with exact_products(e.device):
+                    if i.start == 0:
+                        squares[:, j] += quadratic(_joined(of_passages), e, len(f[j])).T
+                    for query, passage in _aligned(of_queries, of_passages):
+                        squares[i, j] += 2 * inner_products(query, passage, e[i], f[j])
+        return squares.clamp(min=0).sqrt()
+
+
+def _split(found: Jacobian, common: frozenset[str]) -> tuple[list[Factors], list[Factors]]:
+    """The factors of parameters of one side only, and those of shared ones."""
+    own = {name: factors for name, factors in found.items() if name not in common}
+    return _joined(own), _joined({name: found[name] for name in found if name in common})
+
+
+def _joined(found: Jacobian) -> list[Factors]:
+    return merged([each for factors in found.values() for each in factors])
+
+
+def _aligned(queries: Jacobian, passages: Jacobian) -> list[tuple[Factors, Factors]]:
+    """The factors of shared parameters, side by side and in the same form."""
+    pairs: tuple[list[Factors], list[Factors]] = [], []
+    for name in [name for name in queries if name in passages]:
+        both: list[Sequence[Factors]] = [queries[name], passages[name]]
+        if not alike(*both):
+            both = [[written_out(each)] for each in both]
+        for kept, each in zip(pairs, both, strict=True):
+            kept.extend(each)
+    return list(zip(*map(merged, pairs), strict=True))
+
+
+def quadratic(factors: Sequence[Factors], vectors: Tensor, rows: int) -> Tensor:
+    """f_j' K_i f_j for the rows i of the factors and all vectors j, (rows, vectors) in float64.
+
+    A share of the size of rounding errors is added: where a row's terms cancel, the result must not fall below the
+    true value, since norms are divided by.
+    """
+    columns = vectors.shape[1]
+    total = torch.zeros(rows, columns, columns, dtype=torch.float64, device=vectors.device)
+    slack = torch.zeros(rows, dtype=torch.float64, device=vectors.device)
+    for each in factors:
+        block = gram_blocks(each)
+        size = block.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float64) + each.energy()
+        slack += SLACK * torch.finfo(block.dtype).eps * size
+        total += block
+    vectors = vectors.double()
+    return ((vectors @ total) * vectors).sum(2).clamp(min=0) + slack[:, None]

@@ -1,0 +1,282 @@
+r"""Jacobians of embeddings, held as what they are made from, and the products of them that pair norms need.
+
+Of a linear layer, row i of one side has the Jacobian :math:`\sum_t D_{ikt} a_{it}^\top`, one matrix for
+each coordinate k of its embedding: the inputs ``a`` are the same for all k, the output gradients ``D``
+are not. Two products are needed, and neither needs the matrices:
+
+* the block :math:`K_i[k,l] = \sum_{ts} (a_{it} \cdot a_{is}) (D_{ikt} \cdot D_{ils})` of one row, and
+* between a query i and a passage j, with :math:`u_{ijt} = \sum_k f_{jk} D_{ikt}` and
+  :math:`v_{ijs} = \sum_k e_{ik} D'_{jks}`, the number
+  :math:`\sum_{ts} (a_{it} \cdot a'_{js}) (u_{ijt} \cdot v_{ijs}) = \langle J_i^\top f_j, J_j'^\top e_i \rangle`.
+
+Where positions are many and the matrices small (convolutions, adapters), the matrices are written out
+instead, some of their rows at a time. Which way a parameter goes is decided by counting operations,
+so it depends on shapes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lit_dpret.privacy.clipping.base import RowGroup
+from lit_dpret.privacy.clipping.contributions import Contribution, Dense, Lookup, Outer, unit_gradients
+from lit_dpret.privacy.clipping.convolution import Convolution, chunk_of
+
+#: What reading and writing one element of a temporary costs, in multiplications of a large product.
+PASS = 100
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """``value`` is (rows, columns, parameters): a Jacobian written out."""
+
+    value: Tensor
+
+    @property
+    def width(self) -> int:
+        """Parameters."""
+        return self.value.shape[2]
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """Elements in memory for all columns together, and for each on its own."""
+        return 0, self.value.numel()
+
+    def parts(self, size: int) -> Iterator[Tensor]:
+        """The Jacobian, at most ``size`` parameters at a time."""
+        yield from self.value.split(size, dim=2)  # type: ignore[no-untyped-call]
+
+    def energy(self) -> Tensor:
+        """The squared norm that the terms of a row would have were they orthogonal, ``(rows,)``."""
+        return self.value.square().sum((1, 2), dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Products:
+    """A Jacobian held as its factors, over positions.
+
+    Args:
+        inputs: (rows, positions, in), the same for all columns; or token ids (rows, positions), which stand for
+            unit vectors of length ``into``.
+        outputs: The output gradients of each column, (rows, columns, positions, out).
+        into: The width of the inputs.
+        turned: Whether the parameter is (in, out), not (out, in).
+    """
+
+    inputs: Tensor
+    outputs: Tensor
+    into: int
+    turned: bool = False
+
+    @property
+    def width(self) -> int:
+        """Parameters."""
+        return self.into * self.outputs.shape[3]
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """Elements in memory for all columns together, and for each on its own."""
+        return self.inputs.numel(), self.outputs.numel()
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether the inputs are ids."""
+        return not self.inputs.is_floating_point()
+
+    def parts(self, size: int) -> Iterator[Tensor]:
+        """The Jacobian, about ``size`` parameters at a time: some rows of the weight."""
+        rows, columns, positions, _ = self.outputs.shape
+        inputs = torch.nn.functional.one_hot(self.inputs, self.into) if self.looks_up else self.inputs
+        inputs = inputs.to(self.outputs.dtype)
+        for part in self.outputs.split(max(1, size // self.into), dim=3):  # type: ignore[no-untyped-call]
+            stacked = part.transpose(2, 3).reshape(rows, -1, positions)
+            yield (stacked @ inputs).view(rows, columns, -1)
+
+    def energy(self) -> Tensor:
+        """The squared norm that the terms of a row would have were they orthogonal, ``(rows,)``."""
+        outputs = self.outputs.square().sum((1, 3), dtype=torch.float64)
+        return (outputs if self.looks_up else outputs * self.inputs.double().square().sum(2)).sum(1)
+
+    def likeness(self) -> Tensor:
+        """The inner products of each row's inputs at two positions, (rows, positions, positions)."""
+        if self.looks_up:
+            return (self.inputs[:, :, None] == self.inputs[:, None, :]).to(self.outputs.dtype)
+        return self.inputs @ self.inputs.mT
+
+
+Factors = Matrices | Products
+
+
+def stacked(
+    columns: Sequence[Sequence[Contribution]], shape: torch.Size, rows: int, dtype: torch.dtype
+) -> list[Factors]:
+    """One parameter's Jacobian, from what each column contributes to its gradient (nothing: an empty sequence)."""
+    first = next(uses for uses in columns if uses)
+    device = (first[0].value if isinstance(first[0], Dense) else first[0].g).device
+    whole = RowGroup.build(list(range(rows)), [[row] for row in range(rows)], device)
+    if all([type(use) for use in uses] == [type(use) for use in first] for uses in columns):
+        found = _looked_up(columns, shape, dtype) or _products(columns, whole, dtype)
+        if found is not None:
+            return found
+    empty = torch.zeros(rows, *shape, dtype=dtype, device=device)
+    values = [unit_gradients(uses, shape, whole, dtype) if uses else empty for uses in columns]
+    return [Matrices(torch.stack(values, 1).flatten(2))]
+
+
+def written_out(factors: Sequence[Factors]) -> Matrices:
+    """One parameter's Jacobian in the parameter's own order."""
+    values = []
+    for each in factors:
+        value = torch.cat(list(each.parts(each.width)), 2)
+        if isinstance(each, Products) and each.turned:
+            value = value.reshape(*value.shape[:2], -1, each.into).transpose(2, 3).flatten(2)
+        values.append(value)
+    return Matrices(torch.cat(values, 2))
+
+
+def merged(factors: Sequence[Factors]) -> list[Factors]:
+    """The same Jacobian with all written-out parameters in one."""
+    written = [each.value for each in factors if isinstance(each, Matrices)]
+    products: list[Factors] = [each for each in factors if isinstance(each, Products)]
+    return [*products, Matrices(torch.cat(written, 2))] if written else products
+
+
+def _looked_up(
+    columns: Sequence[Sequence[Contribution]], shape: torch.Size, dtype: torch.dtype
+) -> list[Factors] | None:
+    lookups = [[use for use in uses if isinstance(use, Lookup)] for uses in columns]
+    if any(len(kept) != len(uses) for kept, uses in zip(lookups, columns, strict=True)):
+        return None
+    outputs = torch.stack([torch.cat([use.g.to(dtype) for use in uses], 1) for uses in lookups], 1)
+    return [Products(torch.cat([use.ids for use in lookups[0]], 1), outputs, shape[0])]
+
+
+def _products(columns: Sequence[Sequence[Contribution]], whole: RowGroup, dtype: torch.dtype) -> list[Factors] | None:
+    """Products, one for each group of channels; None where there is no input that all columns share."""
+    uses = [[use for use in each if isinstance(use, (Outer, Convolution))] for each in columns]
+    groups = {use.groups for use in uses[0]}
+    if any(len(kept) != len(each) for kept, each in zip(uses, columns, strict=True)) or len(groups) != 1:
+        return None
+    turned = [_is_turned(calls) for calls in zip(*uses, strict=True)]
+    if None in turned or len(set(turned)) > 1:
+        return None
+    inputs = torch.cat([use.outputs(whole, dtype) if turned[0] else use.inputs(whole, dtype) for use in uses[0]], 1)
+    outputs = torch.stack(
+        [
+            torch.cat([use.inputs(whole, dtype) if turned[0] else use.outputs(whole, dtype) for use in each], 1)
+            for each in uses
+        ],
+        1,
+    )
+    step = groups.pop()
+    return [
+        Products(inputs[group::step], outputs[group::step], inputs.shape[2], turned=bool(turned[0]))
+        for group in range(step)
+    ]
+
+
+def _is_turned(calls: Sequence[Outer | Convolution]) -> bool | None:
+    """Whether it is the second factor that all columns share, as in a transposed linear layer; None: neither."""
+    first = calls[0]
+    if isinstance(first, Convolution):
+        return False
+    rest = [use for use in calls[1:] if isinstance(use, Outer)]
+    if all(_same(first.a, use.a) for use in rest):
+        return False
+    return True if all(_same(first.g, use.g) for use in rest) else None
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.shape == other.shape:
+        return True
+    return torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def gram_blocks(factors: Factors) -> Tensor:
+    """The blocks K of all rows, (rows, columns, columns)."""
+    if isinstance(factors, Products):
+        columns, positions, out = factors.outputs.shape[1:]
+        gram = positions * (positions * factors.into + columns * out * (positions + columns))
+        if factors.looks_up or gram <= columns * factors.width * (positions + columns):
+            turned = factors.likeness()[:, None] @ factors.outputs
+            return turned.flatten(2) @ factors.outputs.flatten(2).mT
+        source = factors.outputs
+    else:
+        source = factors.value
+    rows, columns = source.shape[:2]
+    total = torch.zeros(rows, columns, columns, dtype=source.dtype, device=source.device)
+    for part in factors.parts(max(1, chunk_of(source.device) // (rows * columns))):
+        total.baddbmm_(part, part.mT)
+    return total
+
+
+def cheapest(costs: dict[str, float]) -> str:
+    """The name with the least cost."""
+    return min(costs, key=costs.__getitem__)
+
+
+def alike(query: Sequence[Factors], passage: Sequence[Factors]) -> bool:
+    """Whether two Jacobians by one parameter are held in the same form."""
+    return [(type(each), each.width, getattr(each, "into", 0), getattr(each, "turned", False)) for each in query] == [
+        (type(each), each.width, getattr(each, "into", 0), getattr(each, "turned", False)) for each in passage
+    ]
+
+
+def inner_products(query: Factors, passage: Factors, e: Tensor, f: Tensor) -> Tensor:
+    """Of every pair, the inner product of the query's and the passage's share of its gradient, (queries, passages).
+
+    Args:
+        query: The Jacobian of some queries.
+        passage: That of some passages, by the same parameter.
+        e: Embeddings of these queries, (queries, columns).
+        f: Embeddings of these passages.
+    """
+    pairs, columns = len(e) * len(f), e.shape[1]
+    room = chunk_of(e.device)
+    costs = {
+        "matrices": 2 * columns**2 * (query.width + PASS),
+        "streamed": query.width * (4 * columns + 2.5 * PASS),
+    }
+    if isinstance(query, Products) and isinstance(passage, Products):
+        t, s, out = query.outputs.shape[2], passage.outputs.shape[2], query.outputs.shape[3]
+        compare = 0 if query.looks_up else 2 * t * s * query.into
+        costs["gram"] = compare + 4 * t * s * out + 2 * (t + s) * out * columns + PASS * (t * s + (t + s) * out)
+        if query.looks_up or cheapest(costs) == "gram":
+            step = max(1, room // (len(f) * (t * s + (t + s) * out)))
+            return torch.cat([_gram(*_some(query, e, part), passage, f) for part in _slices(len(e), step)])
+    if cheapest(costs) == "matrices":
+        size = max(1, room // ((len(e) + len(f)) * columns))
+        products = e.new_zeros(e.numel(), f.numel())
+        for x, y in zip(query.parts(size), passage.parts(size), strict=True):
+            products.addmm_(x.flatten(0, 1), y.flatten(0, 1).T)
+        by_pair = products.view(len(e), columns, len(f), columns)
+        return ((by_pair * f.T[None, :, :, None]).sum(1) * e[:, None]).sum(2)
+    total = e.new_zeros(len(e), len(f))
+    for x, y in zip(*(each.parts(max(1, room // pairs)) for each in (query, passage)), strict=True):
+        total += (torch.matmul(f, x) * torch.matmul(e, y).transpose(0, 1)).sum(2)
+    return total
+
+
+def _some(query: Products, e: Tensor, part: slice) -> tuple[Products, Tensor]:
+    return replace(query, inputs=query.inputs[part], outputs=query.outputs[part]), e[part]
+
+
+def _gram(query: Products, e: Tensor, passage: Products, f: Tensor) -> Tensor:
+    """Pair by pair, the products of inputs times those of output gradients, over all pairs of positions."""
+    i, j, t, s = len(e), len(f), query.outputs.shape[2], passage.outputs.shape[2]
+    u = (f @ query.outputs.flatten(2)).view(i, j, t, -1)
+    v = (e @ passage.outputs.flatten(2)).view(j, i, s, -1).transpose(0, 1)
+    if query.looks_up:
+        alike = (query.inputs[:, None, :, None] == passage.inputs[None, :, None, :]).to(u.dtype)
+    else:
+        alike = (query.inputs.flatten(0, 1) @ passage.inputs.flatten(0, 1).T).view(i, t, j, s).transpose(1, 2)
+    return ((u @ v.mT) * alike).sum((2, 3))
+
+
+def _slices(count: int, size: int) -> Iterator[slice]:
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))

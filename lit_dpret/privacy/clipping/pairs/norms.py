@@ -1,0 +1,143 @@
+r"""The norm of every pair's similarity gradient, or a bound on it that is a function of the pair alone.
+
+:math:`S_{ij} = \langle e_i, f_j \rangle` has the gradient :math:`g_{ij}`. Clipping each :math:`g_{ij}` to B
+(Logit-DP: Kong, Munoz Medina and Ribero 2025, Algorithm 1) takes their norms, n squared numbers, and not
+the gradients, n squared times all parameters. Any :math:`N_{ij} \ge |g_{ij}|` keeps the guarantee, provided
+that it depends on records i and j and on nothing else of the batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.privacy.clipping.base import refuse_batch_mixing
+from lit_dpret.privacy.clipping.ghost import GhostClipping
+from lit_dpret.privacy.clipping.pairs.batch import PairBatch, embed_all, refuse_other_function, refuse_randomness
+
+#: Pairs that go through the model together, at least; else as many as there are records.
+PAIRS_AT_ONCE = 32
+#: Rows that are embedded together where there is no graph.
+ROWS_AT_ONCE = 64
+
+
+class PairNorms(ABC):
+    """A table of what each pair's gradient measures at most.
+
+    Guarantees:
+        - ``table(batch)[i, j]`` is at least the norm of the gradient of S_ij over all trainable parameters
+          of the module, up to rounding; with ``exact`` it is that norm.
+        - It depends on records i and j (and the module) alone: a change of another record changes it by
+          rounding at most, and a broken one not at all.
+        - The entries of a broken pair are not finite.
+        - Memory does not grow with n squared times the parameters (``BruteForce`` apart).
+        - Nothing of the module changes.
+
+    Args:
+        module: What is trained: all its parameters with ``requires_grad``.
+
+    Attributes:
+        exact: Whether the entries are the norms, and not bounds on them.
+    """
+
+    exact: bool = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        refuse_randomness(module)
+
+    def table(self, batch: PairBatch) -> Tensor:
+        """The norms or bounds, (n, n) in float64; queries are rows. Private.
+
+        Raises:
+            UnsupportedModelError: The module is random or couples records, or the strategy does not cover it.
+        """
+        refuse_randomness(self.module)
+        refuse_batch_mixing(self.module)
+        if not batch.n:
+            device = next(self.module.parameters()).device
+            return torch.zeros(0, 0, dtype=torch.float64, device=device)
+        return self._table(batch)
+
+    @abstractmethod
+    def _table(self, batch: PairBatch) -> Tensor: ...
+
+
+class BruteForce(PairNorms):
+    """Each pair alone, all n squared gradients kept: ``norms=brute_force``, the paper's Algorithm 1.
+
+    The reference. It covers whatever autograd covers, and takes n squared times the parameters of memory.
+    """
+
+    def gradients(self, batch: PairBatch) -> dict[str, Tensor]:
+        """The gradients of all similarities, (n, n, *shape) for each trainable parameter."""
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        found = {name: p.new_zeros(batch.n, batch.n, *p.shape) for name, p in trained.items()}
+        queries, passages = batch.sides
+        for i in range(batch.n):
+            for j in range(batch.n):
+                with torch.enable_grad():
+                    similarity = (queries.embedded(slice(i, i + 1)) * passages.embedded(slice(j, j + 1))).sum()
+                for name, gradient in zip(trained, _grad(similarity, list(trained.values())), strict=True):
+                    if gradient is not None:
+                        found[name][i, j] = gradient.to_dense() if gradient.is_sparse else gradient
+        return found
+
+    def _table(self, batch: PairBatch) -> Tensor:
+        squares = torch.zeros(batch.n, batch.n, dtype=torch.float64)
+        for gradient in self.gradients(batch).values():
+            for i, of_query in enumerate(gradient):
+                squares[i] += of_query.double().square().flatten(1).sum(1).to(squares.device)
+        return squares.sqrt().to(next(self.module.parameters()).device)
+
+
+def _grad(similarity: Tensor, parameters: list[nn.Parameter]) -> tuple[Tensor | None, ...]:
+    if not similarity.requires_grad:
+        raise UnsupportedModelError("The embeddings depend on no trainable parameter: nothing to clip.", trap="T13")
+    return torch.autograd.grad(similarity, parameters, allow_unused=True)
+
+
+class PairGhost(PairNorms):
+    """Each pair as one row of the book-keeping engine: ``norms=pair_ghost``, exact for any towers.
+
+    A row is a query and a passage, its loss their similarity; the engine reads the norm off the inputs
+    and output gradients of both calls, and sums nothing. About 0.9 n ordinary steps, whatever the
+    dimension; the audit of the first rows is the engine's.
+
+    Args:
+        module: What is trained.
+        pairs_at_once: Rows of one pass; default the larger of n and ``PAIRS_AT_ONCE``, so that memory grows as n.
+
+    Raises:
+        ConfigurationError: ``pairs_at_once`` is not positive.
+        UnsupportedModelError: A trainable layer has no rule in the engine; ``brute_force`` covers it.
+    """
+
+    def __init__(self, module: nn.Module, *, pairs_at_once: int | None = None) -> None:
+        super().__init__(module)
+        if pairs_at_once is not None and pairs_at_once < 1:
+            raise ConfigurationError(f"pairs_at_once={pairs_at_once} is not positive.")
+        self.pairs_at_once = pairs_at_once
+        self._engine = GhostClipping(module, max_grad_norm=1.0)  # reads norms only: the bound is not used
+
+    def _table(self, batch: PairBatch) -> Tensor:
+        embeddings = embed_all(batch, rows_at_once=ROWS_AT_ONCE)
+        size = self.pairs_at_once or max(batch.n, PAIRS_AT_ONCE)
+        pairs = torch.arange(batch.n**2, device=embeddings[0].device)
+        parts = pairs.split(size)  # type: ignore[no-untyped-call]
+        found = [self._norms(batch, part // batch.n, part % batch.n, embeddings) for part in parts]
+        return torch.cat(found).view(batch.n, batch.n)
+
+    def _norms(self, batch: PairBatch, i: Tensor, j: Tensor, before: tuple[Tensor, Tensor]) -> Tensor:
+        queries, passages = batch.sides
+
+        def similarities() -> Tensor:
+            e, f = queries.embedded(i), passages.embedded(j)
+            refuse_other_function(before[0][i], e)
+            refuse_other_function(before[1][j], f)
+            return (e.to(before[0].dtype) * f.to(before[0].dtype)).sum(1)
+
+        return self._engine.norms(similarities, len(i))
