@@ -171,7 +171,7 @@ def _rest(look: _Look, trainer: L.Trainer, module: Any, data: Any) -> PlannedRun
     mode = module.privacy
     planned: PlannedRun | None = None
     with look.at("plan"):
-        planned = plan_run(trainer, mode, data, reserve=getattr(accountant, "resume_reserve", 0))
+        planned = plan_run(trainer, mode, data, module=module, reserve=getattr(accountant, "resume_reserve", 0))
     with look.at("secret"):
         run_dir = getattr(accountant, "run_dir", None) or Path(trainer.default_root_dir)
         if mode.noise_seed is None:

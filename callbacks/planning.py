@@ -9,7 +9,7 @@ import lightning as L
 
 from lit_dpret.callbacks.refusals import refuse_false_bound
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.modes import DPSGD, PrivacyMode
+from lit_dpret.privacy.modes import GaussianMode, PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.releases import Poisson, SamplingLaw, Shuffle
@@ -25,12 +25,14 @@ class PlannedRun:
         law: By which batches are drawn.
         steps: Logical steps.
         steps_per_epoch: Logical steps in one pass over the units.
+        sub_batches: Into how many parts a logical batch falls whose units see each other.
     """
 
     plan: PrivacyPlan | None
     law: SamplingLaw
     steps: int
     steps_per_epoch: int
+    sub_batches: int | None = None
 
     def sampler(self, data: Any, stream: KeyedStream) -> PrivateBatchSampler:
         """The sampler of the law, over the units of ``data``."""
@@ -40,16 +42,19 @@ class PlannedRun:
             steps_per_epoch=self.steps_per_epoch,
             physical_batch_size=data.physical_batch_size,
             stream=stream,
+            sub_batches=self.sub_batches,
+            n_max=None if self.plan is None or self.plan.coupling is None else self.plan.coupling.n_max,
         )
 
 
-def plan_run(trainer: L.Trainer, mode: PrivacyMode, data: Any, *, reserve: int = 0) -> PlannedRun:
+def plan_run(trainer: L.Trainer, mode: PrivacyMode, data: Any, *, module: Any = None, reserve: int = 0) -> PlannedRun:
     """Plan the run of ``trainer`` on ``data`` under ``mode``.
 
     Args:
         trainer: States the length.
         mode: States the promise.
         data: States how batches are to be drawn, and holds the units.
+        module: What will be trained; a mode for coupled losses reads its loss.
         reserve: Steps that are paid for beyond the length.
 
     Raises:
@@ -60,14 +65,14 @@ def plan_run(trainer: L.Trainer, mode: PrivacyMode, data: Any, *, reserve: int =
     units = data.n_units
     per_epoch = steps_per_epoch(data, mode.public_units(units))
     steps = planned_steps(trainer, per_epoch)
-    if isinstance(mode, DPSGD):
-        plan = mode.plan(data, units=units, steps=steps + reserve)
-        return PlannedRun(plan, plan.law, steps, per_epoch)
+    if isinstance(mode, GaussianMode):
+        plan = mode.plan(data, units=units, steps=steps + reserve, module=module)
+        return PlannedRun(plan, plan.law, steps, per_epoch, mode.sub_batches)
     batch = data.expected_batch_size or max(1, round((data.sample_rate or 1.0) * units))
     law: SamplingLaw = Shuffle(batch_size=min(batch, units), n=units)
     if data.sampling == "poisson":
         law = Poisson(sample_rate=data.sample_rate or min(1.0, batch / units))
-    return PlannedRun(None, law, steps, per_epoch)
+    return PlannedRun(None, law, steps, per_epoch, mode.sub_batches)
 
 
 def planned_steps(trainer: L.Trainer, steps_per_epoch: int) -> int:

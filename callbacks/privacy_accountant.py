@@ -24,7 +24,7 @@ from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.fingerprints import state_hash
 from lit_dpret.privacy.gate import ReleaseGate
 from lit_dpret.privacy.ledger import PrivacyLedger
-from lit_dpret.privacy.modes import DPSGD, PrivacyMode
+from lit_dpret.privacy.modes import GaussianMode, PrivacyMode
 from lit_dpret.privacy.noise import load_secret, published_secret
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.run import Position, PrivateRun
@@ -122,7 +122,7 @@ class PrivacyAccountant(Callback):
             if mode.noise_seed is None
             else published_secret(mode.noise_seed)
         )
-        planned = plan_run(trainer, mode, data, reserve=self.resume_reserve)
+        planned = plan_run(trainer, mode, data, module=pl_module, reserve=self.resume_reserve)
         self.plan, self.planned_steps = planned.plan, planned.steps
         self._dataset = self._dataset_ledger(mode)
         self._run = PrivateRun.open(
@@ -167,7 +167,7 @@ class PrivacyAccountant(Callback):
 
     def _dataset_ledger(self, mode: PrivacyMode) -> DatasetLedger | None:
         """The ledger of the data set, if there is one; a new run that it does not cover leaves nothing behind."""
-        if not isinstance(mode, DPSGD) or self.plan is None:
+        if not isinstance(mode, GaussianMode) or self.plan is None:
             return None
         ledger = mode.ledger_of_dataset(self.plan.budget, run_dir=self.run_dir)
         if ledger is not None and not self.resume:

@@ -1,79 +1,66 @@
-"""Query and passage into one space, by one transformer that is trained end to end.
+"""Query and passage into one space, by transformers that are trained end to end.
 
-The negatives of a query are the passages of the other rows of its batch. That is cheap and works
-well, and it couples the rows: what one query contributes depends on who else was drawn, so clipping
-each query's gradient bounds nothing. This module is therefore for training without privacy, on the
-original queries (the upper bound) or on DP synthetic ones (post-processing). For direct per-query
-privacy see `lit_dpret.modules.frozen_dual_encoder`.
+Where a query's negatives come from is the privacy mode's to say, because that decides what can be
+promised. With ``none``, ``synthetic``, ``batch_clip`` and ``logit_dp`` they are the passages of the other
+rows of its (sub-)batch; with ``per_example_duplicated`` copies of them; with ``public_passages`` a public
+pool. Clipping each query's gradient of a loss with in-batch negatives bounds nothing, since what one
+query contributes depends on who else was drawn: ``dp_sgd`` is refused.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.encoders import Contract, Side, TextEncoder
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.losses import InBatchSoftmaxLoss, false_negatives
+from lit_dpret.losses import InBatchSoftmaxLoss, PairwiseLoss, PublicPoolSoftmaxLoss, false_negatives
+from lit_dpret.modules.adapters import add_lora, merged
 from lit_dpret.modules.optimizers import OptimizerSpec
-from lit_dpret.modules.private_module import PrivateModule
-from lit_dpret.privacy.modes import PrivacyMode
-from lit_dpret.privacy.sampling import Row, UnitBatch
+from lit_dpret.modules.pair_module import PairModule
+from lit_dpret.modules.public_pool import PublicPool
+from lit_dpret.modules.row_by_row import marked
+from lit_dpret.privacy.budget import require_choice
+from lit_dpret.privacy.modes import PrivacyMode, PublicPassages
+from lit_dpret.privacy.sampling import Row, UnitBatch, map_rows
 from lit_dpret.st_folder import save_sentence_transformer
 
-
-class InBatchNegatives(PrivateModule):
-    """A module whose negatives come from the batch, so that a logical batch must stay in one piece.
-
-    Guarantees:
-        - A logical batch that would be cut into physical batches is refused before the first update:
-          cut in two, each query would see half of its negatives.
-    """
-
-    coupled_loss = True
-
-    def setup(self, stage: str) -> None:
-        data: Any = getattr(self.trainer, "datamodule", None)
-        expected = getattr(data, "expected_batch_size", None)
-        physical = getattr(data, "physical_batch_size", None)
-        if self.coupled_loss and stage == "fit" and expected and physical and physical < expected:
-            raise self._cut(f"datamodule.physical_batch_size={physical} is below {expected}, the expected_batch_size")
-
-    def training_step(self, batch: UnitBatch, batch_idx: int) -> None:
-        if self.coupled_loss and not (batch.last and batch.part == 0):
-            raise self._cut(f"A logical batch was cut into physical batches of {len(batch.mask)} units")
-        super().training_step(batch, batch_idx)
-
-    def _cut(self, what: str) -> ConfigurationError:
-        return ConfigurationError(
-            f"{what}: {type(self).__name__} takes its negatives from the batch, which must stay in one piece. Raise "
-            "datamodule.physical_batch_size to datamodule.expected_batch_size or more; if memory is short, set "
-            "model.gradient_checkpointing=true or lower both."
-        )
+TowerChoice = Literal["shared", "separate"]
+PassageTower = Literal["trained", "frozen"]
 
 
-class DualEncoder(InBatchNegatives):
-    """One encoder for queries and passages, trained with in-batch negatives.
+class DualEncoder(PairModule):
+    """Encoders of queries and passages: one for both, or one for each.
 
     Guarantees:
         - A passage is never a negative of a query that it answers: neither another copy of the row's
           own passage, nor another positive of the same query.
         - ``privacy=dp_sgd`` is refused before training: the loss couples the queries of a batch.
+        - Under ``privacy=public_passages`` a row's loss is a function of its own query and positives, of
+          public passages and of released weights.
         - `save_model` writes a folder that ``SentenceTransformer(folder)`` loads, with the same
-          embeddings.
+          embeddings; adapters are merged into the weights.
 
     Args:
-        privacy: The privacy mode: ``none``, or ``synthetic`` on data that carries a privacy card.
+        privacy: The privacy mode.
         optimizer: Name, learning rate and schedule of the optimizer.
         encoder: ``minilm``, a hub name, a model folder, or a ready `TextEncoder` whose own
             lengths and prefixes then hold; null to build a new, untrained one from ``config``.
         config: Fields of the Hugging Face config of a new encoder, ``model_type`` among them.
         tokenizer: Folder or hub name of a new encoder's tokenizer.
-        temperature: Divides the cosine similarity.
+        towers: ``shared``, one encoder for both sides, or ``separate``, two that start equal.
+        passage_tower: ``trained``, or ``frozen`` where the towers are separate.
+        lora: Arguments of ``peft.LoraConfig`` (``r``, ``lora_alpha``, ``target_modules`` and so on): train
+            low-rank adapters instead of the weights. Null trains all weights.
+        loss: A loss of the table of similarities (`lit_dpret.losses.pairs`), which then holds its own
+            temperature; null for the softmax over the passages.
+        temperature: Divides the cosine similarity in the softmax.
         max_query_length: Tokens of a query that are read, special tokens among them.
         max_passage_length: The same for a passage.
         query_prefix: Put before every query; null for what the encoder's folder says.
@@ -93,6 +80,10 @@ class DualEncoder(InBatchNegatives):
         encoder: str | Path | TextEncoder | None = "minilm",
         config: Mapping[str, Any] | None = None,
         tokenizer: str | Path | None = None,
+        towers: TowerChoice = "shared",
+        passage_tower: PassageTower = "trained",
+        lora: Mapping[str, Any] | None = None,
+        loss: PairwiseLoss | None = None,
         temperature: float = 0.05,
         max_query_length: int = 32,
         max_passage_length: int = 128,
@@ -102,7 +93,14 @@ class DualEncoder(InBatchNegatives):
         log_private_loss: bool = False,
     ) -> None:
         super().__init__(privacy=privacy, optimizer=optimizer, log_private_loss=log_private_loss)
-        self.loss = InBatchSoftmaxLoss(temperature=temperature, similarity="cosine")
+        require_choice("model.towers", towers, get_args(TowerChoice))
+        require_choice("model.passage_tower", passage_tower, get_args(PassageTower))
+        if towers == "shared" and passage_tower == "frozen":
+            raise ConfigurationError(
+                "model.passage_tower=frozen cannot go with model.towers=shared, where both sides are one encoder. "
+                "Set model.towers=separate."
+            )
+        self.loss = InBatchSoftmaxLoss(temperature=temperature, similarity="cosine") if loss is None else loss
         self.pretrained = str(encoder) if isinstance(encoder, (str, Path)) else None
         self.encoder = make_encoder(
             encoder,
@@ -113,45 +111,180 @@ class DualEncoder(InBatchNegatives):
             query_prefix=query_prefix,
             passage_prefix=passage_prefix,
         ).train()
+        self.passage_encoder = copy.deepcopy(self.encoder) if towers == "separate" else None
+        self._frozen_passages = passage_tower == "frozen"
+        if lora is not None:
+            add_lora(self.encoder, lora)
+            if self.passage_encoder is not None and not self._frozen_passages:
+                add_lora(self.passage_encoder, lora)
+        if self._frozen_passages:
+            self.tower("passage").eval().requires_grad_(False)
         if gradient_checkpointing:
-            self.encoder.backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            for side in (self.encoder, self.passage_encoder):
+                if side is not None:
+                    side.backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self._pool: PublicPool | None = None
+        if isinstance(privacy, PublicPassages):
+            if not isinstance(self.loss, InBatchSoftmaxLoss):
+                raise ConfigurationError(
+                    f"model.loss={type(self.loss).__name__} cannot go with privacy=public_passages, which takes the "
+                    "softmax of each query over public passages; a term that compares a passage with several "
+                    "queries would couple them. Set model.loss to null."
+                )
+            if self._frozen_passages and privacy.passage_gradient != "none":
+                raise ConfigurationError(
+                    f"privacy.passage_gradient={privacy.passage_gradient} has nothing to train with "
+                    "model.passage_tower=frozen. Set it to none."
+                )
+            self._pool = PublicPool(privacy.pool_size, privacy.pool_seed)
+            self._pool_loss = PublicPoolSoftmaxLoss(temperature=temperature, similarity="cosine")
+        self._pool_texts: list[str] = []
+        self._candidates: _Candidates | None = None
+
+    def tower(self, side: Side) -> TextEncoder:
+        """The encoder of one side."""
+        return self.encoder if side == "query" or self.passage_encoder is None else self.passage_encoder
+
+    def train(self, mode: bool = True) -> DualEncoder:
+        super().train(mode)
+        if self._frozen_passages:
+            self.tower("passage").eval()
+        return self
+
+    # -- batches -----------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if stage == "fit" and self._pool is not None and not self._pool_texts and data is not None:
+            self.learn_public_passages(data.public_passages())
+
+    def learn_public_passages(self, passages: Mapping[str, str]) -> None:
+        """Take over the public list of passages by id; ``setup`` does it for the Trainer's DataModule."""
+        listed = dict(sorted(passages.items()))
+        self._pool_texts = list(listed.values())
+        self._candidates = None
+        if self._pool is not None:
+            self._pool.learn(list(listed))
 
     def collate_rows(self, rows: list[Row]) -> dict[str, Any]:
-        """Tokens of both sides, and which passages of the batch are right answers.
+        """Tokens of both sides, and which passages are right answers.
 
         Returns:
             ``query`` and ``passage``, each with ``input_ids`` and ``attention_mask`` of shape
-            ``(rows, tokens)``, and ``answers``, booleans of shape ``(rows, rows)``.
+            ``(rows, tokens)``, and ``answers``, booleans of shape ``(rows, rows)``; against a public pool
+            instead ``answers``, the places of the row's own and further positives in the public list,
+            ``(rows, most of them)``, filled up with -1.
         """
-        ids = [row.passage_id for row in rows]
+        batch: dict[str, Any] = {
+            "query": self.tower("query").tokenize([row.query for row in rows], "query"),
+            "passage": self.tower("passage").tokenize([row.passage for row in rows], "passage"),
+        }
+        ids, positives = [row.passage_id for row in rows], [row.positives for row in rows]
+        if self._pool is not None:
+            own, others = self._pool.places(ids, positives)
+            return batch | {"answers": torch.cat([own.unsqueeze(1), others], dim=1)}
+        return batch | {"answers": false_negatives(ids, ids, positives)}
+
+    def represent(self, features: Any, side: Side) -> Tensor:
+        """The embeddings of tokenised texts, ``(rows, dim)``."""
+        found: Tensor = self.tower(side)(features)
+        return found
+
+    def pair_shape(self) -> dict[str, Any]:
+        contract = self.encoder.contract
         return {
-            "query": self.encoder.tokenize([row.query for row in rows], "query"),
-            "passage": self.encoder.tokenize([row.passage for row in rows], "passage"),
-            "answers": false_negatives(ids, ids, [row.positives for row in rows]),
+            "dim": self.encoder.dim,
+            "positions": max(contract.query_max_length, contract.passage_max_length),
+            "shared": self.passage_encoder is None,
         }
 
+    # -- against public passages --------------------------------------------------------------
+
+    def before_batch(self, batch: UnitBatch) -> None:
+        """Draw the public passages of a new step, and embed them with the weights as they are."""
+        if self._pool is None or (self._candidates is not None and self._candidates.step == batch.step):
+            return
+        if not self._pool_texts:
+            raise ConfigurationError(
+                "privacy=public_passages has no public passages: give the Trainer a DataModule that lists them, or "
+                "call learn_public_passages."
+            )
+        chosen, place = self._pool.draw(batch.step)
+        texts = self._pool_texts if chosen is None else [self._pool_texts[i] for i in chosen.tolist()]
+        full = isinstance(self.privacy, PublicPassages) and self.privacy.passage_gradient == "full"
+        tower = self.tower("passage")
+        self._candidates = _Candidates(
+            step=batch.step,
+            place=None if place is None else place.to(self.device),
+            embeddings=None if full else tower.encode(texts, "passage").to(self.device),
+            features=map_rows(lambda t: t.to(self.device), tower.tokenize(texts, "passage")) if full else None,
+            count=len(texts),
+        )
+
     def per_row_loss(self, rows: dict[str, Any]) -> Tensor:
-        """Cross entropy in nats of each query's own passage among those of the batch, ``(rows,)``."""
-        queries, passages = self.encoder(rows["query"]), self.encoder(rows["passage"])
-        losses: Tensor = self.loss(queries, passages, mask=rows["answers"])
-        return losses
+        """Cross entropy in nats of each query's own passage among its candidates, ``(rows,)``."""
+        if self._pool is None or self._candidates is None:
+            return super().per_row_loss(rows)
+        pool, answers = self._candidates, rows["answers"]
+        mode: Any = self.privacy
+        queries = self.embed(rows["query"], "query")
+        with torch.set_grad_enabled(torch.is_grad_enabled() and mode.passage_gradient != "none"):
+            own = self.embed(rows["passage"], "passage")
+        places = answers if pool.place is None else torch.where(answers < 0, answers, pool.place[answers])
+        mask = marked(places, pool.count)
+        if pool.embeddings is not None:
+            losses: Tensor = self._pool_loss(queries, pool.embeddings, positive_embeddings=own, mask=mask)
+            return losses
+        copies = torch.arange(pool.count, device=mask.device).repeat(len(queries))
+        features = map_rows(lambda tensor: tensor[copies], pool.features)
+        candidates = self.embed(features, "passage").view(len(queries), pool.count, -1)
+        wide = torch.promote_types(queries.dtype, torch.float32)
+        with torch.autocast(queries.device.type, enabled=False):
+            both = torch.cat([own.unsqueeze(1), candidates], dim=1).to(wide)
+            logits = torch.einsum("rd,rcd->rc", queries.to(wide), both) / self._pool_loss.temperature
+        left_out = torch.nn.functional.pad(mask, (1, 0), value=False)
+        target = torch.zeros(len(queries), dtype=torch.long, device=logits.device)
+        return torch.nn.functional.cross_entropy(logits.masked_fill(left_out, float("-inf")), target, reduction="none")
+
+    # -- what comes out -----------------------------------------------------------------------
 
     def encode_queries(self, texts: Sequence[str], *, progress: Any = None) -> Tensor:
         """Embeddings of queries of length 1 on the CPU, ``(texts, dim)``; their dot product is the cosine."""
-        return self.encoder.encode(texts, "query", progress=progress)
+        return self.tower("query").encode(texts, "query", progress=progress)
 
     def encode_passages(self, texts: Sequence[str], *, progress: Any = None) -> Tensor:
         """Embeddings of passages, as `encode_queries`."""
-        return self.encoder.encode(texts, "passage", progress=progress)
+        return self.tower("passage").encode(texts, "passage", progress=progress)
 
     def save_model(self, folder: str | Path) -> Path:
-        """Write the encoder as a sentence-transformers folder with its contract.
+        """Write the encoder, or both, as a sentence-transformers folder with its contract.
 
         Raises:
             StorageError: The folder cannot be written.
         """
-        save_sentence_transformer(folder, self.encoder)
+        towers = [merged(tower) for tower in (self.encoder, self.passage_encoder) if tower is not None]
+        save_sentence_transformer(folder, *towers)
         return Path(folder)
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """The public passages of one step.
+
+    Args:
+        step: The logical step.
+        place: For each public passage, its place among the candidates or -1; None where all are.
+        embeddings: Without gradient, ``(count, dim)``; None where their gradient is wanted.
+        features: Then their tokens.
+        count: How many there are.
+    """
+
+    step: int
+    place: Tensor | None
+    embeddings: Tensor | None
+    features: Any
+    count: int
 
 
 def make_encoder(

@@ -4,7 +4,8 @@ Passages are public, so their embeddings can be made once and looked at by every
 to learn from a private query is one matrix. With passages fixed, the softmax of a query over a
 *public* pool of them depends on no other query: the training loss is a sum over queries, and plain
 DP-SGD protects each of them. The classical in-batch loss has no such form, which is why direct
-private training of a dual encoder was thought to need much more noise.
+private training of a dual encoder was thought to need much more noise; it can be chosen here as well, to
+compare.
 """
 
 from __future__ import annotations
@@ -13,25 +14,26 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_dpret.encoders import TextEncoder
+from lit_dpret.encoders import Side, TextEncoder
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.losses import InBatchSoftmaxLoss, PublicPoolSoftmaxLoss, false_negatives
-from lit_dpret.modules.dual_encoder import InBatchNegatives, make_encoder
+from lit_dpret.losses import InBatchSoftmaxLoss, PairwiseLoss, PublicPoolSoftmaxLoss, false_negatives
+from lit_dpret.modules.dual_encoder import make_encoder
 from lit_dpret.modules.optimizers import OptimizerSpec
+from lit_dpret.modules.pair_module import PairModule
+from lit_dpret.modules.public_pool import PublicPool
 from lit_dpret.modules.row_by_row import marked, row_by_row
 from lit_dpret.privacy.budget import require_choice
-from lit_dpret.privacy.modes import PrivacyMode
+from lit_dpret.privacy.modes import PrivacyMode, PublicPassages
 from lit_dpret.privacy.sampling import Row, UnitBatch
 from lit_dpret.st_folder import save_sentence_transformer
 
-Head = Literal["query", "both"]
+Head = Literal["query", "both", "shared"]
+Negatives = Literal["auto", "pool", "batch"]
 Progress = Callable[[int, int], None]
-_NOBODY = -1
 _LOGITS_AT_ONCE = 8_000_000
 
 
@@ -42,7 +44,7 @@ class Texts(Protocol):
     def pair_rows(self, split: str = "train") -> Sequence[Row]: ...
 
 
-class FrozenDualEncoder(InBatchNegatives):
+class FrozenDualEncoder(PairModule):
     """Linear heads over the embeddings of a frozen encoder.
 
     A query's embedding e becomes W e, scaled to length 1; W starts as the identity, so that the
@@ -55,12 +57,13 @@ class FrozenDualEncoder(InBatchNegatives):
     loss is a sum over queries, for any pool size and temperature, and the sensitivity of its clipped
     gradient is ``max_grad_norm``.
 
-    With ``head="both"`` passages get a head of their own and the negatives come from the batch; that
-    couples the queries, and is for ``privacy=none`` or ``synthetic``.
+    Negatives from the batch couple the queries. They are what ``batch_clip``, ``per_example_duplicated``
+    and ``logit_dp`` bound, and what a head on the passage side (``both``: one of its own, ``shared``: the
+    same one) is trained with.
 
     Guarantees:
         - Untrained, it ranks as the encoder does.
-        - With ``head="query"``, the loss and gradient of a row depend on its own query, positives
+        - With ``negatives="pool"``, the loss and gradient of a row depend on its own query, positives
           and passage, and on public passages.
         - No positive of a query is a negative of the same query.
         - The encoder is not among the module's parameters, nor in its checkpoints.
@@ -73,7 +76,10 @@ class FrozenDualEncoder(InBatchNegatives):
         optimizer: Name, learning rate and schedule of the optimizer.
         encoder: ``minilm``, a hub name, a model folder, or a ready `TextEncoder` whose own lengths
             and prefixes then hold. It must not have been trained on the private queries.
-        head: ``query``, or ``both`` for a head on either side.
+        head: ``query``, ``both`` for a head on either side, or ``shared`` for the same head on both.
+        negatives: From a public ``pool``, or from the ``batch``; ``auto`` takes what the privacy mode is for,
+            and where it is for both, the pool with ``head="query"`` and else the batch.
+        loss: A loss of the table of similarities, for negatives from the batch; null for the softmax.
         pool_size: How many public passages a step draws as candidates; null for all of them.
         pool_seed: Of those draws; public.
         temperature: Divides the cosine similarity.
@@ -100,6 +106,8 @@ class FrozenDualEncoder(InBatchNegatives):
         optimizer: OptimizerSpec,
         encoder: str | Path | TextEncoder = "minilm",
         head: Head = "query",
+        negatives: Negatives = "auto",
+        loss: PairwiseLoss | None = None,
         pool_size: int | None = None,
         pool_seed: int = 0,
         temperature: float = 0.05,
@@ -113,15 +121,32 @@ class FrozenDualEncoder(InBatchNegatives):
     ) -> None:
         super().__init__(privacy=privacy, optimizer=optimizer, log_private_loss=log_private_loss)
         require_choice("model.head", head, get_args(Head))
-        self.coupled_loss = head == "both"
-        if self.coupled_loss and privacy.guarantee == "dp":
+        require_choice("model.negatives", negatives, get_args(Negatives))
+        if isinstance(privacy, PublicPassages):
+            _refuse_passage_gradient(privacy)
+            pool_size, pool_seed = privacy.pool_size, privacy.pool_seed
+        self.coupled_loss = not _takes_pool(negatives, head, privacy)
+        if not self.coupled_loss and head != "query":
             raise ConfigurationError(
-                f"model.head=both cannot be trained under privacy={privacy.name}: its negatives come from the batch, "
-                "which couples the queries, and clipping each of them bounds nothing. Set model.head=query."
+                f"model.head={head} cannot be trained against a public pool, whose passages keep their embeddings "
+                f"(privacy={privacy.name}, model.negatives={negatives}). Set model.head=query."
             )
-        if pool_size is not None and (pool_size < 1 or self.coupled_loss):
+        if self.coupled_loss and privacy.guarantee == "dp" and privacy.candidates in ("rows", "pool"):
             raise ConfigurationError(
-                f"model.pool_size={pool_size}: it must be at least 1, and null with model.head=both, which has no pool."
+                f"privacy={privacy.name} cannot train model.head={head} with model.negatives={negatives}: its "
+                "negatives come from the batch, which couples the queries, and clipping each of them bounds nothing. "
+                "Set model.head=query and model.negatives=pool, or choose privacy=logit_dp."
+            )
+        if loss is not None and not self.coupled_loss:
+            raise ConfigurationError(
+                f"model.loss={type(loss).__name__} is a loss of the batch's table of similarities; against a public "
+                "pool it is the softmax of each query. Set model.loss to null, or model.negatives=batch."
+            )
+        if pool_size is not None and pool_size < 1:
+            raise ConfigurationError(f"model.pool_size={pool_size} must be at least 1.")
+        if pool_size is not None and head != "query":
+            raise ConfigurationError(
+                f"model.pool_size={pool_size} must be null with model.head={head}, which has no pool."
             )
         if pool_seed < 0:
             raise ConfigurationError(f"model.pool_seed={pool_seed} must not be negative.")
@@ -134,14 +159,15 @@ class FrozenDualEncoder(InBatchNegatives):
             passage_prefix=passage_prefix,
         )
         self._frozen = _Frozen(tower, cache_dir, encode_batch_size)
-        self.head, self.pool_size, self.pool_seed = head, pool_size, pool_seed
+        self.head = head
         self.query_head = _identity(tower.dim)
-        self.passage_head = _identity(tower.dim) if self.coupled_loss else None
-        loss = InBatchSoftmaxLoss if self.coupled_loss else PublicPoolSoftmaxLoss
-        self.loss = loss(temperature=temperature, similarity="dot")
+        self.passage_head = _identity(tower.dim) if head == "both" else None
+        self.loss: Any = loss
+        if loss is None:
+            softmax = InBatchSoftmaxLoss if self.coupled_loss else PublicPoolSoftmaxLoss
+            self.loss = softmax(temperature=temperature, similarity="cosine" if self.coupled_loss else "dot")
         self.register_buffer("passage_embeddings", torch.empty(0, tower.dim), persistent=False)
-        self._place: dict[str, int] = {}
-        self._pool: tuple[int, Tensor | None, Tensor | None] | None = None
+        self._pool = PublicPool(pool_size, pool_seed)
         self._step = 0
 
     @property
@@ -176,15 +202,14 @@ class FrozenDualEncoder(InBatchNegatives):
         if not passages:
             raise DataError("There are no passages to encode.")
         self.passage_embeddings = self._frozen.learn(passages.values(), "passage", progress).to(self.device)
-        self._place = {name: place for place, name in enumerate(passages)}
-        self._pool = None
+        self._pool.learn(list(passages))
         if queries:
             self._frozen.learn(queries.values(), "query", progress)
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
         data: Any = getattr(self.trainer, "datamodule", None)
-        if stage == "fit" and not self._place and data is not None:
+        if stage == "fit" and not self._pool.place and data is not None:
             self.prepare(data)
 
     def encode_queries(self, texts: Sequence[str], *, progress: Progress | None = None) -> Tensor:
@@ -193,7 +218,7 @@ class FrozenDualEncoder(InBatchNegatives):
 
     def encode_passages(self, texts: Sequence[str], *, progress: Progress | None = None) -> Tensor:
         """Embeddings of passages, after their head if they have one; else as `encode_queries`."""
-        return self._headed(self.passage_head, self._frozen.encode(texts, "passage", progress))
+        return self._headed(self._head_of("passage"), self._frozen.encode(texts, "passage", progress))
 
     def _headed(self, head: nn.Linear | None, embeddings: Tensor) -> Tensor:
         if head is None:
@@ -208,45 +233,48 @@ class FrozenDualEncoder(InBatchNegatives):
         """Look the rows' embeddings up.
 
         Returns:
-            ``query``, ``(rows, dim)``; ``positive``, the place of each row's passage, ``(rows,)``;
-            with ``head="query"`` also ``others``, the places of the query's further positives,
-            ``(rows, most of them)``, filled up with -1; with ``head="both"`` instead ``answers``,
-            booleans ``(rows, rows)``.
+            ``query``, ``(rows, dim)``, and against a pool ``positive``, the place of each row's passage,
+            ``(rows,)``, and ``others``, the places of the query's further positives, ``(rows, most of
+            them)``, filled up with -1; with negatives from the batch instead ``passage``, ``(rows,
+            dim)``, and ``answers``, booleans ``(rows, rows)``.
 
         Raises:
             DataError: A row's passage was not among those of `prepare`.
         """
-        unknown = next((row.passage_id for row in rows if row.passage_id not in self._place), None)
-        if unknown is not None:
-            raise DataError(
-                f"The positive passage {unknown!r} is not among the {len(self._place)} passages that were encoded; "
-                "they must be the whole public list. Call prepare(datamodule) with the data that is trained on."
-            )
-        batch = {
-            "query": self._frozen.encode([row.query for row in rows], "query"),
-            "positive": torch.tensor([self._place[row.passage_id] for row in rows], dtype=torch.long),
-        }
+        ids, positives = [row.passage_id for row in rows], [row.positives for row in rows]
+        positive, others = self._pool.places(ids, positives)
+        queries = self._frozen.encode([row.query for row in rows], "query")
         if self.coupled_loss:
-            ids = [row.passage_id for row in rows]
-            batch["answers"] = false_negatives(ids, ids, [row.positives for row in rows])
-            return batch
-        others = [sorted(self._place[p] for p in row.positives - {row.passage_id} if p in self._place) for row in rows]
-        width = max(map(len, others))
-        filled = [places + [_NOBODY] * (width - len(places)) for places in others]
-        batch["others"] = torch.tensor(filled, dtype=torch.long).reshape(len(rows), width)
-        return batch
+            passages = self.passage_embeddings[positive.to(self.passage_embeddings.device)].cpu()
+            return {"query": queries, "passage": passages, "answers": false_negatives(ids, ids, positives)}
+        return {"query": queries, "positive": positive, "others": others}
 
-    def training_step(self, batch: UnitBatch, batch_idx: int) -> None:
+    def represent(self, features: Any, side: Side) -> Tensor:
+        """The embeddings of one side after its head, ``(rows, dim)``; those without a head as they are."""
+        head = self._head_of(side)
+        found: Tensor = features if head is None else head(features)
+        return found
+
+    def _head_of(self, side: Side) -> nn.Linear | None:
+        return self.query_head if side == "query" or self.head == "shared" else self.passage_head
+
+    def pair_shape(self) -> dict[str, Any]:
+        return {
+            "dim": self.encoder.dim,
+            "positions": 1,
+            "shared": self.head == "shared",
+            "linear_head": getattr(self.loss, "similarity", "cosine") == "cosine",
+        }
+
+    def before_batch(self, batch: UnitBatch) -> None:
+        """Note the step, which decides what is in the pool."""
         self._step = batch.step
-        super().training_step(batch, batch_idx)
 
     def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
         """Cross entropy in nats of each query's own passage among its candidates, ``(rows,)``."""
-        queries = F.normalize(self.query_head(rows["query"]), dim=-1)
-        if self.passage_head is not None:
-            passages = F.normalize(self.passage_head(self.passage_embeddings[rows["positive"]]), dim=-1)
-            losses: Tensor = self.loss(queries, passages, mask=rows["answers"])
-            return losses
+        if self.coupled_loss:
+            return super().per_row_loss(rows)
+        queries = self.embed(rows["query"], "query")
         chosen, place_in_pool = self.pool(self._step)
         pool = self.passage_embeddings if chosen is None else self.passage_embeddings[chosen]
 
@@ -265,19 +293,9 @@ class FrozenDualEncoder(InBatchNegatives):
         return row_by_row(of_rows, queries, rows_at_once=_LOGITS_AT_ONCE // len(pool))
 
     def pool(self, step: int) -> tuple[Tensor | None, Tensor | None]:
-        """The candidates of logical step ``step``: their places, and for each passage its place among them or -1.
-
-        Both are None where all passages are candidates.
-        """
-        if self.pool_size is None or self.pool_size >= len(self._place):
-            return None, None
-        if self._pool is None or self._pool[0] != step:
-            coins = np.random.Generator(np.random.Philox(np.random.SeedSequence((self.pool_seed, step))))
-            chosen = torch.from_numpy(coins.choice(len(self._place), size=self.pool_size, replace=False))
-            place = torch.full((len(self._place),), _NOBODY)
-            place[chosen] = torch.arange(self.pool_size)
-            self._pool = (step, chosen.to(self.device), place.to(self.device))
-        return self._pool[1:]
+        """The candidates of logical step ``step``, as `PublicPool.draw`, on the module's device."""
+        chosen, place = self._pool.draw(step)
+        return (None, None) if chosen is None or place is None else (chosen.to(self.device), place.to(self.device))
 
     def save_model(self, folder: str | Path) -> Path:
         """Write encoder and heads as a sentence-transformers folder with its contract.
@@ -286,9 +304,26 @@ class FrozenDualEncoder(InBatchNegatives):
             StorageError: The folder cannot be written.
         """
         save_sentence_transformer(
-            folder, _with_head(self.encoder, self.query_head), _with_head(self.encoder, self.passage_head)
+            folder, _with_head(self.encoder, self.query_head), _with_head(self.encoder, self._head_of("passage"))
         )
         return Path(folder)
+
+
+def _takes_pool(negatives: Negatives, head: Head, privacy: PrivacyMode) -> bool:
+    """Whether a row's negatives are public passages rather than those of other rows."""
+    if privacy.candidates == "pool":
+        return True
+    if negatives != "auto":
+        return negatives == "pool"
+    return head == "query" and (privacy.candidates == "rows" or privacy.guarantee != "dp")
+
+
+def _refuse_passage_gradient(privacy: PublicPassages) -> None:
+    if privacy.passage_gradient != "none":
+        raise ConfigurationError(
+            f"privacy.passage_gradient={privacy.passage_gradient}: the passages of model=frozen_dual_encoder keep "
+            "their embeddings, and have no gradient. Set it to none."
+        )
 
 
 class _Frozen:

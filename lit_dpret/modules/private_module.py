@@ -27,7 +27,7 @@ from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.privacy.guard import Guard, uncounted
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
-from lit_dpret.privacy.sampling import Row, UnitBatch
+from lit_dpret.privacy.sampling import Row, UnitBatch, take_rows
 
 
 class PrivateModule(L.LightningModule):
@@ -120,9 +120,13 @@ class PrivateModule(L.LightningModule):
         if batch.rows is None:
             self.privacy.counts.units += int(batch.mask.sum())
             return
+        self.before_batch(batch)
         self._refuse_coupled_loss(batch.rows)
         with self._replayable_dropout(seed):
-            self.privacy.add(self._unit_loss(batch), batch.unit_ids, batch.mask)
+            self.privacy.contribute(self, batch)
+
+    def before_batch(self, batch: UnitBatch) -> None:
+        """Called before a physical batch that holds rows: for what a loss needs beside them, as public passages."""
 
     def _logical_step(self, guard: Guard, attempt: int, step: int) -> None:
         units = self.privacy.counts.units
@@ -146,8 +150,11 @@ class PrivateModule(L.LightningModule):
             self.log("train/loss", self._loss_sum / max(units, 1), on_step=True, prog_bar=True, batch_size=1)
         self._loss_sum = 0.0
 
-    def _unit_loss(self, batch: UnitBatch) -> Callable[[], Tensor]:
-        """Row losses scaled so that their sum inside a unit is the unit's mean."""
+    def unit_loss(self, batch: UnitBatch) -> Callable[[], Tensor]:
+        """A function that runs the forward pass and returns one loss per row, ``(rows,)``.
+
+        They are scaled so that their sum inside a unit is the unit's mean.
+        """
         rows_of_unit = torch.bincount(batch.unit_ids, minlength=len(batch.mask))
 
         def losses() -> Tensor:
@@ -158,10 +165,14 @@ class PrivateModule(L.LightningModule):
                     f"{len(batch.unit_ids)} rows; it must return one loss per row."
                 )
             weighted = loss / rows_of_unit[batch.unit_ids].to(loss.dtype)
-            self._loss_sum += float(weighted.detach().sum())
+            self.note_loss(float(weighted.detach().sum()))
             return weighted
 
         return losses
+
+    def note_loss(self, total: float) -> None:
+        """Count the summed loss of some units into the mean of the step. Private: it is logged only where declared."""
+        self._loss_sum += total
 
     @contextmanager
     def _replayable_dropout(self, seed: int) -> Any:
@@ -172,13 +183,13 @@ class PrivateModule(L.LightningModule):
 
     def _refuse_coupled_loss(self, rows: Any) -> None:
         """Compare the losses of the first half of the rows with and without the other half, now and then."""
-        if self.privacy.guarantee != "dp":
+        if self.privacy.guarantee != "dp" or self.privacy.candidates not in ("rows", "pool"):
             return
-        tensors = list(rows.values()) if isinstance(rows, dict) else []
+        tensors = _leaves(rows) if isinstance(rows, dict) else []
         if not tensors or any(not isinstance(v, Tensor) or v.dim() == 0 or len(v) != len(tensors[0]) for v in tensors):
             raise UnsupportedModelError(
-                f"{type(self).__name__}.collate_rows must return a dict of tensors whose first axis is the rows, so "
-                "that it can be checked that no row changes the loss of another one.",
+                f"{type(self).__name__}.collate_rows must return a dict of tensors (dicts may be nested) whose first "
+                "axis is the rows, so that it can be checked that no row changes the loss of another one.",
                 trap="T11",
             )
         count = len(tensors[0])
@@ -187,7 +198,7 @@ class PrivateModule(L.LightningModule):
         self._batches_seen += 1
         if self._batches_seen & (self._batches_seen - 1):  # batches 1, 2, 4, 8, ...
             return
-        half = type(rows)({key: value[: count // 2] for key, value in rows.items()})
+        half = take_rows(rows, slice(count // 2))
         with evaluation_mode(self), torch.no_grad():
             together = self.per_row_loss(rows)[: count // 2].float()
             alone = self.per_row_loss(half).float()
@@ -200,3 +211,8 @@ class PrivateModule(L.LightningModule):
                 "and choose a mode for coupled losses.",
                 trap="T11",
             )
+
+
+def _leaves(rows: Any) -> list[Any]:
+    """The leaves of nested dicts."""
+    return [leaf for value in rows.values() for leaf in _leaves(value)] if isinstance(rows, dict) else [rows]

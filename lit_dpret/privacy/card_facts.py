@@ -141,15 +141,29 @@ def _declared(plan: PrivacyPlan) -> list[Assumption]:
         f"Nobody contributed more than {plan.max_units_per_user} units; only the user-level epsilon depends on this."
     ]  # fmt: skip
     return [
-        Assumption(text, "unverified")
-        for text in (
+        _bound_assumption(plan),
+        *(Assumption(text, "unverified") for text in (
             *several,
-            f"One unit moves the sum of a step by at most the clipping bound (engine: {plan.engine}).",
             public,
             "The noise is Gaussian and unpredictable to whoever does not hold its secret, and the secret stays secret.",
             "Nothing else that was computed from the private data was let out: no loss, metric or chosen checkpoint.",
+        )),
+    ]  # fmt: skip
+
+
+def _bound_assumption(plan: PrivacyPlan) -> Assumption:
+    """How far one unit moves the sum, and who says so."""
+    coupling = plan.coupling
+    if coupling is None:
+        return Assumption(
+            f"One unit moves the sum of a step by at most the clipping bound (engine: {plan.engine}).", "unverified"
         )
-    ]
+    text = f"One unit moves the sum of a step by at most {plan.sensitivity:g}: {coupling.describe(plan.max_grad_norm)}"
+    if coupling.claim == "refuted":
+        return Assumption(f"{text}. That number is refuted: there are data that exceed it.", False)
+    if coupling.claim == "declared":
+        text += ". The number rests on bounds that were declared for this loss, and not proved here"
+    return Assumption(f"{text}.", "unverified")
 
 
 def judge(releases: Sequence[Release], plan: PrivacyPlan | None, assumptions: list[Assumption]) -> Verdict:
@@ -308,6 +322,11 @@ def mechanism_facts(records: Sequence[Record], plan: PrivacyPlan | None, release
             "empty_batches": "add noise, take their step and are counted",
             "n_public": plan.n_public,
         }
+        if plan.coupling is not None:
+            facts["coupling"] = asdict(plan.coupling) | {
+                "text": plan.coupling.describe(plan.max_grad_norm),
+                "sensitivity_per_bound": plan.sensitivity / plan.max_grad_norm,
+            }
     return facts
 
 

@@ -121,10 +121,24 @@ def _mechanism_sentence(card: Card) -> str:
         return f"Training made no step{size}, so nothing was released."
     return (
         f"Training made {done} noisy step{'' if done == 1 else 's'}{size}. Batches were drawn so: "
-        f"{mechanism['law_text']}. In each step the gradient of one {card['claim']['unit']} was clipped to L2 norm "
-        f"{_n(mechanism['max_grad_norm'])} ({mechanism['clip']}{_grouped(mechanism)}), and "
+        f"{mechanism['law_text']}. {_bounded(card)}, and "
         f"Gaussian noise of standard deviation {_n(mechanism['noise_std'])} (noise multiplier "
         f"{_n(mechanism['noise_multiplier'])}) was added to the sum once."
+    )
+
+
+def _bounded(card: Card) -> str:
+    """What was clipped in a step."""
+    mechanism, coupling = card["mechanism"], card["mechanism"].get("coupling")
+    if coupling is None:
+        return (
+            f"In each step the gradient of one {card['claim']['unit']} was clipped to L2 norm "
+            f"{_n(mechanism['max_grad_norm'])} ({mechanism['clip']}{_grouped(mechanism)})"
+        )
+    return (
+        f"The loss compares the {card['claim']['unit_plural']} of a batch with each other. In each step "
+        f"{coupling['text']}, so that one {card['claim']['unit']} moves the sum by at most "
+        f"{_n(mechanism['sensitivity'])}"
     )
 
 

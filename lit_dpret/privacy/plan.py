@@ -17,6 +17,7 @@ from typing import Any, get_args
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.accounting import Accountant, calibrate_noise, check_supported, choose_cap
 from lit_dpret.privacy.budget import AccountantName, PrivacyBudget, require_choice
+from lit_dpret.privacy.coupling import Coupling
 from lit_dpret.privacy.forecast import Forecast
 from lit_dpret.privacy.groups import check_max_units
 from lit_dpret.privacy.plan_text import format_plan
@@ -33,7 +34,7 @@ from lit_dpret.privacy.releases import (
 __all__ = ["SAMPLINGS", "PrivacyPlan", "describe_plan", "format_plan"]
 
 # Fields that the first plans did not have. A new field goes here, and its default is what was done before it.
-_ADDED = ("clip_groups", "max_units_per_user")
+_ADDED = ("clip_groups", "max_units_per_user", "coupling")
 
 SAMPLINGS = ("truncated_poisson", "poisson", "fixed_size", "shuffle", "full_batch")
 
@@ -61,6 +62,8 @@ class PrivacyPlan:
         n_public: The number of units where it is public, or a constant that the user declared.
         max_units_per_user: How many units one person contributed at most, as the user declared; None
             where nothing is declared. It changes no step, and is what the user-level epsilon is for.
+        coupling: Who sees whom under a loss that couples units, and what ``max_grad_norm`` bounds then;
+            None where it bounds the gradient of one unit, which depends on no other.
 
     Raises:
         ConfigurationError: A value is out of range; the message names it.
@@ -81,6 +84,7 @@ class PrivacyPlan:
     mode: str = "dp_sgd"
     n_public: int | None = None
     max_units_per_user: int | None = None
+    coupling: Coupling | None = None
 
     def __post_init__(self) -> None:
         for name in ("noise_multiplier", "max_grad_norm", "sensitivity", "denominator"):
@@ -233,7 +237,8 @@ class PrivacyPlan:
             raise ConfigurationError(f"A recorded privacy plan has no field {', '.join(unknown)}.")
         try:
             budget, law = PrivacyBudget(**data["budget"]), SamplingLaw.from_dict(data["law"])
-            return cls(**{**data, "budget": budget, "law": law})
+            coupling = Coupling.from_dict(data["coupling"]) if data.get("coupling") else None
+            return cls(**{**data, "budget": budget, "law": law, "coupling": coupling})
         except (KeyError, TypeError) as error:
             raise ConfigurationError(f"A recorded privacy plan is malformed: {error}.") from error
 

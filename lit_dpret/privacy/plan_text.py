@@ -41,10 +41,25 @@ def _claim(facts: Mapping[str, Any]) -> list[str]:
         f"  plan                 {facts['fingerprint'][:12]}, budget {budget['eps']:g}",
         *_paragraph(facts["law"], "  sampling             "),
         f"  steps                {facts['steps']}{passes}",
-        f"  clipping bound       {plan['max_grad_norm']:g} ({plan['clip']}{shared})",
+        *_bound(plan, shared),
         f"  noise multiplier     {facts['noise_multiplier']:.6g}",
         f"  noise std on the sum {facts['noise_std']:.6g} (sensitivity {plan['sensitivity']:g})",
         f"  noise to batch       {facts['noise_to_batch']:.3g} (divided by {facts['expected_batch_size']:g})",
+    ]
+
+
+def _bound(plan: Mapping[str, Any], shared: str) -> list[str]:
+    coupling = plan.get("coupling")
+    if coupling is None:
+        return [f"  clipping bound       {plan['max_grad_norm']:g} ({plan['clip']}{shared})"]
+    proved = {"proved": "", "declared": ", as declared for this loss", "refuted": ", which is NOT PROVED"}
+    return [
+        f"  clipping bound       {plan['max_grad_norm']:g} on each {coupling['bounded'].replace('_', '-')}",
+        *_paragraph(
+            f"{coupling['sub_batches']} of at most {coupling['n_max']} units; one unit moves the sum by "
+            f"{plan['sensitivity'] / plan['max_grad_norm']:.4g} clipping bounds{proved[coupling['claim']]}",
+            "  sub-batches          ",
+        ),
     ]
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.coupling import largest_batch
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
 
@@ -138,13 +139,46 @@ class UnitBatch:
         """Move every tensor to ``device``."""
 
         def move(value: Any) -> Any:
-            if isinstance(value, dict):
-                return type(value)({key: move(item) for key, item in value.items()})
-            if hasattr(value, "to"):
-                return value.to(device)
-            return value
+            return value.to(device) if hasattr(value, "to") else value
 
-        return replace(self, rows=move(self.rows), unit_ids=self.unit_ids.to(device), mask=self.mask.to(device))
+        rows = map_rows(move, self.rows)
+        return replace(self, rows=rows, unit_ids=self.unit_ids.to(device), mask=self.mask.to(device))
+
+
+def map_rows(function: Callable[[Any], Any], rows: Any) -> Any:
+    """``function`` of every leaf of nested dicts; the dicts keep their types."""
+    if isinstance(rows, dict):
+        return type(rows)({key: map_rows(function, value) for key, value in rows.items()})
+    return function(rows)
+
+
+def take_rows(rows: Any, index: slice | Tensor) -> Any:
+    """Some rows of a tensor, or of nested dicts of tensors whose first axis is the rows."""
+    return map_rows(lambda tensor: tensor[index], rows)
+
+
+def rows_in_turn(count: int, at_once: int) -> Iterator[slice]:
+    """Slices of at most ``at_once`` that cover ``count`` rows."""
+    for first in range(0, count, at_once):
+        yield slice(first, min(first + at_once, count))
+
+
+def parts_of(batch: UnitBatch, *, units_at_once: int) -> Iterator[UnitBatch]:
+    """A physical batch in smaller ones, no unit split between two; parts without a row are passed over.
+
+    The rows of a batch stand in the order of their units, as `UnitCollator` puts them.
+    """
+    for slots in rows_in_turn(len(batch.mask), units_at_once):
+        inside = ((batch.unit_ids >= slots.start) & (batch.unit_ids < slots.stop)).nonzero().flatten()
+        if not len(inside):
+            continue
+        rows = slice(int(inside[0]), int(inside[-1]) + 1)
+        yield replace(
+            batch,
+            rows=take_rows(batch.rows, rows),
+            unit_ids=batch.unit_ids[rows] - slots.start,
+            mask=batch.mask[slots],
+        )
 
 
 class UnitCollator:
@@ -191,6 +225,9 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         - Under a capped law the number of physical batches per step is constant.
         - The draw of a step depends on (secret, run, attempt, step) alone: not on the number of
           workers, nor on where an interrupted run was resumed.
+        - With a coupling, the physical batches of a step are its sub-batches: each drawn unit is
+          assigned to one by a coin of its own, and none holds more than ``n_max`` units. What is
+          left out is chosen uniformly.
 
     Args:
         law: What is drawn, from ``PrivacyPlan.law``.
@@ -198,6 +235,9 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         steps_per_epoch: How many logical steps one pass of ``__iter__`` hands out at most.
         physical_batch_size: How many units a physical batch holds at most.
         stream: The keyed stream of the run.
+        sub_batches: Into how many sub-batches a logical batch falls; None to cut it by
+            ``physical_batch_size``.
+        n_max: Most units of a sub-batch; None for no bound.
     """
 
     def __init__(
@@ -208,6 +248,8 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         steps_per_epoch: int,
         physical_batch_size: int,
         stream: KeyedStream,
+        sub_batches: int | None = None,
+        n_max: int | None = None,
     ) -> None:
         if physical_batch_size < 1:
             raise ConfigurationError(f"datamodule.physical_batch_size={physical_batch_size} must be at least 1.")
@@ -215,6 +257,8 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         self.units = units
         self.steps_per_epoch = steps_per_epoch
         self.physical_batch_size = physical_batch_size
+        self.sub_batches = sub_batches
+        self.n_max = n_max
         self.attempt = 0
         self.next_step = 0
         self.before_first_draw: Callable[[], None] = lambda: None
@@ -244,18 +288,12 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
             return np.arange(self.units)
         raise ConfigurationError(f"No sampler draws by the law {type(law).__name__}.")
 
-    def _largest_batch(self) -> int | None:
-        """The most units a logical batch can hold, or None where the law has no bound below n."""
-        if isinstance(self.law, TruncatedPoisson):
-            return self.law.cap
-        if isinstance(self.law, (FixedSize, Shuffle)):
-            return self.law.batch_size
-        return self.units if isinstance(self.law, FullBatch) else None
-
     @property
     def physical_batches_per_step(self) -> int | None:
         """How many physical batches make a step; None under plain Poisson, where it varies."""
-        largest = self._largest_batch()
+        if self.sub_batches is not None:
+            return self.sub_batches
+        largest = largest_batch(self.law, self.units)
         return None if largest is None else max(1, math.ceil(largest / self.physical_batch_size))
 
     def physical_batches(self, step: int) -> list[list[Draw]]:
@@ -264,9 +302,10 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         picks = self._stream.coins(self.attempt, step, purpose="rows").integers(0, 2**62, size=len(units))
         size = self.physical_batch_size
         parts = self.physical_batches_per_step or max(1, math.ceil(len(units) / size))
+        members = self._sub_batches(units, step)
         batches: list[list[Draw]] = []
         for part in range(parts):
-            chosen = slice(part * size, (part + 1) * size)
+            chosen = slice(part * size, (part + 1) * size) if members is None else members[part]
             last = part == parts - 1
             batch = [
                 Draw(int(unit), step, part, last, int(pick), self.attempt)
@@ -274,6 +313,16 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
             ]
             batches.append(batch or [Draw(PADDING, step, part, last, attempt=self.attempt)])
         return batches
+
+    def _sub_batches(self, units: np.ndarray, step: int) -> list[np.ndarray] | None:
+        """Which of the drawn units, by position, make each sub-batch; None where there are none."""
+        if self.sub_batches is None:
+            return None
+        # A coin for every unit there is, drawn or not: another unit's absence moves nobody.
+        coins = self._stream.coins(self.attempt, step, purpose="sub_batches")
+        assigned = coins.integers(0, self.sub_batches, size=self.units)[units]
+        # The drawn units stand in random order, so the first ones are a uniform choice.
+        return [np.flatnonzero(assigned == part)[: self.n_max] for part in range(self.sub_batches)]
 
     def __iter__(self) -> Iterator[list[Draw]]:
         self.before_first_draw()

@@ -10,7 +10,7 @@ from typing import Any
 
 from lit_dpret.callbacks.planning import planned_steps
 from lit_dpret.errors import ConfigurationError, LitDpretError
-from lit_dpret.privacy.modes import DPSGD
+from lit_dpret.privacy.modes import CoupledMode, GaussianMode
 from lit_dpret.privacy.plan import PrivacyPlan, describe_plan, format_plan
 from lit_dpret.privacy.sampling import steps_per_epoch
 from lit_dpret.report.plan_figure import can_draw, draw_plan
@@ -71,7 +71,7 @@ class Plan:
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``plan.json`` and ``plan.png`` and print the tables; returns sigma and epsilon."""
         mode = parts.make_privacy()
-        if not isinstance(mode, DPSGD):
+        if not isinstance(mode, GaussianMode):
             raise ConfigurationError(f"task=plan needs a private mode; privacy={mode.name} promises nothing to plan.")
         if self.plot and not can_draw():
             draw_plan({}, parts.run_dir)
@@ -88,7 +88,8 @@ class Plan:
         trainer = parts.make_trainer(logger=False)
         steps = planned_steps(trainer, per_epoch) if self.epochs is None else max(1, round(self.epochs * per_epoch))
         progress("the noise that the budget needs")
-        plan = mode.plan(data, units=units, steps=steps)
+        module = parts.make_module(privacy=mode) if isinstance(mode, CoupledMode) else None  # its loss decides
+        plan = mode.plan(data, units=units, steps=steps, module=module)
         progress("time and memory")
         costs = self._costs(parts, mode, plan, trainer)
         facts = {**describe_plan(plan, progress), "cost": costs}
@@ -99,7 +100,7 @@ class Plan:
         sys.stdout.write(f"{format_plan(facts)}\n\n{format_cost(costs)}\n")
         return {"noise_multiplier": plan.noise_multiplier, "epsilon": facts["epsilon"]}
 
-    def _costs(self, parts: Parts, mode: DPSGD, plan: PrivacyPlan, trainer: Any) -> dict[str, Any]:
+    def _costs(self, parts: Parts, mode: GaussianMode, plan: PrivacyPlan, trainer: Any) -> dict[str, Any]:
         """What a step takes; where only an estimate was asked for, a model that cannot be had is no error."""
         device = trainer.strategy.root_device
         try:

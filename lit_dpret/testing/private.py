@@ -103,8 +103,13 @@ def assert_private(
     """
     tested = _private_module(module, per_row_loss, privacy, eps)
     mode = tested.privacy
-    if mode.guarantee != "dp" or not isinstance(mode, DPSGD):
+    if mode.guarantee != "dp":
         raise PrivacyViolation(f"mode: privacy={mode.name} adds no noise and promises nothing about a step.")
+    if not isinstance(mode, DPSGD) or mode.candidates != "rows":
+        raise ConfigurationError(
+            f"assert_private tests losses that are a sum over units, under privacy=dp_sgd; privacy={mode.name} bounds "
+            "something else, and lit_dpret.losses.check_declared_bounds tests a loss of pairs."
+        )
     inputs = Inputs.build(batch, unit_ids)
     plan = PrivacyPlan.build(
         PrivacyBudget(eps=eps, delta=delta, unit=mode.unit, neighbours=mode.neighbours),

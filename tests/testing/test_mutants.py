@@ -19,7 +19,7 @@ from lit_dpret.testing import PrivacyViolation
 
 Patch = pytest.MonkeyPatch
 normal, privatize, add, take = KeyedStream.normal, DPSGD.privatize, DPSGD.add, DPSGD.take
-logical_step, unit_loss = PrivateModule._logical_step, PrivateModule._unit_loss
+logical_step, unit_loss = PrivateModule._logical_step, PrivateModule.unit_loss
 
 
 # -- the noise ------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def loss_over_the_batch(patch: Patch) -> None:
         losses = unit_loss(self, batch)
         return lambda: losses() / len(batch.mask)
 
-    patch.setattr(PrivateModule, "_unit_loss", mutant)
+    patch.setattr(PrivateModule, "unit_loss", mutant)
 
 
 def norms_over_the_batch(patch: Patch) -> None:

@@ -12,16 +12,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.budget import Neighbours, Unit
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 
 Guarantee = Literal["dp", "inherited", "none"]
+Candidates = Literal["rows", "batch", "copies", "pool"]
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,20 @@ class StepCounts:
 
 
 class PrivacyMode(ABC):
-    """The seam between a training loop and a privacy mechanism."""
+    """The seam between a training loop and a privacy mechanism.
+
+    Attributes:
+        candidates: What a row's loss may be made of, for a module that contrasts pairs: ``rows`` (its
+            own row and public data), ``batch`` (the other rows as they are), ``copies`` (copies of
+            them that belong to the row) or ``pool`` (public passages).
+        sub_batches: Into how many sub-batches a logical batch falls whose rows see each other; None
+            where it is cut to fit the device.
+    """
 
     name: ClassVar[str]
     guarantee: ClassVar[Guarantee]
+    candidates: ClassVar[Candidates] = "rows"
+    sub_batches: int | None = None
     unit: Unit = "query"
     neighbours: Neighbours = "zero_out"
     secret_file: Path | None = None
@@ -77,6 +89,15 @@ class PrivacyMode(ABC):
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
         """Get ready to train ``module``; refuse it by name where the claim would not hold."""
 
+    def contribute(self, module: Any, batch: Any) -> None:
+        """Add what a `PrivateModule` makes of one physical batch; a mode that asks more than row losses overrides it.
+
+        Args:
+            module: The module that was attached.
+            batch: A `UnitBatch` with at least one row.
+        """
+        self.add(module.unit_loss(batch), batch.unit_ids, batch.mask)
+
     @abstractmethod
     def add(self, row_loss: Callable[[], Tensor], unit_ids: Tensor, mask: Tensor) -> None:
         """Add one physical batch; ``row_loss`` runs the forward and returns losses ``(rows,)``."""
@@ -96,7 +117,20 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class PlainGradients(PrivacyMode):
-    """Average the gradients as they are; what ``none`` and ``synthetic`` have in common."""
+    """Average the gradients as they are; what ``none`` and ``synthetic`` have in common.
+
+    Args:
+        sub_batches: Let only the rows of the same sub-batch be each other's negatives, as under the
+            private modes that cut a batch so; null for whole batches.
+    """
+
+    candidates: ClassVar[Candidates] = "batch"
+
+    def __init__(self, *, sub_batches: int | None = None) -> None:
+        super().__init__()
+        if sub_batches is not None and sub_batches < 1:
+            raise ConfigurationError(f"privacy.sub_batches={sub_batches} must be at least 1.")
+        self.sub_batches = sub_batches
 
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
         self.counts = StepCounts()

@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
-from scipy.stats import chi2
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.privacy.budget import AccountantName, Neighbours, PrivacyBudget, Unit, require_choice
+from lit_dpret.privacy.budget import AccountantName, Neighbours, Unit, require_choice
 from lit_dpret.privacy.clipping import ClipGroups, make_engine
-from lit_dpret.privacy.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.groups import check_max_units
-from lit_dpret.privacy.modes.base import Guarantee, PrivacyMode, StepCounts, Update, trainable
-from lit_dpret.privacy.modes.state_watch import StateWatch
+from lit_dpret.privacy.modes.gaussian import GaussianMode
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import SamplingRequest
@@ -31,18 +26,13 @@ Engine = Literal["ghost", "vmap", "opacus", "loop"]
 Clip = Literal["abadi", "automatic"]
 
 
-class DPSGD(PrivacyMode):
+class DPSGD(GaussianMode):
     """Per-unit clipping and Gaussian noise.
 
     Guarantees:
         - Removing one unit, or replacing its queries by nothing, moves the sum of a step by at
           most ``max_grad_norm`` before noise, however the parameters are grouped for clipping.
-        - Noise is added once per logical step, to every coordinate of every trainable parameter,
-          also to those that no example of the batch touched, and also in an empty step.
-        - The noised sum is divided by a public constant, never by the realised batch size.
-        - The noise reported for a step is the noise that was measured in it: less than planned is
-          reported as less.
-        - A forward pass of private rows that writes a parameter or a buffer is refused (`StateWatch`).
+        - What `GaussianMode` guarantees.
 
     Args:
         eps: Budget of the whole run.
@@ -73,7 +63,6 @@ class DPSGD(PrivacyMode):
     """
 
     name: ClassVar[str] = "dp_sgd"
-    guarantee: ClassVar[Guarantee] = "dp"
 
     def __init__(
         self,
@@ -95,141 +84,55 @@ class DPSGD(PrivacyMode):
         max_units_per_user: int | None = None,
         noise_seed: int | None = None,
     ) -> None:
-        super().__init__()
-        PrivacyBudget(eps=eps, delta=0.5 if delta is None else delta, unit=unit, neighbours=neighbours)
-        require_choice("privacy.accountant", accountant, get_args(AccountantName))
+        super().__init__(
+            eps=eps,
+            delta=delta,
+            unit=unit,
+            neighbours=neighbours,
+            noise_multiplier=noise_multiplier,
+            accountant=accountant,
+            secure_rng=secure_rng,
+            secret_file=secret_file,
+            dataset_ledger=dataset_ledger,
+            total_eps=total_eps,
+            max_units_per_user=max_units_per_user,
+            noise_seed=noise_seed,
+        )
         require_choice("privacy.engine", engine, get_args(Engine))
         require_choice("privacy.clip", clip, get_args(Clip))
         require_choice("privacy.clip_groups", clip_groups, get_args(ClipGroups))
         if not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
             raise ConfigurationError(f"privacy.max_grad_norm={max_grad_norm} is not a positive, finite number.")
-        if noise_multiplier is not None and not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
-            raise ConfigurationError(
-                f"privacy.noise_multiplier={noise_multiplier} is not a positive, finite number. "
-                "Leave it null to have it calibrated, or choose privacy=none."
-            )
-        if total_eps is not None and not (math.isfinite(total_eps) and total_eps > 0):
-            raise ConfigurationError(f"privacy.total_eps={total_eps} is not a positive, finite number.")
-        if total_eps is not None and dataset_ledger is None:
-            raise ConfigurationError(
-                f"privacy.total_eps={total_eps:g} limits all runs on one data set together, and no file adds them up: "
-                "set privacy.dataset_ledger."
-            )
-        if max_units_per_user is not None:
-            check_max_units(max_units_per_user)
-            if unit == "user":
-                raise ConfigurationError(
-                    f"privacy.max_units_per_user={max_units_per_user} cannot go with privacy.unit=user: all that a "
-                    "user contributed is one unit already. Set it to null."
-                )
-        if noise_seed is not None and noise_seed < 0:
-            raise ConfigurationError(f"privacy.noise_seed={noise_seed} must not be negative; null takes the secret.")
-        if noise_seed is not None and dataset_ledger is not None:
-            raise ConfigurationError(
-                f"privacy.noise_seed={noise_seed} makes noise that anybody can compute, and no "
-                f"privacy.dataset_ledger={dataset_ledger} could count a run without privacy. Set one of them to null."
-            )
-        self.eps = eps
-        self.delta = delta
-        self.unit = unit
-        self.neighbours = neighbours
         self.max_grad_norm = max_grad_norm
-        self.noise_multiplier = noise_multiplier
-        self.accountant: AccountantName = accountant
         self.engine = engine
         self.clip = clip
         self.clip_groups: ClipGroups = clip_groups
-        self.secure_rng = secure_rng
-        self.secret_file = None if secret_file is None else Path(secret_file)
-        self.dataset_ledger = None if dataset_ledger is None else Path(dataset_ledger)
-        self.total_eps = total_eps
-        self.max_units_per_user = max_units_per_user
-        self.noise_seed = noise_seed
 
-    def budget(self, public_units: int | None) -> PrivacyBudget:
-        """The budget, with delta filled in from the public number of units where it was null."""
-        delta = self.delta
-        if delta is None:
-            if public_units is None:
-                raise ConfigurationError(
-                    "privacy.delta=null cannot be derived: under privacy.neighbours=add_or_remove the "
-                    "number of units is private. Set privacy.delta to a constant below 1/n.",
-                    trap="T5",
-                )
-            delta = 1 / (2 * public_units)
-        budget = PrivacyBudget(eps=self.eps, delta=delta, unit=self.unit, neighbours=self.neighbours)
-        if public_units is not None:
-            budget.check_delta(public_units)
-        return budget
-
-    def plan(self, request: SamplingRequest, *, units: int, steps: int) -> PrivacyPlan:
-        """The plan of ``steps`` logical steps over ``units`` units, drawn as ``request`` asks.
-
-        Under ``add_or_remove`` the number of units is private and no part of the plan derives from it.
-        """
-        public = self.public_units(units)
-        return PrivacyPlan.build(
-            budget=self.budget(public),
-            sample_rate=request.sample_rate,
-            expected_batch_size=request.expected_batch_size,
-            n_public=public,
-            sampling=request.sampling,
+    def plan(self, request: SamplingRequest, *, units: int, steps: int, module: Any = None) -> PrivacyPlan:
+        """The plan of ``steps`` logical steps; the sensitivity is ``max_grad_norm``, whatever is trained."""
+        return self._build_plan(
+            request,
+            units=units,
             steps=steps,
-            noise_multiplier=self.noise_multiplier,
             max_grad_norm=self.max_grad_norm,
             clip=self.clip,
             clip_groups=self.clip_groups,
-            accountant=self.accountant,
             engine=self.engine,
-            mode=self.name,
-            physical_batch_size=request.physical_batch_size,
-            cap=request.cap,
-            max_units_per_user=self.max_units_per_user,
         )
 
-    def ledger_of_dataset(self, budget: PrivacyBudget, *, run_dir: Path | None = None) -> DatasetLedger | None:
-        """The ledger that adds up all runs on the data set; None where none is asked for.
-
-        Raises:
-            ConfigurationError: It lies in the run folder, where no other run would find it.
-        """
-        path = self.dataset_ledger
-        if path is None:
-            return None
-        if run_dir is not None and path.expanduser().resolve().is_relative_to(run_dir.resolve()):
-            raise ConfigurationError(
-                f"privacy.dataset_ledger={path} lies inside the run folder {run_dir}, where no other run on the data "
-                "set would find it. Put it beside the data."
-            )
-        return DatasetLedger(path, total_eps=self.total_eps, budget=budget, accountant=self.accountant)
-
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
-        self.counts = StepCounts()
-        if plan is None:
-            raise ConfigurationError("privacy=dp_sgd needs a plan; the PrivacyAccountant callback makes it.")
-        if getattr(module, "coupled_loss", False):
+        super().attach(module, plan, stream)
+        plan = self._plan
+        if self.candidates == "rows" and getattr(module, "coupled_loss", False):
             raise UnsupportedModelError(
-                f"privacy=dp_sgd cannot train {type(module).__name__}: its loss couples the examples of a "
-                "batch, so clipping each example bounds nothing. Choose privacy=synthetic, or a loss "
-                "against a public pool (model=frozen_dual_encoder).",
+                f"privacy={self.name} cannot train {type(module).__name__}: its loss couples the examples of a "
+                "batch, so clipping each example bounds nothing. Choose privacy=public_passages, which takes the "
+                "negatives from public passages, privacy=logit_dp, which bounds every pair, or privacy=synthetic.",
                 trap="T11",
             )
-        self._plan = plan
-        self._stream = stream
-        self._module = module
-        self._watch = StateWatch(module)
         self._clipper = make_engine(
             plan.engine, module, max_grad_norm=plan.max_grad_norm, clip=plan.clip, clip_groups=plan.clip_groups
         )
-
-    @property
-    def gradient_noise_std(self) -> float:
-        if not hasattr(self, "_plan"):
-            raise ConfigurationError(
-                "privacy=dp_sgd has no plan yet, so its noise is not known: the PrivacyAccountant callback makes it. "
-                "Add lit_dpret.callbacks.PrivacyAccountant to the Trainer's callbacks."
-            )
-        return self._plan.noise_std / self._plan.denominator
 
     def add(self, row_loss: Callable[[], Tensor], unit_ids: Tensor, mask: Tensor) -> None:
         self._watch.before()
@@ -241,46 +144,3 @@ class DPSGD(PrivacyMode):
 
     def take(self) -> dict[str, Tensor]:
         return self._clipper.take()
-
-    def privatize(self, sums: dict[str, Tensor], *, attempt: int, step: int, salt: str = "") -> Update:
-        self.counts = StepCounts()
-        std = self._plan.noise_std
-        gradients: dict[str, Tensor] = {}
-        weakest = std
-        squares, coordinates = 0.0, 0
-        for name, parameter in trainable(self._module).items():
-            total = sums[name]
-            noise = self._stream.normal(
-                total.shape,
-                attempt=attempt,
-                step=step,
-                parameter=name,
-                salt=salt,
-                device=total.device,
-                dtype=total.dtype,
-            ).mul_(std)
-            noised = total + noise
-            added = float((noised - total).double().pow(2).sum())
-            weakest = min(weakest, _believed_std(added, total.numel(), std))
-            squares, coordinates = squares + added, coordinates + total.numel()
-            gradients[name] = noised.div_(self._plan.denominator).to(parameter.dtype)
-        weakest = min(weakest, _believed_std(squares, coordinates, std))
-        return Update(gradients, weakest, self._plan.sensitivity, self._plan.denominator)
-
-
-@lru_cache(maxsize=4096)
-def _least_believed(coordinates: int) -> float:
-    return float(chi2.ppf(1e-12, coordinates))
-
-
-def _believed_std(squares: float, coordinates: int, planned: float) -> float:
-    """The planned deviation where the measured noise is consistent with it, else the measured one.
-
-    The squared norm of k normals over sigma^2 is chi-square with k degrees of freedom; a value below
-    its 1e-12 quantile is taken for less noise. The measured value is not reported unless that alarm goes
-    off: knowing the exact norm of the noise would help to subtract it.
-    """
-    measured = squares / planned**2
-    if measured > 0 and measured >= _least_believed(coordinates):
-        return planned
-    return planned * math.sqrt(measured / coordinates)

@@ -1,0 +1,55 @@
+"""Low-rank adapters in a text encoder: put in before training, merged into the weights afterwards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lit_dpret.encoders import TextEncoder
+from lit_dpret.errors import ConfigurationError
+
+
+def add_lora(encoder: TextEncoder, settings: Mapping[str, Any]) -> None:
+    """Freeze the encoder and train low-rank adapters of it instead (LoRA, 2106.09685, by ``peft``).
+
+    Args:
+        encoder: Changed in place. A projection after pooling stays trainable.
+        settings: Arguments of ``peft.LoraConfig``.
+
+    Raises:
+        ConfigurationError: peft is missing, or refuses the settings.
+    """
+    peft = _peft()
+    try:
+        config = peft.LoraConfig(**{str(name): value for name, value in settings.items()})
+        encoder.backbone = peft.get_peft_model(encoder.backbone, config)
+    except (TypeError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigurationError(
+            f"model.lora={dict(settings)} makes no adapters: {reason} Its keys are the arguments of peft.LoraConfig."
+        ) from error
+
+
+def merged(encoder: TextEncoder) -> TextEncoder:
+    """The encoder with its adapters merged into the weights; itself where it has none."""
+    merge: Any = getattr(encoder.backbone, "merge_and_unload", None)
+    if merge is None:
+        return encoder
+    backbone: nn.Module = copy.deepcopy(encoder.backbone).merge_and_unload()
+    made = TextEncoder(backbone, encoder.tokenizer, encoder.contract, encoder.projection)
+    made.unused_weights = encoder.unused_weights
+    return made
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigurationError(
+            "model.lora needs peft, which is not installed. Install it by pip install lit-dpret[peft], or set "
+            "model.lora to null."
+        ) from error
+    return peft

@@ -1,0 +1,198 @@
+"""Modules that contrast pairs: two sides, one embedding each, and a table of similarities.
+
+Everything that a privacy mode asks of such a module follows from three things that a subclass says:
+how rows become features of two sides, how features become embeddings, and which loss is made of the
+table of similarities. From these come the losses of the rows with the batch for candidates, with copies
+of the batch, and the pairs whose similarities are clipped one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_dpret.encoders import Side
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.losses import InBatchSoftmaxLoss, PairwiseLoss, SoftmaxPairLoss
+from lit_dpret.modules.optimizers import OptimizerSpec
+from lit_dpret.modules.private_module import PrivateModule
+from lit_dpret.privacy.clipping.pairs import PairBatch
+from lit_dpret.privacy.modes import PrivacyMode
+from lit_dpret.privacy.sampling import UnitBatch, take_rows
+
+
+class PairModule(PrivateModule):
+    """A module that puts a query near its passage and away from the passages of the other rows.
+
+    A subclass sets ``loss`` and implements ``represent``. ``collate_rows`` returns a dict with ``query`` and
+    ``passage``, features whose first axis is the rows, and may return ``answers``, booleans ``(rows,
+    rows)``: which passages are no negatives of a row.
+
+    Guarantees:
+        - A logical batch that would be cut into physical batches is refused before the first update, unless
+          the privacy mode assigns units to sub-batches: cut in two, each query would see half of its negatives.
+    """
+
+    loss: Any
+
+    def __init__(self, *, privacy: PrivacyMode, optimizer: OptimizerSpec, log_private_loss: bool = False) -> None:
+        super().__init__(privacy=privacy, optimizer=optimizer, log_private_loss=log_private_loss)
+        self.coupled_loss = privacy.candidates != "pool"
+
+    def represent(self, features: Any, side: Side) -> Tensor:
+        """What the tower of one side makes of its features, ``(rows, dim)``; of any length."""
+        raise UnsupportedModelError(f"{type(self).__name__} does not implement represent(features, side).")
+
+    def embed(self, features: Any, side: Side) -> Tensor:
+        """Embeddings whose dot product is the loss's similarity, ``(rows, dim)``.
+
+        Of length 1 for the cosine; for a bounded dot product, those longer than the loss's ``radius`` are
+        scaled down to it.
+        """
+        found = self.represent(features, side)
+        radius = getattr(self.loss, "radius", None) if getattr(self.loss, "similarity", "cosine") == "dot" else None
+        if radius is None:
+            return F.normalize(found, dim=-1)
+        lengths = torch.linalg.vector_norm(found, dim=-1, keepdim=True)
+        bounded: Tensor = found * (radius / lengths.clamp(min=radius))
+        return bounded
+
+    def per_row_loss(self, rows: dict[str, Any]) -> Tensor:
+        """The loss of every row with the passages of the other rows for negatives, ``(rows,)``."""
+        queries, passages = self.embed(rows["query"], "query"), self.embed(rows["passage"], "passage")
+        return self.table_losses(queries, passages, rows.get("answers"))
+
+    def table_losses(self, queries: Tensor, passages: Tensor, answers: Tensor | None) -> Tensor:
+        """The losses of the rows of a table of similarities, ``(rows,)``; row i's own passage is passage i."""
+        if isinstance(self.loss, PairwiseLoss):
+            with torch.autocast(queries.device.type, enabled=False):
+                wide = torch.promote_types(queries.dtype, torch.float32)
+                return self.pair_loss(len(queries)).row_losses(queries.to(wide) @ passages.to(wide).T, answers)
+        losses: Tensor = self.loss(queries, passages, mask=answers)
+        return losses
+
+    def pair_loss(self, expected: float) -> PairwiseLoss:
+        """The loss as a function of the table of similarities, where it is one.
+
+        Args:
+            expected: Fills in the normaliser of a loss that has one and was given none. Under privacy that
+                is a public number; the privacy mode passes it.
+
+        Raises:
+            UnsupportedModelError: The loss is none of a table of similarities.
+        """
+        loss = self.loss
+        if isinstance(loss, InBatchSoftmaxLoss) and loss.similarity == "cosine":
+            loss = SoftmaxPairLoss(temperature=loss.temperature)
+        if not isinstance(loss, PairwiseLoss):
+            raise UnsupportedModelError(
+                f"privacy={self.privacy.name} clips the similarities of pairs, and {type(loss).__name__} is no loss of "
+                "their table. Choose a PairwiseLoss as model.loss."
+            )
+        return loss.for_expected_size(expected)
+
+    def pair_batch(self, rows: dict[str, Any]) -> PairBatch:
+        """The pairs of a sub-batch, for clipping each one's similarity."""
+        return PairBatch(
+            queries=rows["query"],
+            passages=rows["passage"],
+            embed_queries=lambda features: self.embed(features, "query"),
+            embed_passages=lambda features: self.embed(features, "passage"),
+            n=_rows_of(rows["query"]),
+        )
+
+    def pair_parameters(self) -> list[nn.Parameter]:
+        """The trainable parameters that a similarity can depend on: all but those that belong to the loss."""
+        loss = self.loss
+        learned = {id(p) for p in loss.parameters()} if isinstance(loss, nn.Module) else set()
+        return [p for p in self.parameters() if p.requires_grad and id(p) not in learned]
+
+    def pair_shape(self) -> dict[str, Any]:
+        """Public facts by which the way to the norms of pairs is chosen.
+
+        Returns:
+            ``dim`` of an embedding, ``positions`` of a text or a picture at most, whether both sides have
+            ``shared`` parameters, and whether it is a bias-free ``linear_head`` on frozen features.
+        """
+        raise UnsupportedModelError(f"{type(self).__name__} does not implement pair_shape().")
+
+    def row_temperature(self) -> float:
+        """The temperature of a loss whose rows are softmaxes over passages.
+
+        Raises:
+            UnsupportedModelError: It is another loss.
+        """
+        if not isinstance(self.loss, (InBatchSoftmaxLoss, SoftmaxPairLoss)) or self.loss.similarity != "cosine":
+            raise UnsupportedModelError(
+                f"privacy={self.privacy.name} clips the rows of a softmax over passages; model.loss="
+                f"{type(self.loss).__name__} is another loss. Set it to null, or choose privacy=logit_dp."
+            )
+        return self.loss.temperature
+
+    def copied_loss(self, batch: UnitBatch, part: slice) -> Callable[[], Tensor]:
+        """A function that returns the losses of some rows, each made of copies of all passages of the batch.
+
+        In it no row shares anything with another one, so that each has a gradient of its own.
+
+        Args:
+            batch: A sub-batch with one row per unit.
+            part: Which of its rows.
+
+        Raises:
+            UnsupportedModelError: As `row_temperature`.
+        """
+        temperature, rows = self.row_temperature(), batch.rows
+        count, of_part = len(batch.unit_ids), part.stop - part.start
+        copies = torch.arange(count, device=batch.unit_ids.device).repeat(of_part)
+
+        def losses() -> Tensor:
+            queries = self.embed(take_rows(rows["query"], part), "query")
+            passages = self.embed(take_rows(rows["passage"], copies), "passage").view(of_part, count, -1)
+            wide = torch.promote_types(queries.dtype, torch.float32)
+            with torch.autocast(queries.device.type, enabled=False):
+                logits = torch.einsum("rd,rcd->rc", queries.to(wide), passages.to(wide)) / temperature
+            own = torch.arange(part.start, part.stop, device=logits.device)
+            if rows.get("answers") is not None:
+                left_out = rows["answers"][part].scatter(1, own.unsqueeze(1), False)
+                logits = logits.masked_fill(left_out, float("-inf"))
+            found = F.cross_entropy(logits, own, reduction="none")
+            self.note_loss(float(found.detach().sum()))
+            return found
+
+        return losses
+
+    # -- whole batches -----------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        data: Any = getattr(self.trainer, "datamodule", None)
+        expected = getattr(data, "expected_batch_size", None)
+        physical = getattr(data, "physical_batch_size", None)
+        if self._takes_whole_batches and stage == "fit" and expected and physical and physical < expected:
+            raise self._cut(f"datamodule.physical_batch_size={physical} is below {expected}, the expected_batch_size")
+
+    def training_step(self, batch: UnitBatch, batch_idx: int) -> None:
+        if self._takes_whole_batches and not (batch.last and batch.part == 0):
+            raise self._cut(f"A logical batch was cut into physical batches of {len(batch.mask)} units")
+        super().training_step(batch, batch_idx)
+
+    @property
+    def _takes_whole_batches(self) -> bool:
+        return self.coupled_loss and self.privacy.sub_batches is None
+
+    def _cut(self, what: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{what}: {type(self).__name__} takes its negatives from the batch, which must stay in one piece. Raise "
+            "datamodule.physical_batch_size to datamodule.expected_batch_size or more, or say into how many pieces by "
+            "privacy.sub_batches; if memory is short, set model.gradient_checkpointing=true."
+        )
+
+
+def _rows_of(features: Any) -> int:
+    """How many rows nested features have."""
+    while isinstance(features, dict):
+        features = next(iter(features.values()))
+    return len(features)

@@ -1,0 +1,107 @@
+r"""Naive-DP: clip the gradient of a whole sub-batch.
+
+The baseline of Kong, Munoz Medina and Ribero (2310.03104), section 5: whatever the loss is, its
+gradient over a sub-batch is scaled down to norm C. The other units remain when one is taken out, so the
+clipped gradient can turn from one point of the ball to the opposite one: it moves by 2C, not by C.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from lit_dpret.privacy.clipping.base import refuse_batch_mixing
+from lit_dpret.privacy.coupling import Bounded, Change
+from lit_dpret.privacy.modes.base import trainable
+from lit_dpret.privacy.modes.coupled import CoupledMode, GaussianSettings, bounds_of, check_bounds
+from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.plan import PrivacyPlan
+
+
+class BatchClip(CoupledMode):
+    """Clip the gradient of each sub-batch's mean loss.
+
+    Guarantees:
+        - Taking one unit out, putting one in or replacing one moves the sum by at most
+          2 ``max_grad_norm``, for every loss, temperature and batch size.
+        - A sub-batch whose gradient is not finite contributes zero and is counted.
+
+    Args:
+        max_grad_norm: L2 bound C on the gradient of one sub-batch's mean loss; or
+        l2_sensitivity: the total, 2C, in its place.
+        sub_batches: Into how many parts a logical batch falls; each is clipped, and they are averaged.
+        n_max: Most units of a part; see `CoupledMode`.
+        **common: The arguments of `GaussianMode`.
+
+    Raises:
+        ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
+    """
+
+    name: ClassVar[str] = "batch_clip"
+    bounded: ClassVar[Bounded] = "sub_batch"
+
+    def __init__(
+        self,
+        *,
+        max_grad_norm: float | None = None,
+        l2_sensitivity: float | None = None,
+        sub_batches: int = 1,
+        n_max: int | None = None,
+        **common: Unpack[GaussianSettings],
+    ) -> None:
+        super().__init__(sub_batches=sub_batches, n_max=n_max, **common)
+        check_bounds("max_grad_norm", max_grad_norm, l2_sensitivity)
+        self.max_grad_norm = max_grad_norm
+        self.l2_sensitivity = l2_sensitivity
+
+    def _sensitivity(self, n_max: int, change: Change, loss: Any) -> float:
+        return 2.0
+
+    def _bounds(self, unit_sensitivity: float) -> tuple[float, float]:
+        return bounds_of("max_grad_norm", self.max_grad_norm, self.l2_sensitivity, unit_sensitivity)
+
+    def _denominator(self, draft: PrivacyPlan, parts: int) -> float:
+        return float(parts)
+
+    def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
+        super().attach(module, plan, stream)
+        self._refuse_uncoupled(module)
+        refuse_batch_mixing(module)
+        self._sums: dict[str, Tensor] = {}
+
+    def contribute(self, module: Any, batch: Any) -> None:
+        self._refuse_large(int(batch.mask.sum()))
+        super().contribute(module, batch)
+
+    def add(self, row_loss: Any, unit_ids: Tensor, mask: Tensor) -> None:
+        refuse_batch_mixing(self._module)
+        parameters = trainable(self._module)
+        self._watch.before()
+        with torch.enable_grad():
+            loss = row_loss()[mask[unit_ids]].mean()
+            found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        self._watch.after()
+        wide = {
+            name: gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+            for name, gradient in zip(parameters, found, strict=True)
+            if gradient is not None
+        }
+        self.counts.units += int(mask.sum())
+        norm = torch.stack([gradient.double().norm() for gradient in wide.values()]).norm() if wide else torch.zeros(1)
+        if not bool(norm.isfinite()) or not bool(loss.isfinite()):
+            self.counts.non_finite += 1
+            return
+        self.counts.clipped += int(norm > self._plan.max_grad_norm)
+        factor = float((self._plan.max_grad_norm / norm).clamp(max=1.0))
+        for name, gradient in wide.items():
+            clipped = gradient.mul_(factor)
+            self._sums[name] = clipped if name not in self._sums else self._sums[name].add_(clipped)
+
+    def take(self) -> dict[str, Tensor]:
+        sums, self._sums = self._sums, {}
+        for name, parameter in trainable(self._module).items():
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            sums.setdefault(name, torch.zeros_like(parameter, dtype=wide, requires_grad=False))
+        return sums

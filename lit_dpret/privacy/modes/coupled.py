@@ -1,0 +1,190 @@
+r"""What the modes for coupled losses share: sub-batches, and a sensitivity of its own.
+
+A coupled loss lets every unit of a sub-batch move the terms of all others. The modes here clip
+something smaller than that whole and know how far one unit can still move the sum; what they clip
+and how far it reaches is written into the plan (`Coupling`), so that ledger and card can say it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Any, ClassVar, TypedDict, Unpack
+
+from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
+from lit_dpret.privacy.budget import AccountantName, Neighbours, Unit
+from lit_dpret.privacy.coupling import (
+    Bounded,
+    Change,
+    Coupling,
+    LossClaim,
+    change_of_a_sub_batch,
+    resolve_n_max,
+)
+from lit_dpret.privacy.modes.base import Candidates
+from lit_dpret.privacy.modes.gaussian import GaussianMode
+from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.releases import FullBatch, Shuffle
+from lit_dpret.privacy.sampling import SamplingRequest
+
+
+class GaussianSettings(TypedDict, total=False):
+    """The arguments of `GaussianMode`, which every mode passes on."""
+
+    eps: float
+    delta: float | None
+    unit: Unit
+    neighbours: Neighbours
+    noise_multiplier: float | None
+    accountant: AccountantName
+    secure_rng: bool
+    secret_file: Any
+    dataset_ledger: Any
+    total_eps: float | None
+    max_units_per_user: int | None
+    noise_seed: int | None
+
+
+class CoupledMode(GaussianMode):
+    """A private mode for losses in which the units of a sub-batch see each other.
+
+    Guarantees:
+        - Each drawn unit is assigned to one of ``sub_batches`` parts by a coin of its own; neighbouring
+          data differ in one unit of one part.
+        - No part holds more than ``n_max`` units; a larger one is refused.
+        - The noise is calibrated to ``n_max``, never to the realised size, and added once to the sum over
+          all parts.
+
+    Args:
+        sub_batches: Into how many parts a logical batch falls; negatives come from the own part.
+        n_max: Most units of a part, public; null for one that is hardly ever reached. Units beyond it
+            are left out of the step, uniformly.
+        **common: The arguments of `GaussianMode`.
+
+    Raises:
+        ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
+    """
+
+    bounded: ClassVar[Bounded]
+    candidates: ClassVar[Candidates] = "batch"
+
+    def __init__(self, *, sub_batches: int = 1, n_max: int | None = None, **common: Unpack[GaussianSettings]) -> None:
+        super().__init__(**common)
+        for name, value in (("sub_batches", sub_batches), ("n_max", n_max)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigurationError(f"privacy.{name}={value} is not a whole number of at least 1.")
+        self.sub_batches = sub_batches
+        self.n_max = n_max
+
+    def plan(self, request: SamplingRequest, *, units: int, steps: int, module: Any = None) -> PrivacyPlan:
+        """The plan, with the sensitivity that the loss of ``module`` has in sub-batches of ``n_max`` units."""
+        if request.rows_per_unit != "one":
+            raise ConfigurationError(
+                f"datamodule.rows_per_unit={request.rows_per_unit} cannot go with privacy={self.name}: several rows of "
+                "one unit would be each other's negatives, and the sensitivity holds for one row. Set it to one."
+            )
+        draft = self._build_plan(request, units=units, steps=steps, max_grad_norm=1.0, engine=self.bounded)
+        parts = int(self.sub_batches or 1)
+        n_max = resolve_n_max(
+            self.n_max, law=draft.law, sub_batches=parts, expected=draft.denominator, units=draft.n_public
+        )
+        loss = self._read_loss(module, draft.denominator / parts)
+        change = change_of_a_sub_batch(self.neighbours, draft.law, n_max=n_max)
+        reach = self._sensitivity(n_max, change, loss)
+        if self.neighbours == "replace_one" and isinstance(draft.law, (FullBatch, Shuffle)):
+            # Without amplification a replacement is judged by what it moves, which the accountant takes for
+            # twice the sensitivity.
+            reach = self._sensitivity(n_max, "replace_one", loss) / 2
+        if not reach > 0:
+            raise ConfigurationError(
+                f"privacy.n_max={n_max}: under {loss!r} a sub-batch of so few units has no gradient, so there is "
+                "nothing to train on. Raise privacy.n_max or lower privacy.sub_batches."
+            )
+        bound, sensitivity = self._bounds(reach)
+        return replace(
+            draft,
+            max_grad_norm=bound,
+            sensitivity=sensitivity,
+            denominator=self._denominator(draft, parts),
+            physical_batch_size=n_max,
+            coupling=Coupling(
+                bounded=self.bounded,
+                sub_batches=parts,
+                n_max=n_max,
+                expected=draft.denominator / parts,
+                loss=repr(loss),
+                claim=self._claim(loss),
+            ),
+        )
+
+    def _read_loss(self, module: Any, expected: float) -> Any:
+        """The loss that the sensitivity is of; ``expected`` is the public mean size of a sub-batch."""
+        return getattr(module, "loss", None)
+
+    @abstractmethod
+    def _sensitivity(self, n_max: int, change: Change, loss: Any) -> float:
+        """How far one unit moves the sum of a sub-batch (L2), where what is clipped is bounded by 1."""
+
+    @abstractmethod
+    def _bounds(self, unit_sensitivity: float) -> tuple[float, float]:
+        """The clipping bound and the sensitivity, one of which the user set."""
+
+    def _claim(self, loss: Any) -> LossClaim:
+        return "proved"
+
+    def _denominator(self, draft: PrivacyPlan, parts: int) -> float:
+        return draft.denominator
+
+    def _refuse_large(self, count: int) -> None:
+        """Refuse a sub-batch for which the noise would be too small."""
+        coupling = self._plan.coupling
+        if coupling is not None and count > coupling.n_max:
+            raise DataError(
+                f"A sub-batch of more than privacy.n_max={coupling.n_max} units arrived: the noise was calibrated to "
+                "that number. Let the sampler of the privacy plan draw the batches."
+            )
+
+    def _refuse_uncoupled(self, module: Any) -> None:
+        if not hasattr(module, "pair_batch"):
+            raise UnsupportedModelError(
+                f"privacy={self.name} is for modules that contrast the pairs of a batch (DualEncoder, "
+                f"FrozenDualEncoder, EmbeddingTrainer); {type(module).__name__} is none. Choose privacy=dp_sgd.",
+                trap="T11",
+            )
+
+
+def bounds_of(name: str, clip: float | None, l2_sensitivity: float | None, unit: float) -> tuple[float, float]:
+    """The clipping bound and the sensitivity from the one that is given.
+
+    Args:
+        name: The key of the clipping bound.
+        clip: The clipping bound, or None.
+        l2_sensitivity: The sensitivity, or None.
+        unit: The sensitivity of a clipping bound of 1.
+
+    Example:
+        >>> bounds_of("max_grad_norm", 0.5, None, 2.0)
+        (0.5, 1.0)
+        >>> bounds_of("max_grad_norm", None, 1.0, 2.0)
+        (0.5, 1.0)
+    """
+    check_bounds(name, clip, l2_sensitivity)
+    if clip is not None:
+        return clip, clip * unit
+    return float(l2_sensitivity or 0.0) / unit, float(l2_sensitivity or 0.0)
+
+
+def check_bounds(name: str, clip: float | None, l2_sensitivity: float | None) -> None:
+    """Refuse none, both, or a value that is no positive number.
+
+    Raises:
+        ConfigurationError: Naming the keys.
+    """
+    if (clip is None) == (l2_sensitivity is None):
+        raise ConfigurationError(
+            f"privacy.{name}={clip} and privacy.l2_sensitivity={l2_sensitivity}: give exactly one of them; the other "
+            "one follows from it."
+        )
+    for key, value in ((name, clip), ("l2_sensitivity", l2_sensitivity)):
+        if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
+            raise ConfigurationError(f"privacy.{key}={value} is not a positive, finite number.")

@@ -1,0 +1,244 @@
+r"""What every mode with Gaussian noise shares: the budget, the plan, and noise added once per step.
+
+The modes differ in what they add up and in how far one unit can move it. Whatever that is, the sum
+of a logical step gets noise of standard deviation ``noise_multiplier * sensitivity`` in every
+coordinate, once, and is divided by a public constant.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, get_args
+
+from scipy.stats import chi2
+from torch import Tensor, nn
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.budget import AccountantName, Neighbours, PrivacyBudget, Unit, require_choice
+from lit_dpret.privacy.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.groups import check_max_units
+from lit_dpret.privacy.modes.base import Guarantee, PrivacyMode, StepCounts, Update, trainable
+from lit_dpret.privacy.modes.state_watch import StateWatch
+from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.sampling import SamplingRequest
+
+
+class GaussianMode(PrivacyMode):
+    """A sum in which one unit counts for a bounded amount, and Gaussian noise.
+
+    Guarantees:
+        - Noise is added once per logical step, to every coordinate of every trainable parameter,
+          also to those that no example of the batch touched, and also in an empty step.
+        - The noised sum is divided by a public constant, never by the realised batch size.
+        - The noise reported for a step is the noise that was measured in it: less than planned is
+          reported as less.
+        - A forward pass of private rows that writes a parameter or a buffer is refused (`StateWatch`).
+
+    Args:
+        eps: Budget of the whole run.
+        delta: Its delta; null for 1/(2n), n being the public number of units.
+        unit: ``query``, ``pair`` or ``user``.
+        neighbours: ``zero_out``, ``add_or_remove`` or ``replace_one``.
+        noise_multiplier: Noise standard deviation over sensitivity; null to calibrate it.
+        accountant: ``pld``, ``rdp`` or ``prv``.
+        secure_rng: Draw the noise from SHAKE-256 instead of PyTorch's generator.
+        secret_file: Where the noise secret lies; null for the user's state folder.
+        dataset_ledger: The file in which all runs on this data set add up; null for none. The path
+            stands for the data set: every run on the data has to name the same one.
+        total_eps: What all of them together must not exceed; null takes it from the file.
+        max_units_per_user: How many units one person contributed at most, a declared public bound; the
+            card then prints the epsilon of all of them together. It changes nothing in the training.
+        noise_seed: Key noise and coins with this number instead of the secret, to repeat a run on a CPU bit
+            by bit while developing. Whoever knows it can subtract the noise, so the card states no epsilon.
+
+    Raises:
+        ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
+    """
+
+    guarantee: ClassVar[Guarantee] = "dp"
+
+    def __init__(
+        self,
+        *,
+        eps: float,
+        delta: float | None = None,
+        unit: Unit = "query",
+        neighbours: Neighbours = "zero_out",
+        noise_multiplier: float | None = None,
+        accountant: AccountantName = "pld",
+        secure_rng: bool = False,
+        secret_file: str | Path | None = None,
+        dataset_ledger: str | Path | None = None,
+        total_eps: float | None = None,
+        max_units_per_user: int | None = None,
+        noise_seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        PrivacyBudget(eps=eps, delta=0.5 if delta is None else delta, unit=unit, neighbours=neighbours)
+        require_choice("privacy.accountant", accountant, get_args(AccountantName))
+        if noise_multiplier is not None and not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
+            raise ConfigurationError(
+                f"privacy.noise_multiplier={noise_multiplier} is not a positive, finite number. "
+                "Leave it null to have it calibrated, or choose privacy=none."
+            )
+        if total_eps is not None and not (math.isfinite(total_eps) and total_eps > 0):
+            raise ConfigurationError(f"privacy.total_eps={total_eps} is not a positive, finite number.")
+        if total_eps is not None and dataset_ledger is None:
+            raise ConfigurationError(
+                f"privacy.total_eps={total_eps:g} limits all runs on one data set together, and no file adds them up: "
+                "set privacy.dataset_ledger."
+            )
+        if max_units_per_user is not None:
+            check_max_units(max_units_per_user)
+            if unit == "user":
+                raise ConfigurationError(
+                    f"privacy.max_units_per_user={max_units_per_user} cannot go with privacy.unit=user: all that a "
+                    "user contributed is one unit already. Set it to null."
+                )
+        if noise_seed is not None and noise_seed < 0:
+            raise ConfigurationError(f"privacy.noise_seed={noise_seed} must not be negative; null takes the secret.")
+        if noise_seed is not None and dataset_ledger is not None:
+            raise ConfigurationError(
+                f"privacy.noise_seed={noise_seed} makes noise that anybody can compute, and no "
+                f"privacy.dataset_ledger={dataset_ledger} could count a run without privacy. Set one of them to null."
+            )
+        self.eps = eps
+        self.delta = delta
+        self.unit = unit
+        self.neighbours = neighbours
+        self.noise_multiplier = noise_multiplier
+        self.accountant: AccountantName = accountant
+        self.secure_rng = secure_rng
+        self.secret_file = None if secret_file is None else Path(secret_file)
+        self.dataset_ledger = None if dataset_ledger is None else Path(dataset_ledger)
+        self.total_eps = total_eps
+        self.max_units_per_user = max_units_per_user
+        self.noise_seed = noise_seed
+
+    def budget(self, public_units: int | None) -> PrivacyBudget:
+        """The budget, with delta filled in from the public number of units where it was null."""
+        delta = self.delta
+        if delta is None:
+            if public_units is None:
+                raise ConfigurationError(
+                    "privacy.delta=null cannot be derived: under privacy.neighbours=add_or_remove the "
+                    "number of units is private. Set privacy.delta to a constant below 1/n.",
+                    trap="T5",
+                )
+            delta = 1 / (2 * public_units)
+        budget = PrivacyBudget(eps=self.eps, delta=delta, unit=self.unit, neighbours=self.neighbours)
+        if public_units is not None:
+            budget.check_delta(public_units)
+        return budget
+
+    @abstractmethod
+    def plan(self, request: SamplingRequest, *, units: int, steps: int, module: Any = None) -> PrivacyPlan:
+        """The plan of ``steps`` logical steps over ``units`` units, drawn as ``request`` asks.
+
+        Under ``add_or_remove`` the number of units is private and no part of the plan derives from it.
+
+        Args:
+            request: How batches are to be drawn.
+            units: How many units there are.
+            steps: Logical steps planned.
+            module: What will be trained, where the sensitivity depends on its loss.
+        """
+
+    def _build_plan(self, request: SamplingRequest, *, units: int, steps: int, **facts: Any) -> PrivacyPlan:
+        public = self.public_units(units)
+        return PrivacyPlan.build(
+            budget=self.budget(public),
+            sample_rate=request.sample_rate,
+            expected_batch_size=request.expected_batch_size,
+            n_public=public,
+            sampling=request.sampling,
+            steps=steps,
+            noise_multiplier=self.noise_multiplier,
+            accountant=self.accountant,
+            mode=self.name,
+            physical_batch_size=request.physical_batch_size,
+            cap=request.cap,
+            max_units_per_user=self.max_units_per_user,
+            **facts,
+        )
+
+    def ledger_of_dataset(self, budget: PrivacyBudget, *, run_dir: Path | None = None) -> DatasetLedger | None:
+        """The ledger that adds up all runs on the data set; None where none is asked for.
+
+        Raises:
+            ConfigurationError: It lies in the run folder, where no other run would find it.
+        """
+        path = self.dataset_ledger
+        if path is None:
+            return None
+        if run_dir is not None and path.expanduser().resolve().is_relative_to(run_dir.resolve()):
+            raise ConfigurationError(
+                f"privacy.dataset_ledger={path} lies inside the run folder {run_dir}, where no other run on the data "
+                "set would find it. Put it beside the data."
+            )
+        return DatasetLedger(path, total_eps=self.total_eps, budget=budget, accountant=self.accountant)
+
+    def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
+        self.counts = StepCounts()
+        if plan is None:
+            raise ConfigurationError(f"privacy={self.name} needs a plan; the PrivacyAccountant callback makes it.")
+        self._plan = plan
+        self._stream = stream
+        self._module = module
+        self._watch = StateWatch(module)
+
+    @property
+    def gradient_noise_std(self) -> float:
+        if not hasattr(self, "_plan"):
+            raise ConfigurationError(
+                f"privacy={self.name} has no plan yet, so its noise is not known: the PrivacyAccountant callback makes "
+                "it. Add lit_dpret.callbacks.PrivacyAccountant to the Trainer's callbacks."
+            )
+        return self._plan.noise_std / self._plan.denominator
+
+    def privatize(self, sums: dict[str, Tensor], *, attempt: int, step: int, salt: str = "") -> Update:
+        self.counts = StepCounts()
+        std = self._plan.noise_std
+        gradients: dict[str, Tensor] = {}
+        weakest = std
+        squares, coordinates = 0.0, 0
+        for name, parameter in trainable(self._module).items():
+            total = sums[name]
+            noise = self._stream.normal(
+                total.shape,
+                attempt=attempt,
+                step=step,
+                parameter=name,
+                salt=salt,
+                device=total.device,
+                dtype=total.dtype,
+            ).mul_(std)
+            noised = total + noise
+            added = float((noised - total).double().pow(2).sum())
+            weakest = min(weakest, _believed_std(added, total.numel(), std))
+            squares, coordinates = squares + added, coordinates + total.numel()
+            gradients[name] = noised.div_(self._plan.denominator).to(parameter.dtype)
+        weakest = min(weakest, _believed_std(squares, coordinates, std))
+        return Update(gradients, weakest, self._plan.sensitivity, self._plan.denominator)
+
+
+@lru_cache(maxsize=4096)
+def _least_believed(coordinates: int) -> float:
+    return float(chi2.ppf(1e-12, coordinates))
+
+
+def _believed_std(squares: float, coordinates: int, planned: float) -> float:
+    """The planned deviation where the measured noise is consistent with it, else the measured one.
+
+    The squared norm of k normals over sigma^2 is chi-square with k degrees of freedom; a value below
+    its 1e-12 quantile is taken for less noise. The measured value is not reported unless that alarm goes
+    off: knowing the exact norm of the noise would help to subtract it.
+    """
+    measured = squares / planned**2
+    if measured > 0 and measured >= _least_believed(coordinates):
+        return planned
+    return planned * math.sqrt(measured / coordinates)

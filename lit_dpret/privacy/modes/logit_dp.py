@@ -1,0 +1,217 @@
+r"""Logit-DP: clip what each pair of records contributes to the similarity it is compared by.
+
+Kong, Munoz Medina and Ribero, "Differentially private optimization for non-decomposable objective
+functions" (2310.03104). The gradient of a loss of the similarities S_ij of a sub-batch is
+sum_ij (dF / dS_ij) grad S_ij. Each grad S_ij depends on two records alone, so clipping it to B bounds
+something; the coefficients dF / dS_ij depend on all records, and how far one record can turn them is
+what the loss proves (`PairwiseLoss.sensitivity`). The sum then moves by at most B times that number.
+
+For the softmax that number is about 2 (1 + e^(2 / temperature)) however large the sub-batch is, and never
+more than about 2 n / temperature, which is what clipping whole rows gives. So at the temperatures of dense
+retrieval (0.01 to 0.1) Logit-DP with the softmax has no advantage; use a temperature of 0.5 or more, or a
+loss with a fixed normaliser.
+
+What differs from the paper: the sensitivity (its Lemma 4.5 is too small; ``sensitivity=paper`` takes it
+for comparison, and then no epsilon is claimed), the factor 1 / temperature, independent noise in every
+parameter, noise once per step, and norms that are found without holding n squared gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal, Protocol, Unpack, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.evaluation_mode import evaluation_mode
+from lit_dpret.privacy.budget import require_choice
+from lit_dpret.privacy.clipping.pairs import (
+    NormsName,
+    PairNorms,
+    clipped_pair_factors,
+    embed_all,
+    make_pair_norms,
+    weighted_backward,
+)
+from lit_dpret.privacy.coupling import Bounded, Change, LossClaim
+from lit_dpret.privacy.modes.base import trainable
+from lit_dpret.privacy.modes.coupled import CoupledMode, GaussianSettings, bounds_of, check_bounds
+from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.plan import PrivacyPlan
+
+SensitivityRule = Literal["proof", "paper"]
+
+
+class PairLoss(Protocol):
+    """What this mode asks of a loss of the table of similarities; `lit_dpret.losses.PairwiseLoss` has it."""
+
+    @property
+    def claim(self) -> LossClaim: ...
+    def row_losses(self, scores: Tensor, mask: Tensor | None = None) -> Tensor: ...
+    def coefficients(self, scores: Tensor, mask: Tensor | None = None) -> Tensor: ...
+    def sensitivity(self, n_max: int, *, relation: Change) -> float: ...
+
+
+class LogitDP(CoupledMode):
+    """Clip the gradient of each pair's similarity, for losses of all similarities in a sub-batch.
+
+    Guarantees:
+        - Taking one unit out moves the sum of a step by at most ``max_logit_grad_norm`` times the
+          loss's sensitivity at ``n_max``; that holds for any encoder and any temperature.
+        - What a pair is clipped by is a function of its two records alone.
+        - With ``sensitivity=paper`` nothing is claimed: the card says that it is not proved.
+        - Dropout is off in the step: the norms and the gradient are of one function.
+
+    Args:
+        max_logit_grad_norm: L2 bound B on the gradient of one pair's similarity; or
+        l2_sensitivity: the total in its place, B times the loss's sensitivity, which the paper tunes.
+        norms: How the norms are found: ``pair_ghost``, ``jacobian``, ``linear_head`` and ``brute_force`` are
+            exact, ``k_blocks`` is exact for two towers and a proved bound for a shared one, ``auto`` takes
+            the cheapest that is exact.
+        sensitivity: ``proof``, or ``paper`` for Lemma 4.5, which is refuted.
+        sub_batches: Into how many parts a logical batch falls; negatives come from the own part.
+        n_max: Most units of a part; see `CoupledMode`.
+        rows_at_once: Rows that go through the encoder together in the second pass.
+        pairs_at_once: With ``pair_ghost``, pairs that go through it together; null for a part's size.
+        **common: The arguments of `GaussianMode`; ``delta`` must be given.
+
+    Raises:
+        ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
+    """
+
+    name: ClassVar[str] = "logit_dp"
+    bounded: ClassVar[Bounded] = "pair"
+
+    def __init__(
+        self,
+        *,
+        max_logit_grad_norm: float | None = None,
+        l2_sensitivity: float | None = None,
+        norms: NormsName = "auto",
+        sensitivity: SensitivityRule = "proof",
+        sub_batches: int = 1,
+        n_max: int | None = None,
+        rows_at_once: int = 64,
+        pairs_at_once: int | None = None,
+        **common: Unpack[GaussianSettings],
+    ) -> None:
+        if common.get("delta") is None:
+            raise ConfigurationError(
+                "privacy.delta=null: Logit-DP states its delta. Set privacy.delta, a constant below 1/n."
+            )
+        super().__init__(sub_batches=sub_batches, n_max=n_max, **common)
+        check_bounds("max_logit_grad_norm", max_logit_grad_norm, l2_sensitivity)
+        require_choice("privacy.norms", norms, get_args(NormsName))
+        require_choice("privacy.sensitivity", sensitivity, get_args(SensitivityRule))
+        for name, value in (("rows_at_once", rows_at_once), ("pairs_at_once", pairs_at_once)):
+            if value is not None and value < 1:
+                raise ConfigurationError(f"privacy.{name}={value} must be at least 1.")
+        self.max_logit_grad_norm = max_logit_grad_norm
+        self.l2_sensitivity = l2_sensitivity
+        self.norms: NormsName = norms
+        self.sensitivity: SensitivityRule = sensitivity
+        self.rows_at_once = rows_at_once
+        self.pairs_at_once = pairs_at_once
+
+    # -- the plan ----------------------------------------------------------------------------
+
+    def _read_loss(self, module: Any, expected: float) -> PairLoss:
+        self._refuse_uncoupled(module)
+        loss: Any = module.pair_loss(expected)
+        if self.sensitivity == "paper":
+            if "sensitivity_from" not in {field.name for field in dataclasses.fields(loss)}:
+                raise ConfigurationError(
+                    f"privacy.sensitivity=paper is Lemma 4.5 for the softmax; {type(loss).__name__} has no such "
+                    "constant. Set it to proof."
+                )
+            loss = dataclasses.replace(loss, sensitivity_from="paper")
+        found: PairLoss = loss
+        return found
+
+    def _sensitivity(self, n_max: int, change: Change, loss: Any) -> float:
+        found: float = loss.sensitivity(n_max, relation=change)
+        return found
+
+    def _claim(self, loss: Any) -> LossClaim:
+        found: LossClaim = loss.claim
+        return found
+
+    def _bounds(self, unit_sensitivity: float) -> tuple[float, float]:
+        return bounds_of("max_logit_grad_norm", self.max_logit_grad_norm, self.l2_sensitivity, unit_sensitivity)
+
+    # -- the step ----------------------------------------------------------------------------
+
+    def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
+        super().attach(module, plan, stream)
+        coupling = self._plan.coupling
+        if coupling is None:
+            raise ConfigurationError(
+                "privacy=logit_dp needs the plan that it made itself; this one has no sub-batches."
+            )
+        contrasted: Any = module
+        self._loss = self._read_loss(module, coupling.expected)
+        _refuse_learned_loss(contrasted)
+        self._norms = self._strategy(contrasted, coupling.n_max)
+        self._sums: dict[str, Tensor] = {}
+
+    def _strategy(self, module: Any, n_max: int) -> PairNorms:
+        settings: Any = {"pairs_at_once": self.pairs_at_once} if self.norms == "pair_ghost" else {}
+        with evaluation_mode(module):
+            return make_pair_norms(self.norms, module, n_max=n_max, **module.pair_shape(), **settings)
+
+    def contribute(self, module: Any, batch: Any) -> None:
+        self._refuse_large(int(batch.mask.sum()))
+        answers = batch.rows.get("answers")
+        parameters = trainable(self._module)
+        self._watch.before()
+        with evaluation_mode(self._module):
+            pairs = module.pair_batch(batch.rows)
+            norms = self._norms.table(pairs)
+            queries, passages = embed_all(pairs, rows_at_once=self.rows_at_once)
+            with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
+                scores = queries @ passages.T
+                coefficients = self._loss.coefficients(scores, answers)
+                factors, broken = clipped_pair_factors(
+                    norms, self._plan.max_grad_norm, low_precision=_is_low_precision(queries.device, parameters)
+                )
+                module.note_loss(float(self._loss.row_losses(scores, answers).nan_to_num().sum()))
+            weights = coefficients.to(factors) * factors
+            found = weighted_backward(pairs, weights, parameters, rows_at_once=self.rows_at_once)
+        self._watch.after()
+        self.counts.units += int(batch.mask.sum())
+        self.counts.clipped += int((factors < 1).sum())
+        self.counts.non_finite += broken
+        for name, gradient in found.items():
+            self._sums[name] = gradient if name not in self._sums else self._sums[name].add_(gradient)
+
+    def add(self, row_loss: Any, unit_ids: Tensor, mask: Tensor) -> None:
+        raise UnsupportedModelError(
+            "privacy=logit_dp clips pairs, and row losses do not show them: it works through contribute(module, batch)."
+        )
+
+    def take(self) -> dict[str, Tensor]:
+        sums, self._sums = self._sums, {}
+        for name, parameter in trainable(self._module).items():
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            sums.setdefault(name, torch.zeros_like(parameter, dtype=wide, requires_grad=False))
+        return sums
+
+
+def _is_low_precision(device: torch.device, parameters: dict[str, nn.Parameter]) -> bool:
+    narrow = any(p.dtype not in (torch.float32, torch.float64) for p in parameters.values())
+    return narrow or torch.is_autocast_enabled(device.type)
+
+
+def _refuse_learned_loss(module: Any) -> None:
+    """Refuse parameters outside the similarities: their gradient is not made of pairs, and no clipping bounds it."""
+    inside = {id(p) for p in module.pair_parameters()}
+    learned = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in inside]
+    if learned:
+        raise UnsupportedModelError(
+            f"privacy=logit_dp bounds the gradients of similarities, and {learned[0]} is no part of them (a learned "
+            "temperature, a bias of the logits). Freeze it: set it to a public constant, as the temperature of "
+            "model.loss.",
+            trap="T11",
+        )

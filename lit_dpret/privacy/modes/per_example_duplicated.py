@@ -1,0 +1,111 @@
+r"""Per-example clipping of an in-batch loss, with the sensitivity that it really has.
+
+The direct baseline of the synthetic-query papers: each row's loss is made of its query and of copies
+of all passages of its sub-batch, so that it has a gradient of its own, and that is clipped to C. But the
+other rows hold the unit's passage as well: taking the unit out removes its own row (C) and turns
+each of n - 1 others from one vector of norm C to another one (2C each). The sum moves by up to
+(2n - 1) C, and by 2nC where a unit is replaced; both are reached. Counting C alone, as one would
+for a loss that is a sum over units, claims a privacy that is not there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Unpack
+
+from torch import Tensor, nn
+
+from lit_dpret.privacy.budget import require_choice
+from lit_dpret.privacy.clipping import make_engine
+from lit_dpret.privacy.coupling import Bounded, Change
+from lit_dpret.privacy.modes.base import Candidates
+from lit_dpret.privacy.modes.coupled import CoupledMode, GaussianSettings, bounds_of, check_bounds
+from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.sampling import rows_in_turn
+
+
+def duplicated_sensitivity(n_max: int, change: Change) -> float:
+    """How far one unit moves a sum of n row gradients of norm at most 1 that all depend on it.
+
+    Example:
+        >>> duplicated_sensitivity(8, "add_or_remove"), duplicated_sensitivity(8, "replace_one")
+        (15.0, 16.0)
+
+    Args:
+        n_max: Rows of the sub-batch at most, the unit's own included.
+        change: ``add_or_remove`` takes the own row out; ``replace_one`` turns it as well.
+    """
+    return 2.0 * n_max - (1.0 if change == "add_or_remove" else 0.0)
+
+
+class PerExampleDuplicated(CoupledMode):
+    """Clip each row's in-batch gradient, the passages of its sub-batch duplicated for it.
+
+    Guarantees:
+        - Taking one unit out of a sub-batch moves the sum by at most (2 ``n_max`` - 1) C, replacing one by
+          at most 2 ``n_max`` C, with C = ``max_grad_norm``, for every loss and temperature.
+
+    Args:
+        max_grad_norm: L2 bound C on one row's gradient; or
+        l2_sensitivity: the total in its place.
+        sub_batches: Into how many parts a logical batch falls. Smaller parts need less noise.
+        n_max: Most units of a part; see `CoupledMode`.
+        engine: ``ghost`` or ``vmap``.
+        rows_at_once: How many rows, each with its copies of all passages, go through the model together.
+        **common: The arguments of `GaussianMode`.
+
+    Raises:
+        ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
+    """
+
+    name: ClassVar[str] = "per_example_duplicated"
+    bounded: ClassVar[Bounded] = "row"
+    candidates: ClassVar[Candidates] = "copies"
+
+    def __init__(
+        self,
+        *,
+        max_grad_norm: float | None = None,
+        l2_sensitivity: float | None = None,
+        sub_batches: int = 1,
+        n_max: int | None = None,
+        engine: str = "ghost",
+        rows_at_once: int = 4,
+        **common: Unpack[GaussianSettings],
+    ) -> None:
+        super().__init__(sub_batches=sub_batches, n_max=n_max, **common)
+        check_bounds("max_grad_norm", max_grad_norm, l2_sensitivity)
+        require_choice("privacy.engine", engine, ("ghost", "vmap"))
+        self.max_grad_norm = max_grad_norm
+        self.l2_sensitivity = l2_sensitivity
+        self.engine = engine
+        self.rows_at_once = max(1, rows_at_once)
+
+    def _sensitivity(self, n_max: int, change: Change, loss: Any) -> float:
+        return duplicated_sensitivity(n_max, change)
+
+    def _bounds(self, unit_sensitivity: float) -> tuple[float, float]:
+        return bounds_of("max_grad_norm", self.max_grad_norm, self.l2_sensitivity, unit_sensitivity)
+
+    def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
+        super().attach(module, plan, stream)
+        self._refuse_uncoupled(module)
+        contrasted: Any = module
+        contrasted.row_temperature()
+        self._clipper = make_engine(self.engine, module, max_grad_norm=self._plan.max_grad_norm)
+
+    def contribute(self, module: Any, batch: Any) -> None:
+        self._refuse_large(int(batch.mask.sum()))
+        for part in rows_in_turn(len(batch.unit_ids), self.rows_at_once):
+            self.add(module.copied_loss(batch, part), batch.unit_ids[part] - part.start, batch.mask[part])
+
+    def add(self, row_loss: Any, unit_ids: Tensor, mask: Tensor) -> None:
+        self._watch.before()
+        stats = self._clipper.add(row_loss, unit_ids, mask)
+        self._watch.after()
+        self.counts.units += int(mask.sum())
+        self.counts.clipped += stats.clipped
+        self.counts.non_finite += stats.non_finite
+
+    def take(self) -> dict[str, Tensor]:
+        return self._clipper.take()

@@ -1,0 +1,92 @@
+r"""Query-level privacy against a pool of public passages.
+
+The softmax of a query over candidates that are functions of public data, of coins that are tossed
+without a look at the records and of weights that were already released depends on its own record
+alone. Then the training loss is a sum over records, plain clipping bounds each of them by C, and
+neither the number of candidates nor the temperature matters. What must be public is the *text* of the
+passages and that they are in the collection; which of them answers which query stays protected.
+
+Candidates that are the passages of the sampled records would break both halves of this: they couple the
+rows, and they take the amplification by sampling away.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, get_args
+
+from torch import nn
+
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.privacy.budget import require_choice
+from lit_dpret.privacy.modes.base import Candidates
+from lit_dpret.privacy.modes.dp_sgd import DPSGD
+from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.sampling import parts_of
+
+PassageGradient = Literal["none", "own", "full"]
+
+
+class PublicPassages(DPSGD):
+    """DP-SGD on the softmax of each query over public passages.
+
+    Guarantees:
+        - The sum of clipped gradients moves by at most ``max_grad_norm`` when one record, that is a query
+          and which passages answer it, is emptied, added or removed.
+        - The pool of a step is drawn by public coins from (``pool_seed``, step) and from nothing else.
+        - Changing the text of one query changes the gradient of that query alone.
+
+    Args:
+        passage_gradient: Through which passages a query's gradient flows: ``none`` of them, so that only
+            the query side is trained on it (cheapest); its ``own`` positive; or, exactly, the ``full``
+            pool, which costs a forward and backward pass of the pool for every query.
+        pool_size: How many public passages a step draws as candidates; null for all of them.
+        pool_seed: Of those draws; public.
+        units_at_once: With ``full``, how many units, each row with a copy of the pool, go through the model
+            together.
+        **settings: The arguments of `DPSGD`.
+
+    Raises:
+        ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
+    """
+
+    name: ClassVar[str] = "public_passages"
+    candidates: ClassVar[Candidates] = "pool"
+
+    def __init__(
+        self,
+        *,
+        passage_gradient: PassageGradient = "none",
+        pool_size: int | None = 256,
+        pool_seed: int = 0,
+        units_at_once: int = 1,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        require_choice("privacy.passage_gradient", passage_gradient, get_args(PassageGradient))
+        if pool_size is not None and pool_size < 1:
+            raise ConfigurationError(f"privacy.pool_size={pool_size} must be at least 1.")
+        if pool_seed < 0:
+            raise ConfigurationError(f"privacy.pool_seed={pool_seed} must not be negative.")
+        if units_at_once < 1:
+            raise ConfigurationError(f"privacy.units_at_once={units_at_once} must be at least 1.")
+        self.passage_gradient: PassageGradient = passage_gradient
+        self.pool_size = pool_size
+        self.pool_seed = pool_seed
+        self.units_at_once = units_at_once
+
+    def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
+        if not hasattr(module, "pool_loss"):
+            raise UnsupportedModelError(
+                f"privacy=public_passages trains a query against public passages; {type(module).__name__} has none. "
+                "Choose model=dual_encoder or model=frozen_dual_encoder, or privacy=dp_sgd.",
+                trap="T11",
+            )
+        super().attach(module, plan, stream)
+
+    def contribute(self, module: Any, batch: Any) -> None:
+        if self.passage_gradient != "full":
+            self.add(module.pool_loss(batch), batch.unit_ids, batch.mask)
+            return
+        for part in parts_of(batch, units_at_once=self.units_at_once):
+            self.add(module.pool_loss(part), part.unit_ids, part.mask)

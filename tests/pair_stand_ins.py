@@ -1,0 +1,100 @@
+"""Small modules that contrast pairs, in float64, and rows for them. Imported by path; not a test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from stand_ins import Line
+from torch import Tensor, nn
+
+from lit_dpret.losses import InBatchSoftmaxLoss
+from lit_dpret.modules import OptimizerSpec
+from lit_dpret.modules.pair_module import PairModule
+from lit_dpret.privacy.modes import PrivacyMode
+from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.sampling import UnitBatch
+
+
+class Pairs(PairModule):
+    """Features of four numbers through one small network, or one for each side."""
+
+    def __init__(
+        self, *, privacy: PrivacyMode, loss: Any = None, temperature: float = 0.5, separate: bool = False, dim: int = 3
+    ) -> None:
+        super().__init__(privacy=privacy, optimizer=OptimizerSpec(name="sgd", lr=0.1))
+        torch.manual_seed(3)
+        self.loss = InBatchSoftmaxLoss(temperature=temperature, similarity="cosine") if loss is None else loss
+        self.net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, dim)).double()
+        self.other = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, dim)).double() if separate else None
+
+    def collate_rows(self, rows: list[Line]) -> dict[str, Tensor]:
+        return {"query": _numbers([row.query for row in rows]), "passage": _numbers([row.passage for row in rows])}
+
+    def represent(self, features: Tensor, side: str) -> Tensor:
+        net = self.net if side == "query" or self.other is None else self.other
+        found: Tensor = net(features)
+        return found
+
+    def pair_shape(self) -> dict[str, Any]:
+        return {"dim": 3, "positions": 1, "shared": self.other is None}
+
+
+def _numbers(texts: list[str]) -> Tensor:
+    return torch.stack([torch.randn(4, generator=torch.Generator().manual_seed(hash_of(t))).double() for t in texts])
+
+
+def hash_of(text: str) -> int:
+    """A number that is the same in every process."""
+    return int.from_bytes(text.encode(), "big") % (2**31)
+
+
+def records(n: int, seed: int = 0) -> dict[str, Tensor]:
+    """Features of n records for `Pairs`."""
+    generator = torch.Generator().manual_seed(seed)
+    return {side: torch.randn(n, 4, generator=generator, dtype=torch.float64) for side in ("query", "passage")}
+
+
+def without(rows: dict[str, Any], k: int) -> dict[str, Any]:
+    """The records but for one."""
+    n = len(rows["query"])
+    kept = [i for i in range(n) if i != k]
+    return {name: value[kept][:, kept] if name == "answers" else value[kept] for name, value in rows.items()}
+
+
+def batch_of(rows: dict[str, Any]) -> UnitBatch:
+    """One sub-batch in which each record is a unit."""
+    n = len(rows["query"])
+    units = torch.arange(n)
+    return UnitBatch(rows=rows, unit_ids=units, mask=torch.ones(n, dtype=torch.bool), step=0, part=0, last=True)
+
+
+def plan_of(
+    mode: Any, module: Any, *, n_max: int, neighbours: str = "zero_out", expected: int | None = None
+) -> PrivacyPlan:
+    """A plan of one full-batch step for a mode of coupled losses."""
+    return mode.plan(  # type: ignore[no-any-return]
+        Request(n_max, expected or n_max), units=expected or n_max, steps=1, module=module
+    )
+
+
+class Request:
+    """Every unit, in one batch."""
+
+    sampling, sample_rate, cap, rows_per_unit = "full_batch", None, None, "one"
+
+    def __init__(self, physical: int, expected: int) -> None:
+        self.physical_batch_size, self.expected_batch_size = physical, expected
+
+
+def clipped_sum(module: Any, plan: PrivacyPlan, rows: dict[str, Any] | None) -> Tensor:
+    """What the mode adds up for one sub-batch, before noise, as one vector."""
+    mode = module.privacy
+    mode.attach(module, plan, KeyedStream(b"k" * 32, "run"))
+    if rows is not None and len(rows["query"]):
+        batch = batch_of(rows)
+        module.before_batch(batch)
+        mode.contribute(module, batch)
+    sums = mode.take()
+    return torch.cat([sums[name].flatten().double() for name in sums])

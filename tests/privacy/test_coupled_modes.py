@@ -1,0 +1,337 @@
+"""Modes for coupled losses: what one record can do to the sum, attacked; and what they refuse."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from pair_stand_ins import Pairs, batch_of, clipped_sum, plan_of, records, without
+from torch import Tensor, nn
+
+from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
+from lit_dpret.losses import (
+    KernelPairLoss,
+    NullMassSoftmaxPairLoss,
+    PairwiseLoss,
+    SigmoidPairLoss,
+    SoftmaxPairLoss,
+    SpreadoutPairLoss,
+    SymmetricSoftmaxPairLoss,
+)
+from lit_dpret.privacy.clipping.pairs import BruteForce
+from lit_dpret.privacy.modes import BatchClip, LogitDP, PerExampleDuplicated
+from lit_dpret.privacy.modes.per_example_duplicated import duplicated_sensitivity
+
+LOSSES: list[PairwiseLoss] = [
+    SoftmaxPairLoss(temperature=1.0),
+    SoftmaxPairLoss(temperature=0.1),
+    SymmetricSoftmaxPairLoss(temperature=0.5),
+    SpreadoutPairLoss(),
+    SigmoidPairLoss(temperature=0.2),
+    KernelPairLoss(temperature=0.3),
+    NullMassSoftmaxPairLoss(temperature=0.2),
+]
+
+
+def logit_dp(**settings: Any) -> LogitDP:
+    return LogitDP(**{"eps": 1.0, "delta": 1e-6, "max_logit_grad_norm": 0.02, **settings})
+
+
+def duplicated(**settings: Any) -> PerExampleDuplicated:
+    return PerExampleDuplicated(**{"eps": 1.0, "delta": 1e-6, "max_grad_norm": 0.02, **settings})
+
+
+def batch_clip(**settings: Any) -> BatchClip:
+    return BatchClip(**{"eps": 1.0, "delta": 1e-6, "max_grad_norm": 0.02, **settings})
+
+
+# -- what is added up ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("norms", "separate"), [("brute_force", False), ("pair_ghost", True), ("jacobian", False)])
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
+def test_logit_dp_adds_up_the_clipped_gradients_of_all_pairs(loss: PairwiseLoss, norms: str, separate: bool) -> None:
+    """Algorithm 1 of the paper, written out."""
+    module = Pairs(privacy=logit_dp(norms=norms), loss=loss, separate=separate)
+    rows = records(4)
+    plan = plan_of(module.privacy, module, n_max=6)
+    found = clipped_sum(module, plan, rows)
+    gradients = BruteForce(module).gradients(module.pair_batch(rows))
+    flat = torch.cat([g.flatten(2) for g in gradients.values()], dim=2)
+    bounded = flat * (0.02 / flat.norm(dim=2, keepdim=True)).clamp(max=1.0)
+    scores = module.embed(rows["query"], "query") @ module.embed(rows["passage"], "passage").T
+    expected = torch.einsum("ij,ijp->p", module.pair_loss(6).coefficients(scores.detach()), bounded)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert bool((flat.norm(dim=2) > 0.02).any())  # something was clipped
+
+
+def test_per_example_duplicated_adds_up_clipped_gradients_of_the_in_batch_rows() -> None:
+    module = Pairs(privacy=duplicated(rows_at_once=2))
+    rows = records(5)
+    found = clipped_sum(module, plan_of(module.privacy, module, n_max=5), rows)
+    losses = module.per_row_loss(rows)
+    total = torch.zeros_like(found)
+    for loss in losses:
+        grads = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)
+        flat = torch.cat([g.flatten() for g in grads])
+        total += flat * (0.02 / flat.norm()).clamp(max=1.0)
+    torch.testing.assert_close(found, total, rtol=1e-10, atol=1e-12)
+
+
+def test_batch_clip_clips_the_gradient_of_the_mean_loss() -> None:
+    module = Pairs(privacy=batch_clip())
+    rows = records(4)
+    found = clipped_sum(module, plan_of(module.privacy, module, n_max=4), rows)
+    grads = torch.autograd.grad(module.per_row_loss(rows).mean(), list(module.parameters()))
+    flat = torch.cat([g.flatten() for g in grads])
+    torch.testing.assert_close(found, flat / flat.norm() * 0.02, rtol=1e-10, atol=1e-12)
+
+
+# -- how far one record reaches --------------------------------------------------------------
+
+
+def moved(module: Pairs, n: int, seed: int) -> tuple[float, float]:
+    """How far the sum moves for a random batch: one record taken out, and one replaced."""
+    plan = plan_of(module.privacy, module, n_max=n)
+    rows, other = records(n, seed), records(n, seed + 1000)
+    replaced = {side: torch.cat([rows[side][:-1], other[side][-1:]]) for side in rows}
+    whole = clipped_sum(module, plan, rows)
+    out = float((whole - clipped_sum(module, plan, without(rows, n - 1))).norm())
+    return out, float((whole - clipped_sum(module, plan, replaced)).norm())
+
+
+@pytest.mark.parametrize(
+    ("make", "n"),
+    [(make, n) for make in (logit_dp, duplicated, batch_clip) for n in (1, 2, 5) if make != logit_dp or n > 1],
+)
+def test_no_random_batch_moves_the_sum_further_than_the_stated_sensitivity(make: Any, n: int) -> None:
+    for seed in range(3):
+        module = Pairs(privacy=make(), temperature=0.1)
+        sensitivity = plan_of(module.privacy, module, n_max=n).sensitivity
+        out, replaced = moved(module, n, seed)
+        assert out <= sensitivity * (1 + 1e-9)
+        assert replaced <= 2 * sensitivity * (1 + 1e-9)
+
+
+class Turning(Pairs):
+    """One number turns passages in a plane each: what the gradient of a row is can be chosen freely."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(temperature=1.0, **settings)
+        self.net = None  # type: ignore[assignment]
+        self.turn = nn.Linear(1, 1, bias=False).double()
+        nn.init.zeros_(self.turn.weight)
+
+    def represent(self, features: Tensor, side: str) -> Tensor:
+        axis, speed, start = features[:, :-2], features[:, -2:-1], features[:, -1:]
+        turned = start + self.turn(speed)
+        return torch.cat([turned.cos() * axis, turned.sin()], dim=1)
+
+
+def flipping_batch(n: int) -> dict[str, Tensor]:
+    """With record n the gradient of every row is large and positive, without it those of the others negative."""
+    queries, passages = torch.zeros(n, n + 1, dtype=torch.float64), torch.zeros(n, n + 1, dtype=torch.float64)
+    queries[: n - 1, : n - 1] = torch.eye(n - 1)
+    towards = torch.full((n - 1,), 1 / math.sqrt(n - 1), dtype=torch.float64)
+    queries[n - 1, : n - 1] = -towards
+    passages[:, -1] = math.pi / 4
+    passages[: n - 1, : n - 1] = torch.eye(n - 1)
+    passages[: n - 1, -2] = -1.0
+    passages[n - 1, : n - 1] = towards
+    passages[n - 1, -2] = -1000.0
+    return {"query": queries, "passage": passages}
+
+
+@pytest.mark.parametrize("n", [3, 8])
+def test_a_constructed_batch_attains_the_sensitivity_of_duplicated_rows(n: int) -> None:
+    module = Turning(privacy=duplicated(max_grad_norm=1e-3))
+    plan = plan_of(module.privacy, module, n_max=n)
+    rows = flipping_batch(n)
+    out = (clipped_sum(module, plan, rows) - clipped_sum(module, plan, without(rows, n - 1))).norm()
+    assert plan.sensitivity == pytest.approx((2 * n - 1) * 1e-3)
+    assert float(out) == pytest.approx(plan.sensitivity, rel=0.01)
+    assert float(out) <= plan.sensitivity * (1 + 1e-9)
+
+
+def test_counting_the_clipping_bound_alone_would_understate_duplicated_rows_many_times() -> None:
+    module = Turning(privacy=duplicated(max_grad_norm=1e-3))
+    rows = flipping_batch(8)
+    plan = plan_of(module.privacy, module, n_max=8)
+    out = (clipped_sum(module, plan, rows) - clipped_sum(module, plan, without(rows, 7))).norm()
+    assert float(out) > 10 * 1e-3
+
+
+def test_a_constructed_batch_moves_a_clipped_batch_gradient_by_twice_its_bound() -> None:
+    module = Turning(privacy=batch_clip(max_grad_norm=1e-3))
+    plan = plan_of(module.privacy, module, n_max=3)
+    rows = flipping_batch(3)
+    out = (clipped_sum(module, plan, rows) - clipped_sum(module, plan, without(rows, 2))).norm()
+    assert float(out) == pytest.approx(plan.sensitivity) == 2e-3
+
+
+# -- the plan --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
+def test_the_sensitivity_of_the_plan_is_the_loss_times_the_bound(loss: PairwiseLoss) -> None:
+    module = Pairs(privacy=logit_dp(), loss=loss)
+    plan = plan_of(module.privacy, module, n_max=8)
+    known = loss.for_expected_size(8).sensitivity(8, relation="add_or_remove")
+    assert plan.sensitivity == pytest.approx(0.02 * known)
+    assert plan.noise_std == pytest.approx(plan.noise_multiplier * 0.02 * known)
+
+
+def test_a_total_sensitivity_gives_the_bound_on_a_pair() -> None:
+    module = Pairs(privacy=logit_dp(max_logit_grad_norm=None, l2_sensitivity=1e-5), temperature=1.0)
+    plan = plan_of(module.privacy, module, n_max=8)
+    assert plan.sensitivity == 1e-5
+    assert plan.max_grad_norm == pytest.approx(1e-5 / 9.1513, rel=1e-4)
+
+
+@pytest.mark.parametrize(("make", "worth"), [(duplicated, 2 * 7), (batch_clip, 2)])
+def test_where_a_removed_record_lets_another_one_in_the_replacement_counts(make: Any, worth: float) -> None:
+    """Under add_or_remove a cut sub-batch trades one record for another."""
+
+    class Coins:
+        sampling, sample_rate, cap, rows_per_unit = "poisson", 0.01, None, "one"
+        physical_batch_size, expected_batch_size = 4, 4
+
+    module = Pairs(privacy=make(neighbours="add_or_remove", n_max=7, max_grad_norm=1.0))
+    plan = module.privacy.plan(Coins(), units=1, steps=1, module=module)  # type: ignore[attr-defined]
+    assert plan.sensitivity == pytest.approx(worth)
+
+
+def test_the_noise_does_not_depend_on_how_many_records_were_drawn() -> None:
+    module = Pairs(privacy=logit_dp())
+    plan = plan_of(module.privacy, module, n_max=8)
+    found = []
+    for rows in (None, records(1), records(8)):
+        clipped_sum(module, plan, rows)
+        sums = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
+        found.append(module.privacy.privatize(sums, attempt=0, step=0))
+    assert len({update.noise_std for update in found}) == len({update.sensitivity for update in found}) == 1
+    for name in found[0].gradients:
+        assert torch.equal(found[0].gradients[name], found[2].gradients[name])
+
+
+def test_the_constant_of_the_paper_can_be_chosen_and_is_marked_as_refuted() -> None:
+    module = Pairs(privacy=logit_dp(sensitivity="paper"), temperature=1.0)
+    plan = plan_of(module.privacy, module, n_max=8)
+    assert plan.sensitivity == pytest.approx(0.02 * 8.162, rel=1e-3)
+    assert plan.coupling is not None and plan.coupling.claim == "refuted"
+
+
+def test_a_sub_batch_in_which_nothing_can_be_contrasted_is_refused() -> None:
+    module = Pairs(privacy=logit_dp())
+    with pytest.raises(ConfigurationError, match=r"privacy\.n_max=1.*no gradient"):
+        plan_of(module.privacy, module, n_max=1)
+
+
+def test_duplicated_rows_grow_with_the_batch() -> None:
+    assert [duplicated_sensitivity(n, "add_or_remove") for n in (1, 2, 32)] == [1, 3, 63]
+    assert [duplicated_sensitivity(n, "replace_one") for n in (1, 2, 32)] == [2, 4, 64]
+
+
+# -- broken records --------------------------------------------------------------------------
+
+
+def test_a_broken_record_adds_nothing_under_logit_dp_and_harms_nobody() -> None:
+    module = Pairs(privacy=logit_dp(), loss=SigmoidPairLoss(temperature=1.0))
+    plan = plan_of(module.privacy, module, n_max=4)
+    rows = records(4)
+    whole = clipped_sum(module, plan, without(rows, 2))
+    rows["query"][2] = torch.nan
+    rows["passage"][2] = torch.nan
+    torch.testing.assert_close(clipped_sum(module, plan, rows), whole, rtol=1e-10, atol=1e-14)
+
+
+def test_a_batch_with_a_broken_record_adds_zero_under_batch_clip() -> None:
+    module = Pairs(privacy=batch_clip())
+    plan = plan_of(module.privacy, module, n_max=4)
+    rows = records(4)
+    rows["query"][2] = torch.nan
+    assert not clipped_sum(module, plan, rows).any()
+    assert module.privacy.counts.non_finite == 1
+
+
+# -- refusals --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [logit_dp, duplicated, batch_clip])
+def test_a_sub_batch_above_n_max_is_refused(make: Any) -> None:
+    module = Pairs(privacy=make())
+    plan = plan_of(module.privacy, module, n_max=3)
+    with pytest.raises(DataError, match=r"more than privacy\.n_max=3 units"):
+        clipped_sum(module, plan, records(4))
+
+
+@pytest.mark.parametrize("make", [logit_dp, duplicated, batch_clip])
+def test_batch_norm_is_refused_by_name(make: Any) -> None:
+    module = Pairs(privacy=make())
+    module.net.insert(1, nn.BatchNorm1d(5).double())
+    with pytest.raises(UnsupportedModelError, match=r"net\.1.*BatchNorm1d"):
+        clipped_sum(module, plan_of(module.privacy, module, n_max=3), records(3))
+
+
+def test_a_learned_temperature_is_refused_under_logit_dp() -> None:
+    class Learned(Pairs):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def pair_parameters(self) -> list[nn.Parameter]:
+            return [p for p in super().pair_parameters() if p is not self.scale]
+
+    module = Learned(privacy=logit_dp())
+    with pytest.raises(UnsupportedModelError, match=r"scale is no part of them.*temperature"):
+        clipped_sum(module, plan_of(module.privacy, module, n_max=3), records(3))
+
+
+def test_delta_has_to_be_stated_for_logit_dp() -> None:
+    with pytest.raises(ConfigurationError, match=r"privacy\.delta=null"):
+        LogitDP(eps=1.0, max_logit_grad_norm=1.0)
+
+
+@pytest.mark.parametrize("given", [{}, {"max_grad_norm": 1.0, "l2_sensitivity": 1.0}, {"max_grad_norm": -1.0}])
+def test_exactly_one_positive_bound_is_asked_for(given: dict[str, float]) -> None:
+    with pytest.raises(ConfigurationError, match=r"privacy\.(max_grad_norm|l2_sensitivity)"):
+        BatchClip(eps=1.0, delta=1e-6, **given)
+
+
+def test_a_sub_batch_bound_below_the_mean_size_is_refused() -> None:
+    module = Pairs(privacy=logit_dp(n_max=3))
+    with pytest.raises(ConfigurationError, match=r"privacy\.n_max=3 is below the 8 units"):
+        plan_of(module.privacy, module, n_max=3, expected=8)
+
+
+def test_duplicated_rows_are_for_the_softmax_alone() -> None:
+    module = Pairs(privacy=duplicated(), loss=SigmoidPairLoss(temperature=1.0))
+    with pytest.raises(UnsupportedModelError, match="SigmoidPairLoss"):
+        clipped_sum(module, plan_of(module.privacy, module, n_max=3), records(3))
+
+
+def test_a_module_without_pairs_is_refused(tmp_path: Any) -> None:
+    from stand_ins import Regression
+
+    module = Regression(privacy=batch_clip())
+    mode: Any = module.privacy
+    with pytest.raises(UnsupportedModelError, match="Regression is none"):
+        mode.plan(plan_request(), units=4, steps=1, module=module)
+        mode.attach(module, plan_of(mode, Pairs(privacy=batch_clip()), n_max=4), None)
+
+
+def plan_request() -> Any:
+    from pair_stand_ins import Request
+
+    return Request(4, 4)
+
+
+def test_batches_of_one_record_and_of_none_are_fine() -> None:
+    for make in (logit_dp, duplicated, batch_clip):
+        module = Pairs(privacy=make())
+        plan = plan_of(module.privacy, module, n_max=3)
+        assert clipped_sum(module, plan, records(1)).isfinite().all()
+        assert not clipped_sum(module, plan, None).any()
+    assert batch_of(records(2)).mask.all()
