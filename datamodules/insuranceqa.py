@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.pairs import PairsDataModule, RowsPerUnit, SamplingName
+from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.records import Duplicates, collapse_whitespace
+from lit_dpret.datamodules.sampled import RowsPerUnit, SamplingName
 from lit_dpret.errors import ConfigurationError, DataError
 
 _PACKAGE = "insuranceqa_data"

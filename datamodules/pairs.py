@@ -1,35 +1,27 @@
 """A private set of (query, passage) pairs as a LightningDataModule.
 
-The DataModule states what the data is and how it should be sampled. It draws nothing itself: the
-batches of a private run are drawn by the run's privacy plan, which attaches its sampler here
-before `fit`. Without one there is no train loader, so a Trainer cannot quietly train on batches
-that no accountant has heard of.
+The DataModule states what the data is and how it should be sampled; how the privacy plan draws from
+it stands in `lit_dpret.datamodules.sampled`.
 """
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
-
-import torch
-from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader
+from typing import Any
 
 from lit_dpret.datamodules import preparation
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import folder_parts, qrels_files, read_parts
 from lit_dpret.datamodules.pair_file import read_pairs
 from lit_dpret.datamodules.records import Duplicates, Row, Unit
-from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset, UnitItems
+from lit_dpret.datamodules.sampled import RowsPerUnit, SampledDataModule, SamplingName
+from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset
 from lit_dpret.errors import ConfigurationError, DataError
 
-SamplingName = Literal["truncated_poisson", "poisson", "fixed_size", "shuffle", "full_batch"]
-RowsPerUnit = Literal["one", "all"]
 
-
-class PairsDataModule(LightningDataModule):
+class PairsDataModule(SampledDataModule):
     """Pairs from a BEIR folder, from separate files, or from one file of pairs.
 
     Exactly one of ``folder``, ``queries`` with ``qrels`` and ``corpus``, or ``pairs`` says where the
@@ -99,16 +91,19 @@ class PairsDataModule(LightningDataModule):
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(
+            sampling=sampling,
+            expected_batch_size=expected_batch_size,
+            sample_rate=sample_rate,
+            physical_batch_size=physical_batch_size,
+            cap=cap,
+            rows_per_unit=rows_per_unit,
+            seed=seed,
+            num_workers=num_workers,
+        )
         self.folder, self.corpus, self.queries, self.qrels, self.pairs = folder, corpus, queries, qrels, pairs
         self.passages_are_public = passages_are_public
         self.lower_case_queries = lower_case_queries
-        self.sampling = sampling
-        self.expected_batch_size = expected_batch_size
-        self.sample_rate = sample_rate
-        self.physical_batch_size = physical_batch_size
-        self.cap = cap
-        self.rows_per_unit = rows_per_unit
         self.duplicates = duplicates
         self.max_rows_per_unit = max_rows_per_unit
         self.drop_overlap = drop_overlap
@@ -117,45 +112,14 @@ class PairsDataModule(LightningDataModule):
         self.max_passages = max_passages
         self.max_train_queries = max_train_queries
         self.max_eval_queries = max_eval_queries
-        self.seed = seed
-        self.num_workers = num_workers
         self._unit: Unit | None = None
         self._collection: Collection | None = None
         self._units: GroupedUnitDataset | None = None
-        self._batch_sampler: Iterable[list[Any]] | None = None
-        self._collate_fn: Callable[[list[Any]], Any] | None = None
-        self._check_settings()
+        self._check_choices(duplicates=Duplicates)
+        self._check_whole_numbers(
+            max_rows_per_unit=1, max_passages=1, max_train_queries=1, max_eval_queries=1, optional=True
+        )
         self._check_sources()
-
-    def _check_settings(self) -> None:
-        for knob, value, choices in (
-            ("sampling", self.sampling, get_args(SamplingName)),
-            ("rows_per_unit", self.rows_per_unit, get_args(RowsPerUnit)),
-            ("duplicates", self.duplicates, get_args(Duplicates)),
-        ):
-            if value not in choices:
-                raise ConfigurationError(f"datamodule.{knob}={value!r} is not one of {', '.join(choices)}.")
-        if self.sample_rate is not None and not 0 < self.sample_rate <= 1:
-            raise ConfigurationError(f"datamodule.sample_rate={self.sample_rate} must be above 0 and at most 1.")
-        if self.cap is not None and self.sampling != "truncated_poisson":
-            raise ConfigurationError(
-                f"datamodule.cap={self.cap} has no meaning under datamodule.sampling={self.sampling}; set it to null."
-            )
-        for knob, least in (
-            ("expected_batch_size", 1),
-            ("physical_batch_size", 1),
-            ("cap", 1),
-            ("max_rows_per_unit", 1),
-            ("max_passages", 1),
-            ("max_train_queries", 1),
-            ("max_eval_queries", 1),
-            ("num_workers", 0),
-        ):
-            number = getattr(self, knob)
-            if number is None and knob not in ("physical_batch_size", "num_workers"):
-                continue
-            if not isinstance(number, int) or isinstance(number, bool) or number < least:
-                raise ConfigurationError(f"datamodule.{knob}={number} is not a whole number of at least {least}.")
 
     def _check_sources(self) -> None:
         parts = {"queries": self.queries, "qrels": self.qrels, "corpus": self.corpus}
@@ -302,39 +266,8 @@ class PairsDataModule(LightningDataModule):
             )
         return self._units
 
-    @property
-    def n_units(self) -> int:
-        """The number of train units; private under ``add_or_remove``."""
-        return len(self.train_units())
-
-    def attach(self, batch_sampler: Iterable[list[Any]], collate_fn: Callable[[list[Any]], Any]) -> None:
-        """Take the plan's sampler, which yields lists of draws, and its collate function.
-
-        The collate function gets a list of ``(draw, rows)``; ``rows`` is empty where ``draw.unit`` is -1.
-        """
-        self._batch_sampler, self._collate_fn = batch_sampler, collate_fn
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        """Batches as the attached sampler draws them.
-
-        Iterating draws nothing from torch's global random state, so it cannot disturb an exact resume.
-
-        Raises:
-            ConfigurationError: No sampler is attached.
-        """
-        if self._batch_sampler is None:
-            raise ConfigurationError(
-                f"{type(self).__name__} has no sampler: training batches are drawn by the privacy plan, which "
-                "attaches itself before fit. Choose a privacy mode (privacy=dp_sgd, or privacy=none for no "
-                "guarantee); for plain pairs in a loop of your own use pair_rows('train')."
-            )
-        return DataLoader(
-            UnitItems(self.train_units()),
-            batch_sampler=self._batch_sampler,
-            collate_fn=self._collate_fn,
-            num_workers=self.num_workers,
-            generator=torch.Generator().manual_seed(self.seed),
-        )
+    def _without_a_plan(self) -> str:
+        return "for plain pairs in a loop of your own use pair_rows('train')"
 
     def data_fingerprint(self, key: bytes) -> str:
         """A keyed fingerprint of everything training reads, so that a resume notices changed data.

@@ -16,9 +16,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import Passages, folder_parts, read_corpus, read_parts
-from lit_dpret.datamodules.pairs import PairsDataModule, RowsPerUnit, SamplingName
+from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.readers import one_line
 from lit_dpret.datamodules.records import Duplicates
+from lit_dpret.datamodules.sampled import RowsPerUnit, SamplingName
 from lit_dpret.errors import DataError, schema_problem
 
 CARD = "privacy_card.json"

@@ -176,18 +176,25 @@ class Drawn(Protocol):
     def unit(self) -> int: ...
 
 
-class UnitItems(Dataset[tuple[Any, Sequence[Row]]]):
+class Units(Protocol):
+    """A train split seen as units of privacy, whatever its rows are."""
+
+    def __len__(self) -> int: ...
+    def rows(self, unit: int) -> Sequence[Any]: ...
+
+
+class UnitItems(Dataset[tuple[Any, Sequence[Any]]]):
     """A map-style data set whose index is a draw: ``items[draw]`` is ``(draw, rows of its unit)``.
 
     A batch sampler that yields lists of draws thereby tells the collate function which slot is
     real. Padding (``draw.unit == -1``) has no rows.
     """
 
-    def __init__(self, units: GroupedUnitDataset) -> None:
+    def __init__(self, units: Units) -> None:
         self.units = units
 
     def __len__(self) -> int:
         return len(self.units)
 
-    def __getitem__(self, draw: Drawn) -> tuple[Any, Sequence[Row]]:
+    def __getitem__(self, draw: Drawn) -> tuple[Any, Sequence[Any]]:
         return draw, (() if draw.unit == -1 else self.units.rows(draw.unit))

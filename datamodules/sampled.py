@@ -1,0 +1,145 @@
+"""What every private DataModule has in common: how it asks to be sampled, and how it is sampled.
+
+The DataModule states its wishes (`lit_dpret.privacy.sampling.SamplingRequest`); the run's privacy
+plan turns them into a law, draws by it, and attaches its sampler here before `fit`. Without a
+sampler there is no train loader, so a Trainer cannot quietly train on batches that no accountant
+has heard of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, Dataset
+
+from lit_dpret.datamodules.unit_dataset import UnitItems, Units
+from lit_dpret.errors import ConfigurationError
+
+SamplingName = Literal["truncated_poisson", "poisson", "fixed_size", "shuffle", "full_batch"]
+RowsPerUnit = Literal["one", "all"]
+
+
+class SampledDataModule(LightningDataModule):
+    """A private data set that is drawn by the privacy plan and by nobody else.
+
+    A subclass offers its units (`train_units`) and, where a row depends on the draw, the items of
+    its loader (`_train_items`).
+
+    Guarantees:
+        - There is no train loader before a sampler is attached.
+        - Iterating the loader draws nothing from torch's global random state.
+
+    Args:
+        sampling: How the plan should draw units.
+        expected_batch_size: Units per logical batch, on average.
+        sample_rate: The probability of each unit; where it is given, ``expected_batch_size`` is only the
+            constant that the sum is divided by. Both are declared under ``privacy.neighbours=add_or_remove``.
+        physical_batch_size: Units that fit on the device at once.
+        cap: Largest logical batch under ``truncated_poisson``; None lets the accountant choose.
+        rows_per_unit: ``one`` draws one row of each drawn unit, ``all`` takes all.
+        seed: Of public choices.
+        num_workers: Worker processes of the train loader.
+
+    Raises:
+        ConfigurationError: A setting is out of range; the message names it.
+    """
+
+    def __init__(
+        self,
+        *,
+        sampling: SamplingName,
+        expected_batch_size: int | None,
+        sample_rate: float | None,
+        physical_batch_size: int,
+        cap: int | None,
+        rows_per_unit: RowsPerUnit,
+        seed: int,
+        num_workers: int,
+    ) -> None:
+        super().__init__()
+        self.sampling = sampling
+        self.expected_batch_size = expected_batch_size
+        self.sample_rate = sample_rate
+        self.physical_batch_size = physical_batch_size
+        self.cap = cap
+        self.rows_per_unit = rows_per_unit
+        self.seed = seed
+        self.num_workers = num_workers
+        self._batch_sampler: Iterable[list[Any]] | None = None
+        self._collate_fn: Callable[[list[Any]], Any] | None = None
+        self._check_sampling()
+
+    def _check_sampling(self) -> None:
+        self._check_choices(sampling=SamplingName, rows_per_unit=RowsPerUnit)
+        if self.sample_rate is not None and not 0 < self.sample_rate <= 1:
+            raise ConfigurationError(f"datamodule.sample_rate={self.sample_rate} must be above 0 and at most 1.")
+        if self.cap is not None and self.sampling != "truncated_poisson":
+            raise ConfigurationError(
+                f"datamodule.cap={self.cap} has no meaning under datamodule.sampling={self.sampling}; set it to null."
+            )
+        self._check_whole_numbers(physical_batch_size=1, num_workers=0)
+        self._check_whole_numbers(expected_batch_size=1, cap=1, optional=True)
+
+    def _check_choices(self, **choices: Any) -> None:
+        """Refuse settings, by name, that are none of their ``Literal``."""
+        for knob, literal in choices.items():
+            if (value := getattr(self, knob)) not in get_args(literal):
+                raise ConfigurationError(f"datamodule.{knob}={value!r} is not one of {', '.join(get_args(literal))}.")
+
+    def _check_whole_numbers(self, *, optional: bool = False, **least: int) -> None:
+        """Refuse settings, by name, that are no whole number of at least so much; None passes where ``optional``."""
+        for knob, lowest in least.items():
+            number = getattr(self, knob)
+            if number is None and optional:
+                continue
+            if not isinstance(number, int) or isinstance(number, bool) or number < lowest:
+                raise ConfigurationError(f"datamodule.{knob}={number} is not a whole number of at least {lowest}.")
+
+    def train_units(self) -> Units:
+        """The train split, one item per unit of privacy."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what its units are.")
+
+    def _train_items(self) -> Dataset[Any]:
+        """What the train loader reads: a map from a draw to ``(draw, rows of its unit)``."""
+        return UnitItems(self.train_units())
+
+    @property
+    def n_units(self) -> int:
+        """The number of train units; private under ``add_or_remove``."""
+        return len(self.train_units())
+
+    def attach(self, batch_sampler: Iterable[list[Any]], collate_fn: Callable[[list[Any]], Any]) -> None:
+        """Take the plan's sampler, which yields lists of draws, and its collate function.
+
+        The collate function gets a list of ``(draw, rows)``; ``rows`` is empty where ``draw.unit`` is -1.
+        """
+        self._batch_sampler, self._collate_fn = batch_sampler, collate_fn
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Batches as the attached sampler draws them.
+
+        Iterating draws nothing from torch's global random state, so it cannot disturb an exact resume.
+
+        Raises:
+            ConfigurationError: No sampler is attached.
+        """
+        if self._batch_sampler is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} has no sampler: training batches are drawn by the privacy plan, which "
+                "attaches itself before fit. Choose a privacy mode (privacy=dp_sgd, or privacy=none for no "
+                f"guarantee); {self._without_a_plan()}."
+            )
+        return DataLoader(
+            self._train_items(),
+            batch_sampler=self._batch_sampler,
+            collate_fn=self._collate_fn,
+            num_workers=self.num_workers,
+            generator=torch.Generator().manual_seed(self.seed),
+        )
+
+    def _without_a_plan(self) -> str:
+        """Where to find plain data for a loop without a privacy plan, as a part of a sentence."""
+        return "for a loop of your own read train_units()"
