@@ -66,7 +66,16 @@ SAFE = {
     "task": [p.stem for p in (CONFIGS / "task").glob("*.yaml")],
     "callbacks": ["default"],
     "logger": ["none", "csv"],
-    "datamodule": ["insuranceqa", "pairs", "synthetic"],
+    "datamodule": [p.stem for p in (CONFIGS / "datamodule").glob("*.yaml")],
+}
+
+NEEDED = {
+    "datamodule.synthetic": ["datamodule.folder=x"],
+    "datamodule.pairs": ["datamodule.pairs=x.jsonl"],
+    "datamodule.cifar10": ["datamodule.folder=x"],
+    "datamodule.cifar100": ["datamodule.folder=x"],
+    "datamodule.vision_folder": ["datamodule.folder=x"],
+    "task.synthesize": ["task.generator=x"],
 }
 
 
@@ -74,8 +83,7 @@ SAFE = {
 def test_an_option_instantiates(group: str, option: str, tmp_path: Path) -> None:
     from hydra.utils import instantiate
 
-    values = {"datamodule.synthetic": ["datamodule.folder=x"], "task.synthesize": ["task.generator=x"],
-              "datamodule.pairs": ["datamodule.pairs=x.jsonl"]}.get(f"{group}.{option}", [])  # fmt: skip
+    values = NEEDED.get(f"{group}.{option}", [])
     cfg = composed(f"run_dir={tmp_path}", f"{group}={option}", *values)
     node = cfg[group]
     if node is None:

@@ -1,0 +1,272 @@
+"""Where labelled images come from: CIFAR-10, CIFAR-100, Fashion-MNIST, or a folder of classes.
+
+Each source is one function from a folder and a split to a `RawSplit`, listed in `SOURCES`, with a
+sentence that says where to get the data. Nothing is downloaded, unless a data set of the Hugging
+Face hub is named.
+
+**Groups.** CIFAR-100 comes with 20 groups of its labels, the classes of the paper's second task
+(paper 002, section 5.2). Where that data set is not at hand, groups of another one stand in for it;
+they are ours:
+
+- CIFAR-10: road vehicles (automobile, truck); craft (airplane, ship); pets (cat, dog); hoofed
+  animals (deer, horse); other animals (bird, frog).
+- Fashion-MNIST: tops (T-shirt, pullover, coat, shirt); whole outfits and legwear (trouser, dress);
+  footwear (sandal, sneaker, ankle boot); bags (bag).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lit_dpret.datamodules.image_files import (
+    RawSplit,
+    encoded,
+    optional,
+    positions,
+    read_idx,
+    read_parquet,
+    read_pickle,
+    stacked,
+    text,
+)
+from lit_dpret.errors import DataError
+
+SourceName = Literal["cifar10", "cifar100", "fashion_mnist", "vision_folder"]
+ImageSplit = Literal["train", "test"]
+
+_CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+_CIFAR10_GROUPS = ("road vehicles", "craft", "pets", "hoofed animals", "other animals")
+_CIFAR10_GROUP_OF = (1, 0, 4, 2, 3, 2, 4, 3, 1, 0)
+_FASHION = (
+    "T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
+)  # fmt: skip
+_FASHION_GROUPS = ("tops", "outfits and legwear", "footwear", "bags")
+_FASHION_GROUP_OF = (0, 1, 0, 1, 0, 2, 0, 2, 3, 2)
+_IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One kind of data set.
+
+    Attributes:
+        read: From (folder, split, image_size) to the split.
+        missing: Where to get the data, as a sentence.
+        default_folder: Where it usually lies; None where there is no such place.
+        label_column: The column of its labels on the hub; None where no hub is read.
+        groups: Names of the groups that stand in for coarse labels, and the group of each label.
+    """
+
+    read: Callable[[Path, ImageSplit, int | None], RawSplit]
+    missing: str
+    default_folder: Path | None = None
+    label_column: str | None = None
+    label_names: tuple[str, ...] = ()
+    groups: tuple[tuple[str, ...], tuple[int, ...]] | None = None
+
+
+def read_source(name: SourceName, folder: Path, split: ImageSplit, *, image_size: int | None = None) -> RawSplit:
+    """One split of a data set in ``folder``, with the names and groups that its source knows.
+
+    Raises:
+        DataError: The folder or a file is missing or broken; the message says where to get the data.
+        ConfigurationError: A package that the format needs is not installed.
+    """
+    if not folder.is_dir():
+        raise DataError(f"datamodule.folder={folder} is not a folder. {SOURCES[name].missing}")
+    return _described(name, SOURCES[name].read(folder, split, image_size))
+
+
+def read_hub(name: SourceName, hub: str, split: ImageSplit) -> RawSplit:
+    """One split of a data set of the Hugging Face hub, through the package ``datasets``; downloads it.
+
+    Raises:
+        ConfigurationError: ``datasets`` is not installed.
+        DataError: The data set cannot be loaded, or lacks a column.
+    """
+    datasets = optional("datasets", "datasets", f"datamodule.hub={hub}")
+    try:
+        table: Any = datasets.load_dataset(hub, split=split)
+    except Exception as error:  # the hub raises many kinds of error
+        raise DataError(f"datamodule.hub={hub} cannot be loaded: {type(error).__name__}: {error}.") from error
+    column = next((c for c in ("img", "image") if c in table.column_names), None)
+    labels = SOURCES[name].label_column
+    if column is None or labels is None or labels not in table.column_names:
+        raise DataError(f"datamodule.hub={hub} needs the columns img (or image) and {labels}: {table.column_names}.")
+    grouped = "coarse_label" in table.column_names
+
+    def decode(places: Any) -> Tensor:
+        pixels = np.stack([np.asarray(table[int(place)][column].convert("RGB")) for place in places])
+        return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
+
+    def names(of: str) -> tuple[str, ...]:
+        return tuple(getattr(table.features[of], "names", None) or ())
+
+    return _described(
+        name,
+        RawSplit(
+            source=hub,
+            ids=positions(len(table)),
+            labels=list(table[labels]),
+            coarse=list(table["coarse_label"]) if grouped else None,
+            decode=decode,
+            label_names=names(labels),
+            coarse_names=names("coarse_label") if grouped else (),
+        ),
+    )
+
+
+def _described(name: SourceName, raw: RawSplit) -> RawSplit:
+    """``raw`` with the source's names and stand-in groups where the files have none, and checked."""
+    source = SOURCES[name]
+    if not raw.labels:
+        raise DataError(f"{raw.source} holds no images.")
+    raw = replace(raw, label_names=raw.label_names or source.label_names)
+    if raw.coarse is None and source.groups is not None:
+        group_names, group_of = source.groups
+        if max(raw.labels) >= len(group_of):
+            raise DataError(f"{raw.source} has the label {max(raw.labels)}; {name} has {len(group_of)} labels.")
+        raw = replace(raw, coarse=[group_of[label] for label in raw.labels], coarse_names=group_names)
+    for numbers, names in ((raw.labels, raw.label_names), (raw.coarse or [0], raw.coarse_names)):
+        if min(numbers) < 0 or (names and max(numbers) >= len(names)):
+            raise DataError(f"{raw.source} has labels from {min(numbers)} to {max(numbers)} and {len(names)} names.")
+    return raw
+
+
+def _cifar10(folder: Path, split: ImageSplit, image_size: int | None) -> RawSplit:
+    pickles = _first(folder / "cifar-10-batches-py", folder, holding="data_batch_1")
+    if pickles is None:
+        return _parquet(folder, split, "cifar10", labels="label")
+    names = [f"data_batch_{part}" for part in range(1, 6)] if split == "train" else ["test_batch"]
+    return _pickled(pickles, names, labels="labels")
+
+
+def _cifar100(folder: Path, split: ImageSplit, image_size: int | None) -> RawSplit:
+    pickles = _first(folder / "cifar-100-python", folder, holding="train")
+    if pickles is None:
+        return _parquet(folder, split, "cifar100", labels="fine_label", coarse="coarse_label")
+    raw = _pickled(pickles, [split], labels="fine_labels", coarse="coarse_labels")
+    if not (pickles / "meta").exists():
+        return raw
+    meta = read_pickle(pickles / "meta")
+    return replace(
+        raw,
+        label_names=tuple(text(name) for name in meta.get("fine_label_names", ())),
+        coarse_names=tuple(text(name) for name in meta.get("coarse_label_names", ())),
+    )
+
+
+def _fashion_mnist(folder: Path, split: ImageSplit, image_size: int | None) -> RawSplit:
+    stem = "train" if split == "train" else "t10k"
+    images, labels = (
+        read_idx(_file(folder, [f"{stem}-{part}-ubyte.gz", f"{stem}-{part}-ubyte"], "fashion_mnist"))
+        for part in ("images-idx3", "labels-idx1")
+    )
+    if images.ndim != 3 or labels.shape != images.shape[:1]:
+        raise DataError(f"{folder}: {split} has images of shape {images.shape} and labels of shape {labels.shape}.")
+    return RawSplit(
+        source=str(folder), ids=positions(len(labels)), labels=labels.tolist(), decode=stacked(images[:, None])
+    )
+
+
+def _vision_folder(folder: Path, split: ImageSplit, image_size: int | None) -> RawSplit:
+    names = tuple(sorted(path.name for path in (folder / "train").glob("*") if path.is_dir()))
+    root = folder / split
+    files = sorted(path for path in root.glob("*/*") if path.suffix.lower() in _IMAGE_SUFFIXES)
+    if not files:
+        raise DataError(f"{root} holds no images. {SOURCES['vision_folder'].missing}")
+    if unknown := {path.parent.name for path in files} - set(names):
+        raise DataError(f"{root} has the class {sorted(unknown)[0]!r}, which {folder / 'train'} has not.")
+    return RawSplit(
+        source=str(root),
+        ids=[path.relative_to(root).as_posix() for path in files],
+        labels=[names.index(path.parent.name) for path in files],
+        decode=encoded(lambda position: files[position].read_bytes(), source=str(root), size=image_size),
+        label_names=names,
+    )
+
+
+def _pickled(folder: Path, names: list[str], *, labels: str, coarse: str | None = None) -> RawSplit:
+    batches = []
+    for name in names:
+        batch = read_pickle(folder / name)
+        missing = [key for key in ("data", labels, coarse) if key is not None and key not in batch]
+        if missing:
+            raise DataError(f"{folder / name} has no {missing[0]}; it holds {sorted(batch)}.")
+        data, count = batch["data"], len(batch[labels])
+        if getattr(data, "dtype", None) != np.uint8 or data.shape != (count, 3072):
+            raise DataError(f"{folder / name}: data is not one row of 3072 bytes for each of {count} labels.")
+        batches.append(batch)
+    pixels = np.concatenate([batch["data"] for batch in batches]).reshape(-1, 3, 32, 32)
+    return RawSplit(
+        source=str(folder),
+        ids=positions(len(pixels)),
+        labels=[int(label) for batch in batches for label in batch[labels]],
+        coarse=[int(label) for batch in batches for label in batch[coarse]] if coarse else None,
+        decode=stacked(pixels),
+    )
+
+
+def _parquet(folder: Path, split: ImageSplit, name: SourceName, *, labels: str, coarse: str | None = None) -> RawSplit:
+    parts = [folder / f"{split}.parquet"]
+    if not parts[0].exists():
+        parts = sorted(folder.glob(f"{split}-*.parquet"))
+    if not parts:
+        raise DataError(f"{folder} holds neither pickled batches nor {split}.parquet. {SOURCES[name].missing}")
+    return read_parquet(parts, labels=labels, coarse=coarse)
+
+
+def _first(*folders: Path, holding: str) -> Path | None:
+    return next((folder for folder in folders if (folder / holding).is_file()), None)
+
+
+def _file(folder: Path, names: list[str], source: SourceName) -> Path:
+    found = next((folder / name for name in names if (folder / name).is_file()), None)
+    if found is None:
+        raise DataError(f"{folder / names[0]} does not exist. {SOURCES[source].missing}")
+    return found
+
+
+SOURCES: dict[SourceName, Source] = {
+    "cifar10": Source(
+        read=_cifar10,
+        missing=(
+            "Set datamodule.folder to a folder with cifar-10-batches-py (unpack cifar-10-python.tar.gz of "
+            "https://www.cs.toronto.edu/~kriz/cifar.html) or with train.parquet and test.parquet (columns image and "
+            "label), or set datamodule.hub=uoft-cs/cifar10."
+        ),
+        label_column="label",
+        label_names=_CIFAR10,
+        groups=(_CIFAR10_GROUPS, _CIFAR10_GROUP_OF),
+    ),
+    "cifar100": Source(
+        read=_cifar100,
+        missing=(
+            "Set datamodule.folder to a folder with cifar-100-python (unpack cifar-100-python.tar.gz of "
+            "https://www.cs.toronto.edu/~kriz/cifar.html) or with train.parquet and test.parquet (columns img, "
+            "fine_label and coarse_label), or set datamodule.hub=uoft-cs/cifar100."
+        ),
+        label_column="fine_label",
+    ),
+    "fashion_mnist": Source(
+        read=_fashion_mnist,
+        missing=(
+            "Install the Debian package dataset-fashion-mnist, or set datamodule.folder to a folder with the four IDX "
+            "files of https://github.com/zalandoresearch/fashion-mnist."
+        ),
+        default_folder=Path("/usr/share/datasets/fashion-mnist"),
+        label_names=_FASHION,
+        groups=(_FASHION_GROUPS, _FASHION_GROUP_OF),
+    ),
+    "vision_folder": Source(
+        read=_vision_folder,
+        missing="Set datamodule.folder to a folder with train/CLASS/IMAGE and test/CLASS/IMAGE.",
+    ),
+}

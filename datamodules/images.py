@@ -1,0 +1,323 @@
+"""A private set of images as a LightningDataModule: one image is one unit of privacy.
+
+What a row holds is one image; the positive pair of contrastive training is two random
+augmentations of it, made when rows are collated (`lit_dpret.vision.views`). The random numbers of
+an augmentation belong to the draw: each drawn row carries a number of its own, from the keyed
+stream that also drew it, so that a step that is repeated sees the same pixels and no other image
+has a say in them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lit_dpret.datamodules.image_files import RawSplit
+from lit_dpret.datamodules.image_sources import SOURCES, ImageSplit, SourceName, read_hub, read_source
+from lit_dpret.datamodules.records import stable_hash
+from lit_dpret.datamodules.sampled import SampledDataModule, SamplingName
+from lit_dpret.errors import ConfigurationError, DataError
+
+Labels = Literal["fine", "coarse"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageRow:
+    """One image as training sees it; its ``repr`` shows neither pixels nor label.
+
+    Args:
+        image_id: Public id.
+        image: Its pixels, uint8, shape (channels, height, width).
+        label: Its label; contrastive training does not read it.
+        draw: A random number of the draw that took it, from the run's keyed stream; 0 outside of one.
+    """
+
+    image_id: str
+    image: Tensor = field(repr=False)
+    label: int = field(repr=False)
+    draw: int = 0
+
+
+class ImageUnits:
+    """The train images as units of privacy, one row each, in the order of the files.
+
+    Args:
+        ids: One public id per image.
+        images: Pixels, uint8, shape (n, channels, height, width).
+        labels: int64, shape (n,).
+    """
+
+    duplicates = "keep"
+
+    def __init__(self, ids: Sequence[str], images: Tensor, labels: Tensor) -> None:
+        self._ids, self._images, self._labels = ids, images, labels
+
+    def __len__(self) -> int:
+        """The number of units: public under ``zero_out`` and ``replace_one``, private under ``add_or_remove``."""
+        return len(self._ids)
+
+    def rows(self, unit: int) -> Sequence[ImageRow]:
+        """The one row of unit number ``unit`` (0 to ``len(self) - 1``)."""
+        if not 0 <= unit < len(self):
+            raise IndexError(f"There is no unit {unit}; units are numbered from 0 to {len(self) - 1}.")
+        return (ImageRow(self._ids[unit], self._images[unit], int(self._labels[unit])),)
+
+    def most_units_of_a_user(self) -> int | None:
+        """None: these data sets name no users."""
+        return None
+
+
+class DrawnWithRandomNumber(Protocol):
+    """One slot of a batch: the number of its unit (-1 for padding) and a keyed random number."""
+
+    @property
+    def unit(self) -> int: ...
+    @property
+    def pick(self) -> int: ...
+
+
+class ImageItems(Dataset[tuple[Any, Sequence[ImageRow]]]):
+    """A map-style data set whose index is a draw; the row takes the draw's random number along."""
+
+    def __init__(self, units: ImageUnits) -> None:
+        self.units = units
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def __getitem__(self, draw: DrawnWithRandomNumber) -> tuple[Any, Sequence[ImageRow]]:
+        if draw.unit == -1:
+            return draw, ()
+        return draw, tuple(replace(row, draw=draw.pick) for row in self.units.rows(draw.unit))
+
+
+@dataclass(frozen=True)
+class _Split:
+    ids: tuple[str, ...]
+    images: Tensor
+    labels: dict[str, Tensor]
+    names: dict[str, tuple[str, ...]]
+
+
+class ImagesDataModule(SampledDataModule):
+    """CIFAR-10, CIFAR-100, Fashion-MNIST or a folder of classes; each train image is one private unit.
+
+    `lit_dpret.datamodules.image_sources` lists the files and the groups of labels. Nothing is
+    downloaded, unless ``hub`` names a data set.
+
+    Args:
+        source: ``cifar10``, ``cifar100``, ``fashion_mnist`` or ``vision_folder``.
+        folder: Where the data lies; None for the source's usual place, where it has one.
+        hub: A data set of the Hugging Face hub, read instead of ``folder`` (needs ``datasets`` and a network).
+        labels: ``fine`` or ``coarse``: which labels rows and `labelled` give.
+        image_size: Resize the images of a ``vision_folder`` to squares of so many pixels.
+        max_images: Train on a public sample of so many images, those whose ids hash lowest under ``seed``;
+            refused under ``add_or_remove``.
+        max_test_images: The same of the test split.
+        sampling: How the plan should draw images.
+        expected_batch_size: Images per logical batch, on average.
+        sample_rate: The probability of each image; see `SampledDataModule`.
+        physical_batch_size: Images that fit on the device at once.
+        cap: Largest logical batch under ``truncated_poisson``; None lets the accountant choose.
+        seed: Of the public samples.
+        num_workers: Worker processes of the train loader.
+
+    Raises:
+        ConfigurationError: A setting is out of range or contradicts another; the message names it.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: SourceName,
+        folder: str | Path | None = None,
+        hub: str | None = None,
+        labels: Labels = "fine",
+        image_size: int | None = None,
+        max_images: int | None = None,
+        max_test_images: int | None = None,
+        sampling: SamplingName = "truncated_poisson",
+        expected_batch_size: int | None = None,
+        sample_rate: float | None = None,
+        physical_batch_size: int = 256,
+        cap: int | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__(
+            sampling=sampling,
+            expected_batch_size=expected_batch_size,
+            sample_rate=sample_rate,
+            physical_batch_size=physical_batch_size,
+            cap=cap,
+            rows_per_unit="one",
+            seed=seed,
+            num_workers=num_workers,
+        )
+        self.source = source
+        self.hub = hub
+        self.labels = labels
+        self.image_size = image_size
+        self.max_images = max_images
+        self.max_test_images = max_test_images
+        self._check_choices(source=SourceName, labels=Labels)
+        self._check_whole_numbers(image_size=1, max_images=1, max_test_images=1, optional=True)
+        self.folder = self._folder(folder)
+        self._splits: dict[ImageSplit, _Split] = {}
+        self._unit: str | None = None
+
+    def _folder(self, folder: str | Path | None) -> Path | None:
+        """Where the data lies, after a look at whether the settings agree; None where the hub is read."""
+        known = SOURCES[self.source]
+        if self.image_size is not None and self.source != "vision_folder":
+            raise ConfigurationError(
+                f"datamodule.image_size={self.image_size} has no meaning for datamodule.source={self.source}, whose "
+                "images have one size. Set it to null."
+            )
+        if self.hub is not None:
+            if folder is not None:
+                raise ConfigurationError(
+                    f"datamodule.folder={folder} and datamodule.hub={self.hub} both say where the data is; set one."
+                )
+            if known.label_column is None:
+                raise ConfigurationError(
+                    f"datamodule.hub={self.hub} cannot be read as datamodule.source={self.source}. {known.missing}"
+                )
+            return None
+        if folder is None and known.default_folder is None:
+            raise ConfigurationError(f"datamodule.folder is not set. {known.missing}")
+        return Path(folder) if folder is not None else known.default_folder
+
+    # -- reading -----------------------------------------------------------------------------
+
+    def prepare_data(self) -> None:
+        """Look whether the folder is there; the hub's data sets are fetched by `setup`."""
+        if self.folder is not None and not self.folder.is_dir():
+            raise DataError(f"datamodule.folder={self.folder} is not a folder. {SOURCES[self.source].missing}")
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the train split, once; the test split is read on first use."""
+        self._split("train")
+
+    def _split(self, split: ImageSplit) -> _Split:
+        if split not in get_args(ImageSplit):
+            raise DataError(f"There is no split {split!r} of images; there are {', '.join(get_args(ImageSplit))}.")
+        if split not in self._splits:
+            if self.folder is None:
+                raw = read_hub(self.source, str(self.hub), split)
+            else:
+                raw = read_source(self.source, self.folder, split, image_size=self.image_size)
+            self._splits[split] = self._sampled(raw, split)
+        return self._splits[split]
+
+    def _sampled(self, raw: RawSplit, split: ImageSplit) -> _Split:
+        """The public sample of a split, decoded: the images whose ids hash lowest, in their own order."""
+        limit = self.max_images if split == "train" else self.max_test_images
+        kept: Sequence[int] = range(len(raw.ids))
+        if limit is not None and limit < len(kept):
+            hashes = [stable_hash("lit-dpret images", str(self.seed), split, image_id) for image_id in raw.ids]
+            kept = sorted(heapq.nsmallest(limit, kept, key=hashes.__getitem__))
+        labels = {"fine": torch.tensor([raw.labels[place] for place in kept])}
+        if raw.coarse is not None:
+            labels["coarse"] = torch.tensor([raw.coarse[place] for place in kept])
+        names = {"fine": _names(raw.label_names, raw.labels), "coarse": _names(raw.coarse_names, raw.coarse or [0])}
+        return _Split(tuple(raw.ids[place] for place in kept), raw.decode(list(kept)), labels, names)
+
+    # -- the private side --------------------------------------------------------------------
+
+    def use_unit(self, unit: str, neighbours: str | None = None) -> None:
+        """Take the run's unit of privacy: an image, whose one row is both its query and its pair.
+
+        Raises:
+            ConfigurationError: The unit is a user, whom these data do not name; or the public sample
+                would make the claim unsound under ``neighbours``.
+        """
+        if unit == "user":
+            raise ConfigurationError(
+                f"privacy.unit=user needs user ids, and datamodule.source={self.source} names no users. Set "
+                "privacy.unit=pair: the two views of one image."
+            )
+        if neighbours == "add_or_remove" and self.max_images is not None:
+            raise ConfigurationError(
+                f"datamodule.max_images={self.max_images} cannot go with privacy.neighbours=add_or_remove: removing "
+                "one image would let another one in. Set it to null, or set privacy.neighbours=zero_out."
+            )
+        self._unit = unit
+
+    def train_units(self) -> ImageUnits:
+        """The train images, one unit each."""
+        train = self._split("train")
+        return ImageUnits(train.ids, train.images, self._labels_of(train, None))
+
+    def _train_items(self) -> Dataset[Any]:
+        return ImageItems(self.train_units())
+
+    def _without_a_plan(self) -> str:
+        return "for plain images in a loop of your own use labelled('train')"
+
+    def data_fingerprint(self, key: bytes) -> str:
+        """A keyed fingerprint of the train images and labels, so that a resume notices changed data.
+
+        ``key`` is the run's privacy secret; without it the fingerprint says nothing about the data.
+        """
+        train = self._split("train")
+        mac = hmac.new(key, digestmod="sha256")
+        mac.update(stable_hash("lit-dpret image data", self.labels, str(tuple(train.images.shape)), *train.ids))
+        mac.update(train.images.numpy().tobytes())
+        mac.update(self._labels_of(train, None).numpy().tobytes())
+        return mac.hexdigest()
+
+    def describe_duplicates(self) -> str:
+        """What equal images mean for the claim, in one sentence without counts."""
+        return (
+            "Equal images under different ids are separate units: an image that occurs k times is protected as a "
+            "group of k units."
+        )
+
+    # -- the evaluation side -----------------------------------------------------------------
+
+    def labelled(self, split: ImageSplit = "test", *, labels: Labels | None = None) -> tuple[Tensor, Tensor]:
+        """All images and labels of one split, for evaluation without privacy.
+
+        The train split is the private one: a score that was computed from it (the neighbours of
+        k-NN, a classifier on top) is a release that no accountant counts.
+
+        Args:
+            split: ``train`` or ``test``.
+            labels: ``fine`` or ``coarse``; None for ``datamodule.labels``.
+
+        Returns:
+            Images, uint8 of shape (n, channels, height, width); labels, int64 of shape (n,).
+
+        Raises:
+            ConfigurationError: Coarse labels are asked for where there are none.
+        """
+        found = self._split(split)
+        return found.images, self._labels_of(found, labels)
+
+    def class_names(self, labels: Labels | None = None) -> tuple[str, ...]:
+        """The name of each label; as many as there are classes."""
+        found = self._split("train")
+        self._labels_of(found, labels)
+        return found.names[labels or self.labels]
+
+    def _labels_of(self, split: _Split, labels: Labels | None) -> Tensor:
+        wanted = labels or self.labels
+        if wanted not in split.labels:
+            raise ConfigurationError(
+                f"datamodule.labels={wanted}: datamodule.source={self.source} has none such. Set it to fine."
+            )
+        return split.labels[wanted]
+
+
+def _names(names: tuple[str, ...], labels: Sequence[int]) -> tuple[str, ...]:
+    """``names``, or numbers where there are none."""
+    return names or tuple(f"class {label}" for label in range(max(labels) + 1))
