@@ -1,0 +1,129 @@
+"""Training runs of several variants as data: what the figures and tables of a comparison are made from.
+
+A *variant* is a way to train (Logit-DP, Naive-DP, Non-private); each is run under several seeds. A
+file holds one run a line, as JSON.
+
+A loss curve and a confusion matrix are computed from private rows where the data is private, and no
+accountant counts them. These files are for research data, and do not belong beside a released model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.errors import DataError, StorageError, schema_problem
+
+SCHEMA = "lit-dpret/variant-run/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariantRun:
+    """One run of one variant.
+
+    Args:
+        variant: Name of the variant, as figures and tables show it.
+        seed: Of the run; a variant has each seed once.
+        steps: Optimizer steps taken at each observation, increasing.
+        losses: Training loss at each observation, per example.
+        examples: Examples seen at each observation; empty where it was not counted.
+        seconds: Wall time since the first step began, at each observation, increasing; empty where not measured.
+        metrics: Test metrics at the last evaluation, by name.
+        confusion: Counts at the last evaluation; row: true, column: predicted. None where not measured.
+        batch_size: Examples of a batch; None where it is not told.
+
+    Raises:
+        DataError: The lists differ in length, are empty, or do not increase; or a number is not finite.
+    """
+
+    variant: str
+    seed: int
+    steps: Sequence[int]
+    losses: Sequence[float]
+    examples: Sequence[int] = ()
+    seconds: Sequence[float] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    confusion: Sequence[Sequence[float]] | None = None
+    batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        name = f"The run {self.variant!r} of seed {self.seed}"
+        for of in ("steps", "losses", "examples", "seconds"):
+            values = getattr(self, of)
+            if len(values) != len(self.losses) and (values or of == "steps"):
+                raise DataError(f"{name} has {len(self.losses)} losses and {len(values)} {of}.")
+            if not all(math.isfinite(value) for value in values):
+                raise DataError(f"{name} has {of} that are not finite: it diverged, or was written wrongly.")
+            if of != "losses" and any(b <= a for a, b in itertools.pairwise(values)):
+                raise DataError(f"{name} has {of} that do not increase.")
+        if not self.losses:
+            raise DataError(f"{name} has no losses.")
+        if not all(math.isfinite(value) for value in self.metrics.values()):
+            raise DataError(f"{name} has a metric that is not finite.")
+        if self.confusion is not None and any(len(row) != len(self.confusion) for row in self.confusion):
+            raise DataError(f"{name} has a confusion matrix that is not square.")
+
+
+def by_variant(runs: Iterable[VariantRun]) -> dict[str, list[VariantRun]]:
+    """The runs of each variant, variants in order of appearance.
+
+    Raises:
+        DataError: There are none, or a variant has a seed twice.
+    """
+    groups: dict[str, list[VariantRun]] = {}
+    for run in runs:
+        group = groups.setdefault(run.variant, [])
+        if any(other.seed == run.seed for other in group):
+            raise DataError(f"The variant {run.variant!r} has seed {run.seed} twice.")
+        group.append(run)
+    if not groups:
+        raise DataError("There are no runs to compare.")
+    return groups
+
+
+def write_runs(runs: Iterable[VariantRun], path: Path) -> None:
+    """One run a line, as JSON.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    lines = [json.dumps({"schema": SCHEMA, **asdict(run)}, allow_nan=False) for run in runs]
+    try:
+        path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path} could not be written: {error.strerror}.") from error
+
+
+def read_runs(path: Path) -> list[VariantRun]:
+    """The runs that `write_runs` wrote.
+
+    Raises:
+        DataError: The file cannot be read, or a line is no run; the message names the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}.") from error
+    return [_run(line, f"{path} line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def _run(line: str, place: str) -> VariantRun:
+    try:
+        found: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place} is no JSON: {error.msg}.") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{place} is no run: it holds no object.")
+    if problem := schema_problem(found.pop("schema", None), SCHEMA):
+        raise DataError(f"{place} cannot be read: {problem}")
+    try:
+        return VariantRun(**found)
+    except TypeError as error:
+        raise DataError(f"{place} is no run: {error}.") from error
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error

@@ -1,0 +1,86 @@
+"""Tables of metrics by variant: means, deviations and what they are relative to."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+from variant_runs import run
+
+from lit_dpret.errors import DataError
+from lit_dpret.report.relative_table import caption, relative_table, to_markdown, write_table
+from lit_dpret.report.variant_runs import VariantRun
+
+TITLES = {"accuracy": "Accuracy", "best_recall": "Recall"}
+
+
+def runs() -> list[VariantRun]:
+    values = {"Logit-DP": [(0.1, 0.4), (0.3, 0.6)], "Non-private": [(0.3, 0.5), (0.5, 0.5)]}
+    return [
+        run(variant, seed, metrics={"accuracy": accuracy, "best_recall": recall})
+        for variant, found in values.items()
+        for seed, (accuracy, recall) in enumerate(found)
+    ]
+
+
+def test_a_relative_metric_is_the_mean_over_the_baselines_mean() -> None:
+    table = relative_table(runs(), baseline="Non-private", metrics=TITLES)
+    cell = table.rows["Logit-DP"]["accuracy"]
+    assert cell.mean == pytest.approx(0.2) and cell.relative == pytest.approx(0.5) and cell.runs == 2
+    assert cell.deviation == pytest.approx(statistics.stdev([0.1, 0.3]))
+    assert all(cell.relative == 1.0 for cell in table.rows["Non-private"].values())
+
+
+def test_the_markdown_shows_relative_means_or_means_with_deviations() -> None:
+    table = relative_table(runs(), baseline="Non-private", metrics=TITLES)
+    assert to_markdown(table, form="relative").splitlines() == [
+        "|  | Accuracy | Recall |",
+        "| --- | ---: | ---: |",
+        "| Logit-DP | 0.500 | 1.000 |",
+        "| Non-private | 1.000 | 1.000 |",
+    ]
+    assert "| Logit-DP | 0.200 / 0.141 | 0.500 / 0.141 |" in to_markdown(table, form="absolute")
+
+
+def test_one_run_has_no_deviation() -> None:
+    table = relative_table(runs()[:1], baseline=None, metrics=TITLES)
+    assert "| Logit-DP | 0.100 | 0.400 |" in to_markdown(table, form="absolute")
+    assert caption(table, form="absolute").startswith("Test metrics over 1 run. Recall")
+
+
+def test_the_caption_says_over_how_many_runs_and_that_the_best_class_counts() -> None:
+    table = relative_table(runs()[:3], baseline="Non-private", metrics=TITLES)
+    words = caption(table, form="relative")
+    assert "over 1 to 2 runs" in words and "divided by that of Non-private" in words and "best class" in words
+    assert "best class" not in caption(
+        relative_table(runs(), baseline=None, metrics={"accuracy": "A"}), form="absolute"
+    )
+
+
+def test_files_hold_every_number(tmp_path: Path) -> None:
+    written = write_table(relative_table(runs(), baseline="Non-private", metrics=TITLES), tmp_path)
+    assert [path.name for path in written] == ["metrics.csv", "metrics.json", "metrics.md"]
+    rows = list(csv.DictReader(written[0].open()))
+    assert len(rows) == 4 and float(rows[0]["relative"]) == pytest.approx(0.5) and rows[0]["runs"] == "2"
+    found = json.loads(written[1].read_text())
+    assert found["baseline"] == "Non-private" and found["rows"]["Logit-DP"]["accuracy"]["mean"] == pytest.approx(0.2)
+    assert written[2].read_text().count("| Logit-DP |") == 2
+
+
+def test_a_baseline_of_zero_gives_no_ratio() -> None:
+    found = [run("a", metrics={"accuracy": 0.5}), run("zero", metrics={"accuracy": 0.0})]
+    table = relative_table(found, baseline="zero", metrics={"accuracy": "Accuracy"})
+    assert table.rows["a"]["accuracy"].relative is None
+    assert "| a | – |" in to_markdown(table, form="relative")
+
+
+def test_a_missing_baseline_or_metric_is_refused() -> None:
+    with pytest.raises(DataError, match="baseline 'SGD' is not among the variants Logit-DP, Non-private"):
+        relative_table(runs(), baseline="SGD", metrics=TITLES)
+    with pytest.raises(DataError, match="'Logit-DP' of seed 0 has no metric 'speed'"):
+        relative_table(runs(), baseline=None, metrics={"speed": "Speed"})
+    with pytest.raises(DataError, match="needs a baseline"):
+        to_markdown(relative_table(runs(), baseline=None, metrics=TITLES), form="relative")
