@@ -126,16 +126,15 @@ class Augmentation:
     def _recolour(self, images: Tensor, numbers: tuple[Tensor, ...]) -> Tensor:
         """Brightness, contrast, saturation and hue, each of its own strength, one after the other."""
         spread = 0.8 * self.jitter
-        brightness, contrast, saturation = (_each((1 + spread * (2 * u - 1)).clamp(min=0)) for u in numbers[:3])
-        images = (images * brightness).clamp(0, 1)
-        mean = _grey(images).mean(dim=(1, 2, 3), keepdim=True)
-        images = (mean + contrast * (images - mean)).clamp(0, 1)
+        brightness, contrast, saturation = ((1 + spread * (2 * u - 1)).clamp(min=0) for u in numbers[:3])
+        images = (images * _each(brightness)).clamp_(0, 1)
+        mean = _each(_grey(images.mean(dim=(2, 3), keepdim=True))[:, 0, 0, 0])
+        images = torch.lerp(mean, images, _each(contrast)).clamp_(0, 1)
         if images.shape[1] == 1:
             return images
-        grey = _grey(images)
-        images = (grey + saturation * (images - grey)).clamp(0, 1)
         angle = 2 * math.pi * 0.2 * self.jitter * (2 * numbers[3] - 1)
-        return torch.einsum("nij,njhw->nihw", _hue_turns(angle), images).clamp(0, 1)
+        colours = _hue_turns(angle) @ _saturations(saturation)
+        return torch.bmm(colours, images.flatten(2)).clamp_(0, 1).reshape(images.shape)
 
 
 def as_input(images: Tensor) -> Tensor:
@@ -163,8 +162,15 @@ def _grey(images: Tensor) -> Tensor:
     """Luma, shape (n, 1, height, width); a grey image is its own."""
     if images.shape[1] == 1:
         return images
-    weights = torch.tensor(_GREY, device=images.device)
-    return (images * weights[:, None, None]).sum(dim=1, keepdim=True)
+    red, green, blue = images.split(1, dim=1)  # type: ignore[no-untyped-call]
+    grey: Tensor = _GREY[0] * red + _GREY[1] * green + _GREY[2] * blue
+    return grey
+
+
+def _saturations(factors: Tensor) -> Tensor:
+    """For each factor (shape (n,)) the RGB matrix that scales the distance to grey by it, (n, 3, 3)."""
+    to_grey = torch.tensor(_GREY, device=factors.device).expand(3, 3)
+    return torch.lerp(to_grey, torch.eye(3, device=factors.device), factors[:, None, None])
 
 
 def _hue_turns(angle: Tensor) -> Tensor:
