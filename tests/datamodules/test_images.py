@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from collections.abc import Callable
@@ -314,3 +315,24 @@ def test_the_hub_without_its_package_or_network_is_a_refusal(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=offline))  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"datamodule\.hub=uoft-cs/cifar10 cannot be loaded: OSError: no route"):
         data.setup()
+
+
+# -- real data, where it is there ------------------------------------------------------------
+
+REAL = Path(os.environ.get("LIT_DPRET_DATA", Path(__file__).resolve().parents[3] / "shared" / "data")) / "cifar10"
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason=f"{REAL} is not there")
+def test_the_real_test_images_of_cifar10_are_read() -> None:
+    images, labels = ImagesDataModule(source="cifar10", folder=REAL, max_test_images=500).labelled("test")
+    assert images.shape == (500, 3, 32, 32) and int(labels.bincount().min()) > 25 and len(labels.bincount()) == 10
+    assert 100 < float(images.float().mean()) < 140  # published mean of the train images: about 121
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DEBIAN.is_dir(), reason="the Debian package dataset-fashion-mnist is not installed")
+def test_the_real_fashion_mnist_is_read_from_its_package() -> None:
+    data = ImagesDataModule(source="fashion_mnist")
+    assert data.labelled("train")[0].shape == (60_000, 1, 28, 28)
+    assert data.labelled("test")[1].bincount().tolist() == [1000] * 10

@@ -105,3 +105,12 @@ def test_views_of_one_image_are_more_alike_than_of_two_after_training_without_pr
         scores = net(views(rows)["query"]) @ net(views(rows)["passage"]).T
     own, others = scores.diagonal().mean(), (scores.sum() - scores.trace()) / (len(rows) * (len(rows) - 1))
     assert own > others + 0.1
+
+
+def test_the_example_of_the_page_on_images_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "images.md").read_text(encoding="utf-8")
+    example = page.split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(example.replace('folder="cifar10"', f'folder="{tiny.parquet(tmp_path)}"'), names)
+    assert names["scores"].shape == (4, 4) and int(names["second"].confusion.sum()) == tiny.TEST
+    assert capsys.readouterr().out
