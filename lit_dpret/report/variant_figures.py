@@ -285,6 +285,6 @@ def _short(value: float, _position: int | None = None) -> str:
 
 def _save(figure: Any, path: Path) -> None:
     try:
-        figure.savefig(path, dpi=130)
+        figure.savefig(path, dpi=130, bbox_inches="tight", pad_inches=0.1)
     except OSError as error:
         raise StorageError(f"{path} could not be written: {error.strerror}.") from error

@@ -7,8 +7,8 @@ keyed (`lit_dpret.vision.views` keys them per example).
 The steps and their strengths are those of SimCLR on CIFAR-10 (Chen et al. 2020, appendix B.9:
 crop and resize, flip, colour jitter of strength 0.5, grey, no blur). Paper 002 builds its pairs
 from one image too, but does not say how. Two details are ours. The colour steps run in one fixed
-order (brightness, contrast, saturation, hue), and hue turns the colour plane of YIQ instead of the
-hexagon of HSV, which makes it one 3 x 3 matrix per image.
+order (brightness, contrast, saturation, hue). Hue turns the colour plane of YIQ instead of the
+hexagon of HSV, so that saturation and hue together are one 3 x 3 matrix per image.
 """
 
 from __future__ import annotations
