@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 from stand_ins import Line
+from tiny_models import WORDS
 from torch import Tensor, nn
 
+from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.losses import InBatchSoftmaxLoss
 from lit_dpret.modules import OptimizerSpec
 from lit_dpret.modules.pair_module import PairModule
@@ -63,9 +67,16 @@ def without(rows: dict[str, Any], k: int) -> dict[str, Any]:
     return {name: value[kept][:, kept] if name == "answers" else value[kept] for name, value in rows.items()}
 
 
+def count_of(rows: Any) -> int:
+    """How many records nested features have."""
+    while isinstance(rows, dict):
+        rows = next(iter(rows.values()))
+    return len(rows)
+
+
 def batch_of(rows: dict[str, Any]) -> UnitBatch:
     """One sub-batch in which each record is a unit."""
-    n = len(rows["query"])
+    n = count_of(rows)
     units = torch.arange(n)
     return UnitBatch(rows=rows, unit_ids=units, mask=torch.ones(n, dtype=torch.bool), step=0, part=0, last=True)
 
@@ -92,9 +103,22 @@ def clipped_sum(module: Any, plan: PrivacyPlan, rows: dict[str, Any] | None) -> 
     """What the mode adds up for one sub-batch, before noise, as one vector."""
     mode = module.privacy
     mode.attach(module, plan, KeyedStream(b"k" * 32, "run"))
-    if rows is not None and len(rows["query"]):
+    if rows is not None and count_of(rows):
         batch = batch_of(rows)
         module.before_batch(batch)
         mode.contribute(module, batch)
     sums = mode.take()
     return torch.cat([sums[name].flatten().double() for name in sums])
+
+
+def data_module(folder: Path, **settings: Any) -> PairsDataModule:
+    """Thirteen queries, each with a passage of its own."""
+    (folder / "qrels").mkdir(parents=True)
+    for name, width in (("corpus", 5), ("queries", 3)):
+        texts = [" ".join(WORDS[(7 * i + j * (1 + i % 3)) % 13] for j in range(width)) for i in range(13)]
+        lines = [json.dumps({"_id": f"{name}{i}", "title": "", "text": text}) for i, text in enumerate(texts)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    judged = [f"queries{i}\tcorpus{i}\t1" for i in range(13)]
+    (folder / "qrels" / "train.tsv").write_text("query-id\tcorpus-id\tscore\n" + "\n".join(judged) + "\n")
+    known = {"expected_batch_size": 13, "physical_batch_size": 13, "sampling": "shuffle", "cap": None}
+    return PairsDataModule(folder=folder, **{**known, **settings})

@@ -72,6 +72,8 @@ class DualEncoder(PairModule):
         ConfigurationError: Two settings contradict each other, or the encoder cannot be found.
     """
 
+    takes_public_passages = True
+
     def __init__(
         self,
         *,

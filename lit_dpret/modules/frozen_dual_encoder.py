@@ -98,6 +98,7 @@ class FrozenDualEncoder(PairModule):
 
     passage_embeddings: Tensor
     coupled_loss: bool
+    takes_public_passages = True
 
     def __init__(
         self,

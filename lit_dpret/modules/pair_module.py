@@ -37,6 +37,7 @@ class PairModule(PrivateModule):
           the privacy mode assigns units to sub-batches: cut in two, each query would see half of its negatives.
     """
 
+    takes_public_passages: bool = False
     loss: Any
 
     def __init__(self, *, privacy: PrivacyMode, optimizer: OptimizerSpec, log_private_loss: bool = False) -> None:

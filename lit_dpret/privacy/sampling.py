@@ -321,8 +321,11 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         # A coin for every unit there is, drawn or not: another unit's absence moves nobody.
         coins = self._stream.coins(self.attempt, step, purpose="sub_batches")
         assigned = coins.integers(0, self.sub_batches, size=self.units)[units]
-        # The drawn units stand in random order, so the first ones are a uniform choice.
-        return [np.flatnonzero(assigned == part)[: self.n_max] for part in range(self.sub_batches)]
+        rank = coins.random(self.units)[units]
+        found = [np.flatnonzero(assigned == part) for part in range(self.sub_batches)]
+        if self.n_max is None:
+            return found
+        return [np.sort(part[np.argsort(rank[part])[: self.n_max]]) for part in found]
 
     def __iter__(self) -> Iterator[list[Draw]]:
         self.before_first_draw()

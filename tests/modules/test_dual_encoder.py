@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pair_stand_ins import data_module
 from stand_ins import Line, dp, fit
-from tiny_models import WORDS, tiny_bert, tiny_tokenizer
+from tiny_models import tiny_bert, tiny_tokenizer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import BertModel
 
-from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.encoders import Contract, TextEncoder, load_towers
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules.dual_encoder import DualEncoder
@@ -55,18 +54,6 @@ NOT_NEGATIVES = {0: [1], 1: [0], 2: [3], 3: [2], 4: []}
 
 def losses(module: DualEncoder, rows: list[Line]) -> Tensor:
     return module.per_row_loss(module.collate_rows(rows))
-
-
-def data_module(folder: Path, **settings: Any) -> PairsDataModule:
-    (folder / "qrels").mkdir(parents=True)
-    for name, width in (("corpus", 5), ("queries", 3)):
-        texts = [" ".join(WORDS[(7 * i + j * (1 + i % 3)) % 13] for j in range(width)) for i in range(13)]
-        lines = [json.dumps({"_id": f"{name}{i}", "title": "", "text": text}) for i, text in enumerate(texts)]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    judged = [f"queries{i}\tcorpus{i}\t1" for i in range(13)]
-    (folder / "qrels" / "train.tsv").write_text("query-id\tcorpus-id\tscore\n" + "\n".join(judged) + "\n")
-    known = {"expected_batch_size": 13, "physical_batch_size": 13, "sampling": "shuffle", "cap": None}
-    return PairsDataModule(folder=folder, **{**known, **settings})
 
 
 def test_a_passage_is_never_a_negative_of_a_query_that_it_answers() -> None:

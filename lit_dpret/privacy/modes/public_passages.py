@@ -76,7 +76,7 @@ class PublicPassages(DPSGD):
         self.units_at_once = units_at_once
 
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
-        if not hasattr(module, "pool_loss"):
+        if not getattr(module, "takes_public_passages", False):
             raise UnsupportedModelError(
                 f"privacy=public_passages trains a query against public passages; {type(module).__name__} has none. "
                 "Choose model=dual_encoder or model=frozen_dual_encoder, or privacy=dp_sgd.",
@@ -86,7 +86,7 @@ class PublicPassages(DPSGD):
 
     def contribute(self, module: Any, batch: Any) -> None:
         if self.passage_gradient != "full":
-            self.add(module.pool_loss(batch), batch.unit_ids, batch.mask)
+            super().contribute(module, batch)
             return
         for part in parts_of(batch, units_at_once=self.units_at_once):
-            self.add(module.pool_loss(part), part.unit_ids, part.mask)
+            super().contribute(module, part)

@@ -118,6 +118,8 @@ def _add_side(
 ) -> None:
     """Pull the cotangents of one side back to the parameters, some rows at a time."""
     for rows in cotangents.any(1).nonzero().flatten().split(rows_at_once):  # type: ignore[no-untyped-call]
+        if not len(rows):  # every pair weighs zero: a softmax over one candidate, say
+            return
         with torch.enable_grad():
             embedded = side.embedded(rows)
         refuse_other_function(before[rows], embedded)

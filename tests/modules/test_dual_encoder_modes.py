@@ -1,0 +1,236 @@
+"""The dual encoder under every privacy mode: towers, adapters, a T5, and public passages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pair_stand_ins import batch_of, clipped_sum, data_module, plan_of
+from stand_ins import Line, fit
+from tiny_models import WORDS, tiny_bert, tiny_t5, tiny_tokenizer
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from lit_dpret.encoders import Contract, TextEncoder, load_towers
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.losses import SymmetricSoftmaxPairLoss
+from lit_dpret.modules import DualEncoder, OptimizerSpec
+from lit_dpret.privacy.clipping.pairs import BruteForce
+from lit_dpret.privacy.modes import (
+    BatchClip,
+    LogitDP,
+    NoPrivacy,
+    PerExampleDuplicated,
+    PrivacyMode,
+    PublicPassages,
+    SyntheticData,
+)
+
+LORA = {"r": 2, "lora_alpha": 4, "target_modules": ["query", "value", "q", "v"]}
+NOISE: dict[str, Any] = {"eps": 3.0, "delta": 1e-3, "noise_multiplier": 20.0}
+
+
+def modes(folder: Path) -> dict[str, PrivacyMode]:
+    secret = {"secret_file": folder / "secret"}
+    return {
+        "none": NoPrivacy(),
+        "batch_clip": BatchClip(max_grad_norm=0.1, **NOISE, **secret),
+        "per_example_duplicated": PerExampleDuplicated(max_grad_norm=0.1, **NOISE, **secret),
+        "logit_dp": LogitDP(max_logit_grad_norm=0.1, **NOISE, **secret),
+        "public none": PublicPassages(max_grad_norm=0.1, pool_size=6, **NOISE, **secret),
+        "public own": PublicPassages(max_grad_norm=0.1, pool_size=6, passage_gradient="own", **NOISE, **secret),
+        "public full": PublicPassages(max_grad_norm=0.1, pool_size=6, passage_gradient="full", **NOISE, **secret),
+    }
+
+
+MODES = ["none", "batch_clip", "per_example_duplicated", "logit_dp", "public none", "public own", "public full"]
+
+
+def tower(kind: str) -> TextEncoder:
+    contract = Contract(query_max_length=6, passage_max_length=8)
+    if kind == "t5":
+        return TextEncoder(tiny_t5(dropout_rate=0.0), tiny_tokenizer(eos_only=True), contract)
+    plain = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return TextEncoder(tiny_bert(num_hidden_layers=1, **plain), tiny_tokenizer(), contract)
+
+
+def dual(privacy: PrivacyMode, kind: str = "bert", **settings: Any) -> DualEncoder:
+    known = {"optimizer": OptimizerSpec(lr=0.01), "encoder": tower(kind), "temperature": 1.0}
+    return DualEncoder(privacy=privacy, **{**known, **settings})
+
+
+def some_rows(n: int, seed: int = 0) -> list[Line]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for i in range(n):
+        words = [WORDS[k] for k in torch.randint(len(WORDS), (8,), generator=generator).tolist()]
+        rows.append(Line(f"q{i}", " ".join(words[:3]), f"p{i}", " ".join(words[3:]), frozenset({f"p{i}"})))
+    return rows
+
+
+def public(n: int = 9) -> dict[str, str]:
+    return {f"p{i}": " ".join(WORDS[(3 * i + k) % len(WORDS)] for k in range(5)) for i in range(n)}
+
+
+@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("bert", {}),
+        ("t5", {}),
+        ("bert", {"towers": "separate"}),
+        ("bert", {"towers": "separate", "passage_tower": "frozen"}),
+        ("bert", {"lora": LORA}),
+        ("t5", {"lora": LORA, "towers": "separate"}),
+    ],
+    ids=["shared", "t5", "separate", "frozen", "lora", "t5-lora-separate"],
+)
+def test_every_mode_trains_every_kind_of_tower(name: str, kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    frozen = settings.get("passage_tower") == "frozen"
+    if frozen and name in ("public own", "public full"):
+        with pytest.raises(ConfigurationError, match=r"passage_gradient=(own|full) has nothing to train"):
+            dual(modes(tmp_path)[name], kind, **settings)
+        return
+    module = dual(modes(tmp_path)[name], kind, **settings)
+    before = {key: value.clone() for key, value in module.named_parameters()}
+    sampling = {"sampling": "truncated_poisson", "cap": 6, "expected_batch_size": 4, "physical_batch_size": 6}
+    fit(tmp_path / "run", module, data_module(tmp_path / "data", **sampling), steps=2)
+    for key, value in module.named_parameters():
+        assert torch.equal(value, before[key]) != value.requires_grad, key
+    trained = {side for side in ("query", "passage") if any(p.requires_grad for p in module.tower(side).parameters())}
+    assert trained == ({"query"} if frozen else {"query", "passage"})
+
+
+def test_a_saved_folder_holds_both_towers_and_merged_adapters(tmp_path: Path) -> None:
+    module = dual(NoPrivacy(), lora=LORA, towers="separate")
+    with torch.no_grad():
+        for parameter in (p for p in module.parameters() if p.requires_grad):
+            parameter.add_(0.3)
+    module.save_model(tmp_path / "model")
+    loaded = load_towers(tmp_path / "model")
+    texts = ["flood insurance", "my house"]
+    torch.testing.assert_close(loaded.query_encoder.encode(texts, "query"), module.encode_queries(texts))
+    torch.testing.assert_close(loaded.passage_encoder.encode(texts, "passage"), module.encode_passages(texts))
+    assert not torch.allclose(module.encode_queries(texts), dual(NoPrivacy()).encode_queries(texts), atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_the_step_of_logit_dp_is_algorithm_1_on_a_transformer(kind: str, tmp_path: Path) -> None:
+    module = dual(LogitDP(max_logit_grad_norm=0.02, norms="pair_ghost", **NOISE), kind).double()
+    rows = module.collate_rows(some_rows(3))
+    plan = plan_of(module.privacy, module, n_max=3)
+    found = clipped_sum(module, plan, rows)
+    module.eval()
+    gradients = BruteForce(module).gradients(module.pair_batch(rows))
+    flat = torch.cat([g.flatten(2) for g in gradients.values()], dim=2)
+    bounded = flat * (0.02 / flat.norm(dim=2, keepdim=True)).clamp(max=1.0)
+    scores = module.embed(rows["query"], "query") @ module.embed(rows["passage"], "passage").T
+    expected = torch.einsum("ij,ijp->p", module.pair_loss(3).coefficients(scores.detach(), rows["answers"]), bounded)
+    # T5 takes its mean square in fp32, so two ways to the same sum differ by that
+    close = 1e-6 if kind == "t5" else 1e-10
+    assert float((found - expected).norm() / expected.norm()) < close
+
+
+# -- public passages -------------------------------------------------------------------------
+
+
+def against_public(gradient: Any, n: int = 3, **settings: Any) -> tuple[DualEncoder, dict[str, Any]]:
+    mode = PublicPassages(max_grad_norm=1e6, pool_size=5, passage_gradient=gradient, **NOISE)
+    module = dual(mode, **settings).double()
+    module.learn_public_passages(public())
+    return module, module.collate_rows(some_rows(n))
+
+
+def gradients_of_rows(module: DualEncoder, rows: dict[str, Any]) -> Tensor:
+    """What each row alone would add, flat, by the mode itself."""
+    from lit_dpret.privacy.sampling import take_rows
+
+    plan = plan_of(module.privacy, module, n_max=8)
+    count = len(rows["answers"])
+    return torch.stack([clipped_sum(module, plan, take_rows(rows, slice(i, i + 1))) for i in range(count)])
+
+
+@pytest.mark.parametrize("gradient", ["none", "own", "full"])
+def test_the_gradient_of_a_row_is_that_of_its_softmax_over_public_passages(gradient: str) -> None:
+    module, rows = against_public(gradient)
+    plan = plan_of(module.privacy, module, n_max=8)
+    found = clipped_sum(module, plan, rows)
+    assert module._pool is not None
+    chosen, _ = module._pool.draw(0)
+    assert chosen is not None
+    names = list(dict(sorted(public().items())))
+    queries, own = module.embed(rows["query"], "query"), module.embed(rows["passage"], "passage")
+    pool = module.embed(module.encoder.tokenize([public()[names[i]] for i in chosen.tolist()], "passage"), "passage")
+    own = own.detach() if gradient == "none" else own
+    pool = pool if gradient == "full" else pool.detach()
+    total = torch.zeros(())
+    for i in range(3):
+        candidates = [own[i]] + [pool[k] for k, place in enumerate(chosen.tolist()) if names[place] != f"p{i}"]
+        logits = torch.stack(candidates) @ queries[i]
+        total = total + cross_entropy(logits.unsqueeze(0), torch.zeros(1, dtype=torch.long))
+    grads = torch.autograd.grad(total, [p for p in module.parameters() if p.requires_grad])
+    torch.testing.assert_close(found, torch.cat([g.flatten() for g in grads]), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("gradient", ["none", "own", "full"])
+def test_poisoning_the_text_of_one_query_changes_its_row_alone(gradient: str) -> None:
+    module, _ = against_public(gradient)
+    rows = some_rows(4)
+    poisoned = list(rows)
+    poisoned[2] = Line("q2", "life life life life life", "p2", rows[2].passage, rows[2].positives)
+    before = gradients_of_rows(module, module.collate_rows(rows))
+    after = gradients_of_rows(module, module.collate_rows(poisoned))
+    changed = [not torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(before, after, strict=True)]
+    assert changed == [False, False, True, False]
+    plan = plan_of(module.privacy, module, n_max=8)
+    together = clipped_sum(module, plan, module.collate_rows(poisoned))
+    torch.testing.assert_close(together, after.sum(0), rtol=1e-8, atol=1e-10)
+
+
+def test_the_pool_of_a_step_is_the_same_whatever_the_queries_are() -> None:
+    module, rows = against_public("none")
+    seen = []
+    for batch in (rows, module.collate_rows(some_rows(2, seed=9))):
+        module._candidates = None
+        module.before_batch(batch_of(batch))
+        assert module._candidates is not None
+        seen.append(module._candidates.embeddings)
+    assert torch.equal(seen[0], seen[1])
+
+
+def test_a_row_never_counts_a_further_positive_as_a_negative() -> None:
+    module, _ = against_public("none", n=1)
+    all_right = Line("q0", "my house", "p0", public()["p0"], frozenset(public()))
+    batch = batch_of(module.collate_rows([all_right]))
+    module.before_batch(batch)
+    assert float(module.per_row_loss(batch.rows)) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_loss_that_compares_passages_with_queries_is_refused_against_public_passages() -> None:
+    with pytest.raises(ConfigurationError, match="couple them"):
+        dual(PublicPassages(**NOISE), loss=SymmetricSoftmaxPairLoss(temperature=1.0))
+
+
+def test_passages_of_the_batch_are_refused_under_query_level_privacy() -> None:
+    module = dual(PublicPassages(**NOISE))
+    module.coupled_loss = True
+    module._pool = None
+    rows = {**module.collate_rows(some_rows(3))}
+    with pytest.raises(UnsupportedModelError, match="different when other rows are in the batch"):
+        module._refuse_coupled_loss({name: value for name, value in rows.items() if name != "answers"})
+
+
+def test_synthetic_data_trains_as_without_privacy() -> None:
+    assert dual(SyntheticData()).coupled_loss and dual(NoPrivacy()).coupled_loss
+
+
+def test_a_frozen_passage_tower_needs_towers_of_its_own() -> None:
+    with pytest.raises(ConfigurationError, match=r"model\.towers=separate"):
+        dual(NoPrivacy(), passage_tower="frozen")
+
+
+def test_settings_of_adapters_that_make_none_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"peft\.LoraConfig"):
+        dual(NoPrivacy(), lora={"rank": 2})
