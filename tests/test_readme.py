@@ -1,4 +1,4 @@
-"""Every command that the README shows composes, with settings that exist."""
+"""Every command that the README and the pages under docs/ show composes, with settings that exist."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+PAGES = [README, *(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md")))]
+
+
 def commands() -> list[str]:
-    """What follows ``python train.py`` in an indented line of the README."""
-    found = re.findall(r"^    .*?python train\.py (.*)$", README, flags=re.MULTILINE)
-    return [part.split("&&")[0].strip() for part in found]
+    """What follows ``python train.py`` in an indented line of a page."""
+    found = [part for page in PAGES for part in re.findall(r"^    .*?python train\.py (.*)$", page, flags=re.MULTILINE)]
+    return list(dict.fromkeys(part.split("&&")[0].strip() for part in found))
 
 
 def test_the_readme_shows_the_main_commands() -> None:

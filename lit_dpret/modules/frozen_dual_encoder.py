@@ -10,7 +10,7 @@ compare.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -22,6 +22,7 @@ from lit_dpret.encoders import Side, TextEncoder
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.losses import InBatchSoftmaxLoss, PairwiseLoss, PublicPoolSoftmaxLoss, false_negatives
 from lit_dpret.modules.dual_encoder import make_encoder
+from lit_dpret.modules.frozen_texts import FrozenTexts, Progress
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.pair_module import PairModule
 from lit_dpret.modules.public_pool import PublicPool
@@ -33,7 +34,6 @@ from lit_dpret.st_folder import save_sentence_transformer
 
 Head = Literal["query", "both", "shared"]
 Negatives = Literal["auto", "pool", "batch"]
-Progress = Callable[[int, int], None]
 _LOGITS_AT_ONCE = 8_000_000
 
 
@@ -159,7 +159,7 @@ class FrozenDualEncoder(PairModule):
             query_prefix=query_prefix,
             passage_prefix=passage_prefix,
         )
-        self._frozen = _Frozen(tower, cache_dir, encode_batch_size)
+        self._frozen = FrozenTexts(tower, cache_dir, encode_batch_size)
         self.head = head
         self.query_head = _identity(tower.dim)
         self.passage_head = _identity(tower.dim) if head == "both" else None
@@ -313,6 +313,12 @@ class FrozenDualEncoder(PairModule):
 def _takes_pool(negatives: Negatives, head: Head, privacy: PrivacyMode) -> bool:
     """Whether a row's negatives are public passages rather than those of other rows."""
     if privacy.candidates == "pool":
+        if negatives == "batch":
+            raise ConfigurationError(
+                f"model.negatives=batch cannot go with privacy={privacy.name}: passages of the batch couple the "
+                "queries, and take the amplification by sampling away. Set model.negatives=pool, or choose "
+                "privacy=logit_dp."
+            )
         return True
     if negatives != "auto":
         return negatives == "pool"
@@ -325,39 +331,6 @@ def _refuse_passage_gradient(privacy: PublicPassages) -> None:
             f"privacy.passage_gradient={privacy.passage_gradient}: the passages of model=frozen_dual_encoder keep "
             "their embeddings, and have no gradient. Set it to none."
         )
-
-
-class _Frozen:
-    """The encoder and what it made of the texts it has seen; hides both from ``nn.Module``."""
-
-    def __init__(self, tower: TextEncoder, cache_dir: str | Path | None, batch_size: int) -> None:
-        self.tower = tower.eval().requires_grad_(False)
-        self._cache_dir, self._batch_size = cache_dir, batch_size
-        self._known: dict[str, tuple[dict[str, int], Tensor]] = {}
-
-    def learn(self, texts: Any, side: Literal["query", "passage"], progress: Progress | None) -> Tensor:
-        """Encode ``texts`` and remember them instead of what was remembered of this side."""
-        listed = list(texts)
-        if self._cache_dir is None:
-            found = self.tower.encode(listed, side, batch_size=self._batch_size, progress=progress)
-        else:
-            found = self.tower.encode_cached(
-                listed, side, self._cache_dir, batch_size=self._batch_size, progress=progress
-            )
-        self._known[side] = ({text: row for row, text in enumerate(listed)}, found)
-        return found
-
-    def encode(
-        self, texts: Sequence[str], side: Literal["query", "passage"], progress: Progress | None = None
-    ) -> Tensor:
-        """The embeddings of ``texts``: looked up where they are remembered, else made."""
-        rows, known = self._known.get(side, ({}, torch.empty(0, self.tower.dim)))
-        new = list(dict.fromkeys(text for text in texts if text not in rows))
-        if not new:
-            return known[[rows[text] for text in texts]]
-        fresh = self.tower.encode(new, side, batch_size=self._batch_size, progress=progress)
-        place = {**rows, **{text: len(known) + row for row, text in enumerate(new)}}
-        return torch.cat([known.to(fresh.dtype), fresh])[[place[text] for text in texts]]
 
 
 def _identity(dim: int) -> nn.Linear:
