@@ -32,6 +32,7 @@ LOSSES: list[PairwiseLoss] = [
     SigmoidPairLoss(temperature=0.2),
     KernelPairLoss(temperature=0.3),
     NullMassSoftmaxPairLoss(temperature=0.2),
+    SoftmaxPairLoss(temperature=1.0, similarity="dot", radius=0.8),
 ]
 
 
@@ -65,6 +66,14 @@ def test_logit_dp_adds_up_the_clipped_gradients_of_all_pairs(loss: PairwiseLoss,
     expected = torch.einsum("ij,ijp->p", module.pair_loss(6).coefficients(scores.detach()), bounded)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     assert bool((flat.norm(dim=2) > 0.02).any())  # something was clipped
+
+
+def test_embeddings_of_a_bounded_dot_product_are_no_longer_than_the_radius_and_shorter_ones_stay() -> None:
+    module = Pairs(privacy=logit_dp(), loss=SoftmaxPairLoss(temperature=1.0, similarity="dot", radius=0.8))
+    features = records(20)["query"]
+    raw, bounded = module.represent(features, "query").norm(dim=1), module.embed(features, "query").norm(dim=1)
+    assert bool((raw > 0.8).any() and (raw < 0.8).any())
+    torch.testing.assert_close(bounded, raw.clamp(max=0.8))
 
 
 def test_per_example_duplicated_adds_up_clipped_gradients_of_the_in_batch_rows() -> None:
