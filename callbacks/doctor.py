@@ -22,6 +22,7 @@ from lit_dpret.callbacks.refusals import complaints, refuse_replaced_sampler
 from lit_dpret.callbacks.traps import TRAPS, Stage, Trap
 from lit_dpret.errors import LitDpretError
 from lit_dpret.privacy.noise import KeyedStream, load_secret
+from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import PADDING, Draw, PrivateBatchSampler, UnitBatch, UnitCollator
 
 Status = Literal["passed", "by construction", "refused", "declared", "not reached", "does not apply"]
@@ -118,6 +119,8 @@ def examine(trainer: L.Trainer, module: Any, data: Any) -> Examination:
     guarantee, name = getattr(mode, "guarantee", "dp"), getattr(mode, "name", type(module).__name__)
     found = [finding for trap in TRAPS for finding in look.findings(trap, guarantee, name)]
     found += [Finding("other", "Refused for another reason", "refused", str(e)) for e in look.refusals if not e.trap]
+    if planned is not None and planned.plan is not None and planned.plan.coupling is not None:
+        found = [_bounded(f, planned.plan) if f.trap == "T11" and f.status == "passed" else f for f in found]
     declared = _declared(module) if guarantee == "dp" else {}
     found = [
         Finding(f.trap, f.title, "declared", declared[f.trap]) if f.status == "passed" and f.trap in declared else f
@@ -205,13 +208,28 @@ def _some_batches(loader: Any, sampler: PrivateBatchSampler) -> list[UnitBatch]:
         if draw.unit != PADDING
     }
     items = (loader.dataset[draw] for draw in drawn.values())
-    chosen = list(islice((item for item in items if len(item[1])), REHEARSED_UNITS))
+    most = REHEARSED_UNITS if sampler.n_max is None else min(REHEARSED_UNITS, 2 * sampler.n_max)
+    chosen = list(islice((item for item in items if len(item[1])), most))
     half = len(chosen) // 2
     parts = [part for part in (chosen[:half], chosen[half:]) if len(part) > 1]
     return [
         loader.collate_fn([(Draw(draw.unit, 0, number, False, draw.pick), rows) for draw, rows in part])
         for number, part in enumerate(parts)
     ]
+
+
+def _bounded(finding: Finding, plan: PrivacyPlan) -> Finding:
+    """What holds in place of "no row changed the loss of another one" where a mode bounds just that."""
+    coupling = plan.coupling
+    if coupling is None:
+        return finding
+    text = (
+        f"The loss couples units, and that is counted: {coupling.describe(plan.max_grad_norm)}; one unit moves the sum "
+        f"by at most {plan.sensitivity:g}. No layer keeps statistics of a batch."
+    )
+    if coupling.claim == "refuted":
+        text += " That number is refuted: a fit would run, and its card would state no epsilon."
+    return Finding(finding.trap, finding.title, "passed" if coupling.claim == "proved" else "declared", text)
 
 
 def _declared(module: Any) -> dict[str, str]:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from bad_runs import BAD, Case, bare, case_of
+from pair_stand_ins import Pairs, data_module
 from stand_ins import Numbers, Regression, dp
 
 from lit_dpret.callbacks import examine
 from lit_dpret.callbacks.traps import TRAPS
 from lit_dpret.errors import ConfigurationError, LitDpretError
-from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.privacy.modes import LogitDP, NoPrivacy
 from lit_dpret.tasks.doctor import Doctor
 from lit_dpret.tasks.parts import Parts
 
@@ -118,3 +119,20 @@ def test_the_task_writes_its_findings_and_raises_where_something_is_refused(
     told = capsys.readouterr().out
     assert all(f"{trap.name:5} " in told and trap.title in told for trap in TRAPS) and ("REFUSED" in told) is bad
     assert "Planned: 2 steps by Poisson sampling" in told
+
+
+@pytest.mark.parametrize(("rule", "status"), [("proof", "passed"), ("paper", "declared")])
+def test_a_loss_that_couples_units_is_told_with_what_bounds_it(rule: Any, status: str, tmp_path: Path) -> None:
+    mode = LogitDP(
+        eps=3.0, delta=1e-3, noise_multiplier=20.0, max_logit_grad_norm=0.1, sensitivity=rule, n_max=4,
+        secret_file=tmp_path / "secret",
+    )  # fmt: skip
+    sampling = {"sampling": "truncated_poisson", "cap": 4, "expected_batch_size": 4, "physical_batch_size": 4}
+    data = data_module(tmp_path / "data", **sampling)
+    trainer = Case(tmp_path).make_trainer(default_root_dir=tmp_path / "run", callbacks=Case(tmp_path).all_callbacks())
+    found = examine(trainer, Pairs(privacy=mode), data)
+    assert not found.refused, found.format()
+    told = next(finding for finding in found.findings if finding.trap == "T11")
+    assert told.status == status
+    assert "at most 4 units" in told.text and "one unit moves the sum" in told.text
+    assert ("refuted" in told.text) == (rule == "paper")
