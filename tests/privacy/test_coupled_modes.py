@@ -265,6 +265,21 @@ def test_a_batch_with_a_broken_record_adds_zero_under_batch_clip() -> None:
     assert module.privacy.counts.non_finite == 1
 
 
+@pytest.mark.parametrize("make", [logit_dp, duplicated, batch_clip])
+def test_a_unit_without_a_row_is_counted_and_adds_nothing(make: Any) -> None:
+    """Its passages may have been left out of a public sample."""
+    module = Pairs(privacy=make())
+    rows = records(3)
+    plan = plan_of(module.privacy, module, n_max=5)
+    known = clipped_sum(module, plan, rows)
+    batch = batch_of(rows)
+    batch.unit_ids, batch.mask = torch.tensor([0, 2, 4]), torch.ones(5, dtype=torch.bool)
+    module.privacy.contribute(module, batch)
+    assert module.privacy.counts.units == 5 + 3
+    sums = module.privacy.take()
+    torch.testing.assert_close(torch.cat([sums[name].flatten() for name in sums]), known)
+
+
 # -- refusals --------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Unpack
 
+import torch
 from torch import Tensor, nn
 
 from lit_dpret.privacy.budget import require_choice
@@ -96,8 +97,11 @@ class PerExampleDuplicated(CoupledMode):
 
     def contribute(self, module: Any, batch: Any) -> None:
         self._refuse_large(int(batch.mask.sum()))
-        for part in rows_in_turn(len(batch.unit_ids), self.rows_at_once):
-            self.add(module.copied_loss(batch, part), batch.unit_ids[part] - part.start, batch.mask[part])
+        ids, real = batch.unit_ids, batch.mask[batch.unit_ids]
+        for part in rows_in_turn(len(ids), self.rows_at_once):
+            slots = torch.arange(part.stop - part.start, device=ids.device)
+            self.add(module.copied_loss(batch, part), slots, real[part])
+        self.counts.units += int(batch.mask.sum()) - int(real.sum())  # units of which no row is left
 
     def add(self, row_loss: Any, unit_ids: Tensor, mask: Tensor) -> None:
         self._watch.before()
