@@ -61,7 +61,7 @@ def test_an_option_composes_and_its_keys_are_arguments(group: str, option: str) 
 
 
 SAFE = {
-    "privacy": ["dp_sgd", "none", "synthetic"],
+    "privacy": [p.stem for p in (CONFIGS / "privacy").glob("*.yaml")],
     "trainer": ["cpu"],
     "task": [p.stem for p in (CONFIGS / "task").glob("*.yaml")],
     "callbacks": ["default"],
@@ -76,6 +76,8 @@ NEEDED = {
     "datamodule.cifar100": ["datamodule.folder=x"],
     "datamodule.vision_folder": ["datamodule.folder=x"],
     "task.synthesize": ["task.generator=x"],
+    "task.export": ["task.checkpoint=x"],
+    "privacy.logit_dp": ["privacy.delta=1e-6"],
 }
 
 

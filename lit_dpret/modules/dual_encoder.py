@@ -94,7 +94,9 @@ class DualEncoder(PairModule):
         gradient_checkpointing: bool = False,
         log_private_loss: bool = False,
     ) -> None:
+        settings = dict(locals())
         super().__init__(privacy=privacy, optimizer=optimizer, log_private_loss=log_private_loss)
+        self.keep_settings(settings)
         require_choice("model.towers", towers, get_args(TowerChoice))
         require_choice("model.passage_tower", passage_tower, get_args(PassageTower))
         if towers == "shared" and passage_tower == "frozen":

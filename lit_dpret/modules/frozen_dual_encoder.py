@@ -120,7 +120,9 @@ class FrozenDualEncoder(PairModule):
         encode_batch_size: int = 64,
         log_private_loss: bool = False,
     ) -> None:
+        settings = dict(locals())
         super().__init__(privacy=privacy, optimizer=optimizer, log_private_loss=log_private_loss)
+        self.keep_settings(settings)
         require_choice("model.head", head, get_args(Head))
         require_choice("model.negatives", negatives, get_args(Negatives))
         if isinstance(privacy, PublicPassages):

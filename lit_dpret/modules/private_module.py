@@ -18,19 +18,19 @@ from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.evaluation_mode import evaluation_mode
+from lit_dpret.modules.checkpointed import Checkpointed
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.privacy.guard import Guard, uncounted
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
 from lit_dpret.privacy.sampling import Row, UnitBatch, take_rows
 
 
-class PrivateModule(L.LightningModule):
+class PrivateModule(Checkpointed):
     """Base of every trainable module of this package, and of yours.
 
     Implement ``collate_rows(rows)`` and ``per_row_loss(rows)``. The loss of a row must depend on

@@ -90,7 +90,9 @@ class QueryGenerator(PrivateModule):
         gradient_checkpointing: bool = False,
         log_private_loss: bool = False,
     ) -> None:
+        settings = dict(locals())
         super().__init__(privacy=privacy, optimizer=optimizer, log_private_loss=log_private_loss)
+        self.keep_settings(settings)
         require_choice("model.loss_normalisation", loss_normalisation, get_args(LossNormalisation))
         contract = GeneratorContract(
             prompt=prompt,

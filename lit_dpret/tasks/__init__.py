@@ -2,9 +2,10 @@
 
 from lit_dpret.tasks.doctor import Doctor
 from lit_dpret.tasks.evaluate import Evaluate
+from lit_dpret.tasks.export import Export
 from lit_dpret.tasks.fit import Fit
 from lit_dpret.tasks.pipeline import Pipeline
 from lit_dpret.tasks.plan import Plan
 from lit_dpret.tasks.synthesize import Synthesize
 
-__all__ = ["Doctor", "Evaluate", "Fit", "Pipeline", "Plan", "Synthesize"]
+__all__ = ["Doctor", "Evaluate", "Export", "Fit", "Pipeline", "Plan", "Synthesize"]

@@ -1,0 +1,96 @@
+"""Checkpoints that know what they are of: the class, and the plain arguments that built it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Self
+
+import lightning as L
+
+from lit_dpret.errors import DataError
+from lit_dpret.modules.optimizers import OptimizerSpec
+from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
+
+#: Where a checkpoint names the class that wrote it.
+CLASS_KEY = "lit_dpret_class"
+_NOT_KEPT = ("self", "__class__", "privacy", "optimizer")
+
+
+class Checkpointed(L.LightningModule):
+    """A module whose checkpoints can be loaded without knowing how it was built.
+
+    Guarantees:
+        - Checkpoints hold plain values and tensors alone, so that they are read without running code.
+        - ``Class.load_from_checkpoint(path)`` gives the module with its weights, whichever mode trained it.
+    """
+
+    def keep_settings(self, settings: Mapping[str, Any]) -> None:
+        """Write the plain arguments of a constructor into every checkpoint, for ``load_from_checkpoint``.
+
+        Args:
+            settings: ``dict(locals())``, taken as the constructor's first act. What is no plain value (a
+                privacy mode, a ready encoder) is left out, and has to be given again.
+        """
+        kept = {name: plain_value(v) for name, v in settings.items() if name not in _NOT_KEPT and is_plain(v)}
+        self.save_hyperparameters(kept, logger=False)
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls,
+        checkpoint_path: str | Path,
+        *,
+        privacy: PrivacyMode | None = None,
+        optimizer: OptimizerSpec | None = None,
+        **settings: Any,
+    ) -> Self:
+        """The module of a checkpoint, in evaluation mode, for encoding, writing or exporting.
+
+        Args:
+            checkpoint_path: Of a run of this class.
+            privacy: A mode to train on with; ``NoPrivacy()`` by default. To go on with a private run use
+                ``resume=true``, which keeps its ledger.
+            optimizer: As for the constructor.
+            settings: Arguments of the constructor that are no plain values, or shall differ.
+
+        Raises:
+            DataError: The file is no checkpoint of this class.
+        """
+        if not Path(checkpoint_path).is_file():
+            raise DataError(f"The checkpoint {checkpoint_path} does not exist.")
+        try:
+            module = super().load_from_checkpoint(
+                checkpoint_path,
+                map_location="cpu",
+                weights_only=True,
+                privacy=privacy or NoPrivacy(),
+                optimizer=optimizer or OptimizerSpec(),
+                **settings,
+            )
+        except (RuntimeError, TypeError, KeyError, UnpicklingError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise DataError(f"{checkpoint_path} is no checkpoint of {cls.__name__}: {reason}") from error
+        module.eval()
+        return module
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[CLASS_KEY] = f"{type(self).__module__}.{type(self).__qualname__}"
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value can stand in a checkpoint that is read without running code."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str, Path))
+
+
+def plain_value(value: Any) -> Any:
+    """The same value in lists, dicts, numbers and texts."""
+    if isinstance(value, Mapping):
+        return {key: plain_value(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [plain_value(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

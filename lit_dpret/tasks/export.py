@@ -1,0 +1,117 @@
+"""`task=export`: any checkpoint of a run as a model folder that other libraries load."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.modules import PrivateModule
+from lit_dpret.modules.checkpointed import CLASS_KEY
+from lit_dpret.privacy.card import inherit_card, read_card, subject_of, write_card
+from lit_dpret.privacy.card_file import CARD_NAME
+from lit_dpret.privacy.start import MODEL_FOLDER
+from lit_dpret.report.model_card import write_model_card
+from lit_dpret.tasks.checkpoints import newest_checkpoint
+from lit_dpret.tasks.fit import CHECKPOINTS
+from lit_dpret.tasks.parts import Parts, check_run_dir
+
+OURS = "lit_dpret.modules."
+
+
+class Export:
+    """Write ``model/`` from a checkpoint, with a model card and a privacy card.
+
+    Guarantees:
+        - The folder's privacy card repeats the claim of the run that the checkpoint belongs to and names its
+          card by SHA-256; a run without a card is refused.
+        - Nothing in the checkpoint is run: it is read as data, and only classes of this package are built.
+
+    Args:
+        checkpoint: A ``.ckpt`` file, or a run folder, whose newest whole checkpoint is taken.
+        evaluation: An ``evaluation.json`` of ``task=evaluate`` whose metrics go into the model card.
+    """
+
+    def __init__(self, *, checkpoint: str | Path, evaluation: str | Path | None = None) -> None:
+        self.checkpoint = Path(checkpoint)
+        self.evaluation = None if evaluation is None else Path(evaluation)
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Write the folder; returns the number of its bytes."""
+        check_run_dir(parts.run_dir, min_free_mb=100)
+        metrics = self._metrics()
+        path = self._path()
+        run_dir = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
+        if not (run_dir / CARD_NAME).is_file():
+            raise DataError(
+                f"{run_dir} holds no {CARD_NAME}: nobody could say what {path.name} promises. Finish the run "
+                "(resume=true), or name a checkpoint inside its run folder as task.checkpoint."
+            )
+        read_card(run_dir / CARD_NAME)  # refused before anything is built
+        module = load_module(path)
+        folder: Path = module.save_model(parts.run_dir / MODEL_FOLDER)
+        files = [p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("privacy_card.")]
+        card = inherit_card(
+            run_dir / CARD_NAME,
+            subject_of("weights", type(module).__name__, files, root=folder),
+            description=f"writing the checkpoint {path.name} out as a model folder",
+        )
+        write_card(card, folder)
+        write_model_card(folder, card, metrics=metrics)
+        size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+        sys.stdout.write(f"model: {folder}\nprivacy card: {folder / CARD_NAME}\n")
+        return {"bytes": float(size)}
+
+    def _path(self) -> Path:
+        if self.checkpoint.is_file():
+            return self.checkpoint
+        found = newest_checkpoint(self.checkpoint / CHECKPOINTS) if self.checkpoint.is_dir() else None
+        if found is None:
+            raise DataError(
+                f"task.checkpoint={self.checkpoint} is neither a checkpoint nor a run folder with a whole one in "
+                f"{CHECKPOINTS}/."
+            )
+        return found
+
+    def _metrics(self) -> dict[str, Any]:
+        if self.evaluation is None:
+            return {}
+        try:
+            found = json.loads(self.evaluation.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(f"task.evaluation={self.evaluation} is no evaluation.json: {error}") from error
+        if not isinstance(found, dict) or not isinstance(found.get("metrics"), dict):
+            raise DataError(
+                f"task.evaluation={self.evaluation} holds no metrics; name a file that task=evaluate wrote."
+            )
+        return found
+
+
+def load_module(path: Path) -> Any:
+    """The module of a checkpoint, of whichever class of this package wrote it.
+
+    Raises:
+        DataError: It is no checkpoint of this package.
+        ConfigurationError: It is of a class outside this package, whose name alone is no reason to import it.
+    """
+    try:
+        name = torch.load(path, map_location="cpu", weights_only=True).get(CLASS_KEY)
+    except Exception as error:
+        raise DataError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
+    if not isinstance(name, str):
+        raise DataError(f"{path} does not say of which class it is: it was written by an older version or by others.")
+    if not name.startswith(OURS):
+        raise ConfigurationError(
+            f"{path} is a checkpoint of {name}, which is not of this package. In Python, "
+            f"{name.rpartition('.')[2]}.load_from_checkpoint(path).save_model(folder) does the same."
+        )
+    module_name, _, attribute = name.rpartition(".")
+    found = getattr(importlib.import_module(module_name), attribute, None)
+    if not (isinstance(found, type) and issubclass(found, PrivateModule)):
+        raise DataError(f"{path} names the class {name}, and there is none.")
+    return found.load_from_checkpoint(path)

@@ -1,0 +1,140 @@
+"""A checkpoint becomes a folder that others load, with the claim of its run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from pair_stand_ins import Pairs, data_module
+from stand_ins import fit
+from tiny_models import tiny_bert, tiny_tokenizer
+
+from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.encoders import Contract, TextEncoder, load_towers
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.modules import DualEncoder, OptimizerSpec
+from lit_dpret.privacy.card import read_card
+from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode, PublicPassages
+from lit_dpret.st_folder import save_sentence_transformer
+from lit_dpret.tasks import Export
+from lit_dpret.tasks.parts import Parts
+
+SAMPLING: dict[str, Any] = {
+    "sampling": "truncated_poisson", "cap": 6, "expected_batch_size": 4, "physical_batch_size": 6,
+}  # fmt: skip
+
+
+class KeepTheSecondStep(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if batch.last and batch.step == 1:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "checkpoints" / "kept.ckpt")
+
+
+def no_part(*_: Any, **__: Any) -> Any:
+    raise AssertionError("an export builds nothing of the configuration")
+
+
+def parts(folder: Path) -> Parts:
+    return Parts(
+        run_dir=folder, make_privacy=no_part, make_datamodule=no_part, make_module=no_part, make_trainer=no_part
+    )
+
+
+def base(folder: Path) -> str:
+    tower = TextEncoder(tiny_bert(), tiny_tokenizer(), Contract(query_max_length=6, passage_max_length=8))
+    save_sentence_transformer(folder / "base", tower)
+    return str(folder / "base")
+
+
+def trained(folder: Path, mode: PrivacyMode, **settings: Any) -> DualEncoder:
+    module = DualEncoder(
+        privacy=mode, optimizer=OptimizerSpec(lr=0.05), encoder=base(folder), temperature=1.0, max_query_length=6,
+        max_passage_length=8, **settings,
+    )  # fmt: skip
+    data = data_module(folder / "data", **SAMPLING)
+    fit(folder / "run", module, data, steps=4, extra=[PrivacyCard(), KeepTheSecondStep()])
+    return module
+
+
+def private(folder: Path) -> PublicPassages:
+    return PublicPassages(
+        eps=3.0, delta=1e-3, noise_multiplier=20.0, max_grad_norm=0.1, pool_size=5, secret_file=folder / "secret"
+    )
+
+
+@pytest.mark.parametrize("settings", [{}, {"towers": "separate", "lora": {"r": 2, "target_modules": ["query"]}}])
+def test_the_newest_checkpoint_of_a_private_run_becomes_a_folder_with_its_claim(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    module = trained(tmp_path, private(tmp_path), **settings)
+    Export(checkpoint=tmp_path / "run").run(parts(tmp_path / "out"))
+    towers = load_towers(tmp_path / "out" / "model")
+    texts = ["flood insurance", "my house", "what is the best life policy"]
+    torch.testing.assert_close(towers.query_encoder.encode(texts, "query"), module.encode_queries(texts))
+    torch.testing.assert_close(towers.passage_encoder.encode(texts, "passage"), module.encode_passages(texts))
+    card, parent = (
+        read_card(tmp_path / "out" / "model" / "privacy_card.json"),
+        read_card(tmp_path / "run" / "privacy_card.json"),
+    )
+    assert card["claim"]["epsilon"] == parent["claim"]["epsilon"] > 0
+    assert card["parents"][0]["name"] == "DualEncoder"
+    readme = (tmp_path / "out" / "model" / "README.md").read_text()
+    assert f"epsilon = {parent['claim']['epsilon']:.3f}" in readme
+    assert readme.startswith("---\nlibrary_name: sentence-transformers\n")
+
+
+def test_an_earlier_checkpoint_can_be_named_and_gives_other_weights(tmp_path: Path) -> None:
+    module = trained(tmp_path, NoPrivacy())
+    early = tmp_path / "run" / "checkpoints" / "kept.ckpt"
+    Export(checkpoint=early).run(parts(tmp_path / "out"))
+    found = load_towers(tmp_path / "out" / "model").query_encoder.encode(["my house"], "query")
+    assert not torch.allclose(found, module.encode_queries(["my house"]))
+    assert "no privacy guarantee" in (tmp_path / "out" / "model" / "README.md").read_text()
+
+
+def test_a_checkpoint_loads_without_arguments_and_with_others(tmp_path: Path) -> None:
+    module = trained(tmp_path, private(tmp_path), towers="separate")
+    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    loaded = DualEncoder.load_from_checkpoint(path)
+    assert loaded.privacy.name == "none" and not loaded.training
+    torch.testing.assert_close(loaded.encode_queries(["my house"]), module.encode_queries(["my house"]))
+    longer = DualEncoder.load_from_checkpoint(path, max_query_length=7)
+    assert longer.encoder.contract.query_max_length == 7
+
+
+def test_metrics_of_an_evaluation_stand_in_the_model_card(tmp_path: Path) -> None:
+    trained(tmp_path, NoPrivacy())
+    evaluation = tmp_path / "evaluation.json"
+    metrics = {"nDCG@10": {"mean": 0.5, "low": 0.4, "high": 0.6}}
+    evaluation.write_text(json.dumps({"metrics": metrics, "queries": 20, "split": "test"}))
+    Export(checkpoint=tmp_path / "run", evaluation=evaluation).run(parts(tmp_path / "out"))
+    assert "| nDCG@10 | 0.5000 | 0.4000 to 0.6000 |" in (tmp_path / "out" / "model" / "README.md").read_text()
+
+
+def test_a_checkpoint_without_a_card_beside_it_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path, NoPrivacy())
+    (tmp_path / "run" / "privacy_card.json").unlink()
+    with pytest.raises(DataError, match=r"nobody could say what .* promises"):
+        Export(checkpoint=tmp_path / "run").run(parts(tmp_path / "out"))
+
+
+def test_a_file_that_is_no_checkpoint_and_a_class_of_others_are_refused(tmp_path: Path) -> None:
+    from lit_dpret.tasks.export import load_module
+
+    (tmp_path / "a.ckpt").write_bytes(b"no checkpoint")
+    with pytest.raises(DataError, match="cannot be read as a checkpoint"):
+        load_module(tmp_path / "a.ckpt")
+    torch.save({"lit_dpret_class": "os.system"}, tmp_path / "b.ckpt")
+    with pytest.raises(ConfigurationError, match=r"os\.system, which is not of this package"):
+        load_module(tmp_path / "b.ckpt")
+    torch.save({"state_dict": {}}, tmp_path / "c.ckpt")
+    with pytest.raises(DataError, match="does not say of which class"):
+        load_module(tmp_path / "c.ckpt")
+    with pytest.raises(DataError, match="neither a checkpoint nor a run folder"):
+        Export(checkpoint=tmp_path / "nowhere").run(parts(tmp_path / "out"))
+    with pytest.raises(DataError, match="does not exist"):
+        Pairs.load_from_checkpoint(tmp_path / "nowhere.ckpt")
