@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from lit_dpret.privacy.clipping.base import refuse_batch_mixing
+from lit_dpret.privacy.clipping.base import LEAST_FACTOR, refuse_batch_mixing
 from lit_dpret.privacy.coupling import Bounded, Change
 from lit_dpret.privacy.modes.base import trainable
 from lit_dpret.privacy.modes.coupled import CoupledMode, GaussianSettings, bounds_of, check_bounds
@@ -26,7 +26,8 @@ class BatchClip(CoupledMode):
     Guarantees:
         - Taking one unit out, putting one in or replacing one moves the sum by at most
           2 ``max_grad_norm``, for every loss, temperature and batch size.
-        - A sub-batch whose gradient is not finite contributes zero and is counted.
+        - A sub-batch whose gradient is not finite, or so large that fp32 could not hold what it is scaled
+          by, contributes zero and is counted.
 
     Args:
         max_grad_norm: L2 bound C on the gradient of one sub-batch's mean loss; or
@@ -90,13 +91,13 @@ class BatchClip(CoupledMode):
         }
         self.counts.units += int(mask.sum())
         norm = torch.stack([gradient.double().norm() for gradient in wide.values()]).norm() if wide else torch.zeros(1)
-        if not bool(norm.isfinite()) or not bool(loss.isfinite()):
+        factor = float((self._plan.max_grad_norm / norm).clamp(max=1.0))
+        if not bool(norm.isfinite()) or not bool(loss.isfinite()) or factor < LEAST_FACTOR:
             self.counts.non_finite += 1
             return
         self.counts.clipped += int(norm > self._plan.max_grad_norm)
-        factor = float((self._plan.max_grad_norm / norm).clamp(max=1.0))
         for name, gradient in wide.items():
-            clipped = gradient.mul_(factor)
+            clipped = gradient * factor  # never in place: autograd may hand out one tensor for two parameters
             self._sums[name] = clipped if name not in self._sums else self._sums[name].add_(clipped)
 
     def take(self) -> dict[str, Tensor]:

@@ -1,0 +1,81 @@
+"""Attacks on the modes for coupled losses that once succeeded: each test is the input that broke a promise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from pair_stand_ins import Pairs, batch_of, clipped_sum, plan_of, records, without
+from torch import Tensor, nn
+
+from lit_dpret.privacy.modes import BatchClip, LogitDP, PerExampleDuplicated
+from lit_dpret.privacy.noise import KeyedStream
+
+
+def logit_dp(**settings: Any) -> LogitDP:
+    return LogitDP(**{"eps": 1.0, "delta": 1e-6, "max_logit_grad_norm": 0.02, **settings})
+
+
+def duplicated(**settings: Any) -> PerExampleDuplicated:
+    return PerExampleDuplicated(**{"eps": 1.0, "delta": 1e-6, "max_grad_norm": 0.02, **settings})
+
+
+def batch_clip(**settings: Any) -> BatchClip:
+    return BatchClip(**{"eps": 1.0, "delta": 1e-6, "max_grad_norm": 0.02, **settings})
+
+
+def summed(module: Any, *batches: Any) -> Tensor:
+    """What the mode adds up over the sub-batches of one logical step."""
+    mode = module.privacy
+    for batch in batches:
+        mode.contribute(module, batch)
+    return torch.cat([value.flatten().double() for value in mode.take().values()])
+
+
+def attached(module: Any, *, n_max: int) -> Any:
+    module.privacy.attach(module, plan_of(module.privacy, module, n_max=n_max), KeyedStream(b"k" * 32, "run"))
+    return module
+
+
+# -- what is added up ------------------------------------------------------------------------
+
+
+class TwoNames(Pairs):
+    """The sum of two matrices: autograd hands out one gradient tensor for both."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.net = None  # type: ignore[assignment]
+        self.first = nn.Parameter(torch.eye(3, 4, dtype=torch.float64))
+        self.second = nn.Parameter(torch.ones(3, 4, dtype=torch.float64))
+
+    def represent(self, features: Tensor, side: str) -> Tensor:
+        return nn.functional.linear(features, self.first + self.second) if side == "query" else features[:, :3]
+
+
+@pytest.mark.parametrize("bound", [0.1, 0.7])
+def test_sub_batches_are_added_once_where_two_parameters_get_one_gradient_tensor(bound: float) -> None:
+    module = attached(TwoNames(privacy=batch_clip(max_grad_norm=bound)), n_max=4)
+    one, other = batch_of(records(4, 1)), batch_of(records(4, 2))
+    apart = summed(module, one) + summed(module, other)
+    torch.testing.assert_close(summed(module, one, other), apart, rtol=1e-12, atol=1e-15)
+
+
+class Steep(Pairs):
+    """In fp32, with gradients as large as they get."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.net = nn.Linear(4, 3)  # type: ignore[assignment]
+
+    def per_row_loss(self, rows: dict[str, Any]) -> Tensor:
+        return self.net(rows["query"].float()).sum(1) * 1e37
+
+
+def test_a_factor_too_small_for_its_digits_drops_the_sub_batch() -> None:
+    """A factor of 1e-45 is a single denormal: times a large gradient it gives a fifth more than the bound."""
+    module = attached(Steep(privacy=batch_clip(max_grad_norm=3e-8)), n_max=4)
+    assert float(summed(module, batch_of(records(4))).norm()) <= 3e-8 * (1 + 1e-6)
+    assert module.privacy.counts.non_finite == 1
