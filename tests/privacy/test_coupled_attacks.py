@@ -79,3 +79,21 @@ def test_a_factor_too_small_for_its_digits_drops_the_sub_batch() -> None:
     module = attached(Steep(privacy=batch_clip(max_grad_norm=3e-8)), n_max=4)
     assert float(summed(module, batch_of(records(4))).norm()) <= 3e-8 * (1 + 1e-6)
     assert module.privacy.counts.non_finite == 1
+
+
+# -- emptied units ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [logit_dp, duplicated, batch_clip])
+@pytest.mark.parametrize("k", [0, 1, 4])
+def test_an_emptied_unit_keeps_its_slot_and_contributes_as_if_it_were_not_there(make: Any, k: int) -> None:
+    """Under zero_out the other half of every pair of neighbours has such a slot."""
+    settings = {"rows_at_once": 2} if make is duplicated else {}
+    module = attached(Pairs(privacy=make(**settings)), n_max=5)
+    gone = batch_of(without(records(5), k))
+    kept = torch.tensor([i for i in range(5) if i != k])
+    emptied = replace(gone, unit_ids=kept, mask=torch.ones(5, dtype=torch.bool))
+    module.privacy.contribute(module, emptied)
+    assert module.privacy.counts.units == 5
+    module.privacy.take()
+    torch.testing.assert_close(summed(module, emptied), summed(module, gone))
