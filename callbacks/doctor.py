@@ -89,10 +89,15 @@ class Examination:
             lines.append(f"{'':5} {'':{width}}  {finding.text}")
         if self.planned is not None and self.planned.plan is not None:
             plan = self.planned.plan
+            promise = (
+                f"within epsilon = {plan.budget.eps:g} at delta = {plan.budget.delta:.3g} "
+                f"(unit = {plan.budget.unit}, neighbours = {plan.budget.neighbours})."
+            )
+            if not plan.proved:
+                promise = "and no epsilon: the sensitivity is refuted."
             lines.append(
                 f"Planned: {self.planned.steps} steps by {plan.law.describe()}, noise multiplier "
-                f"{plan.noise_multiplier:.4g}, within epsilon = {plan.budget.eps:g} at delta = {plan.budget.delta:.3g} "
-                f"(unit = {plan.budget.unit}, neighbours = {plan.budget.neighbours})."
+                f"{plan.noise_multiplier:.4g}, {promise}"
             )
         return "\n".join(lines)
 

@@ -194,8 +194,8 @@ class ReleaseGate:
             self._allowance = self._affordable()
 
     def epsilon(self) -> float:
-        """Epsilon spent so far, from the ledger."""
-        if self._guarantee == "none":
+        """Epsilon spent so far, from the ledger; infinite where none may be stated."""
+        if self._guarantee == "none" or not (self.plan is None or self.plan.proved):
             return float("inf")
         if self.plan is None:
             return 0.0
@@ -237,6 +237,11 @@ class ReleaseGate:
     def _refuse_overspending(self) -> NoReturn:
         if self.plan is None:
             raise BudgetExceededError("A run without a plan has no budget to spend.")
+        if not self.plan.proved:
+            raise BudgetExceededError(
+                f"The noise was calibrated for the steps that were planned, and {self.steps_done} are made. The run "
+                "ends here. Plan more steps, or pay in advance with callbacks.accountant.resume_reserve."
+            )
         releases = [*charged_releases(self.run.ledger.records), self.plan.release()]
         after = self._accountant.epsilon(releases)
         budget = self.plan.budget

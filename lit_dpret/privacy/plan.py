@@ -218,8 +218,15 @@ class PrivacyPlan:
         """What ``count`` steps let out."""
         return GaussianRelease(noise_multiplier=self.noise_multiplier, law=self.law, count=count)
 
+    @property
+    def proved(self) -> bool:
+        """Whether an epsilon may be stated; False where the sensitivity is known to be too small."""
+        return self.coupling is None or self.coupling.claim != "refuted"
+
     def epsilon(self) -> float:
-        """Epsilon after all planned steps, at the budget's delta."""
+        """Epsilon after all planned steps, at the budget's delta; infinite where none may be stated."""
+        if not self.proved:
+            return math.inf
         counter = Accountant(delta=self.budget.delta, neighbours=self.budget.neighbours, name=self.accountant)
         return counter.epsilon([self.release(self.steps)])
 
@@ -258,8 +265,22 @@ def describe_plan(plan: PrivacyPlan, progress: Callable[[str], None] = lambda wh
     """What the plan promises and costs, as JSON values: noise, epsilon by every way of counting, ceilings.
 
     Takes some ten seconds for long runs with little noise; ``progress`` is told what is computed next.
-    ``format_plan`` makes a text of it.
+    ``format_plan`` makes a text of it. Of a plan that is not `PrivacyPlan.proved` no epsilon is stated: it is None,
+    and nothing that follows from it is there.
     """
+    if not plan.proved:
+        return {
+            "plan": plan.to_dict(),
+            "fingerprint": plan.fingerprint(),
+            "law": plan.law.describe(),
+            "noise_std": plan.noise_std,
+            "noise_multiplier": plan.noise_multiplier,
+            "noise_to_batch": plan.noise_multiplier / plan.denominator,
+            "expected_batch_size": plan.denominator,
+            "steps": plan.steps,
+            "epochs": None,
+            "epsilon": None,
+        }
     forecast = Forecast(
         plan.release(), plan.budget, plan.accountant, plan.steps, plan.denominator, plan.n_public, progress
     )

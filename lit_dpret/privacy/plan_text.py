@@ -16,8 +16,11 @@ def format_plan(facts: Mapping[str, Any]) -> str:
     Guarantees:
         - No line is longer than 80 columns, save for a name or number that alone is.
         - The first line holds epsilon with its delta, unit and relation.
-        - A number that is not proved is not printed; the combination is named instead.
+        - A number that is not proved is not printed; the combination is named instead. Where no epsilon may be
+          stated at all, the text ends with what would be done.
     """
+    if facts["epsilon"] is None:
+        return "\n".join(line.rstrip() for line in _claim(facts))
     sections = [
         _claim(facts),
         _matrix(facts),
@@ -34,11 +37,15 @@ def _claim(facts: Mapping[str, Any]) -> list[str]:
     plan, budget = facts["plan"], facts["plan"]["budget"]
     shared = ", / sqrt(K) for each of K layers" if plan["clip_groups"] == "per_layer" else ""
     passes = "" if facts["epochs"] is None else f" ({facts['epochs']:.4g} passes over the data)"
-    return [
+    known = facts["epsilon"] is not None
+    claim = [
         f"epsilon {facts['epsilon']:.4g} at delta {budget['delta']:.3g}, "
-        f"unit={budget['unit']}, neighbours={budget['neighbours']}",
+        f"unit={budget['unit']}, neighbours={budget['neighbours']}"
+    ] if known else list(_paragraph("no epsilon: the sensitivity is refuted, and nothing is promised", ""))  # fmt: skip
+    return [
+        *claim,
         "",
-        f"  plan                 {facts['fingerprint'][:12]}, budget {budget['eps']:g}",
+        f"  plan                 {facts['fingerprint'][:12]}" + (f", budget {budget['eps']:g}" if known else ""),
         *_paragraph(facts["law"], "  sampling             "),
         f"  steps                {facts['steps']}{passes}",
         *_bound(plan, shared),

@@ -94,11 +94,11 @@ class Plan:
         costs = self._costs(parts, mode, plan, trainer)
         facts = {**describe_plan(plan, progress), "cost": costs}
         (parts.run_dir / "plan.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
-        if self.plot:
+        if self.plot and plan.proved:
             progress("plan.png")
             draw_plan(facts, parts.run_dir / "plan.png")
         sys.stdout.write(f"{format_plan(facts)}\n\n{format_cost(costs)}\n")
-        return {"noise_multiplier": plan.noise_multiplier, "epsilon": facts["epsilon"]}
+        return {"noise_multiplier": plan.noise_multiplier, "epsilon": facts["epsilon"] if plan.proved else math.inf}
 
     def _costs(self, parts: Parts, mode: GaussianMode, plan: PrivacyPlan, trainer: Any) -> dict[str, Any]:
         """What a step takes; where only an estimate was asked for, a model that cannot be had is no error."""

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pair_stand_ins import Pairs, batch_of, clipped_sum, plan_of, records, without
+from stand_ins import Numbers, fit
 from torch import Tensor, nn
 
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.card import LEDGER_NAME, build_card, subject_of
+from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import BatchClip, LogitDP, PerExampleDuplicated
 from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.plan import describe_plan, format_plan
 
 
 def logit_dp(**settings: Any) -> LogitDP:
@@ -97,3 +105,47 @@ def test_an_emptied_unit_keeps_its_slot_and_contributes_as_if_it_were_not_there(
     assert module.privacy.counts.units == 5
     module.privacy.take()
     torch.testing.assert_close(summed(module, emptied), summed(module, gone))
+
+
+# -- claims ----------------------------------------------------------------------------------
+
+
+def trained(folder: Path, mode: Any, *, steps: int = 2, **settings: Any) -> dict[str, Any]:
+    """A run of ``steps`` steps over 60 units, and its card."""
+    data = Numbers(60, sampling="poisson", expected_batch_size=6, physical_batch_size=6)
+    module = Pairs(privacy=mode, **{"temperature": 1.0, **settings})
+    fit(folder, module, data, steps=steps)
+    records_of_run = PrivacyLedger.read(folder / LEDGER_NAME).records
+    subject = subject_of("weights", "pairs", [])
+    return build_card(ledger_records=records_of_run, subject=subject)
+
+
+def numbers_called(found: Any, word: str, path: str = "") -> list[str]:
+    """Where a number stands under a name with ``word`` in it."""
+    if isinstance(found, dict):
+        return [place for key, value in found.items() for place in numbers_called(value, word, f"{path}.{key}")]
+    if isinstance(found, list):
+        return [place for value in found for place in numbers_called(value, word, path)]
+    return [path] if word in path and isinstance(found, float) else []
+
+
+def test_no_epsilon_is_stated_anywhere_for_the_constant_of_the_paper(tmp_path: Path) -> None:
+    mode = logit_dp(sensitivity="paper", noise_multiplier=5.0, eps=8.0, secret_file=tmp_path / "secret")
+    card = trained(tmp_path / "run", mode)
+    assert card["claim"]["guarantee"] == "not_proved"
+    assert not numbers_called(card, "epsilon") and not numbers_called(card, "ceilings")
+    logged = (tmp_path / "run" / "metrics.jsonl").read_text()
+    spent = [json.loads(line).get("privacy/eps_spent") for line in logged.splitlines()]
+    assert set(spent) <= {None, "inf"}
+    plan = plan_of(mode, Pairs(privacy=mode, temperature=1.0), n_max=8)
+    assert plan.epsilon() == math.inf
+    facts = describe_plan(plan)
+    assert not numbers_called(facts, "epsilon")
+    assert format_plan(facts).startswith("no epsilon")
+    assert "epsilon" not in format_plan(facts).removeprefix("no epsilon")
+
+
+def test_the_ledger_of_a_data_set_takes_no_run_whose_sensitivity_is_refuted(tmp_path: Path) -> None:
+    mode = logit_dp(sensitivity="paper", dataset_ledger=tmp_path / "ledger.jsonl", total_eps=10.0)
+    with pytest.raises(ConfigurationError, match=r"privacy\.dataset_ledger=.*refuted"):
+        plan_of(mode, Pairs(privacy=mode, temperature=1.0), n_max=8)

@@ -89,6 +89,11 @@ class CoupledMode(GaussianMode):
             self.n_max, law=draft.law, sub_batches=parts, expected=draft.denominator, units=draft.n_public
         )
         loss = self._read_loss(module, draft.denominator / parts)
+        if self._claim(loss) == "refuted" and self.dataset_ledger is not None:
+            raise ConfigurationError(
+                f"privacy.dataset_ledger={self.dataset_ledger} adds up what runs cost, and what this one costs is not "
+                f"known: the sensitivity of {loss!r} is refuted. Set privacy.dataset_ledger to null."
+            )
         change = change_of_a_sub_batch(self.neighbours, draft.law, n_max=n_max)
         reach = self._sensitivity(n_max, change, loss)
         if self.neighbours == "replace_one" and isinstance(draft.law, (FullBatch, Shuffle)):
