@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from pair_stand_ins import Pairs, batch_of, clipped_sum, plan_of, records, without
+from pair_stand_ins import Pairs, batch_of, plan_of, records, without
 from stand_ins import Numbers, fit
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.card import LEDGER_NAME, build_card, subject_of
+from lit_dpret.privacy.clipping.pairs import clipped_pair_factors, make_pair_norms, weighted_backward
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import BatchClip, LogitDP, PerExampleDuplicated
 from lit_dpret.privacy.noise import KeyedStream
@@ -149,3 +150,64 @@ def test_the_ledger_of_a_data_set_takes_no_run_whose_sensitivity_is_refuted(tmp_
     mode = logit_dp(sensitivity="paper", dataset_ledger=tmp_path / "ledger.jsonl", total_eps=10.0)
     with pytest.raises(ConfigurationError, match=r"privacy\.dataset_ledger=.*refuted"):
         plan_of(mode, Pairs(privacy=mode, temperature=1.0), n_max=8)
+
+
+# -- rounding --------------------------------------------------------------------------------
+
+
+def alone(module: Any, rows: dict[str, Tensor], norms: str, bound: float, *, dtype: Any = None) -> float:
+    """The most that one pair's clipped gradient measures in the pass that sums it up, in units of the bound."""
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        batch = module.pair_batch(rows)
+        factors, _ = clipped_pair_factors(
+            make_pair_norms(norms, module).table(batch),
+            bound,
+            low_precision=dtype is not None,  # type: ignore[arg-type]
+        )
+        parameters = dict(module.named_parameters())
+        longest = 0.0
+        for i in range(batch.n):
+            for j in range(batch.n):
+                one = torch.zeros_like(factors)
+                one[i, j] = factors[i, j]
+                found = weighted_backward(batch, one, parameters, rows_at_once=64)
+                longest = max(longest, math.hypot(*(float(g.double().norm()) for g in found.values())))
+    return longest / bound
+
+
+NORMS = ["brute_force", "pair_ghost", "jacobian", "k_blocks"]
+
+
+class Wide(Pairs):
+    """In fp32; a network that is about as deep as rounding needs to show."""
+
+    def __init__(self, scale: float, **settings: Any) -> None:
+        super().__init__(**settings)
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8))
+        for parameter in self.net[2].parameters():
+            nn.init.normal_(parameter, std=0.1 * scale)
+
+    def represent(self, features: Tensor, side: str) -> Tensor:
+        return self.net(features).float()
+
+
+@pytest.mark.parametrize("norms", NORMS)
+@pytest.mark.parametrize(("scale", "bound"), [(1.0, 1e-6), (1e-5, 1e-2)])
+def test_a_query_that_is_its_own_passage_stays_within_the_bound_in_fp32(norms: str, scale: float, bound: float) -> None:
+    """Its gradient is zero, what is computed of it is rounding errors, and those of one pass do not bound the other."""
+    generator = torch.Generator().manual_seed(2)
+    queries = torch.randn(4, 16, generator=generator)
+    near = queries + 1e-7 * torch.randn(4, 16, generator=generator)
+    for passages in (queries, near):
+        rows = {"query": queries, "passage": passages}
+        assert alone(Wide(scale, privacy=logit_dp()), rows, norms, bound) <= 1 + 1e-4
+
+
+@pytest.mark.parametrize("norms", NORMS)
+@pytest.mark.parametrize("gap", [0.1, 1.0])
+def test_pairs_stay_within_the_bound_after_passes_in_bf16(norms: str, gap: float) -> None:
+    generator = torch.Generator().manual_seed(2)
+    queries = torch.randn(4, 16, generator=generator)
+    rows = {"query": queries, "passage": queries + gap * torch.randn(4, 16, generator=generator)}
+    assert alone(Wide(1.0, privacy=logit_dp()), rows, norms, 1e-2, dtype=torch.bfloat16) <= 1.0

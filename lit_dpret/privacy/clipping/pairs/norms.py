@@ -16,12 +16,20 @@ from torch import Tensor, nn
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.clipping.base import refuse_batch_mixing
 from lit_dpret.privacy.clipping.ghost import GhostClipping
-from lit_dpret.privacy.clipping.pairs.batch import PairBatch, embed_all, refuse_other_function, refuse_randomness
+from lit_dpret.privacy.clipping.pairs.batch import (
+    PairBatch,
+    Side,
+    embed_all,
+    refuse_other_function,
+    refuse_randomness,
+)
 
 #: Pairs that go through the model together, at least; else as many as there are records.
 PAIRS_AT_ONCE = 32
 #: Rows that are embedded together where there is no graph.
 ROWS_AT_ONCE = 64
+#: Rounding errors of a similarity's gradient, in units of the type's roundoff times a gradient that does not cancel.
+NOISE = 32
 
 
 class PairNorms(ABC):
@@ -65,6 +73,32 @@ class PairNorms(ABC):
     @abstractmethod
     def _table(self, batch: PairBatch) -> Tensor: ...
 
+    def _with_noise(self, norms: Tensor, batch: PairBatch, embeddings: tuple[Tensor, Tensor]) -> Tensor:
+        """The norms, and what rounding may add to the gradient in the pass that sums it up.
+
+        Where the texts of a pair are alike and the encoder is shared, S is near 1 and its gradient a difference of
+        nearly equal terms: what is computed is rounding errors, other ones in either pass, and the norm of the
+        one says nothing about the other. They are of the size of the roundoff times the gradient of the
+        embedding along a direction that does not cancel, for which two fixed ones stand.
+        """
+        generator = torch.Generator().manual_seed(embeddings[0].shape[1])
+        directions = torch.randn(2, embeddings[0].shape[1], generator=generator, dtype=torch.float64)
+        directions = torch.nn.functional.normalize(directions).to(embeddings[0])
+        low = torch.is_autocast_enabled(embeddings[0].device.type)
+        types = [torch.get_autocast_dtype(embeddings[0].device.type)] if low else []
+        types += [p.dtype for p in self.module.parameters() if p.requires_grad]
+        unit = NOISE * max(torch.finfo(dtype).eps for dtype in types)
+        squares = [torch.zeros(batch.n, dtype=torch.float64, device=norms.device) for _ in batch.sides]
+        for square, side, before in zip(squares, batch.sides, embeddings, strict=True):
+            for direction in directions:
+                for rows in side.blocks(ROWS_AT_ONCE):
+                    square[rows] += self._along(side, rows, before, direction).to(square).square()
+        return (norms.square() + unit**2 * (squares[0][:, None] + squares[1])).sqrt()
+
+    def _along(self, side: Side, rows: slice, before: Tensor, direction: Tensor) -> Tensor:
+        """The norms of the gradients of some rows' embeddings along a direction; zero where nothing is trained."""
+        raise NotImplementedError
+
 
 class BruteForce(PairNorms):
     """Each pair alone, all n squared gradients kept: ``norms=brute_force``, the paper's Algorithm 1.
@@ -91,7 +125,22 @@ class BruteForce(PairNorms):
         for gradient in self.gradients(batch).values():
             for i, of_query in enumerate(gradient):
                 squares[i] += of_query.double().square().flatten(1).sum(1).to(squares.device)
-        return squares.sqrt().to(next(self.module.parameters()).device)
+        norms = squares.sqrt().to(next(self.module.parameters()).device)
+        return self._with_noise(norms, batch, embed_all(batch, rows_at_once=ROWS_AT_ONCE))
+
+    def _along(self, side: Side, rows: slice, before: Tensor, direction: Tensor) -> Tensor:
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        found = torch.zeros(len(before[rows]), dtype=torch.float64)
+        for place in range(len(found)):
+            row = slice(rows.start + place, rows.start + place + 1)
+            with torch.enable_grad():
+                embedded = side.embedded(row)
+            refuse_other_function(before[row], embedded)
+            if embedded.requires_grad:
+                gradients = _grad((embedded * direction.to(embedded)).sum(), trained)
+                whole = [(g.to_dense() if g.is_sparse else g).double().norm() for g in gradients if g is not None]
+                found[place] = torch.stack(whole).norm()
+        return found
 
 
 def _grad(similarity: Tensor, parameters: list[nn.Parameter]) -> tuple[Tensor | None, ...]:
@@ -129,7 +178,20 @@ class PairGhost(PairNorms):
         pairs = torch.arange(batch.n**2, device=embeddings[0].device)
         parts = pairs.split(size)  # type: ignore[no-untyped-call]
         found = [self._norms(batch, part // batch.n, part % batch.n, embeddings) for part in parts]
-        return torch.cat(found).view(batch.n, batch.n)
+        return self._with_noise(torch.cat(found).view(batch.n, batch.n), batch, embeddings)
+
+    def _along(self, side: Side, rows: slice, before: Tensor, direction: Tensor) -> Tensor:
+        with torch.enable_grad():
+            trained = side.embedded(slice(rows.start, rows.start + 1)).requires_grad
+        if not trained:
+            return torch.zeros(len(before[rows]), dtype=torch.float64)
+
+        def lengths() -> Tensor:
+            embedded = side.embedded(rows)
+            refuse_other_function(before[rows], embedded)
+            return (embedded.to(before.dtype) * direction).sum(1)
+
+        return self._engine.norms(lengths, len(before[rows]))
 
     def _norms(self, batch: PairBatch, i: Tensor, j: Tensor, before: tuple[Tensor, Tensor]) -> Tensor:
         queries, passages = batch.sides
