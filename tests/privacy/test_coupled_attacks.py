@@ -14,7 +14,7 @@ from pair_stand_ins import Pairs, batch_of, plan_of, records, without
 from stand_ins import Numbers, fit
 from torch import Tensor, nn
 
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.card import LEDGER_NAME, build_card, subject_of
 from lit_dpret.privacy.clipping.pairs import clipped_pair_factors, make_pair_norms, weighted_backward
 from lit_dpret.privacy.ledger import PrivacyLedger
@@ -106,6 +106,25 @@ def test_an_emptied_unit_keeps_its_slot_and_contributes_as_if_it_were_not_there(
     assert module.privacy.counts.units == 5
     module.privacy.take()
     torch.testing.assert_close(summed(module, emptied), summed(module, gone))
+
+
+# -- rows that know each other ---------------------------------------------------------------
+
+
+class Centred(Pairs):
+    """Embeddings minus the mean of the batch, through which no gradient flows for an audit to see."""
+
+    def represent(self, features: Tensor, side: str) -> Tensor:
+        found = self.net(features)
+        return found - found.mean(0, keepdim=True).detach()
+
+
+@pytest.mark.parametrize("norms", ["brute_force", "pair_ghost", "jacobian", "k_blocks"])
+@pytest.mark.parametrize("n", [2, 5])
+def test_embeddings_that_depend_on_other_rows_are_refused(norms: str, n: int) -> None:
+    module = attached(Centred(privacy=logit_dp(norms=norms)), n_max=n)
+    with pytest.raises(UnsupportedModelError, match="when other rows are in the batch|differently in two passes"):
+        summed(module, batch_of(records(n)))
 
 
 # -- claims ----------------------------------------------------------------------------------

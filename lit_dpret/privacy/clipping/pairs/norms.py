@@ -22,6 +22,7 @@ from lit_dpret.privacy.clipping.pairs.batch import (
     embed_all,
     refuse_other_function,
     refuse_randomness,
+    tolerance_for,
 )
 
 #: Pairs that go through the model together, at least; else as many as there are records.
@@ -55,6 +56,7 @@ class PairNorms(ABC):
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self._batches = 0
         refuse_randomness(module)
 
     def table(self, batch: PairBatch) -> Tensor:
@@ -68,7 +70,12 @@ class PairNorms(ABC):
         if not batch.n:
             device = next(self.module.parameters()).device
             return torch.zeros(0, 0, dtype=torch.float64, device=device)
-        return self._table(batch)
+        found = self._table(batch)
+        self._batches += 1
+        if not self._batches & (self._batches - 1):  # batches 1, 2, 4, 8, ...
+            for side in batch.sides:
+                _refuse_mixing(side)
+        return found
 
     @abstractmethod
     def _table(self, batch: PairBatch) -> Tensor: ...
@@ -98,6 +105,23 @@ class PairNorms(ABC):
     def _along(self, side: Side, rows: slice, before: Tensor, direction: Tensor) -> Tensor:
         """The norms of the gradients of some rows' embeddings along a direction; zero where nothing is trained."""
         raise NotImplementedError
+
+
+@torch.no_grad()
+def _refuse_mixing(side: Side) -> None:
+    """Refuse embeddings of some rows that are others when further rows are in the batch; broken rows say nothing."""
+    count = min(side.count, ROWS_AT_ONCE)
+    if count < 2:
+        return
+    together, alone = side.embedded(slice(0, count))[: count // 2], side.embedded(slice(0, count // 2))
+    gap = (together - alone).abs().amax(1)
+    if bool((gap > tolerance_for(alone.dtype, alone.device) * alone.abs().amax(1).clamp(min=1e-3)).any()):
+        raise UnsupportedModelError(
+            "The embedding of a row is another one when other rows are in the batch, so a pair's gradient is not a "
+            "function of its own two records and no clipping of pairs bounds what one record does. Make embeddings "
+            "functions of their own rows: no statistics of the batch.",
+            trap="T11",
+        )
 
 
 class BruteForce(PairNorms):
