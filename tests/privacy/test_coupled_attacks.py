@@ -15,6 +15,7 @@ from stand_ins import Numbers, fit
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.losses import DeclaredPairLoss, SoftmaxPairLoss
 from lit_dpret.privacy.card import LEDGER_NAME, build_card, subject_of
 from lit_dpret.privacy.clipping.pairs import clipped_pair_factors, make_pair_norms, weighted_backward
 from lit_dpret.privacy.ledger import PrivacyLedger
@@ -123,7 +124,7 @@ class Centred(Pairs):
 @pytest.mark.parametrize("n", [2, 5])
 def test_embeddings_that_depend_on_other_rows_are_refused(norms: str, n: int) -> None:
     module = attached(Centred(privacy=logit_dp(norms=norms)), n_max=n)
-    with pytest.raises(UnsupportedModelError, match="when other rows are in the batch|differently in two passes"):
+    with pytest.raises(UnsupportedModelError, match=r"when other rows are in the batch|differently in two passes"):
         summed(module, batch_of(records(n)))
 
 
@@ -230,3 +231,29 @@ def test_pairs_stay_within_the_bound_after_passes_in_bf16(norms: str, gap: float
     queries = torch.randn(4, 16, generator=generator)
     rows = {"query": queries, "passage": queries + gap * torch.randn(4, 16, generator=generator)}
     assert alone(Wide(1.0, privacy=logit_dp()), rows, norms, 1e-2, dtype=torch.bfloat16) <= 1.0
+
+
+def hinge(table: Tensor) -> Tensor:
+    gaps = 0.2 + table - table.diagonal().unsqueeze(1)
+    return (gaps.relu() * (1 - torch.eye(len(table), dtype=table.dtype))).sum(1) / 31
+
+
+def declared() -> DeclaredPairLoss:
+    """As it is made anew in every process: its functions have other addresses."""
+
+    def copied(table: Tensor) -> Tensor:
+        return hinge(table)
+
+    return DeclaredPairLoss(
+        row_loss=copied,
+        g1=lambda n, low, high: 2 * (n - 1) / 31,
+        g2=lambda n, low, high: (n - 1) / 31,
+        l=lambda n, low, high: 1 / 31,
+    )
+
+
+def test_a_declared_loss_gives_the_same_plan_in_every_process() -> None:
+    """A plan with the address of a function in it cannot be resumed."""
+    kept = [Pairs(privacy=logit_dp(), loss=declared()) for _ in range(2)]
+    first, second = (plan_of(module.privacy, module, n_max=8) for module in kept)
+    assert first.fingerprint() == second.fingerprint()

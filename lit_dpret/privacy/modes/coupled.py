@@ -7,6 +7,7 @@ and how far it reaches is written into the plan (`Coupling`), so that ledger and
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, ClassVar, TypedDict, Unpack
@@ -117,7 +118,7 @@ class CoupledMode(GaussianMode):
                 sub_batches=parts,
                 n_max=n_max,
                 expected=draft.denominator / parts,
-                loss=repr(loss),
+                loss=named(loss),
                 claim=self._claim(loss),
             ),
         )
@@ -156,6 +157,11 @@ class CoupledMode(GaussianMode):
                 f"FrozenDualEncoder, EmbeddingTrainer); {type(module).__name__} is none. Choose privacy=dp_sgd.",
                 trap="T11",
             )
+
+
+def named(loss: Any) -> str:
+    """A loss with its settings, the same in every process: no address of a function stands in it."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(loss))
 
 
 def bounds_of(name: str, clip: float | None, l2_sensitivity: float | None, unit: float) -> tuple[float, float]:
