@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -257,3 +257,18 @@ def test_a_declared_loss_gives_the_same_plan_in_every_process() -> None:
     kept = [Pairs(privacy=logit_dp(), loss=declared()) for _ in range(2)]
     first, second = (plan_of(module.privacy, module, n_max=8) for module in kept)
     assert first.fingerprint() == second.fingerprint()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimistic(SoftmaxPairLoss):
+    """Somebody's own loss, with a sensitivity that nobody here has proved."""
+
+    def _supremum(self, n: int, relation: str) -> float:
+        return 1e-3
+
+
+def test_the_sensitivity_of_a_loss_from_outside_counts_as_declared_and_not_as_proved() -> None:
+    module = Pairs(privacy=logit_dp(), loss=Optimistic(temperature=1.0))
+    plan = plan_of(module.privacy, module, n_max=8)
+    assert plan.coupling is not None and plan.coupling.claim == "declared"
+    assert SoftmaxPairLoss(temperature=1.0).claim == "proved"

@@ -93,7 +93,7 @@ class SoftmaxPairLoss(_TemperedLoss):
     @property
     def claim(self) -> Claim:
         """``refuted`` for the paper's constant."""
-        return "proved" if self.sensitivity_from == "proof" else "refuted"
+        return super().claim if self.sensitivity_from == "proof" else "refuted"
 
     def _row_losses(self, table: Tensor) -> Tensor:
         logits = table / self.temperature
