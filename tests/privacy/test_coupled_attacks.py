@@ -272,3 +272,11 @@ def test_the_sensitivity_of_a_loss_from_outside_counts_as_declared_and_not_as_pr
     plan = plan_of(module.privacy, module, n_max=8)
     assert plan.coupling is not None and plan.coupling.claim == "declared"
     assert SoftmaxPairLoss(temperature=1.0).claim == "proved"
+
+
+def test_a_loss_that_was_exchanged_after_the_plan_is_refused() -> None:
+    module = Pairs(privacy=logit_dp(), loss=SoftmaxPairLoss(temperature=1.0))
+    plan = plan_of(module.privacy, module, n_max=8)
+    module.loss = SoftmaxPairLoss(temperature=0.1)
+    with pytest.raises(ConfigurationError, match=r"planned for SoftmaxPairLoss.*temperature=1\.0"):
+        module.privacy.attach(module, plan, KeyedStream(b"k" * 32, "run"))

@@ -37,7 +37,7 @@ from lit_dpret.privacy.clipping.pairs import (
 )
 from lit_dpret.privacy.coupling import Bounded, Change, LossClaim
 from lit_dpret.privacy.modes.base import trainable
-from lit_dpret.privacy.modes.coupled import CoupledMode, GaussianSettings, bounds_of, check_bounds
+from lit_dpret.privacy.modes.coupled import CoupledMode, GaussianSettings, bounds_of, check_bounds, named
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 
@@ -152,6 +152,11 @@ class LogitDP(CoupledMode):
             )
         contrasted: Any = module
         self._loss = self._read_loss(module, coupling.expected)
+        if named(self._loss) != coupling.loss:
+            raise ConfigurationError(
+                f"The noise was planned for {coupling.loss}, and model.loss is now {named(self._loss)}, whose "
+                "sensitivity is another one. Set model.loss before the plan is made."
+            )
         _refuse_learned_loss(contrasted)
         self._norms = self._strategy(contrasted, coupling.n_max)
         self._sums: dict[str, Tensor] = {}
