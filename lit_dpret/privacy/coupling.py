@@ -10,7 +10,9 @@ one out would shift every later one. Where more than ``n_max`` units meet in one
 out, uniformly and without a look at the data:
 
 - under ``zero_out`` and ``replace_one`` an emptied or replaced unit keeps its slot, so who is left out
-  does not change, and neighbouring data differ in one unit of one sub-batch;
+  does not change, and neighbouring data differ in one unit of one sub-batch. But where the unit was not
+  drawn at all, somebody else may have the slot, and amplification by sampling compares with that: where
+  batches are drawn by coins, a cut that leaves the unit in must be next to impossible (`least_n_max`);
 - under ``add_or_remove`` taking a unit out may let in one that was left out, so the two sub-batches
   differ by a replacement, and the sensitivity of a replacement is what counts.
 """
@@ -22,9 +24,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from scipy import stats
+
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.budget import Neighbours
-from lit_dpret.privacy.releases import FixedSize, FullBatch, SamplingLaw, Shuffle, TruncatedPoisson
+from lit_dpret.privacy.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
 
 Bounded = Literal["sub_batch", "row", "pair"]
 Change = Literal["add_or_remove", "replace_one"]
@@ -35,6 +39,8 @@ BOUNDED_TEXTS: Mapping[Bounded, str] = {
     "row": "the gradient of each row",
     "pair": "the gradient of each pair's similarity",
 }
+# What cuts may add to delta in all steps together, as a share of it: less than noise multipliers are rounded up by.
+_SHARE = 1e-6
 # Standard deviations above the mean size of a sub-batch at which the default n_max lies.
 _MARGIN = 6.0
 
@@ -132,6 +138,37 @@ def resolve_n_max(
         return largest
     likely = math.ceil(mean + _MARGIN * math.sqrt(mean) + _MARGIN)
     return likely if largest is None else min(likely, largest)
+
+
+def least_n_max(law: SamplingLaw, *, sub_batches: int, steps: int, units: int, delta: float) -> int:
+    """The least bound on a sub-batch at which cuts do not touch amplification, under ``zero_out`` and ``replace_one``.
+
+    *Why.* Off the event that the unit is drawn into a sub-batch that is cut, a step is dominated by the pair of plain
+    sampling: either nobody was left out, or both neighbours show the batch without the unit. The event is one of
+    coins alone, with probability at most q P[Binomial(n - 1, q / k) >= n_max] in a step, and what happens on it adds
+    at most its probability to delta. Here ``steps`` times that is at most a millionth of delta.
+
+    Laws without coins for each unit need no bound: without amplification the batch without the unit is compared with
+    nothing, and in ``fixed_size`` batches a unit that is not drawn is replaced, in its slot, by one that is.
+
+    Args:
+        law: By which logical batches are drawn.
+        sub_batches: Parts k of a logical batch.
+        steps: Logical steps.
+        units: The public number n of units.
+        delta: Of the claim.
+    """
+    if not isinstance(law, (Poisson, TruncatedPoisson)) or law.sample_rate == 1:
+        return 1
+    allowed = _SHARE * delta / (steps * law.sample_rate)
+    low, high = 1, largest_batch(law) or units
+    while low < high:
+        middle = (low + high) // 2
+        if stats.binom.sf(middle - 1, units - 1, law.sample_rate / sub_batches) <= allowed:
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
 def change_of_a_sub_batch(neighbours: Neighbours, law: SamplingLaw, *, n_max: int) -> Change:

@@ -11,17 +11,21 @@ from typing import Any
 import pytest
 import torch
 from pair_stand_ins import Pairs, batch_of, plan_of, records, without
+from scipy import stats
 from stand_ins import Numbers, fit
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.losses import DeclaredPairLoss, SoftmaxPairLoss
+from lit_dpret.privacy.accounting import epsilon
 from lit_dpret.privacy.card import LEDGER_NAME, build_card, subject_of
 from lit_dpret.privacy.clipping.pairs import clipped_pair_factors, make_pair_norms, weighted_backward
+from lit_dpret.privacy.coupling import least_n_max
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import BatchClip, LogitDP, PerExampleDuplicated
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import describe_plan, format_plan
+from lit_dpret.privacy.releases import GaussianRelease, Poisson
 
 
 def logit_dp(**settings: Any) -> LogitDP:
@@ -280,3 +284,57 @@ def test_a_loss_that_was_exchanged_after_the_plan_is_refused() -> None:
     module.loss = SoftmaxPairLoss(temperature=0.1)
     with pytest.raises(ConfigurationError, match=r"planned for SoftmaxPairLoss.*temperature=1\.0"):
         module.privacy.attach(module, plan, KeyedStream(b"k" * 32, "run"))
+
+
+# -- sub-batches that are cut ----------------------------------------------------------------
+
+
+class Coins:
+    """Ten of two hundred units by coins."""
+
+    sampling, sample_rate, cap, rows_per_unit = "poisson", None, None, "one"
+    physical_batch_size, expected_batch_size = 10, 10
+
+
+def delta_of_a_step(eps: float, *, units: int, rate: float, n_max: int, noise: float) -> float:
+    """The least delta of one step with one sub-batch, for a record at +1 among others at -1, in units of the
+    sensitivity: emptied it is at 0. How many others were drawn is told, as it is where they point elsewhere too.
+    """
+    x = torch.linspace(-14, 14, 20_001, dtype=torch.float64)
+
+    def at(mean: float) -> Tensor:
+        return torch.exp(-(((x - mean) / noise) ** 2) / 2) / (math.sqrt(2 * math.pi) * noise) * (x[1] - x[0])
+
+    total = 0.0
+    for others in range(units):
+        with_it, without_it = at(1.0), at(0.0)
+        absent = without_it
+        if others >= n_max:  # it takes the place of another one, if it is not the one that is left out
+            absent, kept = at(-1.0), n_max / (others + 1)
+            with_it, without_it = kept * with_it + (1 - kept) * absent, kept * without_it + (1 - kept) * absent
+        gap = (1 - rate) * absent * (1 - math.exp(eps)) + rate * (with_it - math.exp(eps) * without_it)
+        total += float(stats.binom.pmf(others, units - 1, rate)) * float(gap.clamp(min=0).sum())
+    return total
+
+
+def test_a_cut_sub_batch_costs_many_times_what_plain_sampling_does_and_is_refused() -> None:
+    rate, delta = 0.05, 1e-4
+    release = GaussianRelease(noise_multiplier=1.0, law=Poisson(sample_rate=rate))
+    claimed = epsilon([release], delta=delta, neighbours="zero_out")
+    cut = delta_of_a_step(claimed, units=200, rate=rate, n_max=10, noise=1.0)
+    assert cut > 10 * delta
+    least = least_n_max(release.law, sub_batches=1, steps=1, units=200, delta=delta)
+    assert delta_of_a_step(claimed, units=200, rate=rate, n_max=least, noise=1.0) <= delta * (1 + 2e-6)
+    module = Pairs(privacy=logit_dp(n_max=10, delta=delta, noise_multiplier=5.0))
+    with pytest.raises(ConfigurationError, match=rf"privacy\.n_max=10.*to {least} or more"):
+        module.privacy.plan(Coins(), units=200, steps=1, module=module)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.parametrize("neighbours", ["zero_out", "replace_one"])
+def test_the_bound_that_is_chosen_is_cut_less_often_than_delta_allows(parts: int, neighbours: Any) -> None:
+    mode = logit_dp(sub_batches=parts, neighbours=neighbours, delta=1e-4, noise_multiplier=50.0)
+    plan = mode.plan(Coins(), units=200, steps=100, module=Pairs(privacy=mode))  # type: ignore[arg-type]
+    assert plan.coupling is not None
+    reached = stats.binom.sf(plan.coupling.n_max - 1, 199, 0.05 / parts)
+    assert 100 * 0.05 * reached <= 1e-6 * 1e-4

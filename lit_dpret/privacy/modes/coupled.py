@@ -20,6 +20,7 @@ from lit_dpret.privacy.coupling import (
     Coupling,
     LossClaim,
     change_of_a_sub_batch,
+    least_n_max,
     resolve_n_max,
 )
 from lit_dpret.privacy.modes.base import Candidates
@@ -89,6 +90,8 @@ class CoupledMode(GaussianMode):
         n_max = resolve_n_max(
             self.n_max, law=draft.law, sub_batches=parts, expected=draft.denominator, units=draft.n_public
         )
+        if draft.n_public is not None:
+            n_max = self._without_cuts(n_max, draft, parts, draft.n_public)
         loss = self._read_loss(module, draft.denominator / parts)
         if self._claim(loss) == "refuted" and self.dataset_ledger is not None:
             raise ConfigurationError(
@@ -122,6 +125,18 @@ class CoupledMode(GaussianMode):
                 claim=self._claim(loss),
             ),
         )
+
+    def _without_cuts(self, n_max: int, draft: PrivacyPlan, parts: int, units: int) -> int:
+        """A bound on a sub-batch that leaves amplification by sampling as it is; one that was declared must be so."""
+        least = least_n_max(draft.law, sub_batches=parts, steps=draft.steps, units=units, delta=draft.budget.delta)
+        if self.n_max is not None and self.n_max < least:
+            raise ConfigurationError(
+                f"privacy.n_max={self.n_max}: sub-batches would be cut so often that amplification by sampling is not "
+                f"proved under privacy.neighbours={self.neighbours}: a unit that is drawn would take another one's "
+                f"place. Set privacy.n_max to {least} or more, or to null, raise privacy.sub_batches, or choose "
+                "datamodule.sampling=shuffle."
+            )
+        return max(n_max, least)
 
     def _read_loss(self, module: Any, expected: float) -> Any:
         """The loss that the sensitivity is of; ``expected`` is the public mean size of a sub-batch."""
