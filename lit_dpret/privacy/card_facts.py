@@ -21,7 +21,7 @@ from lit_dpret.privacy.charges import ROUNDING, departed_attempts, noise_keys
 from lit_dpret.privacy.dataset_total import noted_total
 from lit_dpret.privacy.ledger import GENESIS
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.releases import FullBatch, GaussianRelease, NonPrivateRelease, Release, Shuffle
+from lit_dpret.privacy.releases import FullBatch, GaussianRelease, NonPrivateRelease, Release, SamplingLaw, Shuffle
 
 Record = Mapping[str, Any]
 Consequence = Literal["charged", "no_amplification", "no_guarantee"]
@@ -121,6 +121,9 @@ def _law_assumption(records: Sequence[Record], releases: Sequence[Record], plan:
     planned = plan.law.to_dict()
     other = sum(law != planned for law in stated)
     if other:
+        laws = [SamplingLaw.from_dict(law) for law in stated]
+        if not all(plan.holds_under(law, plan.budget.neighbours) for law in laws):
+            return Assumption(f"{text}: {other} steps drew by another law, for which the noise was not planned.", False)
         return Assumption(f"{text}: {other} steps drew by another law, which is charged.", False, "charged")
     if isinstance(plan.law, Shuffle):
         why = "they were shuffled instead, and for that no amplification is proved"
@@ -205,6 +208,16 @@ def _epsilon(releases: Sequence[Release], plan: PrivacyPlan, accountant: Account
     return accounting.epsilon(releases, delta=budget.delta, neighbours=budget.neighbours, accountant=accountant)
 
 
+def _replace_one_epsilon(releases: Sequence[Release], plan: PrivacyPlan) -> float:
+    laws = {release.law for release in releases if isinstance(release, GaussianRelease)}
+    if not all(plan.holds_under(law, "replace_one") for law in laws):
+        raise UnsupportedAccountingError(
+            "The loss couples units, and a replacement moves the sum further than planned."
+        )
+    delta, accountant = plan.budget.delta, plan.accountant
+    return accounting.epsilon(releases, delta=delta, neighbours="replace_one", accountant=accountant)
+
+
 def accounting_facts(
     records: Sequence[Record], releases: Sequence[Release], plan: PrivacyPlan, verdict: Verdict
 ) -> dict[str, Any]:
@@ -255,7 +268,7 @@ def accounting_facts(
         ),
         "epsilon_replace_one": answer(
             "epsilon_replace_one",
-            lambda: accounting.epsilon(releases, delta=delta, neighbours="replace_one", accountant=plan.accountant),
+            lambda: _replace_one_epsilon(releases, plan),
         ),
         "epsilon_underreported_by_gdp": answer(
             "epsilon_underreported_by_gdp",

@@ -187,3 +187,43 @@ def change_of_a_sub_batch(neighbours: Neighbours, law: SamplingLaw, *, n_max: in
     largest = largest_batch(law)
     cut = largest is None or largest > n_max
     return "replace_one" if cut else "add_or_remove"
+
+
+def holds_under(
+    coupling: Coupling,
+    *,
+    planned: tuple[SamplingLaw, Neighbours],
+    read_as: tuple[SamplingLaw, Neighbours],
+    steps: int,
+    units: int | None,
+    delta: float,
+) -> bool:
+    """Whether the planned sensitivity of a coupled loss bounds what a unit does under another law and relation.
+
+    Without coupling it always does: one unit's own gradient is bounded, whoever else is there. Here it is that of
+    one change in a sub-batch of ``n_max`` units, and another law or relation may mean another change.
+
+    Args:
+        coupling: Of the plan.
+        planned: Its law and relation.
+        read_as: Those in question.
+        steps: Logical steps.
+        units: The number of units, where it is public.
+        delta: Of the claim.
+    """
+    (law, neighbours), (planned_law, planned_neighbours) = read_as, planned
+    if read_as == planned:
+        return True
+    if planned_neighbours == "replace_one" and isinstance(planned_law, (FullBatch, Shuffle)):
+        # Half a replacement, which is less than taking a unit out.
+        return neighbours == "replace_one" and isinstance(law, (FullBatch, Shuffle))
+    if neighbours == "add_or_remove":
+        counted = change_of_a_sub_batch(planned_neighbours, planned_law, n_max=coupling.n_max)
+        return counted in ("replace_one", change_of_a_sub_batch(neighbours, law, n_max=coupling.n_max))
+    largest = largest_batch(law, units)
+    if largest is not None and largest <= coupling.n_max:
+        return True
+    if units is None:
+        return False
+    parts = coupling.sub_batches
+    return coupling.n_max >= least_n_max(law, sub_batches=parts, steps=steps, units=units, delta=delta)

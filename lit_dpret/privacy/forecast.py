@@ -23,7 +23,7 @@ from lit_dpret.privacy.audit_power import audit_power
 from lit_dpret.privacy.budget import AccountantName, Neighbours, PrivacyBudget
 from lit_dpret.privacy.composition import plain
 from lit_dpret.privacy.knee import knee_table
-from lit_dpret.privacy.matrix import Planned, epsilon_matrix, epsilon_over_steps, user_levels
+from lit_dpret.privacy.matrix import OTHER_BOUND, Planned, epsilon_matrix, epsilon_over_steps, user_levels
 from lit_dpret.privacy.releases import FixedSize, GaussianRelease, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
 
 BUDGETS = (1.0, 3.0, 8.0, 16.0)
@@ -41,6 +41,8 @@ class Forecast:
         denominator: The public constant that the noised sum is divided by.
         n_public: The number of units, where it is public or declared.
         progress: Told what is computed next, before it is.
+        batch: Units in a batch on average; None where that is the denominator.
+        holds: Whether the noise may be read under a law and a relation.
     """
 
     release: GaussianRelease
@@ -50,6 +52,8 @@ class Forecast:
     denominator: float
     n_public: int | None = None
     progress: Callable[[str], None] = lambda what: None
+    batch: float | None = None
+    holds: Callable[[SamplingLaw, Neighbours], bool] = lambda law, neighbours: True
 
     def to_dict(self) -> dict[str, Any]:
         """The whole forecast as JSON values; what cannot be computed is None and says why beside it."""
@@ -61,7 +65,8 @@ class Forecast:
             delta=self.budget.delta,
             neighbours=self.budget.neighbours,
             n=self.n_public,
-            batch=self.denominator,
+            batch=self.batch or self.denominator,
+            holds=self.holds,
         )
         return {
             "noise_multiplier": self.release.noise_multiplier,
@@ -106,7 +111,7 @@ class Forecast:
         units = self.n_public
         if units is None and rate is not None and rate < 1:
             # Both are declared constants, and so is their quotient.
-            units = max(1, round(self.denominator / rate))
+            units = max(1, round((self.batch or self.denominator) / rate))
         if units is None or epochs is None:
             return None
         return knee_table(
@@ -114,7 +119,7 @@ class Forecast:
             eps=self.budget.eps,
             delta=self.budget.delta,
             neighbours=self.budget.neighbours,
-            batch=min(units, max(1, round(self.denominator))),
+            batch=min(units, max(1, round(self.batch or self.denominator))),
             epochs=epochs,
             heartbeat=self._doing("noise over batch, for other batches and passes"),
         )
@@ -144,6 +149,10 @@ class Forecast:
             others += [("pld", stated, Shuffle(batch_size=size, n=law.n))]
         rows = []
         for accountant, neighbours, other in dict.fromkeys(others):
+            if not self.holds(other, neighbours):
+                unread = {"epsilon": None, "why": OTHER_BOUND}
+                rows.append({"accountant": accountant, "neighbours": neighbours, "sampling": other.kind, **unread})
+                continue
             answer = self._answer(
                 lambda a=accountant, r=neighbours, o=other: epsilon(  # type: ignore[misc]
                     [self._all(o)], delta=self.budget.delta, neighbours=r, accountant=a

@@ -31,6 +31,9 @@ from lit_dpret.privacy.releases import (
     TruncatedPoisson,
 )
 
+OTHER_BOUND = "the loss couples units, and under this law and relation one of them moves the sum further than planned"
+"""Why the noise of a plan says nothing about a law or relation."""
+
 UNITS = (1, 2, 5, 10)
 """How many units together the table of user levels has rows for."""
 
@@ -50,6 +53,7 @@ class Planned:
         neighbours: The planned relation.
         n: The number of units, or the constant that stands for it; None where there is none.
         batch: The expected batch size.
+        holds: Whether the noise may be read under a law and a relation: not always, where a loss couples units.
     """
 
     law: SamplingLaw
@@ -59,6 +63,7 @@ class Planned:
     neighbours: Neighbours
     n: int | None
     batch: float
+    holds: Callable[[SamplingLaw, Neighbours], bool] = lambda law, neighbours: True
 
     def releases(self, law: SamplingLaw, steps: int | None = None) -> list[GaussianRelease]:
         """The planned steps, or the first ``steps`` of them, as if drawn by ``law``."""
@@ -92,7 +97,8 @@ def epsilon_matrix(plan: Planned, heartbeat: Callable[[], None] = lambda: None) 
         - The cell of the planned law and relation is the plan's epsilon by ``pld``, where that judges it.
         - ``replace_one`` is the library's own pair at the same noise: one unit in, another one out.
         - ``shuffle`` claims no amplification: every pass counts as a release that saw all units.
-        - A combination that no accountant judges has no number, and says why.
+        - A combination that no accountant judges, or for which a coupled loss has another sensitivity, has no
+          number, and says why.
 
     Returns:
         ``sampling``, ``law`` as a sentence, ``neighbours``, ``epsilon`` or None, ``accountant`` or None,
@@ -122,6 +128,8 @@ def _cell(plan: Planned, law: SamplingLaw, relation: Neighbours) -> dict[str, An
             check_supported(law, "pld", relation)
         except UnsupportedAccountingError as error:
             return {"epsilon": None, "accountant": None, "why": str(error)}
+    if not plan.holds(law, relation):
+        return {"epsilon": None, "accountant": None, "why": OTHER_BOUND}
     value = epsilon(plan.releases(law), delta=plan.delta, neighbours=relation, accountant=judges[0])
     return {"accountant": judges[0], **_number(value)}
 
@@ -163,6 +171,8 @@ def user_levels(plan: Planned, heartbeat: Callable[[], None] = lambda: None) -> 
 def _level(plan: Planned, law: SamplingLaw, units: int) -> dict[str, Any]:
     if units == 1:
         return {key: value for key, value in _cell(plan, law, plan.neighbours).items() if key != "accountant"}
+    if not plan.holds(law, plan.neighbours):
+        return {"epsilon": None, "why": OTHER_BOUND}
     try:
         value = group_epsilon(plan.releases(law), delta=plan.delta, max_units=units, neighbours=plan.neighbours)
     except UnsupportedAccountingError as error:
@@ -218,7 +228,7 @@ def _lines(plan: Planned) -> Iterator[tuple[SamplingLaw, Neighbours]]:
     for kind in ("poisson", "shuffle", "full_batch"):
         for relation in relations:
             law = laws.get(kind)
-            if law is not None and relation in SUPPORTED["pld"].get(type(plain(law)), ()):
+            if law is not None and plan.holds(law, relation) and relation in SUPPORTED["pld"].get(type(plain(law)), ()):
                 yield law, relation
 
 

@@ -16,8 +16,8 @@ from typing import Any, get_args
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.accounting import Accountant, calibrate_noise, check_supported, choose_cap
-from lit_dpret.privacy.budget import AccountantName, PrivacyBudget, require_choice
-from lit_dpret.privacy.coupling import Coupling
+from lit_dpret.privacy.budget import AccountantName, Neighbours, PrivacyBudget, require_choice
+from lit_dpret.privacy.coupling import Coupling, holds_under
 from lit_dpret.privacy.forecast import Forecast
 from lit_dpret.privacy.groups import check_max_units
 from lit_dpret.privacy.plan_text import format_plan
@@ -218,6 +218,17 @@ class PrivacyPlan:
         """What ``count`` steps let out."""
         return GaussianRelease(noise_multiplier=self.noise_multiplier, law=self.law, count=count)
 
+    def holds_under(self, law: SamplingLaw, neighbours: Neighbours) -> bool:
+        """Whether the noise of this plan may be read under another law and relation; always, without a coupling."""
+        return self.coupling is None or holds_under(
+            self.coupling,
+            planned=(self.law, self.budget.neighbours),
+            read_as=(law, neighbours),
+            steps=self.steps,
+            units=self.n_public,
+            delta=self.budget.delta,
+        )
+
     @property
     def proved(self) -> bool:
         """Whether an epsilon may be stated; False where the sensitivity is known to be too small."""
@@ -281,8 +292,17 @@ def describe_plan(plan: PrivacyPlan, progress: Callable[[str], None] = lambda wh
             "epochs": None,
             "epsilon": None,
         }
+    coupling = plan.coupling
     forecast = Forecast(
-        plan.release(), plan.budget, plan.accountant, plan.steps, plan.denominator, plan.n_public, progress
+        plan.release(),
+        plan.budget,
+        plan.accountant,
+        plan.steps,
+        plan.denominator,
+        plan.n_public,
+        progress,
+        batch=plan.denominator if coupling is None else coupling.expected * coupling.sub_batches,
+        holds=plan.holds_under,
     )
     return {
         "plan": plan.to_dict(),

@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lit_dpret.privacy.matrix import OTHER_BOUND
+
 WIDTH = 80
 _RELATIONS = ("zero_out", "add_or_remove", "replace_one")
 
@@ -96,11 +98,17 @@ def _matrix(facts: Mapping[str, Any]) -> list[str]:
     refused = [
         f"{kind} under {' and '.join(none)}"
         for kind in kinds
-        if (none := [r for r in _RELATIONS if found[kind, r]["accountant"] is None])
+        if (none := [r for r in _RELATIONS if _unjudged(found[kind, r])])
     ]
     if refused:
         notes.append(f"Judged by no library, so refused: {'; '.join(refused)}.")
+    if any(row.get("why") == OTHER_BOUND for row in rows):
+        notes.append(f"Where else there is no number, {OTHER_BOUND}: a plan of its own tells.")
     return [*lines, *(line for note in notes for line in _paragraph(note, "  "))]
+
+
+def _unjudged(cell: Mapping[str, Any]) -> bool:
+    return cell["accountant"] is None and cell.get("why") != OTHER_BOUND
 
 
 def _noises(facts: Mapping[str, Any]) -> list[str]:

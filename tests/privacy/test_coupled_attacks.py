@@ -22,6 +22,7 @@ from lit_dpret.privacy.card import LEDGER_NAME, build_card, subject_of
 from lit_dpret.privacy.clipping.pairs import clipped_pair_factors, make_pair_norms, weighted_backward
 from lit_dpret.privacy.coupling import least_n_max
 from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.matrix import Planned, epsilon_matrix
 from lit_dpret.privacy.modes import BatchClip, LogitDP, PerExampleDuplicated
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import describe_plan, format_plan
@@ -135,11 +136,11 @@ def test_embeddings_that_depend_on_other_rows_are_refused(norms: str, n: int) ->
 # -- claims ----------------------------------------------------------------------------------
 
 
-def trained(folder: Path, mode: Any, *, steps: int = 2, **settings: Any) -> dict[str, Any]:
-    """A run of ``steps`` steps over 60 units, and its card."""
-    data = Numbers(60, sampling="poisson", expected_batch_size=6, physical_batch_size=6)
+def trained(folder: Path, mode: Any, *, data: Any = None, **settings: Any) -> dict[str, Any]:
+    """A run of two steps over 60 units, and its card."""
+    data = data or Numbers(60, sampling="poisson", expected_batch_size=6, physical_batch_size=6)
     module = Pairs(privacy=mode, **{"temperature": 1.0, **settings})
-    fit(folder, module, data, steps=steps)
+    fit(folder, module, data, steps=2)
     records_of_run = PrivacyLedger.read(folder / LEDGER_NAME).records
     subject = subject_of("weights", "pairs", [])
     return build_card(ledger_records=records_of_run, subject=subject)
@@ -338,3 +339,72 @@ def test_the_bound_that_is_chosen_is_cut_less_often_than_delta_allows(parts: int
     assert plan.coupling is not None
     reached = stats.binom.sf(plan.coupling.n_max - 1, 199, 0.05 / parts)
     assert 100 * 0.05 * reached <= 1e-6 * 1e-4
+
+
+# -- the same noise under other laws and relations -------------------------------------------
+
+
+def cells(plan: Any) -> dict[tuple[str, str], float | None]:
+    planned = Planned(
+        law=plan.law,
+        noise_multiplier=plan.noise_multiplier,
+        steps=plan.steps,
+        delta=plan.budget.delta,
+        neighbours=plan.budget.neighbours,
+        n=plan.n_public,
+        batch=10,
+        holds=plan.holds_under,
+    )
+    return {(row["sampling"], row["neighbours"]): row["epsilon"] for row in epsilon_matrix(planned)}
+
+
+class Passes(Coins):
+    sampling = "shuffle"
+
+
+def planned(request: Any, mode: Any, **settings: Any) -> Any:
+    return mode.plan(request(), units=200, steps=3, module=Pairs(privacy=mode, **settings))
+
+
+NOISY: dict[str, Any] = {"delta": 1e-4, "noise_multiplier": 50.0}
+
+
+def test_half_a_replacement_is_not_read_as_what_taking_a_record_out_does() -> None:
+    """Shuffled, replacing one is worth 2C and half of it the sensitivity; taking one out is worth 2C as well."""
+    plan = planned(Passes, batch_clip(neighbours="replace_one", **NOISY))
+    found = cells(plan)
+    assert found["shuffle", "replace_one"] is not None
+    assert {key for key, value in found.items() if value is not None} == {("shuffle", "replace_one")}
+
+
+def test_noise_for_an_emptied_record_is_not_read_as_noise_for_a_removed_one() -> None:
+    """Taking a record out may let another one in, which moves a sum of pairs further."""
+    found = cells(planned(Coins, logit_dp(**NOISY)))
+    assert found["poisson", "zero_out"] is not None and found["poisson", "replace_one"] is not None
+    assert found["poisson", "add_or_remove"] is None
+
+
+def test_noise_for_shuffled_sub_batches_is_not_read_as_noise_for_drawn_ones() -> None:
+    """Batches by coins are larger now and then, and the sensitivity is that of the largest."""
+    found = cells(planned(Passes, duplicated(**NOISY)))
+    assert found["shuffle", "zero_out"] is not None and found["shuffle", "replace_one"] is not None
+    assert found["poisson", "zero_out"] is None and found["truncated_poisson", "zero_out"] is None
+
+
+def test_task_plan_names_no_number_where_a_coupled_loss_has_another_sensitivity() -> None:
+    plan = planned(Passes, batch_clip(neighbours="replace_one", **NOISY))
+    facts = describe_plan(plan)
+    told = {(row["sampling"], row["neighbours"]) for row in facts["epsilon_by"] if row["epsilon"] is not None}
+    assert told == {("shuffle", "replace_one")}
+    assert "moves the sum further than planned" in " ".join(format_plan(facts).split())
+
+
+def test_the_card_reads_no_replacement_where_a_cut_sub_batch_would_forbid_it(tmp_path: Path) -> None:
+    class Private(Numbers):
+        def __init__(self) -> None:
+            super().__init__(60, sampling="poisson", expected_batch_size=6, physical_batch_size=6, sample_rate=0.1)
+
+    mode = logit_dp(neighbours="add_or_remove", n_max=6, **NOISY, secret_file=tmp_path / "secret")
+    card = trained(tmp_path / "run", mode, data=Private())
+    assert card["claim"]["epsilon"] > 0
+    assert card["accounting"]["epsilon_replace_one"] is None
