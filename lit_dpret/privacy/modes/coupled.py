@@ -60,7 +60,8 @@ class CoupledMode(GaussianMode):
     Args:
         sub_batches: Into how many parts a logical batch falls; negatives come from the own part.
         n_max: Most units of a part, public; null for one that is hardly ever reached. Units beyond it
-            are left out of the step, uniformly.
+            are left out of the step, uniformly. Where batches are drawn by coins, that must be next to impossible,
+            but under ``add_or_remove`` (`lit_dpret.privacy.coupling.least_n_max`).
         **common: The arguments of `GaussianMode`.
 
     Raises:

@@ -152,7 +152,7 @@ class LogitDP(CoupledMode):
             )
         contrasted: Any = module
         self._loss = self._read_loss(module, coupling.expected)
-        if named(self._loss) != coupling.loss:
+        if coupling.loss not in ("", named(self._loss)):
             raise ConfigurationError(
                 f"The noise was planned for {coupling.loss}, and model.loss is now {named(self._loss)}, whose "
                 "sensitivity is another one. Set model.loss before the plan is made."
