@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import subprocess
@@ -45,3 +46,35 @@ def test_clipping_measures_every_variant_and_says_what_opacus_refuses(tmp_path: 
     assert "tying" in t5["time"]["refused"]["opacus ghost"] and not bert["time"]["refused"]
     assert all(memory["later_step_bytes"] > 0 for memory in bert["memory"].values())
     assert "refused: Parameter tying" in done.stdout and "too few rounds" in done.stdout
+
+
+@pytest.mark.slow
+def test_logit_dp_measures_every_way_with_memory_and_time(tmp_path: Path) -> None:
+    out = tmp_path / "logit_dp.json"
+    command = [sys.executable, str(BENCHMARKS / "logit_dp.py"), "--quick", "--rounds", "1", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    ways = {"plain", "vmap", "brute_force", "pair_ghost", "jacobian", "k_blocks", "k_blocks_towers"}
+    for row in ("conv n=3 d=4", "mlp n=4 d=4"):
+        assert set(report["time"][row]) == ways
+        assert all(measured["cpu_seconds"] > 0 for measured in report["time"][row].values())
+        assert set(report["memory"][row]["bytes"]) == ways
+
+
+def test_every_private_way_of_the_benchmark_makes_the_same_step_as_all_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    steps: Any = importlib.import_module("logit_dp_steps")
+    row = steps.Row("conv", 3, 4)
+
+    def step(variant: str) -> Any:
+        module = steps.build_module(variant, row)
+        return steps.build_step(variant, module, row)()
+
+    expected = step("brute_force")
+    for variant in ("vmap", "pair_ghost", "jacobian"):
+        found = step(variant)
+        for name, gradient in expected.items():
+            assert np.allclose(found[name].detach(), gradient.detach(), rtol=1e-3, atol=1e-5), variant

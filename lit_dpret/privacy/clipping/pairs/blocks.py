@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.clipping.base import accumulator_dtype
+from lit_dpret.privacy.clipping.convolution import chunk_of
 from lit_dpret.privacy.clipping.ghost import GhostClipping
 from lit_dpret.privacy.clipping.pairs.batch import (
     PairBatch,
@@ -41,8 +42,8 @@ from lit_dpret.privacy.clipping.pairs.factors import (
 )
 from lit_dpret.privacy.clipping.pairs.norms import ROWS_AT_ONCE, PairNorms
 
-#: Elements of Jacobian factors to hold for one side.
-HELD = 1 << 24
+#: Elements of Jacobian factors to hold for one side: where all records of both are needed together, and where a few do.
+HELD, HELD_FOR_BLOCKS = 1 << 24, 1 << 22
 #: Rounding errors, in units of the type's roundoff times a row's squared terms, that are added to squared norms.
 SLACK = 8
 
@@ -72,12 +73,14 @@ class FromJacobians(PairNorms):
     Args:
         module: What is trained.
         shared: Whether the two sides have trainable parameters in common; False is verified.
-        rows_at_once: Records of a side whose factors are held together; default what ``HELD`` elements allow.
+        rows_at_once: Records of a side whose factors are held together; default what ``held`` elements allow.
 
     Raises:
         ConfigurationError: ``rows_at_once`` is not positive.
         UnsupportedModelError: A trainable layer has no rule in the engine.
     """
+
+    held = HELD
 
     def __init__(self, module: nn.Module, *, shared: bool = True, rows_at_once: int | None = None) -> None:
         super().__init__(module)
@@ -106,7 +109,7 @@ class FromJacobians(PairNorms):
         return queries, passages
 
     def _size(self, side: Side, reach: Reach, columns: int) -> int:
-        return self.rows_at_once or max(1, min(side.count, HELD // max(1, reach.inputs + reach.outputs * columns)))
+        return self.rows_at_once or max(1, min(side.count, self.held // max(1, reach.inputs + reach.outputs * columns)))
 
     def _factors(self, side: Side, rows: slice, before: Tensor | None, names: frozenset[str] | None = None) -> Jacobian:
         """The Jacobian of some rows by parameter; of the sum of their coordinates where they were not embedded before.
@@ -127,7 +130,7 @@ class FromJacobians(PairNorms):
         found: Jacobian = {}
         with exact_products(values.device):
             for name, parameter in self._engine.parameters.items():
-                uses = [column.get(name, []) for column in columns]
+                uses = [column.pop(name, []) for column in columns]  # freed as they are stacked
                 if not any(uses):
                     continue
                 if names is not None and name not in names:
@@ -151,6 +154,8 @@ class KBlocks(FromJacobians):
         shared: Whether the two sides have trainable parameters in common; False is verified, by identity.
         rows_at_once: Records of a side that are worked on together.
     """
+
+    held = HELD_FOR_BLOCKS
 
     def __init__(self, module: nn.Module, *, shared: bool = True, rows_at_once: int | None = None) -> None:
         super().__init__(module, shared=shared, rows_at_once=rows_at_once)
@@ -244,4 +249,6 @@ def quadratic(factors: Sequence[Factors], vectors: Tensor, rows: int) -> Tensor:
         slack += SLACK * torch.finfo(block.dtype).eps * size
         total += block
     vectors = vectors.double()
-    return ((vectors @ total) * vectors).sum(2).clamp(min=0) + slack[:, None]
+    step = max(1, chunk_of(vectors.device) // vectors.numel())
+    parts = [((vectors @ part) * vectors).sum(2) for part in total.split(step)]  # type: ignore[no-untyped-call]
+    return torch.cat(parts).clamp(min=0) + slack[:, None]

@@ -41,6 +41,10 @@ class Matrices:
         """Parameters."""
         return self.value.shape[2]
 
+    def rows(self, part: slice) -> Matrices:
+        """Some of the rows."""
+        return Matrices(self.value[part])
+
     @property
     def held(self) -> tuple[int, int]:
         """Elements in memory for all columns together, and for each on its own."""
@@ -76,6 +80,10 @@ class Products:
     def width(self) -> int:
         """Parameters."""
         return self.into * self.outputs.shape[3]
+
+    def rows(self, part: slice) -> Products:
+        """Some of the rows."""
+        return replace(self, inputs=self.inputs[part], outputs=self.outputs[part])
 
     @property
     def held(self) -> tuple[int, int]:
@@ -247,22 +255,24 @@ def inner_products(query: Factors, passage: Factors, e: Tensor, f: Tensor) -> Te
         costs["gram"] = compare + 4 * t * s * out + 2 * (t + s) * out * columns + PASS * (t * s + (t + s) * out)
         if query.looks_up or cheapest(costs) == "gram":
             step = max(1, room // (len(f) * (t * s + (t + s) * out)))
-            return torch.cat([_gram(*_some(query, e, part), passage, f) for part in _slices(len(e), step)])
+            return torch.cat([_gram(query.rows(part), e[part], passage, f) for part in _slices(len(e), step)])
     if cheapest(costs) == "matrices":
-        size = max(1, room // ((len(e) + len(f)) * columns))
-        products = e.new_zeros(e.numel(), f.numel())
-        for x, y in zip(query.parts(size), passage.parts(size), strict=True):
-            products.addmm_(x.flatten(0, 1), y.flatten(0, 1).T)
-        by_pair = products.view(len(e), columns, len(f), columns)
-        return ((by_pair * f.T[None, :, :, None]).sum(1) * e[:, None]).sum(2)
+        step = max(1, 4 * room // (len(f) * columns**2))
+        return torch.cat([_between_matrices(query.rows(part), e[part], passage, f) for part in _slices(len(e), step)])
     total = e.new_zeros(len(e), len(f))
     for x, y in zip(*(each.parts(max(1, room // pairs)) for each in (query, passage)), strict=True):
         total += (torch.matmul(f, x) * torch.matmul(e, y).transpose(0, 1)).sum(2)
     return total
 
 
-def _some(query: Products, e: Tensor, part: slice) -> tuple[Products, Tensor]:
-    return replace(query, inputs=query.inputs[part], outputs=query.outputs[part]), e[part]
+def _between_matrices(query: Factors, e: Tensor, passage: Factors, f: Tensor) -> Tensor:
+    """All columns of all queries times all columns of all passages, contracted with the embeddings afterwards."""
+    size = max(1, chunk_of(e.device) // (e.numel() + f.numel()))
+    products = e.new_zeros(e.numel(), f.numel())
+    for x, y in zip(query.parts(size), passage.parts(size), strict=True):
+        products.addmm_(x.flatten(0, 1), y.flatten(0, 1).T)
+    by_pair = products.view(*e.shape, *f.shape)
+    return (by_pair.mul_(f.T[None, :, :, None]).sum(1) * e[:, None]).sum(2)
 
 
 def _gram(query: Products, e: Tensor, passage: Products, f: Tensor) -> Tensor:
