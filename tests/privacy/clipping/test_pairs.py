@@ -12,6 +12,7 @@ from pair_models import DIM, Pairs, build, vectors
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
+from lit_dpret.privacy.clipping import GhostClipping
 from lit_dpret.privacy.clipping.pairs import (
     BruteForce,
     PairBatch,
@@ -198,6 +199,37 @@ def test_in_fp32_no_entry_is_below_the_true_norm_even_where_terms_cancel() -> No
         far = ~torch.eye(5, dtype=torch.bool)
         if norms == "jacobian":
             assert_equal(found[far], true[far], 1e-2)
+
+
+def test_in_bf16_norms_agree_to_its_digits_and_the_clipped_gradient_is_within_the_bound() -> None:
+    pairs = build("conv_net")
+    true = reference(pairs)
+    pairs.module.float()
+    single = replace(pairs.batch, queries=pairs.batch.queries.float(), passages=pairs.batch.passages.float())
+    bound = 0.5 * float(true.min())
+    for norms in ("pair_ghost", "jacobian"):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = make_pair_norms(norms, pairs.module).table(single)  # type: ignore[arg-type]
+            factors, _ = clipped_pair_factors(found, bound, low_precision=True)
+            weights = torch.zeros(5, 5)
+            weights[1, 2] = factors[1, 2]
+            sums = weighted_backward(single, weights, pairs.trained, rows_at_once=5)
+        assert found.dtype == torch.float64 and all(g.dtype == torch.float32 for g in sums.values())
+        assert_equal(found, true, 0.1)
+        assert float(sum(g.square().sum() for g in sums.values())) ** 0.5 == pytest.approx(bound, rel=0.02)
+
+
+def test_the_engine_finds_norms_alone_without_adding_anything() -> None:
+    pairs = build("mlp")
+    engine = GhostClipping(pairs.module, max_grad_norm=1.0)
+
+    def losses() -> Tensor:
+        return pairs.batch.embed_queries(pairs.batch.queries)[:, 0]
+
+    found = engine.norms(losses, 5)
+    assert not any(bool(total.any()) for total in engine.take().values())
+    stats = engine.add(losses, torch.arange(5), torch.ones(5, dtype=torch.bool))
+    assert_equal(found, stats.norms, 1e-12)
 
 
 def test_the_closed_form_refuses_what_is_no_linear_head() -> None:
