@@ -62,7 +62,8 @@ class LogitDP(CoupledMode):
           loss's sensitivity at ``n_max``; that holds for any encoder and any temperature.
         - What a pair is clipped by is a function of its two records alone.
         - With ``sensitivity=paper`` nothing is claimed: the card says that it is not proved.
-        - Dropout is off in the step: the norms and the gradient are of one function.
+        - Dropout is off in the step, and every pass runs in float32 or wider, whatever the Trainer's precision:
+          the norms and the gradient are of one function.
 
     Args:
         max_logit_grad_norm: L2 bound B on the gradient of one pair's similarity; or
@@ -178,9 +179,7 @@ class LogitDP(CoupledMode):
             with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
                 scores = queries @ passages.T
                 coefficients = self._loss.coefficients(scores, answers)
-                factors, broken = clipped_pair_factors(
-                    norms, self._plan.max_grad_norm, low_precision=_is_low_precision(queries.device, parameters)
-                )
+                factors, broken = clipped_pair_factors(norms, self._plan.max_grad_norm)
                 module.note_loss(float(self._loss.row_losses(scores, answers).nan_to_num().sum()))
             weights = coefficients.to(factors) * factors
             found = weighted_backward(pairs, weights, parameters, rows_at_once=self.rows_at_once)
@@ -202,11 +201,6 @@ class LogitDP(CoupledMode):
             wide = torch.promote_types(parameter.dtype, torch.float32)
             sums.setdefault(name, torch.zeros_like(parameter, dtype=wide, requires_grad=False))
         return sums
-
-
-def _is_low_precision(device: torch.device, parameters: dict[str, nn.Parameter]) -> bool:
-    narrow = any(p.dtype not in (torch.float32, torch.float64) for p in parameters.values())
-    return narrow or torch.is_autocast_enabled(device.type)
 
 
 def _refuse_learned_loss(module: Any) -> None:

@@ -50,6 +50,8 @@ class Side:
         if not isinstance(found, Tensor) or found.dim() != 2 or len(found) != expected:
             shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise UnsupportedModelError(f"The embeddings of {expected} rows have shape {shape}; (rows, dim) expected.")
+        if found.requires_grad and found.dtype not in TOLERANCE:
+            raise _low_precision("What embeds the rows", found.dtype)
         return found
 
     def blocks(self, size: int) -> Iterator[slice]:
@@ -66,7 +68,8 @@ class PairBatch:
         queries: A tensor, or nested dictionaries of tensors, with first axis n.
         passages: The same.
         embed_queries: Rows to embeddings ``(rows, dim)``, of length 1 for the cosine; differentiable, by way of
-            submodules of what is trained. An embedding is a function of its own row alone.
+            submodules of what is trained, and does not enter autocast itself. An embedding is a function of its own
+            row alone.
         embed_passages: The same function (a shared encoder), another one (two towers), or one without a gradient.
         n: How many records there are.
 
@@ -90,6 +93,12 @@ class PairBatch:
                     )
 
     @property
+    def device(self) -> torch.device:
+        """Where the queries are."""
+        leaf: Tensor = tree_leaves(self.queries)[0]
+        return leaf.device
+
+    @property
     def sides(self) -> tuple[Side, Side]:
         """The queries and the passages."""
         return (
@@ -101,9 +110,11 @@ class PairBatch:
 def embed_all(batch: PairBatch, *, rows_at_once: int) -> tuple[Tensor, Tensor]:
     """The embeddings of all queries and of all passages, (n, dim) each, without a graph.
 
-    They come in the accumulator's precision: float64 where the model runs in it, else fp32.
+    They come in the accumulator's precision: float64 where the model runs in it, else fp32. The caller's autocast
+    is off, as in every pass over pairs.
     """
-    queries, passages = (embed_side(side, rows_at_once=rows_at_once) for side in batch.sides)
+    with whole_digits(batch.device):
+        queries, passages = (embed_side(side, rows_at_once=rows_at_once) for side in batch.sides)
     if queries.shape[1] != passages.shape[1]:
         raise UnsupportedModelError(
             f"Queries are embedded in {queries.shape[1]} dimensions and passages in {passages.shape[1]}."
@@ -119,16 +130,31 @@ def embed_side(side: Side, *, rows_at_once: int) -> Tensor:
 
 
 @contextmanager
-def exact_products(device: torch.device) -> Iterator[None]:
-    """Without a graph, outside the caller's autocast, and with products of fp32 matrices in fp32."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), full_precision():
+def whole_digits(device: torch.device) -> Iterator[None]:
+    """Passes in fp32 (float64 where the model is), outside the caller's autocast and without TF32.
+
+    A pair's gradient is bounded by a norm from another pass than its own, so the two must agree. In bf16 they
+    do not: gradients clipped to B came out up to a tenth longer where query and passage are alike.
+    """
+    with torch.autocast(device.type, enabled=False), full_precision():
         yield
 
 
-def tolerance_for(dtype: torch.dtype, device: torch.device) -> float:
-    """What an embedding of length 1 may differ by between two passes."""
-    low = dtype not in TOLERANCE or torch.is_autocast_enabled(device.type)
-    return LOW_PRECISION_TOLERANCE if low else TOLERANCE[dtype]
+def refuse_low_precision(name: str, parameter: Tensor) -> None:
+    """Refuse a trained parameter of fewer digits than fp32.
+
+    Raises:
+        UnsupportedModelError: Names it.
+    """
+    if parameter.dtype not in TOLERANCE:
+        raise _low_precision(f"Parameter {name}", parameter.dtype)
+
+
+def _low_precision(what: str, dtype: torch.dtype) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{what} ({dtype}) has fewer digits than fp32: norms and gradient come from two passes, whose rounding errors "
+        "would exceed the bound. Train in fp32."
+    )
 
 
 def refuse_other_function(first: Tensor, again: Tensor) -> None:
@@ -138,7 +164,7 @@ def refuse_other_function(first: Tensor, again: Tensor) -> None:
         UnsupportedModelError: Something random is at work.
     """
     gap = (first - again.detach().to(first.dtype)).abs().amax(1)
-    if bool((gap > tolerance_for(again.dtype, again.device) * first.abs().amax(1).clamp(min=1e-3)).any()):
+    if bool((gap > TOLERANCE.get(again.dtype, LOW_PRECISION_TOLERANCE) * first.abs().amax(1).clamp(min=1e-3)).any()):
         raise UnsupportedModelError(
             "The same rows are embedded differently in two passes, so norms and gradients belong to two functions and "
             "no clipping bounds them. Switch off what is random (dropout) before the step."

@@ -28,7 +28,6 @@ from lit_dpret.privacy.clipping.pairs.batch import (
     PairBatch,
     Side,
     embed_all,
-    exact_products,
     refuse_other_function,
 )
 from lit_dpret.privacy.clipping.pairs.factors import (
@@ -126,9 +125,9 @@ class FromJacobians(PairNorms):
             refuse_other_function(before[rows], embedded)
             return embedded
 
-        values, columns = self._engine.columns(outputs, count)
+        _, columns = self._engine.columns(outputs, count)
         found: Jacobian = {}
-        with exact_products(values.device):
+        with torch.no_grad():
             for name, parameter in self._engine.parameters.items():
                 uses = [column.pop(name, []) for column in columns]  # freed as they are stacked
                 if not any(uses):
@@ -170,7 +169,7 @@ class KBlocks(FromJacobians):
             blocks = []
             for rows in side.blocks(self._size(side, reach, own.shape[1])):
                 found = self._factors(side, rows, own, reach.names)
-                with exact_products(own.device):
+                with torch.no_grad():
                     blocks.append(
                         torch.stack([quadratic(each, others, len(own[rows])) for each in _split(found, common)])
                     )
@@ -199,12 +198,12 @@ class JacobianNorms(FromJacobians):
         held: Jacobian | None = None
         for i in queries.blocks(self._size(queries, reaches[0], e.shape[1])):
             of_queries = self._factors(queries, i, e, reaches[0].names)
-            with exact_products(e.device):
+            with torch.no_grad():
                 squares[i] += quadratic(_joined(of_queries), f, len(e[i]))
             for j in columns if common or i.start == 0 else ():
                 of_passages = held or self._factors(passages, j, f, reaches[1].names)
                 held = of_passages if len(columns) == 1 else None
-                with exact_products(e.device):
+                with torch.no_grad():
                     if i.start == 0:
                         squares[:, j] += quadratic(_joined(of_passages), e, len(f[j])).T
                     for query, passage in _aligned(of_queries, of_passages):

@@ -20,12 +20,11 @@ from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.clipping.contributions import Outer
 from lit_dpret.privacy.clipping.ghost import GhostClipping
 from lit_dpret.privacy.clipping.pairs.batch import (
+    TOLERANCE,
     PairBatch,
     Side,
     embed_all,
-    exact_products,
     refuse_other_function,
-    tolerance_for,
 )
 from lit_dpret.privacy.clipping.pairs.blocks import SLACK
 from lit_dpret.privacy.clipping.pairs.norms import ROWS_AT_ONCE, PairNorms
@@ -59,7 +58,7 @@ class LinearHead(PairNorms):
         query, passage = (self._head(side, embeddings) for side, embeddings in found)
         if query.weight is None and passage.weight is None:
             raise UnsupportedModelError("The embeddings depend on no trainable parameter: nothing to clip.", trap="T13")
-        with exact_products(query.a.device):
+        with torch.no_grad():
             s = query.embeddings @ passage.embeddings.T
             lengths = query.a.square().sum(1)[:, None] + passage.a.square().sum(1)
             cross = 2 * s * (query.a @ passage.a.T) if query.weight == passage.weight else 0
@@ -89,7 +88,7 @@ class LinearHead(PairNorms):
         weight = self._engine.parameters[name]
         if len(uses) > 1 or not isinstance(use, Outer) or use.a.shape[1:] != (1, weight.shape[1]):
             raise self._refusal(f"{', '.join(sorted({name for name, _ in uses}))} is not one such layer, called once")
-        with exact_products(before.device):
+        with torch.no_grad():
             h = use.a[:, 0].double()
             projected = h @ weight.double().T
             length = torch.linalg.vector_norm(projected, dim=1, keepdim=True)
@@ -102,7 +101,7 @@ class LinearHead(PairNorms):
 
     def _compare(self, name: str, form: Tensor, found: Tensor, dtype: torch.dtype) -> None:
         """Broken rows say nothing: their pairs get norms that are not finite."""
-        if bool(((form - found).abs().amax(1) > tolerance_for(dtype, form.device)).any()):
+        if bool(((form - found).abs().amax(1) > TOLERANCE[dtype]).any()):
             raise self._refusal(f"the embeddings are not those of {name} on its inputs, normalised to length 1")
 
     @staticmethod

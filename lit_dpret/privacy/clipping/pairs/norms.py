@@ -17,12 +17,15 @@ from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.clipping.base import refuse_batch_mixing
 from lit_dpret.privacy.clipping.ghost import GhostClipping
 from lit_dpret.privacy.clipping.pairs.batch import (
+    LOW_PRECISION_TOLERANCE,
+    TOLERANCE,
     PairBatch,
     Side,
     embed_all,
+    refuse_low_precision,
     refuse_other_function,
     refuse_randomness,
-    tolerance_for,
+    whole_digits,
 )
 
 #: Pairs that go through the model together, at least; else as many as there are records.
@@ -44,6 +47,7 @@ class PairNorms(ABC):
         - The entries of a broken pair are not finite.
         - Memory does not grow with n squared times the parameters (``BruteForce`` apart).
         - Nothing of the module changes.
+        - Passes run in fp32 (or float64) even under the caller's autocast.
 
     Args:
         module: What is trained: all its parameters with ``requires_grad``.
@@ -70,11 +74,15 @@ class PairNorms(ABC):
         if not batch.n:
             device = next(self.module.parameters()).device
             return torch.zeros(0, 0, dtype=torch.float64, device=device)
-        found = self._table(batch)
-        self._batches += 1
-        if not self._batches & (self._batches - 1):  # batches 1, 2, 4, 8, ...
-            for side in batch.sides:
-                _refuse_mixing(side)
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                refuse_low_precision(name, parameter)
+        with whole_digits(batch.device):
+            found = self._table(batch)
+            self._batches += 1
+            if not self._batches & (self._batches - 1):  # batches 1, 2, 4, 8, ...
+                for side in batch.sides:
+                    _refuse_mixing(side)
         return found
 
     @abstractmethod
@@ -91,10 +99,7 @@ class PairNorms(ABC):
         generator = torch.Generator().manual_seed(embeddings[0].shape[1])
         directions = torch.randn(2, embeddings[0].shape[1], generator=generator, dtype=torch.float64)
         directions = torch.nn.functional.normalize(directions).to(embeddings[0])
-        low = torch.is_autocast_enabled(embeddings[0].device.type)
-        types = [torch.get_autocast_dtype(embeddings[0].device.type)] if low else []
-        types += [p.dtype for p in self.module.parameters() if p.requires_grad]
-        unit = NOISE * max(torch.finfo(dtype).eps for dtype in types)
+        unit = NOISE * max(torch.finfo(p.dtype).eps for p in self.module.parameters() if p.requires_grad)
         squares = [torch.zeros(batch.n, dtype=torch.float64, device=norms.device) for _ in batch.sides]
         for square, side, before in zip(squares, batch.sides, embeddings, strict=True):
             for direction in directions:
@@ -115,7 +120,8 @@ def _refuse_mixing(side: Side) -> None:
         return
     together, alone = side.embedded(slice(0, count))[: count // 2], side.embedded(slice(0, count // 2))
     gap = (together - alone).abs().amax(1)
-    if bool((gap > tolerance_for(alone.dtype, alone.device) * alone.abs().amax(1).clamp(min=1e-3)).any()):
+    tolerance = TOLERANCE.get(alone.dtype, LOW_PRECISION_TOLERANCE)
+    if bool((gap > tolerance * alone.abs().amax(1).clamp(min=1e-3)).any()):
         raise UnsupportedModelError(
             "The embedding of a row is another one when other rows are in the batch, so a pair's gradient is not a "
             "function of its own two records and no clipping of pairs bounds what one record does. Make embeddings "

@@ -21,23 +21,18 @@ from lit_dpret.privacy.clipping.pairs.batch import (
     PairBatch,
     Side,
     embed_all,
-    exact_products,
+    refuse_low_precision,
     refuse_other_function,
+    whole_digits,
 )
 
-#: What is left of the bound where the passes ran in less than fp32.
-LOW_PRECISION_MARGIN = 2e-2
 
-
-def clipped_pair_factors(
-    norms: Tensor, max_logit_grad_norm: float, *, low_precision: bool = False
-) -> tuple[Tensor, int]:
+def clipped_pair_factors(norms: Tensor, max_logit_grad_norm: float) -> tuple[Tensor, int]:
     """What to multiply each pair's similarity gradient by, and how many pairs were dropped.
 
     Guarantees:
         - A factor times its norm is at most ``max_logit_grad_norm``, up to rounding; within the bound it is 1.
         - A norm that is not finite (a broken pair) gets factor zero, and is counted.
-        - After passes in bf16 or fp16 the bound is taken 2 percent smaller.
 
     Example:
         >>> clipped_pair_factors(torch.tensor([[4.0, 0.5], [torch.nan, 1.0]]), 1.0)
@@ -47,15 +42,13 @@ def clipped_pair_factors(
     Args:
         norms: ``(n, n)``, at least the norm of each pair's gradient. Private.
         max_logit_grad_norm: The bound B.
-        low_precision: Whether any pass ran under autocast, or in a type with fewer digits than fp32.
 
     Raises:
         ConfigurationError: The bound is not a positive, finite number.
     """
     if not 0 < max_logit_grad_norm < float("inf"):
         raise ConfigurationError(f"privacy.max_logit_grad_norm={max_logit_grad_norm} is not a positive, finite number.")
-    bound = max_logit_grad_norm * (1 - LOW_PRECISION_MARGIN) if low_precision else max_logit_grad_norm
-    factors = (bound / norms).clamp(max=1.0)
+    factors = (max_logit_grad_norm / norms).clamp(max=1.0)
     kept = norms.isfinite() & (factors >= LEAST_FACTOR)
     return torch.where(kept, factors, torch.zeros_like(factors)), int((~kept).sum())
 
@@ -83,7 +76,7 @@ def weighted_backward(
 
     Raises:
         DataError: ``weights`` is not ``(n, n)``.
-        UnsupportedModelError: An embedding changes from one pass to the next.
+        UnsupportedModelError: An embedding changes from one pass to the next, or has fewer digits than fp32.
     """
     if weights.shape != (batch.n, batch.n):
         raise DataError(f"The weights of {batch.n} records have shape {tuple(weights.shape)}; (n, n) expected.")
@@ -92,10 +85,13 @@ def weighted_backward(
     }
     if not batch.n:
         return sums
-    embeddings = embed_all(batch, rows_at_once=rows_at_once)
-    cotangents = _cotangents(weights.detach().to(embeddings[0]), *embeddings)
-    for side, of_side, before in zip(batch.sides, cotangents, embeddings, strict=True):
-        _add_side(side, of_side, before, parameters, sums, rows_at_once)
+    for name, parameter in parameters.items():
+        refuse_low_precision(name, parameter)
+    with whole_digits(batch.device):
+        embeddings = embed_all(batch, rows_at_once=rows_at_once)
+        cotangents = _cotangents(weights.detach().to(embeddings[0]), *embeddings)
+        for side, of_side, before in zip(batch.sides, cotangents, embeddings, strict=True):
+            _add_side(side, of_side, before, parameters, sums, rows_at_once)
     return sums
 
 
@@ -104,8 +100,7 @@ def _cotangents(weights: Tensor, queries: Tensor, passages: Tensor) -> tuple[Ten
     whole = queries.isfinite().all(1), passages.isfinite().all(1)
     weights = torch.where(weights.isfinite() & whole[0][:, None] & whole[1], weights, 0)
     queries, passages = torch.where(whole[0][:, None], queries, 0), torch.where(whole[1][:, None], passages, 0)
-    with exact_products(weights.device):
-        return weights @ passages, weights.T @ queries
+    return weights @ passages, weights.T @ queries
 
 
 def _add_side(
