@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from tiny_models import tiny_bert, tiny_t5
 from torch import Tensor, nn
 
-from lit_dpret.privacy.clipping.pairs import PairBatch
+from lit_dpret.privacy.clipping.pairs import PairBatch, make_pair_norms
 
 DIM = 4
 QUERY, PASSAGE = 5, 7
@@ -143,3 +143,31 @@ def build(name: str, towers: str = "shared", n: int = 5) -> Pairs:
         passage.encoder = query.encoder
     module = query if towers == "shared" else nn.ModuleList([query, passage])
     return Pairs(module, PairBatch(rows(n, 0), rows(n, 1), query, passage, n))
+
+
+MODELS = ["mlp", "conv_net", "bert", "t5_encoder", "bert_lora", "t5_lora", "linear_head"]
+TOWERS = ["shared", "separate", "frozen_passages"]
+JACOBIANS = ["jacobian", "k_blocks"]
+#: T5's norm takes its mean square in fp32, so cotangents add up to fp32's rounding only: d of them are not one.
+LINEAR = {"t5_encoder": 1e-6, "t5_lora": 1e-6}
+
+
+def table(pairs: Pairs, norms: str, **settings: Any) -> Tensor:
+    return make_pair_norms(norms, pairs.module, **settings).table(pairs.batch)  # type: ignore[arg-type]
+
+
+def reference(pairs: Pairs) -> Tensor:
+    """Written again here: one backward pass over the whole batch for each pair."""
+    batch, parameters = pairs.batch, list(pairs.trained.values())
+    s = batch.embed_queries(batch.queries) @ batch.embed_passages(batch.passages).T
+    found = torch.zeros(batch.n, batch.n, dtype=torch.float64)
+    for i in range(batch.n):
+        for j in range(batch.n):
+            grads = torch.autograd.grad(s[i, j], parameters, retain_graph=True, allow_unused=True)
+            found[i, j] = sum(float(g.square().sum()) for g in grads if g is not None) ** 0.5
+    return found
+
+
+def assert_equal(found: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
+    assert found.shape == expected.shape
+    assert float(((found - expected) / expected).abs().max()) < tolerance

@@ -68,7 +68,7 @@ class Products:
             unit vectors of length ``into``.
         outputs: The output gradients of each column, (rows, columns, positions, out).
         into: The width of the inputs.
-        turned: Whether the parameter is (in, out), not (out, in).
+        turned: Whether the parameter is (in, out), as that of an embedding is, and not (out, in).
     """
 
     inputs: Tensor
@@ -160,7 +160,7 @@ def _looked_up(
     if any(len(kept) != len(uses) for kept, uses in zip(lookups, columns, strict=True)):
         return None
     outputs = torch.stack([torch.cat([use.g.to(dtype) for use in uses], 1) for uses in lookups], 1)
-    return [Products(torch.cat([use.ids for use in lookups[0]], 1), outputs, shape[0])]
+    return [Products(torch.cat([use.ids for use in lookups[0]], 1), outputs, shape[0], turned=True)]
 
 
 def _products(columns: Sequence[Sequence[Contribution]], whole: RowGroup, dtype: torch.dtype) -> list[Factors] | None:
@@ -229,9 +229,13 @@ def cheapest(costs: dict[str, float]) -> str:
 
 def alike(query: Sequence[Factors], passage: Sequence[Factors]) -> bool:
     """Whether two Jacobians by one parameter are held in the same form."""
-    return [(type(each), each.width, getattr(each, "into", 0), getattr(each, "turned", False)) for each in query] == [
-        (type(each), each.width, getattr(each, "into", 0), getattr(each, "turned", False)) for each in passage
-    ]
+    return [_form(each) for each in query] == [_form(each) for each in passage]
+
+
+def _form(factors: Factors) -> tuple[object, ...]:
+    if isinstance(factors, Products):
+        return factors.width, factors.into, factors.turned, factors.looks_up
+    return (factors.width,)
 
 
 def inner_products(query: Factors, passage: Factors, e: Tensor, f: Tensor) -> Tensor:

@@ -1,0 +1,136 @@
+"""Clip factors and the second pass: the weighted sum of clipped gradients, against all gradients written out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from pair_models import LINEAR, MODELS, TOWERS, Pairs, assert_equal, build, reference, table
+from torch import Tensor
+
+from lit_dpret.errors import UnsupportedModelError
+from lit_dpret.privacy.clipping.pairs import (
+    BruteForce,
+    clipped_pair_factors,
+    make_pair_norms,
+    weighted_backward,
+)
+
+
+def assert_same_gradient(pairs: Pairs, norms: Tensor, tolerance: float = 1e-10) -> None:
+    """With a bound that clips half of the pairs, and weights of either sign."""
+    coefficients = torch.randn(norms.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    bound = float(norms.median())
+    factors, dropped = clipped_pair_factors(norms, bound)
+    assert dropped == 0
+    gradients = BruteForce(pairs.module).gradients(pairs.batch)
+    expected = {}
+    for name, gradient in gradients.items():
+        clipped = gradient * (bound / norms).clamp(max=1).reshape(*norms.shape, *[1] * (gradient.dim() - 2))
+        expected[name] = torch.tensordot(coefficients, clipped, dims=2)
+    whole = float(sum(g.square().sum() for g in expected.values())) ** 0.5
+    for size in (2, 100):
+        found = weighted_backward(pairs.batch, coefficients * factors, pairs.trained, rows_at_once=size)
+        assert found.keys() == expected.keys()
+        gap = max(float((found[name] - expected[name]).norm()) for name in found)
+        assert gap < tolerance * whole
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("model", ["mlp", "conv_net"])
+def test_norms_and_gradient_are_right_for_any_number_of_records(model: str, n: int) -> None:
+    pairs = build(model).first(n)
+    expected = reference(pairs)
+    for norms in ("brute_force", "pair_ghost", "jacobian"):
+        assert_equal(table(pairs, norms), expected)
+    assert_same_gradient(pairs, expected)
+
+
+@pytest.mark.parametrize("towers", TOWERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_second_pass_is_the_weighted_sum_of_clipped_gradients(model: str, towers: str) -> None:
+    pairs = build(model, towers)
+    assert_same_gradient(pairs, table(pairs, "pair_ghost"), LINEAR.get(model, 1e-10))
+
+
+def test_a_clipped_gradient_is_within_the_bound_and_a_small_one_unchanged() -> None:
+    norms = reference(build("mlp"))
+    bound = float(norms.median())
+    factors, _ = clipped_pair_factors(norms, bound)
+    assert bool((factors * norms <= bound * (1 + 1e-12)).all())
+    assert bool((factors[norms <= bound] == 1).all())
+
+
+def test_broken_pairs_get_factor_zero_and_are_counted_while_a_norm_of_zero_is_kept() -> None:
+    norms = torch.tensor([[torch.nan, torch.inf], [0.0, 2.0]], dtype=torch.float64)
+    factors, dropped = clipped_pair_factors(norms, 1.0)
+    assert dropped == 2
+    assert factors.tolist() == [[0.0, 0.0], [1.0, 0.5]]
+
+
+@pytest.mark.parametrize("model", ["mlp", "conv_net", "linear_head"])
+@pytest.mark.parametrize("side", ["queries", "passages"])
+def test_a_broken_record_adds_nothing_and_spoils_nothing(model: str, side: str) -> None:
+    pairs = build(model)
+    weights = torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected_weights = weights.clone()
+    (expected_weights if side == "queries" else expected_weights.T)[3] = 0
+    expected = weighted_backward(pairs.batch, expected_weights, pairs.trained, rows_at_once=5)
+    poisoned = getattr(pairs.batch, side).clone()
+    poisoned[3, 0] = torch.nan
+    broken = replace(pairs.batch, **{side: poisoned})
+    weights_of_a_softmax = weights.clone()
+    (weights_of_a_softmax if side == "queries" else weights_of_a_softmax.T)[3] = torch.nan
+    for given in (weights, weights_of_a_softmax):
+        for size in (2, 5):
+            found = weighted_backward(broken, given, pairs.trained, rows_at_once=size)
+            for name, gradient in found.items():
+                assert torch.allclose(gradient, expected[name], rtol=1e-10, atol=1e-12)
+
+
+def test_the_second_pass_leaves_no_trace_in_the_module() -> None:
+    pairs = build("mlp")
+    before = {name: p.detach().clone() for name, p in pairs.trained.items()}
+    for norms in ("pair_ghost", "jacobian", "k_blocks"):
+        table(pairs, norms)
+    weighted_backward(pairs.batch, torch.ones(5, 5), pairs.trained, rows_at_once=2)
+    for name, parameter in pairs.trained.items():
+        assert parameter.grad is None
+        assert torch.equal(parameter, before[name])
+    assert not any("forward" in vars(layer) for layer in pairs.module.modules())
+
+
+@pytest.mark.parametrize("norms", ["pair_ghost", "jacobian", "k_blocks"])
+def test_autocast_changes_neither_norms_nor_gradient(norms: str) -> None:
+    pairs = build("conv_net")
+    pairs.module.float()
+    single = replace(pairs.batch, queries=pairs.batch.queries.float(), passages=pairs.batch.passages.float())
+    weights = torch.randn(5, 5, generator=torch.Generator().manual_seed(0))
+
+    def both() -> tuple[Tensor, Tensor]:
+        found = make_pair_norms(norms, pairs.module).table(single)  # type: ignore[arg-type]
+        sums = weighted_backward(single, weights, pairs.trained, rows_at_once=2)
+        return found, torch.cat([g.flatten() for g in sums.values()])
+
+    plain = both()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(torch.equal(one, other) for one, other in zip(plain, both(), strict=True))
+
+
+def test_fewer_digits_than_fp32_are_refused_where_something_is_trained_and_allowed_where_nothing_is() -> None:
+    pairs = build("mlp", "frozen_passages")
+    passages = pairs.module[1].bfloat16()
+    low = replace(pairs.batch, passages=pairs.batch.passages.bfloat16())
+    assert_equal(table(replace(pairs, batch=low), "jacobian"), table(replace(pairs, batch=low), "pair_ghost"))
+    passages.requires_grad_(True)
+    trained = {name: p for name, p in pairs.module.named_parameters() if p.requires_grad}
+    for norms in ("pair_ghost", "jacobian", "k_blocks", "brute_force"):
+        with pytest.raises(UnsupportedModelError, match=r"torch.bfloat16\) has fewer digits"):
+            table(replace(pairs, batch=low), norms)
+    with pytest.raises(UnsupportedModelError, match="has fewer digits"):
+        weighted_backward(low, torch.ones(5, 5), trained, rows_at_once=5)
+    whole = build("mlp")
+    rounded = replace(whole.batch, embed_queries=lambda x: whole.batch.embed_queries(x).bfloat16())
+    with pytest.raises(UnsupportedModelError, match="What embeds the rows"):
+        table(replace(whole, batch=rounded), "pair_ghost")
