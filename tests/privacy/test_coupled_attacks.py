@@ -184,11 +184,7 @@ def alone(module: Any, rows: dict[str, Tensor], norms: str, bound: float, *, dty
     """The most that one pair's clipped gradient measures in the pass that sums it up, in units of the bound."""
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
         batch = module.pair_batch(rows)
-        factors, _ = clipped_pair_factors(
-            make_pair_norms(norms, module).table(batch),
-            bound,
-            low_precision=dtype is not None,  # type: ignore[arg-type]
-        )
+        factors, _ = clipped_pair_factors(make_pair_norms(norms, module).table(batch), bound)  # type: ignore[arg-type]
         parameters = dict(module.named_parameters())
         longest = 0.0
         for i in range(batch.n):
@@ -231,11 +227,12 @@ def test_a_query_that_is_its_own_passage_stays_within_the_bound_in_fp32(norms: s
 
 @pytest.mark.parametrize("norms", NORMS)
 @pytest.mark.parametrize("gap", [0.1, 1.0])
-def test_pairs_stay_within_the_bound_after_passes_in_bf16(norms: str, gap: float) -> None:
+def test_pairs_stay_within_the_bound_under_autocast_in_bf16_as_in_fp32(norms: str, gap: float) -> None:
+    """The passes run in fp32 all the same: in bf16 they left the bound by up to a tenth."""
     generator = torch.Generator().manual_seed(2)
     queries = torch.randn(4, 16, generator=generator)
     rows = {"query": queries, "passage": queries + gap * torch.randn(4, 16, generator=generator)}
-    assert alone(Wide(1.0, privacy=logit_dp()), rows, norms, 1e-2, dtype=torch.bfloat16) <= 1.0
+    assert alone(Wide(1.0, privacy=logit_dp()), rows, norms, 1e-2, dtype=torch.bfloat16) <= 1 + 1e-4
 
 
 def hinge(table: Tensor) -> Tensor:
