@@ -41,11 +41,11 @@ def test_auto_switches_where_the_costs_cross(dim: int, shared: bool) -> None:
 
 def test_auto_takes_a_bound_only_where_exact_norms_cost_ten_times_as_much() -> None:
     public: dict[str, Any] = dict(dim=64, positions=256, width=384)
-    for n in range(1, 4000, 7):
+    for n in range(1, 20_000, 97):
         found = costs(n_max=n, shared=True, **public)
         best = min(found["pair_ghost"], found["jacobian"])
         assert (choose_norms(n_max=n, **public) == "k_blocks") == (best > 10 * found["k_blocks"])
-    assert choose_norms(n_max=4000, **public) == "k_blocks"
+    assert choose_norms(n_max=20_000, **public) == "k_blocks"
     assert choose_norms(n_max=128, **public) != "k_blocks"
 
 
@@ -57,3 +57,7 @@ def test_auto_builds_what_it_chose() -> None:
     head = build("linear_head")
     strategy = make_pair_norms("auto", head.module, n_max=5, dim=DIM, linear_head=True)
     assert_equal(strategy.table(head.batch), reference(head))
+
+
+def test_auto_prefers_exact_norms_for_the_embedding_net_of_the_paper() -> None:
+    assert choose_norms(n_max=400, dim=8, positions=64, width=50) == "jacobian"

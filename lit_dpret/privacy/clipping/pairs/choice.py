@@ -20,6 +20,8 @@ NormsName = Literal["auto", "pair_ghost", "jacobian", "k_blocks", "linear_head",
 
 #: How many times the cost of a bound the exact norms may take: a bound clips shared encoders 2 to 5 times too hard.
 EXACT_IS_WORTH = 10.0
+#: What those operations cost in practice, in ordinary steps: measured by benchmarks/logit_dp.py, within a factor of 2.
+GHOST, BLOCKS, INNER = 2.0, 3.5, 0.5
 
 
 def costs(*, n_max: int, dim: int, positions: int, width: int, shared: bool) -> dict[NormsName, float]:
@@ -28,17 +30,17 @@ def costs(*, n_max: int, dim: int, positions: int, width: int, shared: bool) -> 
     Per linear layer of ``width`` x ``width`` and ``positions`` T: a cotangent is a third of a step, its Gram
     products add T / h of that (for a pair's joined 2T positions: 2T / h; for a block of d cotangents: (T + d) / h).
     Inner products of all pairs take, for each parameter and in the cheapest way, 2 d^2, 4 d + 250 or 6 T^2 / h
-    multiplications, of the 12 n T of a step.
+    multiplications, of the 12 n T of a step. ``GHOST``, ``BLOCKS`` and ``INNER`` are what was measured over that count.
 
     Example:
         >>> found = costs(n_max=32, dim=384, positions=32, width=512, shared=True)
         >>> {name: round(cost) for name, cost in found.items()}
-        {'pair_ghost': 23, 'jacobian': 235, 'k_blocks': 232}
+        {'pair_ghost': 45, 'jacobian': 812, 'k_blocks': 812}
     """
     d, t, h = dim, positions, width
-    blocks = d / 3 * (1 + (t + d) / h)
-    inner = n_max * min(2 * d**2, 4 * d + 250, 6 * t**2 / h) / (12 * t) if shared else 0.0
-    return {"pair_ghost": n_max * (2 / 3) * (1 + t / h), "jacobian": blocks + inner, "k_blocks": blocks}
+    blocks = BLOCKS * d / 3 * (1 + (t + d) / h)
+    inner = INNER * n_max * min(2 * d**2, 4 * d + 250, 6 * t**2 / h) / (12 * t) if shared else 0.0
+    return {"pair_ghost": GHOST * n_max * (2 / 3) * (1 + t / h), "jacobian": blocks + inner, "k_blocks": blocks}
 
 
 def choose_norms(
