@@ -55,9 +55,11 @@ class PairModule(PrivateModule):
         scaled down to it.
         """
         found = self.represent(features, side)
-        radius = getattr(self.loss, "radius", None) if getattr(self.loss, "similarity", "cosine") == "dot" else None
-        if radius is None:
+        if not isinstance(self.loss, PairwiseLoss) or self.loss.similarity == "cosine":
             return F.normalize(found, dim=-1)
+        radius = self.loss.radius
+        if radius is None:  # a loss that bounds the sensitivity for any dot product
+            return found
         lengths = torch.linalg.vector_norm(found, dim=-1, keepdim=True)
         bounded: Tensor = found * (radius / lengths.clamp(min=radius))
         return bounded

@@ -33,6 +33,7 @@ LOSSES: list[PairwiseLoss] = [
     KernelPairLoss(temperature=0.3),
     NullMassSoftmaxPairLoss(temperature=0.2),
     SoftmaxPairLoss(temperature=1.0, similarity="dot", radius=0.8),
+    SigmoidPairLoss(temperature=1.0, similarity="dot"),
 ]
 
 
