@@ -44,8 +44,8 @@ def test_every_mode_trains_every_head(name: str, head: str, tmp_path: Path) -> N
     mode: PrivacyMode = {
         "none": NoPrivacy(sub_batches=2),
         "batch_clip": BatchClip(max_grad_norm=0.1, sub_batches=2, **NOISE, **secret),
-        "per_example_duplicated": PerExampleDuplicated(max_grad_norm=0.1, sub_batches=2, n_max=4, **NOISE, **secret),
-        "logit_dp": LogitDP(max_logit_grad_norm=0.1, sub_batches=2, n_max=4, **NOISE, **secret),
+        "per_example_duplicated": PerExampleDuplicated(max_grad_norm=0.1, sub_batches=2, **NOISE, **secret),
+        "logit_dp": LogitDP(max_logit_grad_norm=0.1, sub_batches=2, **NOISE, **secret),
         "public_passages": PublicPassages(max_grad_norm=0.1, pool_size=5, **NOISE, **secret),
     }[name]
     if name == "public_passages" and head != "query":
