@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Unpack
 
+import torch
 from torch import Tensor, nn
 
 from lit_dpret.privacy.budget import require_choice
@@ -97,7 +98,8 @@ class PerExampleDuplicated(CoupledMode):
     def contribute(self, module: Any, batch: Any) -> None:
         self._refuse_large(int(batch.mask.sum()))
         for part in rows_in_turn(len(batch.unit_ids), self.rows_at_once):
-            self.add(module.copied_loss(batch, part), batch.unit_ids[part] - part.start, batch.mask[part])
+            slots = batch.unit_ids[part]  # one row per unit, but not every slot has one
+            self.add(module.copied_loss(batch, part), torch.arange(len(slots), device=slots.device), batch.mask[slots])
 
     def add(self, row_loss: Any, unit_ids: Tensor, mask: Tensor) -> None:
         self._watch.before()
