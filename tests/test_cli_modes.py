@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
-from tiny_models import tiny_bert, tiny_tokenizer
+from tiny_models import WORDS, tiny_bert, tiny_tokenizer
 from tiny_tasks import write_log, write_synthetic
 
 from lit_dpret.cli import run
@@ -42,7 +42,7 @@ def settings(folder: Path, *overrides: str) -> list[str]:
     """A tiny BERT and a tiny log; two steps of eight queries."""
     for part in (tiny_bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0), tiny_tokenizer()):
         part.save_pretrained(folder / "bert")
-    write_log(folder / "log")
+    write_log(folder / "log", WORDS)
     return [
         "model=dual_encoder", f"model.encoder={folder / 'bert'}", "model.max_query_length=6",
         "model.max_passage_length=8", "model.temperature=1", "datamodule=pairs", f"datamodule.folder={folder / 'log'}",

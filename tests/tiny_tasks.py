@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 from cards import Run, make_plan
-from tiny_generator import WORDS, passage
+from tiny_generator import WORDS
 from tiny_models import tiny_bert, tiny_tokenizer
 
 from lit_dpret.datamodules import PairsDataModule
@@ -24,11 +24,15 @@ from lit_dpret.tasks.parts import Parts
 QUERIES, PASSAGES = 64, 24
 
 
-def write_log(folder: Path) -> Path:
+def write_log(folder: Path, words: Sequence[str] = WORDS) -> Path:
     """A BEIR folder whose queries are words of their passages; the last eight are for testing."""
+
+    def some(start: int, count: int) -> str:
+        return " ".join(words[(start + step) % len(words)] for step in range(0, 3 * count, 3))
+
     (folder / "qrels").mkdir(parents=True)
-    corpus = {f"p{i}": passage(i, 4) for i in range(PASSAGES)}
-    queries = {f"q{i}": f"{passage(i % PASSAGES, 2)} {WORDS[i]}" for i in range(QUERIES)}
+    corpus = {f"p{i}": some(i, 4) for i in range(PASSAGES)}
+    queries = {f"q{i}": f"{some(i % PASSAGES, 2)} {words[i % len(words)]}" for i in range(QUERIES)}
     for name, texts in (("corpus", corpus), ("queries", queries)):
         lines = [json.dumps({"_id": key, "title": "", "text": text}) for key, text in texts.items()]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -52,7 +56,7 @@ def write_synthetic(folder: Path, log: PairsDataModule) -> Path:
 
 def retriever(**settings: Any) -> FrozenDualEncoder:
     tower = TextEncoder(tiny_bert(), tiny_tokenizer(), Contract(query_max_length=8, passage_max_length=10))
-    return FrozenDualEncoder(optimizer=OptimizerSpec(name="sgd", lr=0.1), encoder=tower, **settings)
+    return FrozenDualEncoder(**{"optimizer": OptimizerSpec(name="sgd", lr=0.1), "encoder": tower} | settings)
 
 
 def trainer(**settings: Any) -> L.Trainer:
@@ -60,14 +64,16 @@ def trainer(**settings: Any) -> L.Trainer:
     return L.Trainer(accelerator="cpu", devices=1, **quiet, **settings)  # type: ignore[arg-type]
 
 
-def parts(tmp_path: Path, privacy: Callable[..., Any] | None = None, **changes: Any) -> Parts:
+def parts(
+    tmp_path: Path, privacy: Callable[..., Any] | None = None, words: Sequence[str] = WORDS, **changes: Any
+) -> Parts:
     folder = tmp_path / "log"
     private = partial(DPSGD, eps=8.0, noise_multiplier=2.0, secret_file=tmp_path / "secret")
     settings: dict[str, Any] = {
         "run_dir": tmp_path / "run",
         "make_privacy": privacy or private,
         "make_datamodule": partial(
-            PairsDataModule, folder=folder if folder.exists() else write_log(folder), sampling="poisson"
+            PairsDataModule, folder=folder if folder.exists() else write_log(folder, words), sampling="poisson"
         ),
         "make_module": lambda: None,
         "make_trainer": trainer,

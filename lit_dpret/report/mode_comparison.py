@@ -27,6 +27,7 @@ class ModeRow:
         per_run: Metric to its mean over queries for each training run; one number where nothing is trained.
         per_query: Metric to one value per query, averaged over the runs.
         budget: The epsilon at which it is compared; None for a system that stands beside every budget.
+        variant: What it has in common with the same system at another budget.
         privacy: What one of its runs promises, in a line.
         settings: How it was trained, for the table of settings; empty where nothing was.
     """
@@ -35,6 +36,7 @@ class ModeRow:
     per_run: Mapping[str, Sequence[float]]
     per_query: Mapping[str, Sequence[float]]
     budget: float | None = None
+    variant: str = ""
     privacy: str = ""
     settings: Mapping[str, object] = field(default_factory=dict)
 
@@ -105,14 +107,7 @@ def differences(rows: Sequence[ModeRow], metric: str) -> list[Difference]:
     for budget in budgets:
         of_budget = [row for row in rows if row.budget in (None, budget)]
         found += _family(list(combinations(of_budget, 2)), metric, budget)
-    same = [
-        (a, b)
-        for a, b in combinations(rows, 2)
-        if a.settings.get("mode") is not None
-        and a.settings.get("mode") == b.settings.get("mode")
-        and a.settings.get("loss") == b.settings.get("loss")
-        and a.budget != b.budget
-    ]
+    same = [(a, b) for a, b in combinations(rows, 2) if a.variant and a.variant == b.variant and a.budget != b.budget]
     return found + _family(same, metric, None)
 
 

@@ -27,9 +27,9 @@ NAME = "compare_modes"
 _SCHEMA = "lit-dpret/mode-comparison/1"
 _TITLE = "One retriever under every privacy mode"
 _HOW_SURE = (
-    "Means over training runs, each with noise and coins of its own. In brackets 95 % intervals: of the t-distribution "
-    "over training runs, and of the bootstrap over queries. The first says how the setting does, the second how much "
-    "these queries say; neither covers the other."
+    "Means over training runs, each with noise and coins of its own, and 95 % intervals: of the t-distribution over "
+    "training runs, and of the bootstrap over queries. The first says how the setting does, the second how much these "
+    "queries say; neither covers the other. Claims are those of the runs' privacy cards."
 )
 _HOW_TESTED = (
     "Significant means that the training runs carry the difference at 0.05: Welch's t-test over runs (one-sample "
@@ -131,15 +131,15 @@ def _sections(
 
 
 def _results(rows: Sequence[ModeRow], metrics: Sequence[str]) -> Grid:
-    header = ["System", *(f"{metric}, {over}" for metric in metrics for over in ("over runs", "over queries"))]
     body = []
     for row in rows:
         cells: list[object] = [row.name]
         for metric in metrics:
-            cells += [show(row.over_runs(metric)), _bounds(row.over_queries(metric))]
-        body.append([*cells, row.runs if row.settings else "–", row.privacy])
-    numeric = frozenset(range(1, 2 + 2 * len(metrics)))
-    return Grid([*header, "Runs", "Claim of one run (from its card)"], body, numeric)
+            runs = row.over_runs(metric)
+            cells += [f"{runs.mean:.3f}", _bounds(runs), _bounds(row.over_queries(metric))]
+        body.append([*cells, row.privacy])
+    numbers = [name for metric in metrics for name in (metric, "over runs", "over queries")]
+    return Grid(["System", *numbers, "Claim of one run"], body, frozenset(range(1, 1 + len(numbers))))
 
 
 def _verdicts(found: Mapping[str, Sequence[Difference]]) -> list[Block]:
@@ -169,8 +169,10 @@ def _verdicts(found: Mapping[str, Sequence[Difference]]) -> list[Block]:
 def _settings(rows: Sequence[ModeRow]) -> Grid:
     trained = [row for row in rows if row.settings]
     names = list(dict.fromkeys(name for row in trained for name in row.settings))
-    body = [[row.name, *(_short(row.settings.get(name)) for name in names)] for row in trained]
-    return Grid(["System", *(name.replace("_", " ") for name in names)], body)
+    body = [[row.name, row.runs, *(_short(row.settings.get(name)) for name in names)] for row in trained]
+    return Grid(
+        ["System", "runs", *(name.replace("_", " ") for name in names)], body, frozenset(range(1, 2 + len(names)))
+    )
 
 
 def _row_facts(row: ModeRow, metrics: Sequence[str]) -> dict[str, Any]:
@@ -223,6 +225,8 @@ def _ends(interval: Interval) -> dict[str, float | None]:
 
 
 def _bounds(interval: Interval) -> str:
+    if not math.isfinite(interval.low):
+        return "–"
     return f"[{interval.low:.3f}, {interval.high:.3f}]"
 
 

@@ -158,6 +158,12 @@ class CompareModes:
                     cells.append(_Cell(name, budget))
                 elif variant.learns_from_synthetic:
                     cells += [_Cell(name, budget, folder) for folder, covered in claims if covered == budget]
+        for name in self.only:
+            if self.delta is None and self.variants[name].privacy.keywords.get("neighbours") == "add_or_remove":
+                raise ConfigurationError(
+                    f"task.delta=null is 1 / (2 n), and neighbours=add_or_remove of task.variants.{name}.privacy "
+                    "makes n private. Set task.delta."
+                )
         names = [cell.stage for cell in free + cells]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ConfigurationError(
@@ -315,7 +321,12 @@ class CompareModes:
         worst = max(cards, key=lambda card: math.inf if card["claim"]["epsilon"] is None else card["claim"]["epsilon"])
         label = variant.label if cell.eps is None else f"{variant.label}, epsilon {cell.eps:g}"
         return self._as_row(
-            label, results, privacy=privacy_line(worst), budget=cell.eps, settings=variant.describe(worst)
+            label,
+            results,
+            privacy=privacy_line(worst),
+            budget=cell.eps,
+            variant=cell.variant,
+            settings=variant.describe(worst),
         )
 
     def _as_row(self, name: str, results: Sequence[Mapping[str, Any]], **facts: Any) -> ModeRow:

@@ -19,20 +19,27 @@ QUERIES = 200
 RNG = np.random.default_rng(0)
 
 
-def row(name: str, runs: list[float], budget: float | None = 3.0, mode: str | None = None) -> ModeRow:
+def row(name: str, runs: list[float], budget: float | None = 3.0, variant: str = "") -> ModeRow:
     per_query = np.clip(RNG.normal(np.mean(runs), 0.1, QUERIES), 0, 1).tolist()
-    settings = {} if len(runs) == 1 else {"mode": mode or name, "loss": "softmax", "epsilon": "3.000", "sigma": 1.5}
-    return ModeRow(name=name, per_run={"nDCG@10": runs}, per_query={"nDCG@10": per_query}, budget=budget,
-                   privacy="epsilon = 3.000", settings=settings)  # fmt: skip
+    settings = {} if len(runs) == 1 else {"mode": name, "epsilon": "3.000", "sigma": 1.5}
+    return ModeRow(
+        name=name,
+        per_run={"nDCG@10": runs},
+        per_query={"nDCG@10": per_query},
+        budget=budget,
+        variant=variant,
+        privacy="epsilon = 3.000",
+        settings=settings,
+    )
 
 
 ROWS = [
     row("zero-shot", [0.45], budget=None),
     row("BM25", [0.30], budget=None),
-    row("a", [0.50, 0.51, 0.50]),
+    row("a", [0.50, 0.51, 0.50], variant="a"),
     row("b", [0.40, 0.60, 0.50]),
     row("c", [0.52, 0.51, 0.52]),
-    row("a at 8", [0.54, 0.53, 0.55], budget=8.0, mode="a"),
+    row("a at 8", [0.54, 0.53, 0.55], budget=8.0, variant="a"),
 ]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_models import WORDS
 from tiny_tasks import parts, retriever, write_synthetic
 
 from lit_dpret.datamodules import PairsDataModule
@@ -32,9 +33,8 @@ from lit_dpret.tasks.compare_variant import Variant
 MODES = ("none", "batch_clip", "per_example_duplicated", "logit_dp", "logit_dp_kernel", "public_passages", "synthetic")
 
 
-def a_retriever(**settings: Any) -> Any:
-    settings.pop("optimizer", None)
-    return retriever(**settings)
+def log_parts(tmp_path: Path, **changes: Any) -> Any:
+    return parts(tmp_path, words=WORDS, **changes)
 
 
 def variants(folder: Path) -> dict[str, Variant]:
@@ -51,7 +51,7 @@ def variants(folder: Path) -> dict[str, Variant]:
     }
     return {
         name: Variant(
-            label=name, privacy=mode, optimizer=OptimizerSpec(name="sgd", lr=0.1), steps=2, batch=16, temperature=1.0,
+            label=name, privacy=mode, optimizer=OptimizerSpec(name="sgd", lr=20.0), steps=2, batch=16, temperature=1.0,
             loss=KernelPairLoss(temperature=0.5) if name == "logit_dp_kernel" else None, trials=7,
         )
         for name, mode in modes.items()
@@ -60,7 +60,7 @@ def variants(folder: Path) -> dict[str, Variant]:
 
 def compare(folder: Path, **changes: Any) -> CompareModes:
     settings: dict[str, Any] = {
-        "retriever": a_retriever, "variants": variants(folder), "eps": [3.0], "seeds": 2, "max_passages": 20,
+        "retriever": retriever, "variants": variants(folder), "eps": [3.0], "seeds": 2, "max_passages": 20,
         "min_free_mb": 1, "tuning_data": "private", "tuning_note": "chosen on dev", "only": ["none", "logit_dp"],
     }  # fmt: skip
     return CompareModes(**settings | changes)
@@ -68,7 +68,7 @@ def compare(folder: Path, **changes: Any) -> CompareModes:
 
 @pytest.fixture
 def synthetic(tmp_path: Path) -> Path:
-    log: PairsDataModule = parts(tmp_path).make_datamodule(max_passages=20)
+    log: PairsDataModule = log_parts(tmp_path).make_datamodule(max_passages=20)
     return write_synthetic(tmp_path / "made", log)
 
 
@@ -77,7 +77,7 @@ def results(run: Path) -> dict[str, Any]:
 
 
 def test_every_mode_is_trained_several_times_and_stands_in_one_table(tmp_path: Path, synthetic: Path) -> None:
-    told = compare(tmp_path, only=None, synthetic=synthetic, round_trip_filter=20).run(parts(tmp_path))
+    told = compare(tmp_path, only=None, synthetic=synthetic, round_trip_filter=20).run(log_parts(tmp_path))
     run = tmp_path / "run"
     assert list(told) == ["BM25", "zero-shot", "none", *(f"{mode}, epsilon 3" for mode in MODES[1:])]
     rows = {row["system"]: row for row in results(run)["rows"]}
@@ -106,24 +106,24 @@ def test_every_mode_is_trained_several_times_and_stands_in_one_table(tmp_path: P
 
 
 def test_a_comparison_grows_by_seeds_and_no_finished_run_is_done_again(tmp_path: Path) -> None:
-    compare(tmp_path).run(parts(tmp_path))
+    compare(tmp_path).run(log_parts(tmp_path))
     run = tmp_path / "run"
     ledger = (run / "logit_dp-eps3-seed0" / "privacy_ledger.jsonl").read_bytes()
     with pytest.raises(ResumeError, match="resume=true"):
-        compare(tmp_path).run(parts(tmp_path))
+        compare(tmp_path).run(log_parts(tmp_path))
     with pytest.raises(ResumeError, match="other settings"):
-        compare(tmp_path, round_trip_filter=3).run(parts(tmp_path, resume=True))
+        compare(tmp_path, round_trip_filter=3).run(log_parts(tmp_path, resume=True))
     other = variants(tmp_path)
     other["logit_dp"] = replace(other["logit_dp"], temperature=2.0)
     with pytest.raises(ResumeError, match=r"other settings of task\.variants\.logit_dp\."):
-        compare(tmp_path, variants=other).run(parts(tmp_path, resume=True))
-    compare(tmp_path, seeds=3).run(parts(tmp_path, resume=True))
+        compare(tmp_path, variants=other).run(log_parts(tmp_path, resume=True))
+    compare(tmp_path, seeds=3).run(log_parts(tmp_path, resume=True))
     assert (run / "logit_dp-eps3-seed0" / "privacy_ledger.jsonl").read_bytes() == ledger
     assert len(results(run)["rows"][-1]["metrics"]["nDCG@10"]["per_run"]) == 3
 
 
 def test_without_synthetic_queries_their_row_is_left_out_and_the_report_says_so(tmp_path: Path) -> None:
-    told = compare(tmp_path, only=["none", "synthetic"]).run(parts(tmp_path))
+    told = compare(tmp_path, only=["none", "synthetic"]).run(log_parts(tmp_path))
     assert list(told) == ["BM25", "zero-shot", "none"]
     assert any("synthetic is left out at epsilon 3" in note for note in results(tmp_path / "run")["notes"])
 
@@ -153,10 +153,18 @@ def test_a_synthetic_data_set_that_fits_no_budget_is_refused_before_anything_run
     tmp_path: Path, synthetic: Path
 ) -> None:
     with pytest.raises(ConfigurationError, match=r"more than all of task\.eps"):
-        compare(tmp_path, only=["synthetic"], eps=[0.01], synthetic=synthetic).run(parts(tmp_path))
+        compare(tmp_path, only=["synthetic"], eps=[0.01], synthetic=synthetic).run(log_parts(tmp_path))
     with pytest.raises(ConfigurationError, match="two folders"):
-        compare(tmp_path, only=["synthetic"], synthetic=[synthetic, synthetic]).run(parts(tmp_path))
+        compare(tmp_path, only=["synthetic"], synthetic=[synthetic, synthetic]).run(log_parts(tmp_path))
     assert not list((tmp_path / "run").glob("*seed*"))
+
+
+def test_a_delta_is_not_derived_from_a_private_number_of_queries(tmp_path: Path) -> None:
+    known = variants(tmp_path)
+    private = partial(known["logit_dp"].privacy, neighbours="add_or_remove")
+    known["logit_dp"] = replace(known["logit_dp"], privacy=private)
+    with pytest.raises(ConfigurationError, match=r"Set task\.delta"):
+        compare(tmp_path, variants=known).run(log_parts(tmp_path))
 
 
 def test_a_variant_without_steps_or_with_an_unknown_word_is_refused() -> None:
