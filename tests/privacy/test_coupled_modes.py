@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from lit_dpret.losses import (
 from lit_dpret.privacy.clipping.pairs import BruteForce
 from lit_dpret.privacy.modes import BatchClip, LogitDP, PerExampleDuplicated
 from lit_dpret.privacy.modes.per_example_duplicated import duplicated_sensitivity
+from lit_dpret.privacy.noise import KeyedStream
 
 LOSSES: list[PairwiseLoss] = [
     SoftmaxPairLoss(temperature=1.0),
@@ -65,6 +67,19 @@ def test_logit_dp_adds_up_the_clipped_gradients_of_all_pairs(loss: PairwiseLoss,
     expected = torch.einsum("ij,ijp->p", module.pair_loss(6).coefficients(scores.detach()), bounded)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     assert bool((flat.norm(dim=2) > 0.02).any())  # something was clipped
+
+
+@pytest.mark.parametrize("make", [logit_dp, batch_clip, duplicated], ids=lambda make: make.__name__)
+def test_a_unit_without_a_row_keeps_its_slot_and_leaves_the_sum_as_it_is(make: Any) -> None:
+    module = Pairs(privacy=make())
+    plan = plan_of(module.privacy, module, n_max=6)
+    rows = records(4)
+    expected = clipped_sum(module, plan, rows)
+    module.privacy.attach(module, plan, KeyedStream(b"k" * 32, "run"))
+    slots = torch.tensor([True, True, False, True, False, True])
+    module.privacy.contribute(module, replace(batch_of(rows), unit_ids=slots.nonzero().flatten(), mask=slots))
+    found = module.privacy.take()
+    torch.testing.assert_close(torch.cat([found[name].flatten().double() for name in found]), expected)
 
 
 def test_per_example_duplicated_adds_up_clipped_gradients_of_the_in_batch_rows() -> None:
