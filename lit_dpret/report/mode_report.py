@@ -120,7 +120,7 @@ def _sections(
     first = metrics[0]
     drawn = [RowResult(system=row.name, metrics={first: row.over_runs(first)}) for row in rows]
     sections = [
-        Section("Results", [Paragraph(f"Computed on {evaluated_on}."), Paragraph(_HOW_SURE), _results(rows, metrics)]),
+        Section("Results", [Paragraph(f"Computed on {evaluated_on}."), *_results(rows, metrics)]),
         Section(f"{first}, with the interval over training runs", [Drawing(bar_chart(drawn))]),
         Section("Which differences are significant", [Paragraph(_HOW_TESTED), *_verdicts(found)]),
         Section("How each row was trained", [_settings(rows)]),
@@ -130,16 +130,27 @@ def _sections(
     return [*sections, Section("How to get this again", [Code(command)])]
 
 
-def _results(rows: Sequence[ModeRow], metrics: Sequence[str]) -> Grid:
+def _results(rows: Sequence[ModeRow], metrics: Sequence[str]) -> list[Block]:
+    claims, shared = _claims(rows)
     body = []
-    for row in rows:
+    for row, claim in zip(rows, claims, strict=True):
         cells: list[object] = [row.name]
         for metric in metrics:
             runs = row.over_runs(metric)
             cells += [f"{runs.mean:.3f}", _bounds(runs), _bounds(row.over_queries(metric))]
-        body.append([*cells, row.privacy])
+        body.append([*cells, claim])
     numbers = [name for metric in metrics for name in (metric, "over runs", "over queries")]
-    return Grid(["System", *numbers, "Claim of one run"], body, frozenset(range(1, 1 + len(numbers))))
+    table = Grid(["System", *numbers, "Claim of one run"], body, frozenset(range(1, 1 + len(numbers))))
+    return [Paragraph(f"{_HOW_SURE}{shared}"), table]
+
+
+def _claims(rows: Sequence[ModeRow]) -> tuple[list[str], str]:
+    """The claims for a narrow column, and a sentence with what all epsilons have in common, if they have."""
+    ends = {row.privacy.partition(", ")[2] for row in rows if row.privacy.startswith("epsilon = ")}
+    if len(ends) != 1:
+        return [row.privacy for row in rows], ""
+    (end,) = ends
+    return [row.privacy.removesuffix(f", {end}") for row in rows], f" Every epsilon is at {end}."
 
 
 def _verdicts(found: Mapping[str, Sequence[Difference]]) -> list[Block]:

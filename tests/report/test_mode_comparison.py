@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ def row(name: str, runs: list[float], budget: float | None = 3.0, variant: str =
         per_query={"nDCG@10": per_query},
         budget=budget,
         variant=variant,
-        privacy="epsilon = 3.000",
+        privacy=f"epsilon = {budget or 0:.3f}, delta = 1e-05, unit = query",
         settings=settings,
     )
 
@@ -97,6 +98,14 @@ def test_the_files_say_the_same(tmp_path: Path) -> None:
     page = written["compare_modes.html"].read_text(encoding="utf-8")
     assert "<script" not in page and "&lt;x&gt;" in page and "12 trainings on the same private queries" in page
     assert page.count("<svg") == 1
+    assert "Every epsilon is at delta = 1e-05, unit = query." in page and "<td>epsilon = 8.000</td>" in page
+
+
+def test_claims_that_differ_in_more_than_epsilon_are_shown_in_full(tmp_path: Path) -> None:
+    other = replace(ROWS[2], name="other", privacy="epsilon = 3.000, delta = 1e-05, unit = user")
+    written = write_mode_report(tmp_path, [*ROWS, other], metrics=["nDCG@10"], evaluated_on="x", command="y")
+    page = written["compare_modes.html"].read_text(encoding="utf-8")
+    assert "<td>epsilon = 3.000, delta = 1e-05, unit = user</td>" in page and "Every epsilon" not in page
 
 
 def test_a_comparison_without_runs_to_compare_is_still_a_table(tmp_path: Path) -> None:
