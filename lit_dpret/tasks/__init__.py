@@ -1,5 +1,6 @@
 """What the command line can be asked to do; one class each, chosen by ``task=``."""
 
+from lit_dpret.tasks.compare import CompareModes
 from lit_dpret.tasks.doctor import Doctor
 from lit_dpret.tasks.evaluate import Evaluate
 from lit_dpret.tasks.export import Export
@@ -8,4 +9,4 @@ from lit_dpret.tasks.pipeline import Pipeline
 from lit_dpret.tasks.plan import Plan
 from lit_dpret.tasks.synthesize import Synthesize
 
-__all__ = ["Doctor", "Evaluate", "Export", "Fit", "Pipeline", "Plan", "Synthesize"]
+__all__ = ["CompareModes", "Doctor", "Evaluate", "Export", "Fit", "Pipeline", "Plan", "Synthesize"]

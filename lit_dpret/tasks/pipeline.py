@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard, ProgressLine, StepProgress
+from lit_dpret.callbacks import ProgressLine
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.generation.pseudo_queries import write_pseudo_queries
@@ -34,6 +33,7 @@ from lit_dpret.tasks.consistency import KEPT, as_round_trip, check_round_trip
 from lit_dpret.tasks.fit import train
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.pipeline_report import tell
+from lit_dpret.tasks.retriever_stage import stage_callbacks, train_retriever
 from lit_dpret.tasks.scoring import score_bm25, score_embeddings
 from lit_dpret.tasks.stages import Stages
 
@@ -156,12 +156,8 @@ class Pipeline:
         return made
 
     def _callbacks(self, folder: Path, resume: bool, label: str) -> list[Any]:
-        return [
-            PrivacyAccountant(run_dir=folder, resume=resume),
-            PrivacyCard(run_dir=folder, tuning_note=self.tuning_note, tuning_data=self.tuning_data),
-            ModelCheckpoint(dirpath=folder / "checkpoints", every_n_train_steps=5, save_last=True, save_top_k=1),
-            StepProgress(label),
-        ]
+        tuning = {"tuning_note": self.tuning_note, "tuning_data": self.tuning_data}
+        return stage_callbacks(folder, resume=resume, label=label, **tuning)
 
     def _trainer(self, steps: int) -> Callable[..., Any]:
         return lambda **settings: self._parts.make_trainer(max_steps=steps, **settings)
@@ -200,16 +196,14 @@ class Pipeline:
             L.seed_everything(self._parts.seed, verbose=False)
             model = self._retriever(privacy())
             source = data or self._data(max_passages=self.max_passages)
-            source.setup("fit")
-            source.use_unit(model.privacy.unit, model.privacy.neighbours)
-            source.expected_batch_size = min(self.retriever_batch, source.n_units)
-            train(
+            train_retriever(
                 model,
                 source,
-                run_dir=folder,
-                make_trainer=self._trainer(self.retriever_steps),
+                folder,
+                parts=self._parts,
+                steps=self.retriever_steps,
+                batch=self.retriever_batch,
                 callbacks=self._callbacks(folder, resume, f"retriever ({label})"),
-                loggers=[],
                 resume=resume,
             )
             result = self._score(model)

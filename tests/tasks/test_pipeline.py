@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,61 +10,17 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback
-from tiny_generator import WORDS, generator, passage
-from tiny_models import tiny_bert, tiny_tokenizer
+from tiny_generator import generator
+from tiny_tasks import parts, retriever, trainer
 
-from lit_dpret.datamodules import PairsDataModule
-from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.errors import ConfigurationError, ResumeError
-from lit_dpret.modules import FrozenDualEncoder, OptimizerSpec
 from lit_dpret.privacy.accounting import epsilon
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases, noise_keys
-from lit_dpret.privacy.modes import DPSGD, NoPrivacy
+from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.tasks import Pipeline
-from lit_dpret.tasks.parts import Parts
 
-QUERIES, PASSAGES, STEPS = 64, 24, 3
-
-
-def write_log(folder: Path) -> Path:
-    """A BEIR folder whose queries are words of their passages; the last eight are for testing."""
-    (folder / "qrels").mkdir(parents=True)
-    corpus = {f"p{i}": passage(i, 4) for i in range(PASSAGES)}
-    queries = {f"q{i}": f"{passage(i % PASSAGES, 2)} {WORDS[i]}" for i in range(QUERIES)}
-    for name, texts in (("corpus", corpus), ("queries", queries)):
-        lines = [json.dumps({"_id": key, "title": "", "text": text}) for key, text in texts.items()]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    for split, chosen in (("train", range(QUERIES - 8)), ("test", range(QUERIES - 8, QUERIES))):
-        judged = [f"q{i}\tp{i % PASSAGES}\t1" for i in chosen]
-        text = "query-id\tcorpus-id\tscore\n" + "\n".join(judged) + "\n"
-        (folder / "qrels" / f"{split}.tsv").write_text(text, encoding="utf-8")
-    return folder
-
-
-def retriever(**settings: Any) -> FrozenDualEncoder:
-    tower = TextEncoder(tiny_bert(), tiny_tokenizer(), Contract(query_max_length=8, passage_max_length=10))
-    return FrozenDualEncoder(optimizer=OptimizerSpec(name="sgd", lr=0.1), encoder=tower, **settings)
-
-
-def trainer(**settings: Any) -> L.Trainer:
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1, "max_epochs": -1}
-    return L.Trainer(accelerator="cpu", devices=1, **quiet, **settings)  # type: ignore[arg-type]
-
-
-def parts(tmp_path: Path, privacy: Callable[..., Any] | None = None, **changes: Any) -> Parts:
-    folder = tmp_path / "log"
-    private = partial(DPSGD, eps=8.0, noise_multiplier=2.0, secret_file=tmp_path / "secret")
-    settings: dict[str, Any] = {
-        "run_dir": tmp_path / "run",
-        "make_privacy": privacy or private,
-        "make_datamodule": partial(
-            PairsDataModule, folder=folder if folder.exists() else write_log(folder), sampling="poisson"
-        ),
-        "make_module": lambda: None,
-        "make_trainer": trainer,
-    }
-    return Parts(**settings | changes)
+STEPS = 3
 
 
 def pipeline(**changes: Any) -> Pipeline:

@@ -1,0 +1,52 @@
+"""What `task=compare_modes` tells at its end: the table, what differs, and where everything lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from lit_dpret.report.mode_comparison import ModeRow, differences
+from lit_dpret.report.mode_report import write_mode_report
+from lit_dpret.report.table import RowResult, console_table
+
+
+def tell(
+    run_dir: Path,
+    rows: Sequence[ModeRow],
+    *,
+    metrics: Sequence[str],
+    evaluated_on: str,
+    command: str,
+    notes: Sequence[str],
+    private_runs: int,
+    seconds: float,
+) -> dict[str, float]:
+    """Write the report and print it in short; returns the first metric by system."""
+    written = write_mode_report(
+        run_dir,
+        rows,
+        metrics=metrics,
+        evaluated_on=evaluated_on,
+        command=command,
+        notes=notes,
+        private_runs=private_runs,
+    )
+    console = Console()
+    shown = [RowResult(row.name, {m: row.over_runs(m) for m in metrics}, row.privacy) for row in rows]
+    console.print(console_table(shown, title="Privacy modes; intervals over training runs"))
+    first = metrics[0]
+    for each in differences(rows, first):
+        if each.is_significant():
+            console.print(
+                f"{each.first} above {each.second}: {first} +{each.difference:.4f}, p = {each.p_runs:.4f} over runs",
+                highlight=False,
+                soft_wrap=True,
+            )
+    for note in notes:
+        console.print(note, highlight=False, soft_wrap=True)
+    for name, path in written.items():
+        console.print(f"{name}: {path}", highlight=False, soft_wrap=True)
+    console.print(f"Stages took {seconds:.0f} s")
+    return {row.name: row.over_runs(first).mean for row in rows}

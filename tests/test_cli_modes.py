@@ -1,0 +1,109 @@
+"""`task=fit model=dual_encoder` end to end from the command line's configuration, once under every privacy mode."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from tiny_models import WORDS, tiny_bert, tiny_tokenizer
+from tiny_tasks import write_log, write_synthetic
+
+from lit_dpret.cli import run
+from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.losses import SigmoidPairLoss, SoftmaxPairLoss
+from lit_dpret.privacy.modes.per_example_duplicated import duplicated_sensitivity
+
+ROOT = Path(__file__).resolve().parent.parent
+COUPLED = ["privacy.sub_batches=2", "privacy.n_max=8", "privacy.delta=0.001"]
+BOUND, N_MAX = 0.1, 8  # of configs/privacy, and above
+MODES: dict[str, tuple[list[str], float]] = {
+    "batch_clip": ([*COUPLED], 2 * BOUND),
+    "per_example_duplicated": ([*COUPLED], BOUND * duplicated_sensitivity(N_MAX, "add_or_remove")),
+    "logit_dp": (
+        [*COUPLED],
+        BOUND * SoftmaxPairLoss(temperature=1.0).sensitivity(N_MAX, relation="add_or_remove"),
+    ),
+    "logit_dp sigmoid": (
+        [*COUPLED, "loss=sigmoid"],
+        BOUND * SigmoidPairLoss(temperature=1.0, n0=4.0).sensitivity(N_MAX, relation="add_or_remove"),
+    ),
+    "public_passages": (["privacy.pool_size=8", "privacy.delta=0.001"], BOUND),
+}
+
+
+def settings(folder: Path, *overrides: str) -> list[str]:
+    """A tiny BERT and a tiny log; two steps of eight queries."""
+    for part in (tiny_bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0), tiny_tokenizer()):
+        part.save_pretrained(folder / "bert")
+    write_log(folder / "log", WORDS)
+    return [
+        "model=dual_encoder", f"model.encoder={folder / 'bert'}", "model.max_query_length=6",
+        "model.max_passage_length=8", "model.temperature=1", "datamodule=pairs", f"datamodule.folder={folder / 'log'}",
+        "datamodule.expected_batch_size=8", "datamodule.physical_batch_size=16", "trainer.max_steps=2", *overrides,
+    ]  # fmt: skip
+
+
+def private(folder: Path, case: str) -> list[str]:
+    return settings(folder, f"privacy={case.split()[0]}", f"privacy.secret_file={folder / 'secret'}", *MODES[case][0])
+
+
+def check(folder: Path, case: str) -> None:
+    card = json.loads((folder / "privacy_card.json").read_text(encoding="utf-8"))
+    mechanism = card["mechanism"]
+    assert mechanism["mode"] == case.split()[0] and mechanism["steps_done"] == 2
+    assert mechanism["sensitivity"] == pytest.approx(MODES[case][1])
+    assert card["claim"]["guarantee"] == "dp" and 0 < card["claim"]["epsilon"] <= 3.0
+    assert mechanism["noise_std"] == pytest.approx(mechanism["noise_multiplier"] * mechanism["sensitivity"])
+    assert (folder / "model" / "privacy_card.json").exists()
+
+
+def composed(folder: Path, overrides: list[str]) -> Any:
+    with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
+        return compose("train", overrides=[f"run_dir={folder}", *overrides])
+
+
+@pytest.mark.parametrize("case", MODES)
+def test_a_dual_encoder_trains_and_its_card_states_mode_sensitivity_and_epsilon(case: str, tmp_path: Path) -> None:
+    run(composed(tmp_path / "run", private(tmp_path, case)))
+    check(tmp_path / "run", case)
+
+
+def test_a_dual_encoder_trained_without_privacy_claims_none(tmp_path: Path) -> None:
+    run(composed(tmp_path / "run", settings(tmp_path, "privacy=none")))
+    card = json.loads((tmp_path / "run" / "privacy_card.json").read_text(encoding="utf-8"))
+    assert card["claim"]["guarantee"] == "none" and card["claim"]["epsilon"] is None
+
+
+def test_a_dual_encoder_trained_on_synthetic_queries_inherits_their_claim(tmp_path: Path) -> None:
+    known = [item for item in settings(tmp_path) if not item.startswith("datamodule")]
+    folder = write_synthetic(tmp_path / "made", PairsDataModule(folder=tmp_path / "log"))
+    data = ["datamodule=synthetic", f"datamodule.folder={folder}", "datamodule.expected_batch_size=8",
+            f"datamodule.corpus={tmp_path / 'log' / 'corpus.jsonl'}"]  # fmt: skip
+    run(composed(tmp_path / "run", [*known, "privacy=synthetic", *data]))
+    card, parent = (
+        json.loads((path / "privacy_card.json").read_text(encoding="utf-8")) for path in (tmp_path / "run", folder)
+    )
+    assert card["claim"]["epsilon"] == parent["claim"]["epsilon"] and math.isfinite(card["claim"]["epsilon"])
+    assert card["mechanism"]["kind"] == "post_processing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MODES)
+def test_the_same_from_a_shell(case: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "train.py", f"hydra.run.dir={tmp_path / 'run'}", *private(tmp_path, case)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"XDG_STATE_HOME": str(tmp_path / "state"), "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    check(tmp_path / "run", case)

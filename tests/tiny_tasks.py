@@ -1,0 +1,81 @@
+"""A private log, a retriever and the parts of a task, each as small as can be. Imported by path; not a test."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from cards import Run, make_plan
+from tiny_generator import WORDS
+from tiny_models import tiny_bert, tiny_tokenizer
+
+from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.generation.pseudo_queries import write_pseudo_queries
+from lit_dpret.modules import FrozenDualEncoder, OptimizerSpec
+from lit_dpret.privacy.card import subject_of, write_card
+from lit_dpret.privacy.modes import DPSGD
+from lit_dpret.tasks.parts import Parts
+
+QUERIES, PASSAGES = 64, 24
+
+
+def write_log(folder: Path, words: Sequence[str] = WORDS) -> Path:
+    """A BEIR folder whose queries are words of their passages; the last eight are for testing."""
+
+    def some(start: int, count: int) -> str:
+        return " ".join(words[(start + step) % len(words)] for step in range(0, 3 * count, 3))
+
+    (folder / "qrels").mkdir(parents=True)
+    corpus = {f"p{i}": some(i, 4) for i in range(PASSAGES)}
+    queries = {f"q{i}": f"{some(i % PASSAGES, 2)} {words[i % len(words)]}" for i in range(QUERIES)}
+    for name, texts in (("corpus", corpus), ("queries", queries)):
+        lines = [json.dumps({"_id": key, "title": "", "text": text}) for key, text in texts.items()]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for split, chosen in (("train", range(QUERIES - 8)), ("test", range(QUERIES - 8, QUERIES))):
+        judged = [f"q{i}\tp{i % PASSAGES}\t1" for i in chosen]
+        text = "query-id\tcorpus-id\tscore\n" + "\n".join(judged) + "\n"
+        (folder / "qrels" / f"{split}.tsv").write_text(text, encoding="utf-8")
+    return folder
+
+
+def write_synthetic(folder: Path, log: PairsDataModule) -> Path:
+    """Queries made for the passages of ``log``, with the card of a private run, as a generator would leave them."""
+    log.setup("fit")
+    write_pseudo_queries(log.public_passages(), folder)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    subject = subject_of("dataset", "synthetic queries", files, root=folder)
+    plan = make_plan()
+    write_card(Run(folder.with_name("generator"), plan).train().card(plan=plan, subject=subject), folder)
+    return folder
+
+
+def retriever(**settings: Any) -> FrozenDualEncoder:
+    tower = TextEncoder(tiny_bert(), tiny_tokenizer(), Contract(query_max_length=8, passage_max_length=10))
+    return FrozenDualEncoder(**{"optimizer": OptimizerSpec(name="sgd", lr=0.1), "encoder": tower} | settings)
+
+
+def trainer(**settings: Any) -> L.Trainer:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1, "max_epochs": -1}
+    return L.Trainer(accelerator="cpu", devices=1, **quiet, **settings)  # type: ignore[arg-type]
+
+
+def parts(
+    tmp_path: Path, privacy: Callable[..., Any] | None = None, words: Sequence[str] = WORDS, **changes: Any
+) -> Parts:
+    folder = tmp_path / "log"
+    private = partial(DPSGD, eps=8.0, noise_multiplier=2.0, secret_file=tmp_path / "secret")
+    settings: dict[str, Any] = {
+        "run_dir": tmp_path / "run",
+        "make_privacy": privacy or private,
+        "make_datamodule": partial(
+            PairsDataModule, folder=folder if folder.exists() else write_log(folder, words), sampling="poisson"
+        ),
+        "make_module": lambda: None,
+        "make_trainer": trainer,
+    }
+    return Parts(**settings | changes)
