@@ -144,7 +144,7 @@ def _duplicates(trainer: L.Trainer) -> str:
 
 def _leaks(records: list[dict[str, Any]]) -> list[Assumption]:
     """What the run is known to have let out besides its releases, in this attempt or an earlier one."""
-    plans = [record for record in records if record["kind"] == "plan" and record.get("mode") == "dp_sgd"]
+    plans = [record for record in records if record["kind"] == "plan" and record.get("plan") is not None]
     leaks = []
     if any(plan.get("log_private_loss") for plan in plans):
         leaks.append("No loss on private rows was shown: log_private_loss=true logged the training loss of every step.")

@@ -117,7 +117,10 @@ def _add_side(
     rows_at_once: int,
 ) -> None:
     """Pull the cotangents of one side back to the parameters, some rows at a time."""
-    for rows in cotangents.any(1).nonzero().flatten().split(rows_at_once):  # type: ignore[no-untyped-call]
+    weighed = cotangents.any(1).nonzero().flatten()
+    if not len(weighed):  # split would make one empty piece of nothing, on which encoders fail
+        return
+    for rows in weighed.split(rows_at_once):  # type: ignore[no-untyped-call]
         with torch.enable_grad():
             embedded = side.embedded(rows)
         refuse_other_function(before[rows], embedded)
