@@ -5,6 +5,9 @@ from lit_dpret.tasks.evaluate import Evaluate
 from lit_dpret.tasks.fit import Fit
 from lit_dpret.tasks.pipeline import Pipeline
 from lit_dpret.tasks.plan import Plan
+from lit_dpret.tasks.second_task import SecondTask
 from lit_dpret.tasks.synthesize import Synthesize
+from lit_dpret.tasks.variant import Variant
+from lit_dpret.tasks.variant_study import VariantStudy
 
-__all__ = ["Doctor", "Evaluate", "Fit", "Pipeline", "Plan", "Synthesize"]
+__all__ = ["Doctor", "Evaluate", "Fit", "Pipeline", "Plan", "SecondTask", "Synthesize", "Variant", "VariantStudy"]
