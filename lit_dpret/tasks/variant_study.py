@@ -24,6 +24,7 @@ from lit_dpret.datamodules import ImagesDataModule
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
 from lit_dpret.privacy.card import read_card
+from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.variant_runs import VariantRun
 from lit_dpret.tasks.curve_recorder import CurveRecorder, HeldOutLoss, read_curve
 from lit_dpret.tasks.fit import train
@@ -104,6 +105,8 @@ class VariantStudy:
         self._data.setup("fit")
         test = self._data.labelled("test")[0]
         self._held_out = HeldOutLoss(test[: self.held_out_images], group=self.held_out_group)
+        unused: EmbeddingTrainer = parts.make_module(privacy=NoPrivacy(), optimizer=OptimizerSpec())
+        self._net = type(unused.net).__name__
         planned = self._planned()
         finished: list[Finished] = []
         with ProgressLine("variants and seeds", every=0) as progress:
@@ -230,4 +233,5 @@ class VariantStudy:
             class_names=self._data.class_names(),
             note=self.note,
             command=self._parts.command,
+            net=self._net,
         )

@@ -222,3 +222,22 @@ def test_a_run_of_a_coupled_mode_that_lets_out_more_than_its_updates_states_no_e
         extra=[PrivacyCard(run_dir=tmp_path / "run")])  # fmt: skip
     assert read_card(tmp_path / "run")["claim"]["guarantee"] == "not_proved"
     assert read_card(tmp_path / "run")["claim"]["epsilon"] is None
+
+
+@pytest.mark.parametrize("neighbours", ["zero_out", "add_or_remove", "replace_one"])
+def test_a_card_over_images_speaks_of_images_and_of_no_public_passages(neighbours: str, tmp_path: Path) -> None:
+    settings = DP | {"max_logit_grad_norm": 0.1, "unit": "image", "neighbours": neighbours}
+    data = images(tiny.parquet(tmp_path / "images"))
+    if neighbours == "add_or_remove":
+        data.sample_rate = 0.5
+    fit(tmp_path / "run", of_images(privacy=LogitDP(**settings)), data, steps=1,
+        extra=[PrivacyCard(run_dir=tmp_path / "run")])  # fmt: skip
+    text = (tmp_path / "run" / "privacy_card.md").read_text(encoding="utf-8")
+    assert "one image with every view made of it" in text and "the pixels of each image" in text
+    assert not [word for word in ("passage", "queries", " pairs") if word in text.lower()]
+
+
+def test_texts_are_no_images(tmp_path: Path) -> None:
+    module = of_texts(privacy=LogitDP(**DP | {"max_logit_grad_norm": 0.1, "unit": "image"}))
+    with pytest.raises(ConfigurationError, match="grouped by query, pair, user"):
+        fit(tmp_path / "run", module, texts(tmp_path), steps=1)
