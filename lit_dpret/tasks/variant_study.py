@@ -54,6 +54,7 @@ class VariantStudy:
         k: Neighbours that vote in the k-NN classifier.
         held_out_images, held_out_group: How many test images the comparable loss is computed on, and how many
             of them are each other's negatives.
+        report_only: Train nothing; write the report of the runs that are finished.
         note: Said at the top of the report, such as what differs from the paper's settings.
         tuning_note, tuning_data: What the settings were chosen on; they go into the cards.
         min_free_mb: Refuse to start with less free disk.
@@ -74,6 +75,7 @@ class VariantStudy:
         k: int = 3,
         held_out_images: int = 2000,
         held_out_group: int = 400,
+        report_only: bool = False,
         note: str = "",
         tuning_note: str | None = None,
         tuning_data: str = "unknown",
@@ -91,7 +93,7 @@ class VariantStudy:
         self.seeds, self.epochs, self.batch_size = list(seeds), epochs, batch_size
         self.baseline = variants[baseline].label if baseline in self.variants else None
         self.k, self.held_out_images, self.held_out_group = k, held_out_images, held_out_group
-        self.note = note
+        self.report_only, self.note = report_only, note
         self.tuning_note, self.tuning_data = tuning_note, tuning_data
         self.min_free_mb = min_free_mb
 
@@ -108,6 +110,10 @@ class VariantStudy:
         unused: EmbeddingTrainer = parts.make_module(privacy=NoPrivacy(), optimizer=OptimizerSpec())
         self._net = type(unused.net).__name__
         planned = self._planned()
+        if self.report_only:
+            planned = [(seed, name) for seed, name in planned if self._stages.is_done(_stage(name, seed))]
+            if not planned:
+                raise ConfigurationError(f"task.report_only=true: no run in {parts.run_dir} is finished.")
         finished: list[Finished] = []
         with ProgressLine("variants and seeds", every=0) as progress:
             for done, (seed, name) in enumerate(planned):
@@ -127,7 +133,7 @@ class VariantStudy:
 
     def _fingerprint(self) -> str:
         settings = {k: str(v) for k, v in sorted(vars(self).items()) if not k.startswith("_")}
-        for name in ("min_free_mb", "note"):
+        for name in ("min_free_mb", "note", "report_only"):
             settings.pop(name)
         settings |= {"shared": json.dumps(self._shared, default=str, sort_keys=True)}
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
@@ -135,7 +141,7 @@ class VariantStudy:
     # -- one run -----------------------------------------------------------------------------
 
     def _finished(self, name: str, seed: int) -> Finished:
-        result = self._stages.run(f"{name}_seed{seed}", lambda folder, resume: self._train(name, seed, folder, resume))
+        result = self._stages.run(_stage(name, seed), lambda folder, resume: self._train(name, seed, folder, resume))
         run = VariantRun(**result["run"])
         return Finished(name=name, variant=self.variants[name], run=run, **result["more"])
 
@@ -235,3 +241,7 @@ class VariantStudy:
             command=self._parts.command,
             net=self._net,
         )
+
+
+def _stage(name: str, seed: int) -> str:
+    return f"{name}_seed{seed}"

@@ -131,6 +131,8 @@ def test_an_interrupted_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         chosen.run(parts(tmp_path, make_trainer=stopping))
     made = (tmp_path / "run" / "logit_dp_seed0" / "stage.json").stat().st_mtime_ns
+    partial_report = study(only=["logit_dp", "non_private"], seeds=[0], report_only=True)
+    assert set(partial_report.run(parts(tmp_path, resume=True))) == {"logit_dp"}
     with pytest.raises(ResumeError):
         study(only=["logit_dp", "non_private"], seeds=[0], epochs=2).run(parts(tmp_path, resume=True))
     chosen.run(parts(tmp_path, resume=True))
