@@ -34,6 +34,9 @@ from lit_dpret.tasks.variant import Variant, shared_settings
 from lit_dpret.tasks.variant_study_report import Finished, write_study
 from lit_dpret.vision import evaluate_knn
 
+# Settings of a command that change nothing about what it makes.
+_HOW_NOT_WHAT = ("resume=", "task.report_only=", "task.note=")
+
 
 class VariantStudy:
     """Train every variant under every seed; k-NN, figures, tables.
@@ -238,7 +241,7 @@ class VariantStudy:
             baseline=self.baseline,
             class_names=self._data.class_names(),
             note=self.note,
-            command=self._parts.command,
+            command=" ".join(word for word in self._parts.command.split() if not word.startswith(_HOW_NOT_WHAT)),
             net=self._net,
         )
 

@@ -52,7 +52,8 @@ def trainer(**settings: Any) -> L.Trainer:
 
 def parts(tmp_path: Path, privacy: Callable[..., Any] | None = None, **changes: Any) -> Parts:
     folder = tmp_path / "images"
-    private = partial(LogitDP, eps=50.0, delta=1e-3, unit="pair", max_logit_grad_norm=1.0, noise_multiplier=2.0)
+    private = partial(LogitDP, eps=50.0, delta=1e-3, unit="image", max_logit_grad_norm=1.0,
+                      secret_file=tmp_path / "secret")  # fmt: skip
     settings: dict[str, Any] = {
         "run_dir": tmp_path / "run",
         "make_privacy": privacy or private,
@@ -73,10 +74,16 @@ def study(**changes: Any) -> VariantStudy:
     return VariantStudy(**settings | changes)
 
 
-def test_a_study_ends_with_the_papers_figures_tables_and_what_was_promised(tmp_path: Path) -> None:
-    told = study(note="Twelve images.").run(parts(tmp_path))
-    report = tmp_path / "run" / "report"
-    assert set(told) == set(VARIANTS)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished study of all variants; tests read it."""
+    folder = tmp_path_factory.mktemp("study")
+    assert set(study(note="Twelve images.").run(parts(folder))) == set(VARIANTS)
+    return folder
+
+
+def test_a_study_ends_with_the_papers_figures_tables_and_what_was_promised(finished: Path) -> None:
+    report = finished / "run" / "report"
     pictures = {"relative_loss", "smoothed_loss", "batch_sizes", "confusion", "runtime", "held_out_loss", "losses",
                 "equal_negatives"}  # fmt: skip
     assert pictures == {path.stem for path in report.glob("*.png")}
@@ -95,10 +102,9 @@ def test_a_study_ends_with_the_papers_figures_tables_and_what_was_promised(tmp_p
     assert settings["sigmoid"]["loss"].startswith("SigmoidPairLoss")
 
 
-def test_no_card_of_a_study_states_an_epsilon_since_its_losses_are_shown(tmp_path: Path) -> None:
-    study(only=["logit_dp", "non_private"], seeds=[0]).run(parts(tmp_path))
+def test_no_card_of_a_study_states_an_epsilon_since_its_losses_are_shown(finished: Path) -> None:
     for name, guarantee in (("logit_dp", "not_proved"), ("non_private", "none")):
-        claim = read_card(tmp_path / "run" / f"{name}_seed0")["claim"]
+        claim = read_card(finished / "run" / f"{name}_seed0")["claim"]
         assert claim["guarantee"] == guarantee and claim["epsilon"] is None
 
 
@@ -140,27 +146,23 @@ def test_an_interrupted_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert read_curve(tmp_path / "run" / "non_private_seed0" / "curve.jsonl").steps == [1, 2, 3]
 
 
-def test_the_second_task_trains_a_classifier_on_each_frozen_encoder(tmp_path: Path) -> None:
-    study(only=["logit_dp", "non_private"]).run(parts(tmp_path))
-    weights = tmp_path / "run" / "logit_dp_seed0" / "model" / "model.safetensors"
+def test_the_second_task_trains_a_classifier_on_each_frozen_encoder(finished: Path, tmp_path: Path) -> None:
+    weights = finished / "run" / "logit_dp_seed0" / "model" / "model.safetensors"
     before = weights.read_bytes()
     missing = ImagesDataModule(source="fashion_mnist", folder=tmp_path / "nowhere")
-    second = SecondTask(study=tmp_path / "run", data=missing, epochs=2, batch_size=4, min_free_mb=1)
-    told = second.run(parts(tmp_path, run_dir=tmp_path / "second"))
+    second = SecondTask(study=finished / "run", data=missing, epochs=2, batch_size=4, min_free_mb=1)
+    told = second.run(parts(tmp_path))
     assert set(told) == {"logit_dp_seed0", "non_private_seed0"}
-    page = (tmp_path / "second" / "report" / "README.md").read_text(encoding="utf-8")
+    page = (tmp_path / "run" / "report" / "README.md").read_text(encoding="utf-8")
     assert "the coarse labels of cifar10" in page and "/ 1.013" in page and "/ 0.169" in page
     assert weights.read_bytes() == before
-    assert second.run(parts(tmp_path, run_dir=tmp_path / "second", resume=True)) == told
+    assert second.run(parts(tmp_path, resume=True)) == told
 
 
-def test_the_second_task_takes_fashion_mnist_where_it_is(tmp_path: Path) -> None:
-    study(only=["non_private"], seeds=[0]).run(parts(tmp_path))
+def test_the_second_task_takes_fashion_mnist_where_it_is(finished: Path, tmp_path: Path) -> None:
     there = ImagesDataModule(source="fashion_mnist", folder=tiny.idx(tmp_path / "fashion"))
-    SecondTask(study=tmp_path / "run", data=there, epochs=1, batch_size=4, min_free_mb=1).run(
-        parts(tmp_path, run_dir=tmp_path / "second")
-    )
-    page = (tmp_path / "second" / "report" / "README.md").read_text(encoding="utf-8")
+    SecondTask(study=finished / "run", data=there, epochs=1, batch_size=4, min_free_mb=1).run(parts(tmp_path))
+    page = (tmp_path / "run" / "report" / "README.md").read_text(encoding="utf-8")
     assert "the fine labels of fashion_mnist" in page
 
 
