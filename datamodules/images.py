@@ -234,7 +234,7 @@ class ImagesDataModule(SampledDataModule):
     # -- the private side --------------------------------------------------------------------
 
     def use_unit(self, unit: str, neighbours: str | None = None) -> None:
-        """Take the run's unit of privacy: an image, whose one row is both its query and its pair.
+        """Take the run's unit of privacy: an image, by the name ``image``, or as its own query and pair.
 
         Raises:
             ConfigurationError: The unit is a user, whom these data do not name; or the public sample
@@ -243,7 +243,7 @@ class ImagesDataModule(SampledDataModule):
         if unit == "user":
             raise ConfigurationError(
                 f"privacy.unit=user needs user ids, and datamodule.source={self.source} names no users. Set "
-                "privacy.unit=pair: the two views of one image."
+                "privacy.unit=image."
             )
         if neighbours == "add_or_remove" and self.max_images is not None:
             raise ConfigurationError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from lit_dpret.datamodules import preparation
 from lit_dpret.datamodules.collection import Collection
@@ -230,6 +230,10 @@ class PairsDataModule(SampledDataModule):
             ConfigurationError: The data settings make the claim unsound under ``neighbours``, or a
                 sampler for another unit is already attached.
         """
+        if unit not in get_args(Unit):
+            raise ConfigurationError(
+                f"privacy.unit={unit}: rows of texts are grouped by {', '.join(get_args(Unit))}. Choose one of them."
+            )
         if unit == "pair" and (self.max_passages is not None or self.drop_overlap):
             raise ConfigurationError(
                 "privacy.unit=pair cannot go with datamodule.max_passages or datamodule.drop_overlap: they take rows "

@@ -13,6 +13,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,12 @@ def build_parts(cfg: DictConfig) -> Parts:
     transformers.utils.logging.disable_progress_bar()
 
     def node(name: str, **extra: Any) -> Any:
-        return instantiate(cfg[name], **extra)
+        # Hydra takes a dataclass for a configuration and would hand on a DictConfig: those are given afterwards.
+        ready = {key: value for key, value in extra.items() if is_dataclass(value)}
+        rest = {key: value for key, value in extra.items() if key not in ready}
+        if not ready:
+            return instantiate(cfg[name], **rest)
+        return instantiate(cfg[name], _partial_=True, **rest)(**ready)
 
     def listed(name: str) -> list[Any]:
         chosen = cfg.get(name) or {}

@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "pytest_plugin": {"testing"},
     "tasks": {
         "errors", "privacy", "retrieval", "report", "callbacks", "datamodules", "generation", "modules",
-        "encoders", "assets", "vision", "losses",
+        "encoders", "assets", "vision", "losses", "evaluation_mode",
     },
     "cli": {"errors", "tasks"},
     "__main__": {"cli"},

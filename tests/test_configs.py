@@ -47,7 +47,7 @@ def test_there_is_an_option_in_every_group() -> None:
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_an_option_composes_and_its_keys_are_arguments(group: str, option: str) -> None:
-    pairs = ["model=dual_encoder"] if group == "loss" else []  # the only models that have one
+    pairs = ["model=dual_encoder"] if group == "loss" else []  # one of the models that have one
     cfg = composed(*pairs, f"{group}={option}")
     container = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(container, dict)
@@ -78,6 +78,7 @@ NEEDED = {
     "task.synthesize": ["task.generator=x"],
     "task.export": ["task.checkpoint=x"],
     "privacy.logit_dp": ["privacy.delta=1e-6"],
+    "task.second_task": ["task.study=x"],
 }
 
 

@@ -1,9 +1,17 @@
 """Lightning modules: one loop, and the families built on it."""
 
 from lit_dpret.modules.dual_encoder import DualEncoder
+from lit_dpret.modules.embedding_trainer import EmbeddingTrainer
 from lit_dpret.modules.frozen_dual_encoder import FrozenDualEncoder
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.modules.query_generator import QueryGenerator
 
-__all__ = ["DualEncoder", "FrozenDualEncoder", "OptimizerSpec", "PrivateModule", "QueryGenerator"]
+__all__ = [
+    "DualEncoder",
+    "EmbeddingTrainer",
+    "FrozenDualEncoder",
+    "OptimizerSpec",
+    "PrivateModule",
+    "QueryGenerator",
+]

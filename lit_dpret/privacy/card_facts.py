@@ -137,7 +137,8 @@ def _declared(plan: PrivacyPlan) -> list[Assumption]:
             "Delta, the sampling rate, the batch cap and the denominator were declared without looking at the data."
         )
     elif plan.budget.neighbours == "zero_out":
-        public = "The number of units and the list of passages may be known to everybody."
+        listed = "" if plan.budget.unit == "image" else " and the list of passages"
+        public = f"The number of units{listed} may be known to everybody."
     else:
         public = "The number of units may be known to everybody."
     several = [] if plan.max_units_per_user is None else [

@@ -17,9 +17,10 @@ _UNITS: dict[str, str] = {
     "query": "one query with every (query, passage) row that carries it",
     "pair": "one (query, passage) pair",
     "user": "everything that one user contributed",
+    "image": "one image with every view made of it",
 }
-_SHORT: dict[str, str] = {"query": "query", "pair": "pair", "user": "user"}
-_PLURAL: dict[str, str] = {"query": "queries", "pair": "pairs", "user": "users"}
+_SHORT: dict[str, str] = {"query": "query", "pair": "pair", "user": "user", "image": "image"}
+_PLURAL: dict[str, str] = {"query": "queries", "pair": "pairs", "user": "users", "image": "images"}
 
 
 def describe_unit(unit: Unit) -> str:
@@ -43,8 +44,14 @@ def describe_neighbours(unit: Unit, neighbours: Neighbours) -> str:
 
 def protected(unit: Unit, neighbours: Neighbours) -> list[str]:
     """What the guarantee hides, up to epsilon and delta."""
-    whose = {"query": "of each query", "pair": "of the query in each pair", "user": "of all queries of each user"}[unit]
-    hidden = [f"the text {whose}", "which passages were relevant to it, beyond what a public list of passages says"]
+    if unit == "image":
+        hidden = ["the pixels of each image, and of every view made of it"]
+    else:
+        whose = {"query": "of each query", "pair": "of the query in each pair", "user": "of all queries of each user"}
+        hidden = [
+            f"the text {whose[unit]}",
+            "which passages were relevant to it, beyond what a public list of passages says",
+        ]
     if neighbours == "replace_one":
         return hidden
     hidden.append(f"whether a {_SHORT[unit]} was really there")
@@ -55,10 +62,10 @@ def protected(unit: Unit, neighbours: Neighbours) -> list[str]:
 
 def unprotected_quantities(unit: Unit, neighbours: Neighbours, n: int | None) -> list[str]:
     """What the guarantee takes as known to everybody."""
-    public = ["the text of every passage in the corpus"]
+    public = [] if unit == "image" else ["the text of every passage in the corpus"]
     if neighbours == "add_or_remove":
         return [*public, "the declared constants: delta, sampling rate, batch cap, denominator"]
-    if neighbours == "zero_out":
+    if neighbours == "zero_out" and unit != "image":
         public.append("the list of passages that stand in the training data")
     size = "" if n is None else f" (n = {n})"
     return [*public, f"the number of {_PLURAL[unit]}{size}, and what follows from it, such as the sampling rate"]
@@ -105,11 +112,14 @@ def not_covered(
                 f"People who contributed several {_PLURAL[unit]}: the guarantee is for one {_SHORT[unit]}, and no "
                 f"user-level epsilon {known}."
             )
+    what = "image" if unit == "image" else "text"
     gaps.append(
-        f"The same text recorded as several {_PLURAL[unit]}: each copy is a unit of its own, and frequent texts are "
-        f"protected less{_copies(groups)}."
+        f"The same {what} recorded as several {_PLURAL[unit]}: each copy is a unit of its own, and frequent {what}s "
+        f"are protected less{_copies(groups)}."
     )
-    if neighbours == "add_or_remove":
+    if unit == "image":
+        gaps += [] if neighbours == "add_or_remove" else ["The number of images, which is public."]
+    elif neighbours == "add_or_remove":
         gaps.append("Passages: their texts are public.")
     elif neighbours == "zero_out":
         gaps.append("Passages: their texts, and the fact that a passage stands in the training data, are public.")
@@ -119,7 +129,9 @@ def not_covered(
     gaps += [
         "What the pre-trained model had learned before this training.",
         "Facts that hold for many people at once: learning those is what training is for.",
-        "Queries that are typed when the system is used.",
+        "Images that are shown to the model when it is used."
+        if unit == "image"
+        else "Queries that are typed when the system is used.",
         "Losses, metrics and samples computed on private data and shown to anybody outside the ledger.",
         "A noise secret that leaks, and side channels such as timing or memory.",
     ]

@@ -41,9 +41,23 @@ _MOST_NUMBERED = 12  # classes up to which a confusion matrix shows its numbers
 
 
 def draw_relative_loss(
-    runs: Sequence[VariantRun], path: Path, *, axis: Axis = "examples", band: Band = "interval", title: str = ""
+    runs: Sequence[VariantRun],
+    path: Path,
+    *,
+    axis: Axis = "examples",
+    band: Band = "interval",
+    title: str = "",
+    of: str = "training loss",
 ) -> str:
     """Figure 1, left: mean relative training loss of each variant, with a band over its runs.
+
+    Args:
+        runs: All runs of the comparison.
+        path: Of the PNG.
+        axis: What the curves run over.
+        band: See `relative_curves`.
+        title: Above the picture.
+        of: What ``losses`` are, where they are no training losses.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
@@ -53,10 +67,10 @@ def draw_relative_loss(
     curves = relative_curves(runs, axis=axis, band=band)
     figure, (panel,) = _figure(1)
     _draw_curves(panel, curves)
-    _dress(panel, xlabel=_AXES[axis], ylabel="relative training loss", title=title)
+    _dress(panel, xlabel=_AXES[axis], ylabel=f"relative {of}", title=title)
     _log_if_wide(panel, [value for curve in curves for value in curve.mean])
     _save(figure, path)
-    return f"{_counts(curves)}. Relative training loss: {_RELATIVE} Lines are means over runs; {_BANDS[band]}."
+    return f"{_counts(curves)}. Relative {of}: {_RELATIVE} Lines are means over runs; {_BANDS[band]}."
 
 
 def draw_batch_sizes(runs: Sequence[VariantRun], path: Path, *, variant: str, title: str = "") -> str:

@@ -7,6 +7,21 @@ from lit_dpret.tasks.export import Export
 from lit_dpret.tasks.fit import Fit
 from lit_dpret.tasks.pipeline import Pipeline
 from lit_dpret.tasks.plan import Plan
+from lit_dpret.tasks.second_task import SecondTask
 from lit_dpret.tasks.synthesize import Synthesize
+from lit_dpret.tasks.variant import Variant
+from lit_dpret.tasks.variant_study import VariantStudy
 
-__all__ = ["CompareModes", "Doctor", "Evaluate", "Export", "Fit", "Pipeline", "Plan", "Synthesize"]
+__all__ = [
+    "CompareModes",
+    "Doctor",
+    "Evaluate",
+    "Export",
+    "Fit",
+    "Pipeline",
+    "Plan",
+    "SecondTask",
+    "Synthesize",
+    "Variant",
+    "VariantStudy",
+]

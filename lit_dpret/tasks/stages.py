@@ -43,6 +43,10 @@ class Stages:
             )
         mark.write_text(fingerprint, encoding="utf-8")
 
+    def is_done(self, name: str) -> bool:
+        """Whether stage ``name`` finished, in this attempt or an earlier one."""
+        return (self.run_dir / name / DONE).exists()
+
     def run(self, name: str, work: Callable[[Path, bool], dict[str, Any]]) -> dict[str, Any]:
         """The result of stage ``name``; ``work(folder, resume)`` does it where it is not done yet."""
         folder = self.run_dir / name

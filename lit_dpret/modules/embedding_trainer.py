@@ -1,0 +1,158 @@
+r"""Any net into one embedding space: images by two views of each, or texts by their pairs.
+
+The class of paper 002 (Kong, Munoz Medina and Ribero, 2310.03104, section 5.1): a record is a pair of
+inputs, and its loss compares their embeddings with those of the other records. Where a text encoder
+stands in for the net, the same class trains sentence embeddings. What can be promised about such a loss is
+the privacy mode's to say: ``none``, ``batch_clip``, ``per_example_duplicated`` or ``logit_dp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from lit_dpret.encoders import Side, TextEncoder
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.losses import PairwiseLoss, SoftmaxPairLoss, false_negatives
+from lit_dpret.modules.dual_encoder import make_encoder
+from lit_dpret.modules.net_folder import load_net, save_net
+from lit_dpret.modules.optimizers import OptimizerSpec
+from lit_dpret.modules.pair_module import PairModule
+from lit_dpret.privacy.clipping.base import refuse_batch_mixing
+from lit_dpret.privacy.modes import PrivacyMode
+from lit_dpret.st_folder import save_sentence_transformer
+from lit_dpret.vision import AugmentedViews
+
+Collate = Callable[[Sequence[Any]], dict[str, Tensor]]
+
+
+class EmbeddingTrainer(PairModule):
+    """One net for both sides of a pair.
+
+    Guarantees:
+        - Without ``encoder`` the net starts as it was given, from no data at all.
+        - A net that mixes the rows of a batch (batch normalisation) is refused under every private mode.
+        - With texts, a passage is never a negative of a query that it answers.
+        - `save_model` writes what ``model.encoder`` reads again: a folder with safetensors and, for a text
+          encoder, one that ``SentenceTransformer(folder)`` loads.
+
+    Args:
+        privacy: The privacy mode; not ``dp_sgd`` or ``public_passages``, since negatives come from the batch.
+        optimizer: Name, learning rate and schedule of the optimizer.
+        net: From a batch of images to embeddings of any length, ``(rows, dim)``; null for a text encoder.
+        encoder: Without ``net``: ``minilm``, a hub name, a model folder, or a ready `TextEncoder`. With ``net``:
+            a folder that `save_model` wrote, to start from its weights; null to start from the net's own.
+        views: From rows to ``query`` and ``passage``, for a net; null for two augmented views of an image.
+        loss: A loss of the table of similarities; null for the softmax at temperature 1.
+        dim: Of the net's embeddings; null for its attribute ``dim``.
+        positions: Places of the output of the net's widest layer, by which ``privacy.norms=auto`` judges
+            costs: 256 is 16 x 16, what `EmbeddingNet`'s first layer makes of 32 x 32 pixels.
+        max_query_length: Tokens of a query that a text encoder reads.
+        max_passage_length: The same for a passage.
+        query_prefix: Put before every query; null for what the encoder's folder says.
+        passage_prefix: Put before every passage; null for what the encoder's folder says.
+        log_private_loss: Log the training loss although it is an unaccounted release.
+
+    Raises:
+        ConfigurationError: Two settings contradict each other, or the encoder cannot be found.
+        UnsupportedModelError: The net mixes rows under a private mode, or the weights are those of another one.
+    """
+
+    def __init__(
+        self,
+        *,
+        privacy: PrivacyMode,
+        optimizer: OptimizerSpec,
+        net: nn.Module | None = None,
+        encoder: str | Path | TextEncoder | None = None,
+        views: Collate | None = None,
+        loss: PairwiseLoss | None = None,
+        dim: int | None = None,
+        positions: int = 256,
+        max_query_length: int = 32,
+        max_passage_length: int = 128,
+        query_prefix: str | None = None,
+        passage_prefix: str | None = None,
+        log_private_loss: bool = False,
+    ) -> None:
+        super().__init__(privacy=privacy, optimizer=optimizer, log_private_loss=log_private_loss)
+        if privacy.candidates == "pool":
+            raise ConfigurationError(
+                f"privacy={privacy.name} takes its candidates from a public list of passages, and model="
+                "embedding_trainer those of the batch. Choose model=dual_encoder, or privacy=logit_dp."
+            )
+        if net is None and encoder is None:
+            raise ConfigurationError(
+                "model.net and model.encoder are both null: name a net for images, or a text encoder such as minilm."
+            )
+        if net is not None and isinstance(encoder, TextEncoder):
+            raise ConfigurationError("model.encoder is a text encoder, which reads no images. Set model.net to null.")
+        if net is None and views is not None:
+            raise ConfigurationError("model.views makes views of images, and there is no model.net that reads them.")
+        self.loss = SoftmaxPairLoss(temperature=1.0) if loss is None else loss
+        self.pretrained = str(encoder) if isinstance(encoder, (str, Path)) else None
+        self.net: nn.Module
+        if net is None:
+            self.net = make_encoder(
+                encoder,
+                query_max_length=max_query_length,
+                passage_max_length=max_passage_length,
+                query_prefix=query_prefix,
+                passage_prefix=passage_prefix,
+            ).train()
+        else:
+            self.net = net
+            if isinstance(encoder, (str, Path)):
+                load_net(net, encoder)
+        if privacy.guarantee == "dp":
+            refuse_batch_mixing(self.net)
+        self.views: Collate = AugmentedViews() if views is None else views
+        self.dim: int | None = getattr(self.net, "dim", None) if dim is None else dim
+        self.positions = positions
+
+    def collate_rows(self, rows: list[Any]) -> dict[str, Any]:
+        """Two views of each image; or tokens of both texts, and which passages are right answers.
+
+        Returns:
+            ``query`` and ``passage``, features with the rows first; of texts also ``answers``, booleans of
+            shape ``(rows, rows)``.
+        """
+        encoder = self.net
+        if not isinstance(encoder, TextEncoder):
+            return self.views(rows)
+        ids = [row.passage_id for row in rows]
+        return {
+            "query": encoder.tokenize([row.query for row in rows], "query"),
+            "passage": encoder.tokenize([row.passage for row in rows], "passage"),
+            "answers": false_negatives(ids, ids, [row.positives for row in rows]),
+        }
+
+    def represent(self, features: Any, side: Side) -> Tensor:
+        """What the net makes of one side's features, ``(rows, dim)``; both sides share it."""
+        found: Tensor = self.net(features)
+        return found
+
+    def pair_shape(self) -> dict[str, Any]:
+        if self.dim is None:
+            raise ConfigurationError(
+                f"privacy.norms=auto judges costs by the length of an embedding, and {type(self.net).__name__} does "
+                "not tell it in an attribute dim. Set model.dim."
+            )
+        positions = self.positions
+        if isinstance(self.net, TextEncoder):
+            positions = max(self.net.contract.query_max_length, self.net.contract.passage_max_length)
+        return {"dim": self.dim, "positions": positions, "shared": True}
+
+    def save_model(self, folder: str | Path) -> Path:
+        """Write the net's weights, or the text encoder as a sentence-transformers folder.
+
+        Raises:
+            StorageError: The folder cannot be written.
+        """
+        if isinstance(self.net, TextEncoder):
+            save_sentence_transformer(folder, self.net)
+            return Path(folder)
+        return save_net(self.net, folder)

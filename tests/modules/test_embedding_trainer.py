@@ -1,0 +1,243 @@
+"""Any net in one embedding space: images and texts, under every mode that its loss can have, and its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_images as tiny
+import torch
+from pair_stand_ins import clipped_sum, plan_of
+from stand_ins import fit
+from tiny_generator import generator
+from tiny_models import WORDS, tiny_bert, tiny_tokenizer
+from torch import Tensor, nn
+
+from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.datamodules import ImagesDataModule, PairsDataModule
+from lit_dpret.encoders import Contract, TextEncoder, load_towers
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.losses import InBatchSoftmaxLoss, SoftmaxPairLoss
+from lit_dpret.modules import DualEncoder, EmbeddingTrainer, OptimizerSpec
+from lit_dpret.privacy.card import read_card
+from lit_dpret.privacy.modes import DPSGD, BatchClip, LogitDP, NoPrivacy, PerExampleDuplicated, PublicPassages
+from lit_dpret.vision import EmbeddingNet
+
+DP: dict[str, Any] = {"eps": 50.0, "delta": 1e-3, "unit": "pair", "noise_multiplier": 2.0}
+MODES: dict[str, Any] = {
+    "none": lambda: NoPrivacy(),
+    "batch_clip": lambda: BatchClip(max_grad_norm=0.1, **DP),
+    "per_example_duplicated": lambda: PerExampleDuplicated(max_grad_norm=0.1, **DP),
+    "logit_dp": lambda: LogitDP(max_logit_grad_norm=0.1, norms="jacobian", sub_batches=2, **DP),
+}
+
+
+def small_net() -> EmbeddingNet:
+    torch.manual_seed(0)
+    return EmbeddingNet(dim=4, channels=(4, 4))
+
+
+def of_images(**settings: Any) -> EmbeddingTrainer:
+    known: dict[str, Any] = {"privacy": NoPrivacy(), "optimizer": OptimizerSpec(lr=0.01), "net": small_net()}
+    return EmbeddingTrainer(**known | settings)
+
+
+def text_encoder() -> TextEncoder:
+    backbone = tiny_bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return TextEncoder(backbone, tiny_tokenizer(), Contract(query_max_length=8, passage_max_length=10))
+
+
+def of_texts(**settings: Any) -> EmbeddingTrainer:
+    known: dict[str, Any] = {"privacy": NoPrivacy(), "optimizer": OptimizerSpec(lr=0.01), "encoder": text_encoder()}
+    return EmbeddingTrainer(**known | settings)
+
+
+def images(folder: Path) -> ImagesDataModule:
+    settings: dict[str, Any] = {"expected_batch_size": 6, "physical_batch_size": 12, "sampling": "poisson"}
+    return ImagesDataModule(source="cifar10", folder=folder, **settings)
+
+
+def texts(folder: Path) -> PairsDataModule:
+    path = folder / "pairs.tsv"
+    lines = [f"{WORDS[i]} {WORDS[i + 1]}\t{WORDS[i + 1]} {WORDS[(i + 5) % 12]}" for i in range(12)]
+    path.write_text("query\tpassage\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    return PairsDataModule(pairs=path, expected_batch_size=6, physical_batch_size=12, sampling="poisson")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_images_train_under_every_mode_and_the_card_says_which_promise_was_made(mode: str, tmp_path: Path) -> None:
+    module = of_images(privacy=MODES[mode]())
+    before = module.net.state_dict()["embedding.weight"].clone()
+    fit(tmp_path / "run", module, images(tiny.parquet(tmp_path / "images")), steps=2,
+        extra=[PrivacyCard(run_dir=tmp_path / "run")])  # fmt: skip
+    assert not torch.equal(before, module.net.state_dict()["embedding.weight"])
+    claim = read_card(tmp_path / "run")["claim"]
+    assert claim["guarantee"] == ("none" if mode == "none" else "dp")
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+def test_generator_dual_encoder_and_embedding_trainer_run_from_one_datamodule_under_one_accountant(
+    tmp_path: Path,
+) -> None:
+    data = texts(tmp_path)
+    modules = {
+        "generator": generator(privacy=DPSGD(max_grad_norm=0.1, **DP)),
+        "dual_encoder": DualEncoder(
+            privacy=MODES["logit_dp"](), optimizer=OptimizerSpec(lr=0.01), encoder=text_encoder(), temperature=1.0
+        ),
+        "embedding_trainer": of_texts(privacy=MODES["logit_dp"]()),
+    }
+    spent = {}
+    for name, module in modules.items():
+        accountant = PrivacyAccountant(run_dir=tmp_path / name, eps_log_points=1)
+        fit(tmp_path / name, module, data, steps=2, accountant=accountant)
+        spent[name] = accountant.epsilon()
+    assert 0 < spent["generator"] < 50
+    assert spent["dual_encoder"] == spent["generator"] == spent["embedding_trainer"]  # one law, one noise, one unit
+
+
+def test_a_text_row_is_no_negative_of_a_query_that_it_answers(tmp_path: Path) -> None:
+    rows = texts(tmp_path).pair_rows("train")
+    module = of_texts()
+    batch = module.collate_rows([rows[0], rows[0], rows[1]])
+    with torch.no_grad():
+        scores = module.embed(batch["query"], "query") @ module.embed(batch["passage"], "passage").T
+    pulls = module.pair_loss(3).coefficients(scores, batch["answers"])
+    assert pulls[0, 1] == 0 and pulls[1, 0] == 0 and pulls[0, 2] > 0
+
+
+def test_a_sub_batch_of_one_text_pulls_at_nothing(tmp_path: Path) -> None:
+    module = of_texts(privacy=MODES["logit_dp"]())
+    batch = module.collate_rows(texts(tmp_path).pair_rows("train")[:1])
+    assert float(clipped_sum(module, plan_of(module.privacy, module, n_max=4), batch).abs().max()) == 0
+
+
+def test_texts_give_the_loss_of_the_dual_encoder_with_the_same_encoder(tmp_path: Path) -> None:
+    rows = texts(tmp_path).pair_rows("train")
+    dual = DualEncoder(privacy=NoPrivacy(), optimizer=OptimizerSpec(), encoder=text_encoder(), temperature=1.0)
+    assert isinstance(dual.loss, InBatchSoftmaxLoss)
+    found = of_texts().per_row_loss(of_texts().collate_rows(rows))
+    torch.testing.assert_close(found, dual.per_row_loss(dual.collate_rows(rows)), rtol=1e-5, atol=1e-6)
+
+
+def test_the_default_loss_is_the_softmax_at_temperature_one() -> None:
+    assert of_images().loss == SoftmaxPairLoss(temperature=1.0)
+
+
+def test_exact_norms_of_images_give_the_sum_of_brute_force(tmp_path: Path) -> None:
+    units = images(tiny.parquet(tmp_path)).train_units()
+    rows = [units.rows(unit)[0] for unit in range(5)]
+    sums = []
+    for norms in ("jacobian", "brute_force"):
+        privacy = LogitDP(**DP | {"max_logit_grad_norm": 0.02, "norms": norms})
+        module = of_images(privacy=privacy)
+        batch = module.collate_rows(rows)
+        sums.append(clipped_sum(module, plan_of(privacy, module, n_max=5), batch))
+    torch.testing.assert_close(sums[0], sums[1], rtol=1e-4, atol=1e-7)
+    assert float(sums[0].norm()) > 0
+
+
+class Normed(nn.Module):
+    dim = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 8), nn.BatchNorm1d(8))
+
+    def forward(self, images: Tensor) -> Tensor:
+        found: Tensor = self.net(images)
+        return found
+
+
+@pytest.mark.parametrize("mode", [name for name in MODES if name != "none"])
+def test_batch_normalisation_is_refused_by_name_under_privacy(mode: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"net\.2 is a BatchNorm1d .* Replace it by GroupNorm"):
+        of_images(privacy=MODES[mode](), net=Normed())
+
+
+def test_batch_normalisation_is_allowed_where_nothing_is_promised() -> None:
+    assert isinstance(of_images(net=Normed()).net, Normed)
+
+
+def test_a_net_starts_from_the_folder_of_an_earlier_run(tmp_path: Path) -> None:
+    first = of_images()
+    first.save_model(tmp_path / "model")
+    torch.manual_seed(1)
+    second = of_images(net=EmbeddingNet(dim=4, channels=(4, 4)), encoder=tmp_path / "model")
+    assert all(torch.equal(value, second.net.state_dict()[name]) for name, value in first.net.state_dict().items())
+    assert second.pretrained == str(tmp_path / "model")  # the accountant asks whether that was private
+
+
+@pytest.mark.parametrize("what", ["another shape", "no folder", "newer"])
+def test_weights_of_another_net_are_refused(what: str, tmp_path: Path) -> None:
+    of_images().save_model(tmp_path / "model")
+    net, folder = small_net(), tmp_path / "model"
+    if what == "another shape":
+        net = EmbeddingNet(dim=5, channels=(4, 4))
+    elif what == "no folder":
+        folder = tmp_path / "nowhere"
+    else:
+        (folder / "net.json").write_text('{"schema": "lit-dpret/net/2"}', encoding="utf-8")
+    with pytest.raises(UnsupportedModelError, match=str(folder)):
+        of_images(net=net, encoder=folder)
+
+
+def test_a_text_encoder_is_saved_as_a_folder_that_gives_the_same_embeddings(tmp_path: Path) -> None:
+    module = of_texts()
+    module.save_model(tmp_path / "model")
+    query, _ = load_towers(tmp_path / "model")
+    assert isinstance(module.net, TextEncoder)
+    torch.testing.assert_close(query.encode(["how to file"], "query"), module.net.encode(["how to file"], "query"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"net": None}, "model.net and model.encoder are both null"),
+        ({"encoder": text_encoder()}, "Set model.net to null"),
+        ({"privacy": PublicPassages(max_grad_norm=0.1, **DP)}, "choose|Choose model=dual_encoder"),
+        ({"net": None, "encoder": text_encoder(), "views": lambda rows: {}}, "model.views"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        of_images(**settings)
+
+
+def test_a_net_that_does_not_tell_its_width_is_asked_for_it() -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+    with pytest.raises(ConfigurationError, match=r"Set model\.dim"):
+        of_images(net=net).pair_shape()
+    assert of_images(net=net, dim=3, positions=1).pair_shape() == {"dim": 3, "positions": 1, "shared": True}
+
+
+@pytest.mark.parametrize("leak", ["log_private_loss", "noise_seed"])
+def test_a_run_of_a_coupled_mode_that_lets_out_more_than_its_updates_states_no_epsilon(
+    leak: str, tmp_path: Path
+) -> None:
+    privacy = LogitDP(**DP | {"max_logit_grad_norm": 0.1, "noise_seed": 0 if leak == "noise_seed" else None})
+    module = of_images(privacy=privacy, log_private_loss=leak == "log_private_loss")
+    fit(tmp_path / "run", module, images(tiny.parquet(tmp_path / "images")), steps=1,
+        extra=[PrivacyCard(run_dir=tmp_path / "run")])  # fmt: skip
+    assert read_card(tmp_path / "run")["claim"]["guarantee"] == "not_proved"
+    assert read_card(tmp_path / "run")["claim"]["epsilon"] is None
+
+
+@pytest.mark.parametrize("neighbours", ["zero_out", "add_or_remove", "replace_one"])
+def test_a_card_over_images_speaks_of_images_and_of_no_public_passages(neighbours: str, tmp_path: Path) -> None:
+    settings = DP | {"max_logit_grad_norm": 0.1, "unit": "image", "neighbours": neighbours}
+    data = images(tiny.parquet(tmp_path / "images"))
+    if neighbours == "add_or_remove":
+        data.sample_rate = 0.5
+    fit(tmp_path / "run", of_images(privacy=LogitDP(**settings)), data, steps=1,
+        extra=[PrivacyCard(run_dir=tmp_path / "run")])  # fmt: skip
+    text = (tmp_path / "run" / "privacy_card.md").read_text(encoding="utf-8")
+    assert "one image with every view made of it" in text and "the pixels of each image" in text
+    assert not [word for word in ("passage", "queries", " pairs") if word in text.lower()]
+
+
+def test_texts_are_no_images(tmp_path: Path) -> None:
+    module = of_texts(privacy=LogitDP(**DP | {"max_logit_grad_norm": 0.1, "unit": "image"}))
+    with pytest.raises(ConfigurationError, match="grouped by query, pair, user"):
+        fit(tmp_path / "run", module, texts(tmp_path), steps=1)
