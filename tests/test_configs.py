@@ -76,6 +76,7 @@ NEEDED = {
     "datamodule.cifar100": ["datamodule.folder=x"],
     "datamodule.vision_folder": ["datamodule.folder=x"],
     "task.synthesize": ["task.generator=x"],
+    "task.compare": ["task.run_a=x", "task.run_b=y"],
 }
 
 

@@ -1,5 +1,6 @@
 """What the command line can be asked to do; one class each, chosen by ``task=``."""
 
+from lit_dpret.tasks.compare import Compare
 from lit_dpret.tasks.doctor import Doctor
 from lit_dpret.tasks.evaluate import Evaluate
 from lit_dpret.tasks.fit import Fit
@@ -7,4 +8,4 @@ from lit_dpret.tasks.pipeline import Pipeline
 from lit_dpret.tasks.plan import Plan
 from lit_dpret.tasks.synthesize import Synthesize
 
-__all__ = ["Doctor", "Evaluate", "Fit", "Pipeline", "Plan", "Synthesize"]
+__all__ = ["Compare", "Doctor", "Evaluate", "Fit", "Pipeline", "Plan", "Synthesize"]

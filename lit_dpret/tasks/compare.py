@@ -1,0 +1,111 @@
+"""`task=compare`: two runs on the same queries; by how much they differ, and whether that could be chance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.report.comparison_table import comparison_table, write_comparison
+from lit_dpret.retrieval.comparison import compare_values
+from lit_dpret.retrieval.metrics import Metric, Values
+from lit_dpret.retrieval.qrels import read_qrels
+from lit_dpret.retrieval.runs import DEFAULT_METRICS, evaluate, read_run
+from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.run_files import JUDGEMENTS, find_runs
+
+
+class Compare:
+    """The difference of two systems by every metric on every data set that both have a run for.
+
+    Args:
+        run_a: A TREC run, or the folder of a ``task=evaluate`` or ``task=zero_shot``.
+        run_b: The other one.
+        qrels: The judgements, as TREC or BEIR write them; null for those beside the runs in their folders.
+        metrics: By what to compare, as ``ndcg@10``.
+        level: The confidence of the intervals.
+        resamples: Random swaps of each test.
+        seed: Of bootstrap and swaps.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_a: str | Path,
+        run_b: str | Path,
+        qrels: str | Path | None = None,
+        metrics: Sequence[str] = DEFAULT_METRICS,
+        level: float = 0.95,
+        resamples: int = 10_000,
+        seed: int = 0,
+    ) -> None:
+        if not metrics:
+            raise ConfigurationError("task.metrics names no metric; name at least one, as [ndcg@10].")
+        if not 0 < level < 1:
+            raise ConfigurationError(f"task.level={level} must lie strictly between 0 and 1.")
+        if resamples < 1:
+            raise ConfigurationError(f"task.resamples={resamples} must be at least 1.")
+        self.run_a, self.run_b = Path(run_a), Path(run_b)
+        self.qrels = None if qrels is None else Path(qrels)
+        self.metrics = tuple(str(Metric.parse(name)) for name in metrics)
+        self.level, self.resamples, self.seed = level, resamples, seed
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Write ``comparison.json`` and ``comparison.md``, and print the table; returns the differences.
+
+        Raises:
+            DataError: A run or the judgements are missing or malformed, or the two have no data set in common.
+        """
+        first, second = find_runs(self.run_a), find_runs(self.run_b)
+        shared = [name for name in first if name in second]
+        if not shared and len(first) == len(second) == 1:  # two files of any name
+            shared = [next(iter(first))]
+            second = {shared[0]: next(iter(second.values()))}
+        if not shared:
+            raise DataError(
+                f"task.run_a={self.run_a} has runs of {', '.join(first)}, and task.run_b={self.run_b} of "
+                f"{', '.join(second)}: there is no data set in common."
+            )
+        if self.qrels is not None and len(shared) > 1:
+            raise ConfigurationError(
+                f"task.qrels={self.qrels} is one file of judgements, and the runs are of {len(shared)} data sets. "
+                "Leave it null to take those beside the runs, or name two single runs."
+            )
+        check_run_dir(parts.run_dir, min_free_mb=1)
+        values: tuple[dict[str, dict[str, Values]], ...] = ({}, {})
+        for name in shared:
+            qrels = read_qrels(self.qrels or self._beside(first[name], second[name]))
+            for found, path in zip(values, (first[name], second[name]), strict=True):
+                found[name] = dict(evaluate(read_run(path), qrels, self.metrics, resamples=1).per_query)
+        comparison = compare_values(
+            *values,
+            names=(str(self.run_a), str(self.run_b)),
+            level=self.level,
+            resamples=self.resamples,
+            seed=self.seed,
+        )
+        files = write_comparison(comparison, parts.run_dir)
+        console = Console()
+        console.print(comparison_table(comparison))
+        alone = [f"{n} ({w})" for runs, w in ((first, "a only"), (second, "b only")) for n in runs if n not in shared]
+        if alone:
+            console.print(f"not compared: {', '.join(alone)}", highlight=False)
+        for path in files:
+            console.print(f"written: {path}", highlight=False, soft_wrap=True)
+        return {f"{cell.data}/{cell.metric}": cell.difference.mean for cell in comparison.cells}
+
+    def _beside(self, *runs: Path) -> Path:
+        """The judgements in the folders of the runs, which must be the same."""
+        found = [path.parent / JUDGEMENTS for path in runs if (path.parent / JUDGEMENTS).is_file()]
+        if not found:
+            raise DataError(
+                f"There are no judgements beside {runs[0]} or {runs[1]} ({JUDGEMENTS}). Name them by task.qrels=FILE."
+            )
+        if len(found) == 2 and read_qrels(found[0]) != read_qrels(found[1]):
+            raise DataError(
+                f"{found[0]} and {found[1]} differ: the two systems were measured on other queries or judgements. Name "
+                "the judgements to compare by in task.qrels=FILE."
+            )
+        return found[0]

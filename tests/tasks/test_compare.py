@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_dpret.cli import with_task
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.retrieval.runs import write_run
+from lit_dpret.tasks import Compare
+from lit_dpret.tasks.parts import Parts
+
+QRELS = "".join(f"q{q} 0 a 1\n" for q in range(20))
+GOOD = {f"q{q}": {"a": 2.0, "b": 1.0} for q in range(20)}
+BAD = {f"q{q}": {"a": 0.5, "b": 1.0} for q in range(20)}
+
+
+def parts(folder: Path) -> Parts:
+    def none(**_: Any) -> Any:
+        raise AssertionError("comparing two runs needs neither data nor model")
+
+    return Parts(run_dir=folder / "out", make_privacy=none, make_datamodule=none, make_module=none, make_trainer=none)
+
+
+def system(folder: Path, run: dict[str, dict[str, float]], sets: tuple[str, ...] = ("",)) -> Path:
+    for name in sets:
+        write_run(folder / name / "run.trec", run)
+        (folder / name / "qrels.trec").write_text(QRELS)
+    return folder
+
+
+def test_two_run_files_are_compared_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "a.trec", GOOD)
+    write_run(tmp_path / "b.trec", BAD)
+    (tmp_path / "qrels.trec").write_text(QRELS)
+    task = Compare(run_a=tmp_path / "a.trec", run_b=tmp_path / "b.trec", metrics=["mrr@10"], resamples=1000)
+    assert task.run(parts(tmp_path)) == {"a/mrr@10": 0.5}
+    found = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert found["cells"][0]["p_value"] == pytest.approx(1 / 1001) and found["cells"][0]["significant"]
+    assert "+0.5000 [+0.5000, +0.5000]" in (tmp_path / "out" / "comparison.md").read_text()
+    assert "MRR@10" in capsys.readouterr().out
+
+
+def test_folders_of_several_data_sets_are_compared_on_those_that_both_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = system(tmp_path / "a", GOOD, ("scifact", "cqadupstack/unix", "fiqa"))
+    b = system(tmp_path / "b", BAD, ("scifact", "cqadupstack/unix", "quora"))
+    found = Compare(run_a=a, run_b=b, metrics=["mrr@10"], resamples=100).run(parts(tmp_path))
+    assert found == {"cqadupstack/unix/mrr@10": 0.5, "scifact/mrr@10": 0.5}
+    assert "not compared: fiqa (a only), quora (b only)" in capsys.readouterr().out
+
+
+def test_runs_that_were_judged_differently_are_refused(tmp_path: Path) -> None:
+    a, b = system(tmp_path / "a", GOOD), system(tmp_path / "b", BAD)
+    (b / "qrels.trec").write_text(QRELS.replace("q0 0 a 1", "q0 0 a 2"))
+    with pytest.raises(DataError, match="differ"):
+        Compare(run_a=a, run_b=b).run(parts(tmp_path))
+    Compare(run_a=a, run_b=b, qrels=a / "qrels.trec", resamples=10).run(parts(tmp_path))
+
+
+@pytest.mark.parametrize("missing", ["nowhere", "empty"])
+def test_a_path_without_a_run_is_refused(tmp_path: Path, missing: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=missing):
+        Compare(run_a=tmp_path / missing, run_b=tmp_path / missing).run(parts(tmp_path))
+
+
+def test_runs_without_judgements_or_without_a_common_data_set_are_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "a.trec", GOOD)
+    with pytest.raises(DataError, match=r"no judgements beside .* task\.qrels"):
+        Compare(run_a=tmp_path / "a.trec", run_b=tmp_path / "a.trec").run(parts(tmp_path))
+    a, b = system(tmp_path / "a", GOOD, ("one", "two")), system(tmp_path / "b", BAD, ("three", "four"))
+    with pytest.raises(DataError, match="no data set in common"):
+        Compare(run_a=a, run_b=b).run(parts(tmp_path))
+    with pytest.raises(ConfigurationError, match="one file of judgements, and the runs are of 2 data sets"):
+        Compare(run_a=a, run_b=a, qrels=a / "one" / "qrels.trec").run(parts(tmp_path))
+
+
+def test_the_short_form_takes_two_runs_with_any_characters_in_their_paths() -> None:
+    assert with_task(["compare", "a b/it's", "c", "task.seed=1"]) == [
+        "task=compare", "task.run_a='a b/it\\'s'", "task.run_b='c'", "task.seed=1",
+    ]  # fmt: skip
+    assert with_task(["compare", "task.run_a=x"]) == ["task=compare", "task.run_a=x"]
+    for wrong in (["compare", "a"], ["compare", "a", "b", "c"]):
+        with pytest.raises(ConfigurationError, match="compare takes two runs"):
+            with_task(wrong)
+
+
+@pytest.mark.slow
+def test_the_command_line_compares_two_runs(tmp_path: Path) -> None:
+    a, b = system(tmp_path / "it's a", GOOD), system(tmp_path / "b", BAD)
+    done = subprocess.run(
+        [sys.executable, "-m", "lit_dpret", "compare", str(a), str(b), f"hydra.run.dir={tmp_path / 'out'}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "comparison.json").read_text())["a"] == str(a)
