@@ -72,10 +72,12 @@ SAFE = {
 NEEDED = {
     "datamodule.synthetic": ["datamodule.folder=x"],
     "datamodule.pairs": ["datamodule.pairs=x.jsonl"],
+    "datamodule.beir": ["datamodule.name=scifact", "datamodule.root=x"],
     "datamodule.cifar10": ["datamodule.folder=x"],
     "datamodule.cifar100": ["datamodule.folder=x"],
     "datamodule.vision_folder": ["datamodule.folder=x"],
     "task.synthesize": ["task.generator=x"],
+    "task.zero_shot": ["task.root=."],
     "task.compare": ["task.run_a=x", "task.run_b=y"],
 }
 

@@ -159,8 +159,7 @@ def success(gains: Gains, ideal: Gains, k: int) -> Values:
     Returns:
         Shape ``(queries,)``, 0 or 1.
     """
-    hit: Values = (gains[:, :k] > 0).any(axis=1).astype(np.float64)
-    return hit
+    return np.where((gains[:, :k] > 0).any(axis=1), 1.0, 0.0)
 
 
 def average_precision(gains: Gains, ideal: Gains, k: int) -> Values:

@@ -9,28 +9,21 @@ from __future__ import annotations
 
 import torch
 
-from lit_dpret.errors import ConfigurationError
 from lit_dpret.retrieval.runs import Ranking
 from lit_dpret.retrieval.search import MISSING, TopK
 
 
-def without_self_matches(ranking: Ranking) -> Ranking:
-    """The ranking without any passage that has its query's id, one column narrower.
+def without_self_matches(ranking: Ranking, k: int) -> Ranking:
+    """The first ``k`` columns of the ranking without any passage that has its query's id.
 
-    Rank to ``k + 1`` to keep ``k``: each row loses its self-match, or else its last passage.
-
-    Raises:
-        ConfigurationError: The ranking has no column to lose.
+    Rank to ``k + 1`` before: each row loses its self-match, or else its last passage. Where the ranking is not that
+    deep because there are no more passages, a row that lost one ends in a filler.
     """
     scores, indices = ranking.top
-    if indices.shape[1] < 2:
-        raise ConfigurationError(
-            f"A ranking of the first {indices.shape[1]} passages has nothing left without its self-matches."
-        )
     position = {name: place for place, name in enumerate(ranking.passage_ids)}
     own = torch.tensor([position.get(name, MISSING - 1) for name in ranking.query_ids], dtype=torch.long)
     hit = indices == own.unsqueeze(1)
-    kept = hit.to(torch.int8).argsort(dim=1, stable=True)[:, :-1]
+    kept = hit.to(torch.int8).argsort(dim=1, stable=True)[:, :k]
     filled = TopK(
         scores.masked_fill(hit, float("-inf")).gather(1, kept), indices.masked_fill(hit, MISSING).gather(1, kept)
     )

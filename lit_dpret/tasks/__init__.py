@@ -7,5 +7,6 @@ from lit_dpret.tasks.fit import Fit
 from lit_dpret.tasks.pipeline import Pipeline
 from lit_dpret.tasks.plan import Plan
 from lit_dpret.tasks.synthesize import Synthesize
+from lit_dpret.tasks.zero_shot import ZeroShot
 
-__all__ = ["Compare", "Doctor", "Evaluate", "Fit", "Pipeline", "Plan", "Synthesize"]
+__all__ = ["Compare", "Doctor", "Evaluate", "Fit", "Pipeline", "Plan", "Synthesize", "ZeroShot"]

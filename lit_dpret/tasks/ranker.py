@@ -58,7 +58,7 @@ class Ranker:
         """
         wanted = min(k + drop_self_matches, len(passages))
         ranking = (self._words if self.encoder == "bm25" else self._nearest)(queries, passages, wanted)
-        return without_self_matches(ranking) if drop_self_matches else ranking
+        return without_self_matches(ranking, k) if drop_self_matches else ranking
 
     def _words(self, queries: Mapping[str, str], passages: Mapping[str, str], k: int) -> Ranking:
         ids = list(passages)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lit_dpret.errors import DataError, StorageError
-from lit_dpret.retrieval.metrics import Qrels
+from lit_dpret.retrieval.metrics import Qrels, Values
 from lit_dpret.retrieval.runs import EvaluationResult, Ranking, write_run
 
 RUN = "run.trec"
@@ -51,6 +53,22 @@ def write_evaluation(
     path = folder / name
     write_text(path, json.dumps({**facts, **result.to_dict()}, indent=2) + "\n")
     return path
+
+
+def read_per_query(folder: Path, metrics: Sequence[str]) -> dict[str, Values]:
+    """The values that `write_evaluation` left in a folder, one per query in order, by metric.
+
+    Raises:
+        DataError: The file is missing or lacks a metric.
+    """
+    path = folder / PER_QUERY
+    try:
+        header, *lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
+        columns = header.split("\t")
+        rows = [line.split("\t") for line in lines]
+        return {m: np.array([float(row[columns.index(m)]) for row in rows], dtype=np.float64) for m in metrics}
+    except (OSError, ValueError, IndexError) as error:
+        raise DataError(f"{path} does not hold the values that were measured: {error}") from error
 
 
 def find_runs(path: Path) -> dict[str, Path]:

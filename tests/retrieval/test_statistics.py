@@ -100,6 +100,9 @@ def test_bad_values_are_refused() -> None:
 def test_the_mean_over_groups_counts_each_group_alike() -> None:
     few, many = np.zeros(10), np.ones(1000)
     assert macro_interval([few, many]) == Interval(0.5, 0.5, 0.5)
+    assert macro_interval([few, many], [1, 3]).mean == 0.75
+    with pytest.raises(DataError, match="as many positive weights"):
+        macro_interval([few, many], [1.0, 0.0])
     with pytest.raises(DataError, match="a query in each"):
         macro_interval([few, []])
     with pytest.raises(ConfigurationError, match="resamples=0"):
