@@ -247,6 +247,12 @@ def _validates_nothing(run: Candidate) -> None:
         )
 
 
+def _validates_on_declared_data(run: Candidate) -> None:
+    for callback in run.callbacks:
+        if hasattr(callback, "refuse_undeclared"):
+            callback.refuse_undeclared(run.module, run.data)
+
+
 def _whole_batches(run: Candidate) -> None:
     if run.trainer.limit_train_batches not in (1.0, None) or getattr(run.trainer, "overfit_batches", False):
         raise ConfigurationError(
@@ -287,7 +293,7 @@ def _no_clipping_of_the_sum(run: Candidate) -> None:
 
 _SHAPE: tuple[Check, ...] = (_is_private_module, _states_a_law)
 _EVERY: tuple[Check, ...] = (_is_counted, _one_process)
-_ANY_CLAIM: tuple[Check, ...] = (_starts_public,)
+_ANY_CLAIM: tuple[Check, ...] = (_starts_public, _validates_on_declared_data)
 _INHERITED: tuple[Check, ...] = (_carries_a_card,)
 _DP: tuple[Check, ...] = (
     _stops_by_a_fixed_number, _keeps_the_last, _tunes_nothing, _validates_nothing, _whole_batches, _no_loss_scaler,

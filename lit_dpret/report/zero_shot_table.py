@@ -86,14 +86,16 @@ class ZeroShotTable:
         return [*listed, (self.mean_name, self.mean, "", "")]
 
     def to_console(self) -> Table:
-        """The table for ``rich.print``: intervals below their numbers, notes below the names."""
+        """The measured sets for ``rich.print``: intervals below their numbers, notes below the names."""
         caption = "mean over queries, below it the 95 % bootstrap interval"
         table = Table(title=f"{self.system}\n{self.privacy}", title_justify="left", caption=caption, show_lines=True)
-        table.add_column("data set")
+        table.add_column("data set", min_width=16)
         table.add_column("queries", justify="right")
         for metric in map(Metric.parse, self.metrics):
             table.add_column(metric.shown, justify="right", no_wrap=True)
         for name, found, queries, note in self.rows():
+            if not found:
+                continue
             cells = [Text("\n".join(show(found.get(metric)).split(" ", 1))) for metric in self.metrics]
             table.add_row(Text(f"{name}\n{note}" if note else name), queries, *cells)
         return table
