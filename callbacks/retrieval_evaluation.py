@@ -96,6 +96,11 @@ class RetrievalEvaluation(Callback):
             return None
         return f"callbacks.evaluation.data=private logs {', '.join(self.metrics)} of private {self.split} queries."
 
+    @property
+    def public_metrics(self) -> tuple[str, ...]:
+        """The logged names by which a run may stop or keep a checkpoint: those of public or synthetic queries."""
+        return tuple(f"{self.prefix}/{name}" for name in self.metrics) if self.data in ("public", "synthetic") else ()
+
     def refuse_undeclared(self, module: Any, data: Any) -> None:
         """Refuse an evaluation whose data is not declared, or not what it is declared to be.
 

@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 from cards import LAW, Run, make_plan
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from stand_ins import Numbers, Regression, dp, fit
 from torch import Tensor
 
@@ -123,6 +124,19 @@ def test_a_run_is_the_same_with_and_without_evaluation(tmp_path: Path) -> None:
         fit(tmp_path / name, module, Judged(), extra=extra)
         states.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
     assert torch.equal(*states)
+
+
+def test_a_checkpoint_may_be_chosen_by_a_public_metric_and_by_no_private_one(tmp_path: Path) -> None:
+    def best(folder: Path) -> ModelCheckpoint:
+        return ModelCheckpoint(dirpath=folder, monitor="val/mrr@10", mode="max", every_n_train_steps=2, filename="best")
+
+    public = RetrievalEvaluation(data="public", every_n_steps=2, metrics=["mrr@10"])
+    fit(tmp_path / "run", retriever(tmp_path), Judged(), extra=[public, best(tmp_path / "kept")])
+    assert (tmp_path / "kept" / "best.ckpt").is_file()
+    private = RetrievalEvaluation(data="private", card_entry=True, metrics=["mrr@10"])
+    for choosing in (best(tmp_path / "other"), EarlyStopping(monitor="val/mrr@10")):
+        with pytest.raises(ConfigurationError, match="by private data"):
+            fit(tmp_path / "second", retriever(tmp_path), Judged(), extra=[private, choosing])
 
 
 def test_another_datamodule_and_fewer_queries_can_be_evaluated_on(tmp_path: Path) -> None:
