@@ -5,6 +5,7 @@ from lit_dpret.callbacks.metrics_file import MetricsFile
 from lit_dpret.callbacks.privacy_accountant import PrivacyAccountant
 from lit_dpret.callbacks.privacy_card import PrivacyCard
 from lit_dpret.callbacks.progress import ProgressLine, StepProgress
+from lit_dpret.callbacks.retrieval_evaluation import RetrievalEvaluation
 
 __all__ = [
     "Examination",
@@ -13,6 +14,7 @@ __all__ = [
     "PrivacyAccountant",
     "PrivacyCard",
     "ProgressLine",
+    "RetrievalEvaluation",
     "StepProgress",
     "examine",
 ]

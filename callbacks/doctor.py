@@ -126,7 +126,8 @@ def examine(trainer: L.Trainer, module: Any, data: Any) -> Examination:
     found += [Finding("other", "Refused for another reason", "refused", str(e)) for e in look.refusals if not e.trap]
     if planned is not None and planned.plan is not None and planned.plan.coupling is not None:
         found = [_bounded(f, planned.plan) if f.trap == "T11" and f.status == "passed" else f for f in found]
-    declared = _declared(module) if guarantee == "dp" else {}
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    declared = _declared(module, callbacks) if guarantee == "dp" else {}
     found = [
         Finding(f.trap, f.title, "declared", declared[f.trap]) if f.status == "passed" and f.trap in declared else f
         for f in found
@@ -237,11 +238,14 @@ def _bounded(finding: Finding, plan: PrivacyPlan) -> Finding:
     return Finding(finding.trap, finding.title, "passed" if coupling.claim == "proved" else "declared", text)
 
 
-def _declared(module: Any) -> dict[str, str]:
-    """The leaks that the module's settings ask for, by the trap that they are."""
+def _declared(module: Any, callbacks: list[Any]) -> dict[str, str]:
+    """The leaks that the settings of module and callbacks ask for, by the trap that they are."""
     told = {}
+    shown = [leak for callback in callbacks if (leak := getattr(callback, "declared_leak", None))]
     if getattr(module, "log_private_loss", False):
-        told["T25"] = "model.log_private_loss=true logs the loss of private rows."
+        shown.insert(0, "model.log_private_loss=true logs the loss of private rows.")
+    if shown:
+        told["T25"] = " ".join(shown)
     seed = getattr(getattr(module, "privacy", None), "noise_seed", None)
     if seed is not None:
         told["T21"] = f"privacy.noise_seed={seed} keys the noise with a published number."

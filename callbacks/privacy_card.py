@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from lit_dpret.callbacks.privacy_accountant import PrivacyAccountant
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.card import LEDGER_NAME, build_card, inherit_card, subject_of, write_card
-from lit_dpret.privacy.card_facts import Assumption
+from lit_dpret.privacy.card_leaks import leaks
 from lit_dpret.privacy.card_tuning import declared_search
 
 MODEL_FOLDER = "model"
@@ -103,6 +103,7 @@ class PrivacyCard(Callback):
                 ledger_records=accountant.ledger.records,
                 mechanism=_mechanism(module),
                 tuning=self.tuning,
+                assumptions=leaks(accountant.ledger.records),
             )
         else:
             card = build_card(
@@ -116,7 +117,7 @@ class PrivacyCard(Callback):
                 randomness={"rng": SHAKE if module.privacy.secure_rng else PHILOX,
                             "secure": module.privacy.secure_rng},
                 duplicates_policy=_duplicates(trainer),
-                assumptions=_leaks(accountant.ledger.records),
+                assumptions=leaks(accountant.ledger.records),
             )  # fmt: skip
         write_card(card, folder)
         if saved:
@@ -140,14 +141,3 @@ def _mechanism(module: Any) -> dict[str, Any]:
 def _duplicates(trainer: L.Trainer) -> str:
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     return str(data.describe_duplicates()) if hasattr(data, "describe_duplicates") else ""
-
-
-def _leaks(records: list[dict[str, Any]]) -> list[Assumption]:
-    """What the run is known to have let out besides its releases, in this attempt or an earlier one."""
-    plans = [record for record in records if record["kind"] == "plan" and record.get("plan") is not None]
-    leaks = []
-    if any(plan.get("log_private_loss") for plan in plans):
-        leaks.append("No loss on private rows was shown: log_private_loss=true logged the training loss of every step.")
-    if any(plan.get("noise_seed") is not None for plan in plans):
-        leaks.append("Nobody else can compute the noise: privacy.noise_seed keyed it with a published number.")
-    return [Assumption(text, holds=False, consequence="no_guarantee") for text in leaks]

@@ -43,6 +43,11 @@ class Candidate:
         return [*self.trainer.callbacks, *(own if isinstance(own, (list, tuple)) else [own])]  # type: ignore[attr-defined]
 
     @property
+    def public_metrics(self) -> set[str]:
+        """The logged names that were computed on data declared public or synthetic: to choose by them costs nothing."""
+        return {name for callback in self.callbacks for name in getattr(callback, "public_metrics", ())}
+
+    @property
     def start(self) -> Start | None:
         """The run that this one starts from, as its accountant was told."""
         counters = (callback for callback in self.callbacks if getattr(callback, "counts_releases", False))
@@ -210,20 +215,22 @@ def _starts_public(run: Candidate) -> None:
 
 def _stops_by_a_fixed_number(run: Candidate) -> None:
     for callback in run.callbacks:
-        if isinstance(callback, EarlyStopping):
+        if isinstance(callback, EarlyStopping) and callback.monitor not in run.public_metrics:
             raise ConfigurationError(
                 f"EarlyStopping(monitor={callback.monitor!r}) decides by private data: that is a release "
-                "nobody counts. Remove it, or fix trainer.max_steps beforehand.",
+                "nobody counts. Remove it and fix trainer.max_steps beforehand, or monitor a metric that a "
+                "RetrievalEvaluation computes on public or synthetic queries.",
                 trap="T25",
             )
 
 
 def _keeps_the_last(run: Candidate) -> None:
     for callback in run.callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.monitor is not None:
+        if isinstance(callback, ModelCheckpoint) and callback.monitor not in (None, *run.public_metrics):
             raise ConfigurationError(
                 f"ModelCheckpoint(monitor={callback.monitor!r}) chooses by private data: that is a "
-                "release nobody counts. Leave monitor unset, and keep the last checkpoint.",
+                "release nobody counts. Leave monitor unset and keep the last checkpoint, or monitor a metric that a "
+                "RetrievalEvaluation computes on public or synthetic queries.",
                 trap="T25",
             )
 
@@ -245,6 +252,12 @@ def _validates_nothing(run: Candidate) -> None:
             "of them is a release nobody counts. Evaluate afterwards (task=evaluate), on public or held-out data.",
             trap="T25",
         )
+
+
+def _validates_on_declared_data(run: Candidate) -> None:
+    for callback in run.callbacks:
+        if hasattr(callback, "refuse_undeclared"):
+            callback.refuse_undeclared(run.module, run.data)
 
 
 def _whole_batches(run: Candidate) -> None:
@@ -287,7 +300,7 @@ def _no_clipping_of_the_sum(run: Candidate) -> None:
 
 _SHAPE: tuple[Check, ...] = (_is_private_module, _states_a_law)
 _EVERY: tuple[Check, ...] = (_is_counted, _one_process)
-_ANY_CLAIM: tuple[Check, ...] = (_starts_public,)
+_ANY_CLAIM: tuple[Check, ...] = (_starts_public, _validates_on_declared_data)
 _INHERITED: tuple[Check, ...] = (_carries_a_card,)
 _DP: tuple[Check, ...] = (
     _stops_by_a_fixed_number, _keeps_the_last, _tunes_nothing, _validates_nothing, _whole_batches, _no_loss_scaler,

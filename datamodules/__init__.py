@@ -1,8 +1,9 @@
 """DataModules. Import them as ``lit_dpret.datamodules``."""
 
+from lit_dpret.datamodules.beir import BeirDataModule
 from lit_dpret.datamodules.images import ImagesDataModule
 from lit_dpret.datamodules.insuranceqa import InsuranceQADataModule
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.synthetic import SyntheticDataModule
 
-__all__ = ["ImagesDataModule", "InsuranceQADataModule", "PairsDataModule", "SyntheticDataModule"]
+__all__ = ["BeirDataModule", "ImagesDataModule", "InsuranceQADataModule", "PairsDataModule", "SyntheticDataModule"]

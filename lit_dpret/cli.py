@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -116,16 +117,33 @@ def with_task(arguments: list[str]) -> list[str]:
     Example:
         >>> with_task(["plan", "privacy.eps=3"])
         ['task=plan', 'privacy.eps=3']
+        >>> with_task(["compare", "runs/a", "runs/b", "task.level=0.9"])
+        ['task=compare', "task.run_a='runs/a'", "task.run_b='runs/b'", 'task.level=0.9']
 
     Raises:
-        ConfigurationError: The first argument is neither a setting, nor an option, nor a task.
+        ConfigurationError: The first argument is neither a setting, nor an option, nor a task, or ``compare`` is
+            not followed by two runs.
     """
     if not arguments or "=" in arguments[0] or arguments[0][:1] in "-+~":
         return arguments
     tasks = _options("task")
     if arguments[0] not in tasks:
         raise ConfigurationError(f"{arguments[0]!r} is neither a setting (name=value) nor a task: {', '.join(tasks)}.")
+    if arguments[0] == "compare":
+        return ["task=compare", *_two_runs(arguments[1:])]
     return [f"task={arguments[0]}", *arguments[1:]]
+
+
+def _two_runs(arguments: list[str]) -> list[str]:
+    """``RUN_A RUN_B ...`` as settings of ``task=compare``; both by name, or neither."""
+    runs = list(takewhile(lambda argument: "=" not in argument and argument[:1] not in "-+~", arguments))
+    if len(runs) not in (0, 2):
+        raise ConfigurationError(
+            f"compare takes two runs and then settings, not {len(runs)}: lit-dpret compare RUN_A RUN_B. A path that "
+            "holds '=' goes in as task.run_a='PATH'."
+        )
+    quoted = [path.replace("\\", "\\\\").replace("'", "\\'") for path in runs]
+    return [f"task.run_{key}='{path}'" for key, path in zip("ab", quoted, strict=False)] + arguments[len(runs) :]
 
 
 def _quieten() -> None:

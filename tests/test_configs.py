@@ -72,6 +72,7 @@ SAFE = {
 NEEDED = {
     "datamodule.synthetic": ["datamodule.folder=x"],
     "datamodule.pairs": ["datamodule.pairs=x.jsonl"],
+    "datamodule.beir": ["datamodule.name=scifact", "datamodule.root=x"],
     "datamodule.cifar10": ["datamodule.folder=x"],
     "datamodule.cifar100": ["datamodule.folder=x"],
     "datamodule.vision_folder": ["datamodule.folder=x"],
@@ -79,6 +80,8 @@ NEEDED = {
     "task.export": ["task.checkpoint=x"],
     "privacy.logit_dp": ["privacy.delta=1e-6"],
     "task.second_task": ["task.study=x"],
+    "task.zero_shot": ["task.root=."],
+    "task.compare": ["task.run_a=x", "task.run_b=y"],
 }
 
 

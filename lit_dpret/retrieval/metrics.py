@@ -1,9 +1,16 @@
-"""nDCG, recall and reciprocal rank for all queries at once, as trec_eval defines them.
+"""Measures of a ranking for all queries at once, as trec_eval defines them.
 
 A ranking enters as a table of *gains*: the judged relevance of the passage at each rank, 0 where it
 was not judged. What could have been found enters as the *ideal* gains, from the full relevance
 judgements. So a query that found nothing counts as 0 and is not skipped, and a query without any
 relevant passage counts as 0 too, as ``trec_eval -c`` averages.
+
+Recall has two meanings in the papers on private retrieval. In words, Recall@10 is "the percentage of times the ground
+truth recommendation appears in the top 10 predictions" (Carranza et al., "Synthetic Query Generation for
+Privacy-Preserving Deep Retrieval Systems using Differentially Private Language Models", section 6.1): a hit rate, here
+``success@k``. Their numbers are a true recall, here ``recall@k``: a system with an nDCG@10 of 0.50 on TREC-COVID cannot
+have a hit rate of 0.0116 (table 5). The two agree only where every query has one relevant passage, so a table
+prints the `Metric.definition` of what it shows.
 """
 
 from __future__ import annotations
@@ -11,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +30,20 @@ Qrels = Mapping[str, Mapping[str, int]]
 
 Gains = NDArray[np.int64]
 Values = NDArray[np.float64]
-MetricKind = Literal["ndcg", "recall", "mrr"]
+MetricKind = Literal["ndcg", "recall", "success", "mrr", "map", "precision"]
+
+_ALIASES = {"hit": "success", "p": "precision"}
+_SHOWN = {
+    "ndcg": "nDCG", "recall": "Recall", "success": "Success", "mrr": "MRR", "map": "MAP", "precision": "Precision",
+}  # fmt: skip
+_DEFINITIONS = {
+    "ndcg": "discounted gain (grade / log2(rank + 1)) of the first {k} over that of the best possible {k}",
+    "recall": "share of all relevant passages that are among the first {k}; as in the papers' numbers",
+    "success": "share of queries with a relevant passage among the first {k}; what the papers describe as recall",
+    "mrr": "one over the rank of the first relevant passage, 0 when it comes after rank {k}",
+    "map": "precision at the rank of each relevant passage among the first {k}, summed, over all relevant passages",
+    "precision": "share of relevant passages among the first {k}, divided by {k} also where fewer were returned",
+}
 
 
 @dataclass(frozen=True)
@@ -35,22 +55,40 @@ class Metric:
 
     @classmethod
     def parse(cls, name: str) -> Metric:
-        """Read ``ndcg@k``, ``recall@k`` or ``mrr@k``, in any letter case.
+        """Read ``ndcg@k``, ``recall@k``, ``success@k``, ``mrr@k``, ``map@k`` or ``precision@k``, in any letter case.
+
+        ``hit@k`` is read as ``success@k`` and ``p@k`` as ``precision@k``.
 
         Raises:
             ConfigurationError: The name is none of these.
         """
-        match = re.fullmatch(r"(ndcg|recall|mrr)@([1-9][0-9]*)", name.strip().lower())
-        if match is None:
-            raise ConfigurationError(f"metric {name!r} is not one of ndcg@k, recall@k and mrr@k with k at least 1.")
-        return cls(cast(MetricKind, match[1]), int(match[2]))
+        match = re.fullmatch(r"([a-z]+)@([1-9][0-9]*)", str(name).strip().lower())
+        kind = None if match is None else _ALIASES.get(match[1], match[1])
+        if match is None or kind not in get_args(MetricKind):
+            known = ", ".join(f"{known}@k" for known in get_args(MetricKind))
+            raise ConfigurationError(f"metric {name!r} is not one of {known} with k at least 1.")
+        return cls(cast(MetricKind, kind), int(match[2]))
+
+    @property
+    def shown(self) -> str:
+        """As a table writes it: ``nDCG@10``."""
+        return f"{_SHOWN[self.kind]}@{self.cutoff}"
+
+    @property
+    def definition(self) -> str:
+        """What is measured, in one phrase; a table that shows the number should print it."""
+        return _DEFINITIONS[self.kind].format(k=self.cutoff)
 
     def __str__(self) -> str:
         return f"{self.kind}@{self.cutoff}"
 
     def __call__(self, gains: Gains, ideal: Gains) -> Values:
-        """The value of every query; see `ndcg`, `recall` and `mrr`."""
-        return {"ndcg": ndcg, "recall": recall, "mrr": mrr}[self.kind](gains, ideal, self.cutoff)
+        """The value of every query; see the function of the same name."""
+        measures = {
+            "ndcg": ndcg, "recall": recall, "success": success, "mrr": mrr, "map": average_precision,
+            "precision": precision,
+        }  # fmt: skip
+        return measures[self.kind](gains, ideal, self.cutoff)
 
 
 def ndcg(gains: Gains, ideal: Gains, k: int) -> Values:
@@ -108,6 +146,59 @@ def mrr(gains: Gains, ideal: Gains, k: int) -> Values:
     if not hit.shape[1]:
         return np.zeros(len(gains))
     return np.where(hit.any(axis=1), 1.0 / (hit.argmax(axis=1) + 1.0), 0.0)
+
+
+def success(gains: Gains, ideal: Gains, k: int) -> Values:
+    """1 where any of the first ``k`` passages is relevant, else 0: trec_eval's ``success_k``.
+
+    Args:
+        gains: Grades by rank, shape ``(queries, depth)``.
+        ideal: Not used; here so that every measure is called alike.
+        k: The last rank that counts.
+
+    Returns:
+        Shape ``(queries,)``, 0 or 1.
+    """
+    return np.where((gains[:, :k] > 0).any(axis=1), 1.0, 0.0)
+
+
+def average_precision(gains: Gains, ideal: Gains, k: int) -> Values:
+    """The precision at the rank of each relevant passage among the first ``k``, over all relevant ones.
+
+    trec_eval's ``map_cut_k``; a relevant passage that was not found, or after rank ``k``, adds 0. Its
+    mean over queries is MAP.
+
+    Args:
+        gains: Grades by rank, shape ``(queries, depth)``.
+        ideal: All positive grades of each query, padded with 0, shape ``(queries, most)``.
+        k: The last rank that counts.
+
+    Returns:
+        Shape ``(queries,)``, in [0, 1]; 0 where nothing is relevant.
+    """
+    hit = gains[:, :k] > 0
+    at_rank = hit.cumsum(axis=1) / np.arange(1, hit.shape[1] + 1)
+    relevant = (ideal > 0).sum(axis=1).astype(np.float64)
+    total = np.where(hit, at_rank, 0.0).sum(axis=1)
+    value: Values = np.divide(total, relevant, out=np.zeros(len(total)), where=relevant > 0)
+    return value
+
+
+def precision(gains: Gains, ideal: Gains, k: int) -> Values:
+    """The share of relevant passages among the first ``k``: trec_eval's ``P_k``.
+
+    The denominator is ``k``, also where fewer passages were returned.
+
+    Args:
+        gains: Grades by rank, shape ``(queries, depth)``.
+        ideal: Not used; here so that every measure is called alike.
+        k: The last rank that counts.
+
+    Returns:
+        Shape ``(queries,)``, in [0, 1].
+    """
+    share: Values = (gains[:, :k] > 0).sum(axis=1) / float(k)
+    return share
 
 
 def ideal_gains(query_ids: Sequence[str], qrels: Qrels) -> Gains:

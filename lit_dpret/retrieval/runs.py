@@ -37,7 +37,8 @@ class Ranking:
         top: Scores and indices of shape ``(queries, k)``, best first.
 
     Raises:
-        DataError: The number of rows and of query ids differ, or a query id occurs twice.
+        DataError: The number of rows and of query ids differ, a query or passage id occurs twice, a row
+            returns one passage twice, an index is no passage's, or a score is NaN.
     """
 
     query_ids: Sequence[str]
@@ -49,6 +50,16 @@ class Ranking:
             raise DataError(f"A ranking of {len(self.top.indices)} rows has {len(self.query_ids)} query ids.")
         if len(set(self.query_ids)) != len(self.query_ids):
             raise DataError("A ranking names the same query id in more than one row.")
+        if len(set(self.passage_ids)) != len(self.passage_ids):
+            raise DataError("A ranking has the same passage id for more than one passage.")
+        scores, indices = self.top
+        if int(broken := scores.isnan().any(dim=1).sum()):
+            raise DataError(f"A ranking holds a NaN score in {int(broken)} of {len(scores)} rows.")
+        if indices.numel() and not MISSING <= int(indices.min()) <= int(indices.max()) < len(self.passage_ids):
+            raise DataError(f"A ranking has an index outside {MISSING}..{len(self.passage_ids) - 1}, its passages.")
+        ordered = indices.sort(dim=1).values
+        if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != MISSING)).any()):
+            raise DataError("A ranking returns the same passage twice for one query.")
 
     def to_run(self) -> dict[str, dict[str, float]]:
         """The same as plain data, without the fillers."""
@@ -89,6 +100,7 @@ class EvaluationResult:
             "without_hits": self.without_hits,
             "without_relevant": self.without_relevant,
             "metrics": {name: asdict(interval) for name, interval in self.intervals.items()},
+            "definitions": {name: Metric.parse(name).definition for name in self.intervals},
         }
 
     def write_per_query(self, path: str | Path) -> None:
@@ -110,8 +122,8 @@ def evaluate(
     """Judge a run against the full relevance judgements.
 
     Guarantees:
-        - Every value equals trec_eval's: graded nDCG with linear gain, uncapped recall, ties by
-          float32 score and then by passage id, both descending; mrr@k on the run cut at k.
+        - Every value equals trec_eval's: graded nDCG with linear gain, uncapped recall, ``map_cut``, ``P`` and
+          ``success``, ties by float32 score and then by passage id, both descending; mrr@k on the run cut at k.
         - Means are over all queries of ``qrels``, as ``trec_eval -c``: a query without hits, and one
           without a relevant passage, counts as 0. Queries outside ``qrels`` do not count.
         - A run as plain data may come in any order; a `Ranking` is taken in the order it has.
@@ -119,13 +131,14 @@ def evaluate(
     Args:
         run: Scores by query and passage id, or a `Ranking`.
         qrels: Grades by query and passage id.
-        metrics: ``ndcg@k``, ``recall@k`` and ``mrr@k``.
+        metrics: What `Metric.parse` reads, at any cut-offs.
         resamples: Of the bootstrap.
         seed: Of the bootstrap.
 
     Raises:
         ConfigurationError: A metric is unknown, or names a rank deeper than a `Ranking` reaches.
-        DataError: There are no judgements, or a score is NaN.
+        DataError: There are no judgements, a score is NaN, or the run answers none of the judged queries, as
+            one of another data set or split would.
     """
     wanted = [Metric.parse(name) for name in metrics]
     query_ids = tuple(qrels)
@@ -139,6 +152,12 @@ def evaluate(
         gains, hits = _gains_of_ranking(run, query_ids, qrels)
     else:
         gains, hits = _gains(run, query_ids, qrels)
+    answered = run.query_ids if isinstance(run, Ranking) else run
+    if len(answered) and not set(answered) & set(query_ids):
+        raise DataError(
+            f"None of the {len(answered)} queries of the run is judged: {next(iter(answered))!r} is not among the "
+            f"{len(query_ids)} query ids of the judgements. Are they of another data set, or another split?"
+        )
     ideal = ideal_gains(query_ids, qrels)
     per_query = {str(metric): metric(gains, ideal) for metric in wanted}
     intervals = {name: bootstrap_interval(values, resamples=resamples, seed=seed) for name, values in per_query.items()}

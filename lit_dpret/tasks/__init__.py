@@ -1,6 +1,7 @@
 """What the command line can be asked to do; one class each, chosen by ``task=``."""
 
-from lit_dpret.tasks.compare import CompareModes
+from lit_dpret.tasks.compare import Compare
+from lit_dpret.tasks.compare_modes import CompareModes
 from lit_dpret.tasks.doctor import Doctor
 from lit_dpret.tasks.evaluate import Evaluate
 from lit_dpret.tasks.export import Export
@@ -11,8 +12,10 @@ from lit_dpret.tasks.second_task import SecondTask
 from lit_dpret.tasks.synthesize import Synthesize
 from lit_dpret.tasks.variant import Variant
 from lit_dpret.tasks.variant_study import VariantStudy
+from lit_dpret.tasks.zero_shot import ZeroShot
 
 __all__ = [
+    "Compare",
     "CompareModes",
     "Doctor",
     "Evaluate",
@@ -24,4 +27,5 @@ __all__ = [
     "Synthesize",
     "Variant",
     "VariantStudy",
+    "ZeroShot",
 ]

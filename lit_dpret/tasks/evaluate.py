@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
-from lit_dpret.callbacks import ProgressLine
-from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.retrieval.runs import EvaluationResult
+from lit_dpret.retrieval.metrics import Metric
+from lit_dpret.retrieval.qrels import check_qrels
+from lit_dpret.retrieval.runs import DEFAULT_METRICS, EvaluationResult, evaluate
 from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.scoring import score_bm25, score_embeddings
+from lit_dpret.tasks.ranker import Ranker
+from lit_dpret.tasks.run_files import write_evaluation
+
+SUMMARY = "evaluation.json"
 
 
 class Evaluate:
-    """nDCG@10, Recall@10 and MRR@10 of an encoder, or of BM25, on one split.
+    """An encoder, or BM25, on one split, by any measure at any cut-off.
 
     Args:
         encoder: ``minilm``, the folder of a trained encoder, a hub name, or ``bm25``.
-        split: Which queries of the datamodule.
-        top_k: How deep to rank.
+        split: Which queries of the datamodule; null for the one that the data set's protocol names
+            (``datamodule.evaluation_split``), else test.
+        metrics: What to measure, as ``ndcg@10``.
+        top_k: How deep to rank; at least the deepest of the metrics.
         max_passage_length: Tokens of a passage that are read; null for what the encoder's folder says.
         max_query_length: The same for a query.
         cache_dir: Where to keep passage embeddings between runs; null keeps none.
@@ -31,60 +35,65 @@ class Evaluate:
         self,
         *,
         encoder: str = "minilm",
-        split: str = "test",
+        split: str | None = None,
+        metrics: Sequence[str] = DEFAULT_METRICS,
         top_k: int = 100,
         max_passage_length: int | None = None,
         max_query_length: int | None = None,
         cache_dir: str | Path | None = None,
     ) -> None:
-        if top_k < 10:
-            raise ConfigurationError(f"task.top_k={top_k} cannot answer the metrics at 10; it must be at least 10.")
+        self.metrics = checked_metrics(metrics, top_k)
         self.encoder, self.split, self.top_k = encoder, split, top_k
-        self.max_passage_length, self.max_query_length = max_passage_length, max_query_length
-        self.cache_dir = None if cache_dir is None else Path(cache_dir)
+        self.ranker = Ranker(
+            encoder, max_passage_length=max_passage_length, max_query_length=max_query_length, cache_dir=cache_dir
+        )
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``evaluation.json`` and per-query scores; returns the means."""
+        """Write ``evaluation.json``, the run, the judgements and the values per query; returns the means."""
         check_run_dir(parts.run_dir, min_free_mb=50)
         data = parts.make_datamodule()
         data.prepare_data()
         data.setup("test")
-        queries, qrels = data.evaluation_set(self.split)
+        split = self.split or getattr(data, "evaluation_split", "test")
+        queries, qrels = data.evaluation_set(split)
         passages = data.public_passages()
-        if self.encoder == "bm25":
-            result = score_bm25(queries, passages, qrels, k=self.top_k)
-        else:
-            result = self._dense(queries, passages, qrels)
-        facts = {"encoder": self.encoder, "split": self.split, **result.to_dict()}
-        (parts.run_dir / "evaluation.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
-        result.write_per_query(parts.run_dir / "per_query.tsv")
-        sys.stdout.write(_table(self.encoder, result) + f"\nwritten: {parts.run_dir / 'evaluation.json'}\n")
+        check_qrels(qrels, query_ids=queries, passage_ids=passages)
+        drops = bool(getattr(data, "drops_self_matches", False))
+        ranking = self.ranker.rank(queries, passages, k=self.top_k, drop_self_matches=drops)
+        result = evaluate(ranking, qrels, self.metrics)
+        facts = {"encoder": self.encoder, "split": split, "top_k": self.top_k, "drops_self_matches": drops}
+        path = write_evaluation(
+            parts.run_dir, ranking=ranking, qrels=qrels, result=result, facts=facts, name=SUMMARY
+        )  # fmt: skip
+        sys.stdout.write(_table(self.encoder, result) + f"\nwritten: {path}\n")
         return dict(result.means)
 
-    def _dense(
-        self, queries: dict[str, str], passages: dict[str, str], qrels: dict[str, dict[str, int]]
-    ) -> EvaluationResult:
-        towers = load_towers(self.encoder)
-        for tower in towers:
-            tower.contract = replace(
-                tower.contract,
-                query_max_length=self.max_query_length or tower.contract.query_max_length,
-                passage_max_length=self.max_passage_length or tower.contract.passage_max_length,
-            )
-        texts = list(passages.values())
-        with ProgressLine("encoding passages") as progress:
-            if self.cache_dir is None:
-                passage_embeddings = towers.passage_encoder.encode(texts, "passage", progress=progress)
-            else:
-                passage_embeddings = towers.passage_encoder.encode_cached(
-                    texts, "passage", self.cache_dir, progress=progress
-                )
-        query_embeddings = towers.query_encoder.encode(list(queries.values()), "query")
-        return score_embeddings(
-            list(queries), query_embeddings, list(passages), passage_embeddings, qrels, k=self.top_k
+
+def checked_metrics(metrics: Sequence[str], top_k: int) -> tuple[str, ...]:
+    """The metrics in the way that results name them.
+
+    Raises:
+        ConfigurationError: There is none, one is unknown, or one looks deeper than ``top_k``.
+    """
+    parsed = [Metric.parse(name) for name in metrics]
+    if not parsed:
+        raise ConfigurationError("task.metrics names no metric; name at least one, as [ndcg@10].")
+    deepest = max(parsed, key=lambda metric: metric.cutoff)
+    if top_k < deepest.cutoff:
+        raise ConfigurationError(
+            f"task.top_k={top_k} cannot answer {deepest}; it must be at least {deepest.cutoff}, or name other "
+            "task.metrics."
         )
+    return tuple(dict.fromkeys(map(str, parsed)))
 
 
 def _table(name: str, result: EvaluationResult) -> str:
-    cells = [f"{metric} {i.mean:.4f} [{i.low:.4f}, {i.high:.4f}]" for metric, i in result.intervals.items()]
-    return f"{name}: " + "   ".join(cells) + f"   ({len(result.query_ids)} queries, 95% bootstrap intervals)"
+    lines = [f"{name}, {len(result.query_ids)} queries, means with 95% bootstrap intervals"]
+    for metric, i in ((Metric.parse(name), i) for name, i in result.intervals.items()):
+        lines.append(f"  {metric.shown:14} {i.mean:.4f} [{i.low:.4f}, {i.high:.4f}]   {metric.definition}")
+    if result.without_hits or result.without_relevant:
+        lines.append(
+            f"  counted as 0: {result.without_hits} queries without hits, {result.without_relevant} without any "
+            "relevant passage"
+        )
+    return "\n".join(lines)

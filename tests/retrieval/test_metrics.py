@@ -31,6 +31,9 @@ def trec_eval(run: Run, qrels: Qrels, name: str) -> dict[str, float]:
         "ndcg": (f"ndcg_cut.{k}", f"ndcg_cut_{k}"),
         "recall": (f"recall.{k}", f"recall_{k}"),
         "mrr": ("recip_rank", "recip_rank"),
+        "success": (f"success.{k}", f"success_{k}"),
+        "map": (f"map_cut.{k}", f"map_cut_{k}"),
+        "precision": (f"P.{k}", f"P_{k}"),
     }[kind]
     found = pytrec_eval.RelevanceEvaluator(qrels, {measure}).evaluate(cut(run, int(k)) if kind == "mrr" else run)
     return {query: found.get(query, {}).get(key, 0.0) for query in qrels}
@@ -46,7 +49,10 @@ def assert_equals_trec_eval(run: Any, plain: Run, qrels: Qrels, metrics: list[st
         assert result.means[name] == pytest.approx(sum(truth.values()) / len(truth), abs=1e-12)
 
 
-METRICS = ["ndcg@1", "ndcg@10", "ndcg@1000", "recall@1", "recall@10", "recall@100", "mrr@1", "mrr@10", "mrr@100"]
+METRICS = [
+    "ndcg@1", "ndcg@10", "ndcg@1000", "recall@1", "recall@10", "recall@100", "mrr@1", "mrr@10", "mrr@100",
+    "success@1", "success@10", "map@10", "map@100", "precision@1", "precision@10", "precision@100",
+]  # fmt: skip
 
 
 def random_collection(seed: int) -> tuple[Run, Qrels]:
@@ -69,6 +75,37 @@ def random_collection(seed: int) -> tuple[Run, Qrels]:
 def test_every_value_equals_trec_eval_with_ties_grades_and_missing_queries(seed: int) -> None:
     run, qrels = random_collection(seed)
     assert_equals_trec_eval(run, {q: s for q, s in run.items() if s}, qrels, METRICS)
+
+
+def test_a_thousand_random_runs_score_as_in_trec_eval() -> None:
+    """Ties, grades from -1 to 3, queries that are missing, empty, unjudged or without anything relevant."""
+    rng = np.random.default_rng(0)
+    metrics = ["ndcg@3", "ndcg@20", "recall@7", "success@5", "mrr@4", "map@6", "precision@9"]
+    measures = {"ndcg_cut.3,20", "recall.7", "success.5", "map_cut.6", "P.9"}
+    keys = ["ndcg_cut_3", "ndcg_cut_20", "recall_7", "success_5", None, "map_cut_6", "P_9"]
+    docs = [f"d{i * 7 % 101}" for i in range(30)]
+    skipped = 0
+    for _ in range(1000):
+        qrels: Qrels = {
+            f"q{q}": {docs[i]: int(rng.integers(-1, 4)) for i in rng.choice(30, rng.integers(1, 10), replace=False)}
+            for q in range(5)
+        }
+        run: Run = {}
+        for q in rng.choice(7, rng.integers(0, 7), replace=False):
+            depth = int(rng.integers(0, 25))
+            run[f"q{q}"] = {docs[i]: float(rng.integers(0, 4)) for i in rng.permutation(30)[:depth]}
+        if run and not set(run) & set(qrels):
+            skipped += 1  # refused: a run of another data set
+            continue
+        result = evaluate(run, qrels, metrics, resamples=1)
+        evaluator = pytrec_eval.RelevanceEvaluator(qrels, measures)
+        truth = evaluator.evaluate({q: s for q, s in run.items() if s})
+        first = trec_eval({q: s for q, s in run.items() if s}, qrels, "mrr@4")
+        for name, key in zip(metrics, keys, strict=True):
+            wanted = [first[q] if key is None else truth.get(q, {}).get(key, 0.0) for q in qrels]
+            assert np.abs(result.per_query[name] - wanted).max() <= 1e-12, (name, run, qrels)
+            assert result.means[name] == pytest.approx(np.mean(wanted), abs=1e-12)
+    assert skipped < 50
 
 
 def test_a_query_without_hits_and_one_without_relevant_passages_count_as_zero() -> None:
@@ -126,7 +163,8 @@ def test_a_metric_is_written_the_way_it_is_read() -> None:
         "recall@100",
         "mrr@5",
     ]
-    for wrong in ("ndcg", "ndcg@0", "map@10", "mrr@-1", "recall@1.5"):
+    assert [str(Metric.parse(name)) for name in ("hit@3", "P@5")] == ["success@3", "precision@5"]
+    for wrong in ("ndcg", "ndcg@0", "f1@10", "mrr@-1", "recall@1.5", "map@ten"):
         with pytest.raises(ConfigurationError, match="is not one of"):
             Metric.parse(wrong)
 
@@ -141,7 +179,33 @@ def test_what_cannot_be_judged_is_refused() -> None:
         evaluate(ranking, {}, ["mrr@1"])
     with pytest.raises(DataError, match="NaN score for query 'q'"):
         evaluate({"q": {"a": float("nan")}}, {"q": {"a": 1}})
+    with pytest.raises(DataError, match="'q9' is not among the 1 query ids"):
+        evaluate({"q9": {"a": 1.0}}, {"q": {"a": 1}})
     with pytest.raises(DataError, match="more than one row"):
         Ranking(
             query_ids=["q", "q"], passage_ids=["a"], top=TopK(torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.long))
         )
+
+
+@pytest.mark.parametrize(
+    ("scores", "indices", "passage_ids", "message"),
+    [
+        ([[1.0, float("nan")]], [[0, 1]], ["a", "b"], "NaN score in 1 of 1 rows"),
+        ([[1.0, 0.5]], [[1, 1]], ["a", "b"], "same passage twice"),
+        ([[1.0, 0.5]], [[0, 2]], ["a", "b"], "outside -1..1"),
+        ([[1.0, 0.5]], [[0, 1]], ["a", "a"], "same passage id"),
+    ],
+)
+def test_a_ranking_that_would_count_a_passage_twice_is_refused(
+    scores: list[list[float]], indices: list[list[int]], passage_ids: list[str], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        Ranking(query_ids=["q"], passage_ids=passage_ids, top=TopK(torch.tensor(scores), torch.tensor(indices)))
+
+
+def test_hit_rate_and_recall_differ_where_a_query_has_several_relevant_passages_and_say_so() -> None:
+    result = evaluate({"q": {"a": 1.0}}, {"q": {"a": 1, "b": 1}}, ["recall@10", "success@10"])
+    assert result.means == {"recall@10": 0.5, "success@10": 1.0}
+    said = result.to_dict()["definitions"]
+    assert said["recall@10"].startswith("share of all relevant passages")
+    assert said["success@10"].startswith("share of queries with a relevant passage")

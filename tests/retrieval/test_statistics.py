@@ -7,7 +7,7 @@ import pytest
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.retrieval import statistics
-from lit_dpret.retrieval.statistics import Interval, bootstrap_interval, holm, paired_randomisation_test
+from lit_dpret.retrieval.statistics import Interval, bootstrap_interval, holm, macro_interval, paired_randomisation_test
 
 
 def test_the_interval_is_the_one_scipy_finds() -> None:
@@ -95,3 +95,24 @@ def test_bad_values_are_refused() -> None:
         bootstrap_interval([0.1], resamples=0)
     with pytest.raises(DataError, match="3 and 2 values"):
         paired_randomisation_test([1, 2, 3], [1, 2])
+
+
+def test_the_mean_over_groups_counts_each_group_alike() -> None:
+    few, many = np.zeros(10), np.ones(1000)
+    assert macro_interval([few, many]) == Interval(0.5, 0.5, 0.5)
+    assert macro_interval([few, many], [1, 3]).mean == 0.75
+    with pytest.raises(DataError, match="as many positive weights"):
+        macro_interval([few, many], [1.0, 0.0])
+    with pytest.raises(DataError, match="a query in each"):
+        macro_interval([few, []])
+    with pytest.raises(ConfigurationError, match="resamples=0"):
+        macro_interval([few], resamples=0)
+
+
+def test_the_interval_of_a_mean_over_groups_is_as_wide_as_the_groups_errors_add_up_to() -> None:
+    rng = np.random.default_rng(4)
+    groups = [rng.normal(size=n) for n in (50, 200, 800)]
+    found = macro_interval(groups, resamples=4000)
+    spread = 1.96 * np.sqrt(sum(values.var() / len(values) for values in groups)) / len(groups)
+    assert found.mean == pytest.approx(np.mean([values.mean() for values in groups]))
+    assert (found.high - found.low) / 2 == pytest.approx(spread, rel=0.06)

@@ -1,0 +1,222 @@
+"""Validation inside a run: how well the model retrieves so far, and whose queries that tells about.
+
+A metric is a statement about the queries that it was computed on. On public queries, or on synthetic ones that
+have a privacy card of their own, it costs nothing more. On private dev queries it is a release that no noise
+covers, whatever mode the model is trained under: it is refused, or declared and then written down in the ledger
+before each evaluation, and the card states no epsilon. That is also so where the private training queries are others,
+since the claim may be about users who have queries in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lit_dpret.callbacks.refusals import check_dataset_card
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.privacy.card_leaks import DECLARED_EVENT, PRIVATE_EVENT
+from lit_dpret.privacy.releases import NonPrivateRelease
+from lit_dpret.retrieval.metrics import Metric
+from lit_dpret.retrieval.qrels import check_qrels
+from lit_dpret.retrieval.runs import DEFAULT_METRICS, EvaluationResult, Ranking, evaluate
+from lit_dpret.retrieval.search import lexicographic_rank, search
+
+DevData = Literal["public", "synthetic", "private"]
+
+
+class RetrievalEvaluation(Callback):
+    """Rank the passages for one split's queries every so many steps, and log the means as ``val/ndcg@10``.
+
+    Guarantees:
+        - Under a mode that promises something, nothing is computed on data that is not declared.
+        - ``data=private`` needs ``card_entry=true``. The ledger then has an event with a `NonPrivateRelease` on
+          the disk before each evaluation, and the card says what was let out and states no epsilon.
+        - ``data=synthetic`` is held against the privacy card of the data.
+        - Nothing is drawn from any random stream, so that the run is the same with and without it.
+
+    Args:
+        data: Whose the evaluated queries are: ``public``, ``synthetic`` or ``private``. Null is for
+            ``privacy=none`` alone.
+        card_entry: Declares that metrics of private dev queries may be let out, with no guarantee left.
+        datamodule: A DataModule to evaluate on; null for the run's own.
+        split: Which of its queries.
+        every_n_steps: Evaluate after every so many logical steps, and after the last one.
+        metrics: What to measure, as ``ndcg@10``.
+        top_k: How deep to rank; at least the deepest of the metrics.
+        max_queries: Evaluate on the first so many queries by id; null for all.
+        prefix: Of the logged names.
+
+    Raises:
+        ConfigurationError: A setting is out of range, or two contradict each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        data: DevData | None = None,
+        card_entry: bool = False,
+        datamodule: Any = None,
+        split: str = "dev",
+        every_n_steps: int = 100,
+        metrics: Sequence[str] = DEFAULT_METRICS,
+        top_k: int = 100,
+        max_queries: int | None = None,
+        prefix: str = "val",
+    ) -> None:
+        knob = "callbacks.evaluation"
+        if data not in (None, *get_args(DevData)):
+            raise ConfigurationError(f"{knob}.data={data!r} is not one of {', '.join(get_args(DevData))}.")
+        if card_entry and data != "private":
+            raise ConfigurationError(f"{knob}.card_entry=true is for data=private; with data={data} nothing leaks.")
+        if every_n_steps < 1 or (max_queries is not None and max_queries < 1):
+            raise ConfigurationError(
+                f"{knob}.every_n_steps={every_n_steps} and max_queries={max_queries} must be at least 1."
+            )
+        parsed = [Metric.parse(name) for name in metrics]
+        if not parsed or top_k < max(metric.cutoff for metric in parsed):
+            raise ConfigurationError(
+                f"{knob}.top_k={top_k} cannot answer metrics={list(metrics)}: name at least one, none deeper than that."
+            )
+        self.data, self.card_entry, self.datamodule, self.split = data, card_entry, datamodule, split
+        self.every_n_steps, self.top_k, self.max_queries, self.prefix = every_n_steps, top_k, max_queries, prefix
+        self.metrics = tuple(str(metric) for metric in parsed)
+        self.last: EvaluationResult | None = None
+        self._loaded: tuple[dict[str, str], dict[str, dict[str, int]], dict[str, str]] | None = None
+
+    # -- what it may look at -----------------------------------------------------------------
+
+    @property
+    def declared_leak(self) -> str | None:
+        """What `task=doctor` says of it; None where nothing leaks."""
+        if self.data != "private":
+            return None
+        return f"callbacks.evaluation.data=private logs {', '.join(self.metrics)} of private {self.split} queries."
+
+    @property
+    def public_metrics(self) -> tuple[str, ...]:
+        """The logged names by which a run may stop or keep a checkpoint: those of public or synthetic queries."""
+        return tuple(f"{self.prefix}/{name}" for name in self.metrics) if self.data in ("public", "synthetic") else ()
+
+    def refuse_undeclared(self, module: Any, data: Any) -> None:
+        """Refuse an evaluation whose data is not declared, or not what it is declared to be.
+
+        Raises:
+            ConfigurationError: Naming what to declare.
+            DataError: ``data=synthetic``, and the card does not describe the files.
+        """
+        if getattr(getattr(module, "privacy", None), "guarantee", "none") == "none":
+            return
+        if self.data is None:
+            raise ConfigurationError(
+                f"RetrievalEvaluation computes metrics of the {self.split} queries during a private run, and does not "
+                "say whose they are. Set callbacks.evaluation.data to public or synthetic; or to private, with "
+                "card_entry=true, and the card will state no epsilon.",
+                trap="T25",
+            )
+        if self.data == "private" and not self.card_entry:
+            raise ConfigurationError(
+                f"RetrievalEvaluation(data=private) would log metrics of private {self.split} queries: each is a "
+                "release nobody counts. Evaluate on public or synthetic queries, or afterwards (task=evaluate); or set "
+                "callbacks.evaluation.card_entry=true, and the card will say so and state no epsilon.",
+                trap="T25",
+            )
+        if self.data == "synthetic":
+            self._check_synthetic(self.datamodule if self.datamodule is not None else data)
+
+    def _check_synthetic(self, source: Any) -> None:
+        if not hasattr(source, "privacy_card_path"):
+            raise ConfigurationError(
+                f"callbacks.evaluation.data=synthetic, but {type(source).__name__} reads data without a privacy card. "
+                "Give callbacks.evaluation.datamodule a SyntheticDataModule, or declare what the queries are.",
+                trap="T25",
+            )
+        if self.split != "train" and getattr(source, "evaluation", None) is not None:
+            raise ConfigurationError(
+                f"callbacks.evaluation.data=synthetic, but the {self.split} queries of {type(source).__name__} come "
+                "from its evaluation, which holds real ones. Set callbacks.evaluation.split=train, or say "
+                "what they are.",
+                trap="T25",
+            )
+        check_dataset_card(source.privacy_card_path)
+
+    # -- during the run ----------------------------------------------------------------------
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        data: Any = getattr(trainer, "datamodule", None)
+        self.refuse_undeclared(pl_module, data)
+        if not all(hasattr(pl_module, name) for name in ("encode_queries", "encode_passages")):
+            raise UnsupportedModelError(
+                f"RetrievalEvaluation ranks by encode_queries and encode_passages, and {type(pl_module).__name__} has "
+                "none: it is for models that retrieve. Take it out of the callbacks."
+            )
+        self._loaded = self._load(self.datamodule if self.datamodule is not None else data)
+
+    def _load(self, source: Any) -> tuple[dict[str, str], dict[str, dict[str, int]], dict[str, str]]:
+        """Queries, judgements and passages to evaluate on."""
+        queries, qrels = source.evaluation_set(self.split)
+        passages = source.public_passages()
+        if self.max_queries is not None:
+            chosen = sorted(qrels)[: self.max_queries]
+            queries, qrels = {name: queries[name] for name in chosen}, {name: qrels[name] for name in chosen}
+        check_qrels(qrels, query_ids=queries, passage_ids=passages)
+        return queries, qrels, passages
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.data in ("public", "synthetic") and (ledger := _ledger(trainer)) is not None:
+            ledger.append("event", name=DECLARED_EVENT, data=self.data, split=self.split)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not batch.last:
+            return
+        done = batch.step + 1
+        if done % self.every_n_steps == 0 or done == _planned_steps(trainer):
+            self._evaluate(trainer, pl_module, done)
+
+    def _evaluate(self, trainer: L.Trainer, module: Any, step: int) -> None:
+        if self.data == "private" and (ledger := _ledger(trainer)) is not None:
+            release = NonPrivateRelease(label=f"{', '.join(self.metrics)} of private {self.split} queries")
+            ledger.append("event", name=PRIVATE_EVENT, at_step=step, release=release.to_dict())
+        self.last = self.measure(module)
+        found = {f"{self.prefix}/{name}": mean for name, mean in self.last.means.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(found, step=step)
+        trainer.callback_metrics.update({name: torch.tensor(mean) for name, mean in found.items()})
+
+    def measure(self, module: Any) -> EvaluationResult:
+        """The metrics of a module as it is, with intervals and values per query.
+
+        Raises:
+            ConfigurationError: There is nothing loaded to measure on; ``setup`` loads it.
+        """
+        if self._loaded is None:
+            raise ConfigurationError("RetrievalEvaluation has no data before the fit has set it up.")
+        queries, qrels, passages = self._loaded
+        ids = list(passages)
+        top = search(
+            module.encode_queries(list(queries.values())),
+            module.encode_passages(list(passages.values())),
+            min(self.top_k, len(ids)),
+            tie_rank=lexicographic_rank(ids),
+        )
+        return evaluate(Ranking(query_ids=list(queries), passage_ids=ids, top=top), qrels, self.metrics, resamples=200)
+
+
+def _accountant(trainer: L.Trainer) -> Any:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((callback for callback in callbacks if getattr(callback, "counts_releases", False)), None)
+
+
+def _ledger(trainer: L.Trainer) -> Any:
+    return getattr(_accountant(trainer), "ledger", None)
+
+
+def _planned_steps(trainer: L.Trainer) -> int:
+    return int(getattr(_accountant(trainer), "planned_steps", trainer.max_steps))

@@ -1,0 +1,85 @@
+"""A comparison of two systems for a console, as markdown and as JSON: differences, intervals, p-values."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from lit_dpret.errors import StorageError
+from lit_dpret.retrieval.comparison import Comparison, Difference
+from lit_dpret.retrieval.metrics import Metric
+
+_HEAD = ("data", "metric", "a", "b", "a - b", "better / worse", "p", "p (Holm)")
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """The comparison for ``rich.print``, in 80 columns; a row in bold differs significantly."""
+    table = Table(title=_title(comparison), title_justify="left", caption=_caption(comparison), caption_justify="left")
+    table.add_column("metric\ndata")
+    for name in ("a", "b", "a - b", "better /\nworse", "p\np (Holm)"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for cell in comparison.cells:
+        data, metric, a, b, difference, counts, p, corrected = _cells(cell)
+        row = (f"{metric}\n{data}", a, b, difference.replace(" ", "\n", 1), counts.replace(" of ", "\nof "))
+        style = "bold" if comparison.significant(cell) else None
+        table.add_row(*(Text(text) for text in (*row, f"{p}\n{corrected}")), style=style)
+    return table
+
+
+def comparison_markdown(comparison: Comparison) -> str:
+    """The comparison as a markdown table, with the definition of every metric below it."""
+    lines = [f"# {_title(comparison)}", "", "| " + " | ".join(_HEAD) + " |"]
+    lines.append("|" + "|".join(" :-- " if name in _HEAD[:2] else " --: " for name in _HEAD) + "|")
+    for cell in comparison.cells:
+        shown = [text.replace("|", "\\|") for text in _cells(cell)]
+        if comparison.significant(cell):
+            shown[4] = f"**{shown[4]}**"
+        lines.append("| " + " | ".join(shown) + " |")
+    lines += ["", _caption(comparison), ""]
+    metrics = {cell.metric: Metric.parse(cell.metric) for cell in comparison.cells}
+    lines += [f"* {metric.shown}: {metric.definition}." for metric in metrics.values()]
+    return "\n".join(lines) + "\n"
+
+
+def write_comparison(comparison: Comparison, folder: Path) -> tuple[Path, Path]:
+    """Write ``comparison.json`` and ``comparison.md``.
+
+    Raises:
+        StorageError: One of them cannot be written.
+    """
+    machine, reader = folder / "comparison.json", folder / "comparison.md"
+    try:
+        machine.write_text(json.dumps(comparison.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        reader.write_text(comparison_markdown(comparison), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{error.filename} cannot be written: {error.strerror}.") from error
+    return machine, reader
+
+
+def _title(comparison: Comparison) -> str:
+    return f"a: {comparison.a}, b: {comparison.b}"
+
+
+def _caption(comparison: Comparison) -> str:
+    tests = len(comparison.cells)
+    return (
+        f"a - b: mean difference with its {comparison.level:.0%} bootstrap interval. p: paired randomisation test, "
+        f"{comparison.resamples:,} swaps; Holm corrects for {tests} {'test' if tests == 1 else 'tests'}. Bold: "
+        f"p (Holm) at most {1 - comparison.level:.2g}. All this is about the choice of queries, not luck in training."
+    )
+
+
+def _cells(cell: Difference) -> tuple[str, ...]:
+    d = cell.difference
+    return (
+        cell.data, Metric.parse(cell.metric).shown, f"{cell.a:.4f}", f"{cell.b:.4f}",
+        f"{d.mean:+.4f} [{d.low:+.4f}, {d.high:+.4f}]", f"{cell.better} / {cell.worse} of {cell.queries}",
+        _p(cell.p_value), _p(cell.p_holm),
+    )  # fmt: skip
+
+
+def _p(value: float) -> str:
+    return f"{value:.4f}" if value >= 0.0001 else f"{value:.1e}"

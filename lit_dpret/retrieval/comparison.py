@@ -1,0 +1,159 @@
+"""Two systems on the same queries: by how much do they differ, and could that be chance?
+
+Each cell of the comparison is one metric on one data set. The interval is of the mean *difference*
+(queries are drawn in pairs), the p-value that of a paired randomisation test. A grid asks many
+questions at once, so each p-value is also given as Holm adjusts it for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.retrieval.metrics import Metric, Qrels, Values
+from lit_dpret.retrieval.runs import DEFAULT_METRICS, EvaluationResult, Ranking, Run, evaluate
+from lit_dpret.retrieval.statistics import Interval, bootstrap_interval, holm, paired_randomisation_test
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One metric on one data set, of two systems.
+
+    Attributes:
+        data: The name of the data set.
+        metric: As `Metric` writes it.
+        a: The mean of the first system.
+        b: The mean of the second one.
+        difference: ``a - b`` on the mean query, with its bootstrap interval.
+        p_value: Two-sided, of the paired randomisation test.
+        p_holm: The same, adjusted for all cells of the comparison.
+        queries: How many queries were compared.
+        better: On how many of them the first system was better.
+        worse: On how many of them it was worse; on the others they tie.
+    """
+
+    data: str
+    metric: str
+    a: float
+    b: float
+    difference: Interval
+    p_value: float
+    p_holm: float
+    queries: int
+    better: int
+    worse: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two systems over a grid of data sets and metrics.
+
+    Attributes:
+        a: The first system's name.
+        b: The second one's.
+        cells: Data sets in order, each with all metrics.
+        level: The confidence of the intervals; 1 - level is the threshold of `significant`.
+        resamples: Random swaps of each test.
+    """
+
+    a: str
+    b: str
+    cells: tuple[Difference, ...]
+    level: float = 0.95
+    resamples: int = 10_000
+
+    def significant(self, cell: Difference) -> bool:
+        """Whether chance alone is refused for this cell, the whole grid taken into account."""
+        return cell.p_holm <= 1 - self.level
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values; no value of a single query is among them."""
+        return {
+            "a": self.a,
+            "b": self.b,
+            "level": self.level,
+            "resamples": self.resamples,
+            "correction": f"Holm over {len(self.cells)} tests",
+            "definitions": {name: Metric.parse(name).definition for name in {c.metric: None for c in self.cells}},
+            "cells": [{**asdict(cell), "significant": self.significant(cell)} for cell in self.cells],
+        }
+
+
+def compare_values(
+    a: Mapping[str, Mapping[str, Values]],
+    b: Mapping[str, Mapping[str, Values]],
+    *,
+    names: tuple[str, str] = ("a", "b"),
+    level: float = 0.95,
+    resamples: int = 10_000,
+    seed: int = 0,
+) -> Comparison:
+    """Compare values of the same queries in the same order.
+
+    Args:
+        a: Data set to metric to one value per query.
+        b: The same data sets, metrics and queries of the other system.
+        names: Of the two systems.
+        level: The confidence of the intervals.
+        resamples: Random swaps per test; the smallest possible p-value is one over one more.
+        seed: Of bootstrap and swaps.
+
+    Raises:
+        ConfigurationError: ``level`` or ``resamples`` is out of range.
+        DataError: The two differ in data sets or metrics, or nothing is to be compared.
+    """
+    if a.keys() != b.keys() or any(a[data].keys() != b[data].keys() for data in a):
+        raise DataError(f"{names[0]} and {names[1]} were not measured on the same data sets by the same metrics.")
+    if not any(a.values()):
+        raise DataError(f"There is nothing to compare {names[0]} with {names[1]} on.")
+    cells: list[Difference] = []
+    for data, values in a.items():
+        for metric, first in values.items():
+            second = b[data][metric]
+            test = paired_randomisation_test(first, second, resamples=resamples, seed=seed)
+            cells.append(
+                Difference(
+                    data=data,
+                    metric=metric,
+                    a=float(first.mean()),
+                    b=float(second.mean()),
+                    difference=bootstrap_interval(first - second, level=level, seed=seed),
+                    p_value=test.p_value,
+                    p_holm=test.p_value,
+                    queries=len(first),
+                    better=int((first > second).sum()),
+                    worse=int((first < second).sum()),
+                )
+            )
+    adjusted = holm([cell.p_value for cell in cells])
+    corrected = tuple(replace(cell, p_holm=p) for cell, p in zip(cells, adjusted, strict=True))
+    return Comparison(a=names[0], b=names[1], cells=corrected, level=level, resamples=resamples)
+
+
+def compare(
+    run_a: Run | Ranking,
+    run_b: Run | Ranking,
+    qrels: Qrels,
+    metrics: Sequence[str] = DEFAULT_METRICS,
+    *,
+    names: tuple[str, str] = ("a", "b"),
+    data: str = "all queries",
+    level: float = 0.95,
+    resamples: int = 10_000,
+    seed: int = 0,
+) -> Comparison:
+    """Judge two runs against the same judgements and compare them, Holm-corrected over the metrics.
+
+    A query that one of the runs does not answer counts as 0 for it, as in `evaluate`.
+
+    Raises:
+        ConfigurationError: As `evaluate`.
+        DataError: As `evaluate`.
+    """
+    if not metrics:
+        raise ConfigurationError("There is no metric to compare by; name at least one, as ndcg@10.")
+    found: list[EvaluationResult] = [evaluate(run, qrels, metrics, resamples=1) for run in (run_a, run_b)]
+    first, second = ({data: result.per_query} for result in found)
+    return compare_values(first, second, names=names, level=level, resamples=resamples, seed=seed)
