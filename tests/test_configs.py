@@ -76,6 +76,8 @@ NEEDED = {
     "datamodule.cifar100": ["datamodule.folder=x"],
     "datamodule.vision_folder": ["datamodule.folder=x"],
     "task.synthesize": ["task.generator=x"],
+    "task.index": ["task.embeddings=x"],
+    "task.search": ["task.index=x", "task.query=y"],
 }
 
 

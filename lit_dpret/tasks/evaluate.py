@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.encoders import load_towers
+from lit_dpret.encoders import cut, load_towers
+from lit_dpret.encoders.bulk import ahead
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.retrieval.backends import check_search, make_search
 from lit_dpret.retrieval.runs import EvaluationResult
 from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.scoring import score_bm25, score_embeddings
+from lit_dpret.tasks.scoring import score_bm25, score_embeddings, score_stream
 
 
 class Evaluate:
@@ -24,7 +26,13 @@ class Evaluate:
         top_k: How deep to rank.
         max_passage_length: Tokens of a passage that are read; null for what the encoder's folder says.
         max_query_length: The same for a query.
-        cache_dir: Where to keep passage embeddings between runs; null keeps none.
+        cache_dir: Where to keep passage embeddings between runs, and to go on with them after an
+            interruption; null keeps none, and searches each piece of the corpus while the next is encoded.
+        search: ``exact``; ``faiss:FACTORY`` (extra ``faiss-cpu`` or ``faiss-gpu``), ``scann`` (extra
+            ``scann``), which hold all passages.
+        dtype: In which the encoder computes: ``float32``, ``bfloat16``, ``float64``, or ``float16`` except for T5.
+        batch_size: Texts per forward pass.
+        device: Where to encode and search: ``cpu``, ``cuda`` and so on.
     """
 
     def __init__(
@@ -36,11 +44,17 @@ class Evaluate:
         max_passage_length: int | None = None,
         max_query_length: int | None = None,
         cache_dir: str | Path | None = None,
+        search: str = "exact",
+        dtype: str = "float32",
+        batch_size: int = 64,
+        device: str = "cpu",
     ) -> None:
+        check_search(search)
         if top_k < 10:
             raise ConfigurationError(f"task.top_k={top_k} cannot answer the metrics at 10; it must be at least 10.")
         self.encoder, self.split, self.top_k = encoder, split, top_k
         self.max_passage_length, self.max_query_length = max_passage_length, max_query_length
+        self.search, self.dtype, self.batch_size, self.device = search, dtype, batch_size, device
         self.cache_dir = None if cache_dir is None else Path(cache_dir)
 
     def run(self, parts: Parts) -> dict[str, float]:
@@ -64,25 +78,29 @@ class Evaluate:
     def _dense(
         self, queries: dict[str, str], passages: dict[str, str], qrels: dict[str, dict[str, int]]
     ) -> EvaluationResult:
-        towers = load_towers(self.encoder)
-        for tower in towers:
-            tower.contract = replace(
-                tower.contract,
-                query_max_length=self.max_query_length or tower.contract.query_max_length,
-                passage_max_length=self.max_passage_length or tower.contract.passage_max_length,
-            )
-        texts = list(passages.values())
-        with ProgressLine("encoding passages") as progress:
-            if self.cache_dir is None:
-                passage_embeddings = towers.passage_encoder.encode(texts, "passage", progress=progress)
-            else:
-                passage_embeddings = towers.passage_encoder.encode_cached(
-                    texts, "passage", self.cache_dir, progress=progress
-                )
-        query_embeddings = towers.query_encoder.encode(list(queries.values()), "query")
-        return score_embeddings(
-            list(queries), query_embeddings, list(passages), passage_embeddings, qrels, k=self.top_k
+        towers = cut(
+            load_towers(self.encoder, dtype=self.dtype),
+            query_max_length=self.max_query_length,
+            passage_max_length=self.max_passage_length,
         )
+        how: dict[str, Any] = {"batch_size": self.batch_size, "device": self.device}
+        query_embeddings = towers.query_encoder.encode(list(queries.values()), "query", **how)
+        ids, texts, encoder = list(passages), list(passages.values()), towers.passage_encoder
+        with ProgressLine("encoding passages") as progress:
+            how["progress"] = progress
+            if self.cache_dir is None and self.search == "exact":
+                pieces = encoder.encode_stream(texts, "passage", **how)
+                # On a CPU the two would only take each other's cores.
+                overlapped = pieces if self.device == "cpu" else ahead(pieces)
+                return score_stream(
+                    list(queries), query_embeddings, ids, overlapped, qrels, k=self.top_k, device=self.device
+                )
+            if self.cache_dir is None:
+                found = encoder.encode(texts, "passage", **how)
+            else:
+                found = encoder.encode_cached(texts, "passage", self.cache_dir, **how)
+        find = make_search(self.search, device=self.device)
+        return score_embeddings(list(queries), query_embeddings, ids, found, qrels, k=self.top_k, find=find)
 
 
 def _table(name: str, result: EvaluationResult) -> str:
