@@ -109,7 +109,7 @@ def encode_folder(
                 tower.one_side(side, device),
                 list(texts.values()),
                 folder / EMBEDDINGS,
-                dtype=STORAGES[storage][0],
+                dtype=STORAGES[storage],
                 facts=begun,
                 batch_size=batch_size,
                 progress=progress,

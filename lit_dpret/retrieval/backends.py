@@ -30,6 +30,7 @@ FAISS_GPU_LIMIT = 2048
 """faiss searches no deeper on a GPU."""
 
 _READ = 65_536
+_TRAINED_ON = 2**20
 _QUERIES = 1024
 
 
@@ -77,8 +78,8 @@ class Faiss:
             index = _on_gpus(faiss, index)
         try:
             if not index.is_trained:
-                chosen = np.sort(np.random.default_rng(seed).permutation(len(passages))[: 50 * 65_536])
-                index.train(_float32(torch.from_numpy(passages.take(chosen)), cosine))
+                chosen = np.sort(np.random.default_rng(seed).permutation(len(passages))[:_TRAINED_ON])
+                index.train(_float32(passages.sample(torch.from_numpy(chosen)), cosine))
             for start in range(0, len(passages), _READ):
                 index.add(_float32(passages.chunk(start, min(start + _READ, len(passages))), cosine))
         except RuntimeError as error:

@@ -7,6 +7,8 @@ pair by pair, always in the same order.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -14,8 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_dpret.retrieval.rows import Rows, TensorRows
+from lit_dpret.retrieval.threads import rows_in_parallel
 from lit_dpret.retrieval.topk import MISSING
 
+_CHUNK = 65_536  # passages that are read at a time
+_PLACE = 2**32 - 1
 _CPU_BLOCK = 2**20  # bytes that a cache holds
 _DEVICE_BLOCK = 256 * 2**20  # bytes that keep an accelerator busy
 _SMALLEST_NORM = 1e-12
@@ -41,18 +46,41 @@ def canonical_scores(queries: Tensor, passages: Rows, candidates: Tensor, *, cos
 
 
 def _on_cpu(queries: NDArray[np.float64], passages: Rows, candidates: NDArray[np.int64], cosine: bool) -> Tensor:
-    scores = np.empty(candidates.shape, dtype=np.float32)
-    step = max(1, _CPU_BLOCK // (8 * max(1, passages.dim)))
+    """All pairs in the order of their passages: each passage is fetched from memory, or from a file, but once."""
+    width = max(1, candidates.shape[1])
+    flat = candidates.reshape(-1)
+    scores = np.empty(flat.shape, dtype=np.float32)
+    keys = (flat << 32) | np.arange(len(flat))  # passage above, place among the candidates below
+    keys.sort()
+    bounds = range(0, len(passages) + _CHUNK, _CHUNK)
+    edges = np.searchsorted(keys, np.array(bounds) << 32)
+    block = max(1, _CPU_BLOCK // (16 * passages.dim))
+    for start, first, last in zip(bounds, edges, edges[1:], strict=False):
+        if first == last:
+            continue
+        chunk = passages.chunk(start, min(start + _CHUNK, len(passages)))
+        array = chunk.view(torch.uint16).numpy() if chunk.dtype == torch.bfloat16 else chunk.numpy()
+        pairs = keys[first:last]
 
-    for row in range(len(candidates)):
-        for left in range(0, candidates.shape[1], step):
-            found = passages.take(candidates[row, left : left + step])
-            if cosine:
-                lengths = np.sqrt(np.einsum("pd,pd->p", found, found))
-                found /= np.maximum(lengths, _SMALLEST_NORM)[:, None]
-            with np.errstate(over="ignore"):  # beyond float32 a score is infinite
-                scores[row, left : left + step] = np.einsum("pd,d->p", found, queries[row])
-    return torch.from_numpy(scores)
+        def score(part: slice, array: Any = array, pairs: Any = pairs, start: int = start) -> None:
+            for left in range(part.start, part.stop, block):
+                some = pairs[left : min(left + block, part.stop)]
+                places = some & _PLACE
+                found = _as_float64(array[(some >> 32) - start])
+                if cosine:
+                    lengths = np.sqrt(np.einsum("pd,pd->p", found, found))
+                    found /= np.maximum(lengths, _SMALLEST_NORM)[:, None]
+                with np.errstate(over="ignore"):  # beyond float32 a score is infinite
+                    scores[places] = np.einsum("pd,pd->p", found, queries[places // width])
+
+        rows_in_parallel(score, len(pairs), max(block, 2**16))
+    return torch.from_numpy(scores).view(candidates.shape)
+
+
+def _as_float64(array: NDArray[Any]) -> NDArray[np.float64]:
+    if array.dtype == np.uint16:  # bfloat16, which NumPy does not know: the upper half of a float32
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float64)
 
 
 def _on_device(queries: Tensor, passages: Tensor, candidates: Tensor, cosine: bool) -> Tensor:

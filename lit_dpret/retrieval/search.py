@@ -220,9 +220,7 @@ class SearchStream:
             short = (buffer.count < width) & (guess > kth - slack)
         enough = chosen[~short].cpu()
         candidates, floor = buffer.indices()[~short.cpu()], buffer.floor[~short]
-        rows_in_parallel(
-            lambda part: self._take_in(rows, candidates[part], enough[part]), len(enough), _share(len(enough), 256)
-        )
+        self._take_in(rows, candidates, enough)
         if width < len(rows):
             proven = self._kth()[enough].to(self.device) > floor + slack[~short]
             for row in torch.nonzero(~proven).flatten().tolist():
@@ -244,7 +242,7 @@ class SearchStream:
         if len(rows) < 4 * sample or rank > sample // 2:
             return None
         places = torch.linspace(0, len(rows) - 1, sample, dtype=torch.float64).long()
-        passages = prepared(torch.from_numpy(rows.take(places.numpy())), self.cosine).float().to(self.device)
+        passages = prepared(rows.sample(places).to(self.device).float(), self.cosine)
         guess = self._fast_queries.new_empty(len(self._queries))
 
         def draw(part: slice) -> None:
@@ -297,9 +295,14 @@ class SearchStream:
             banned = candidates + self._seen == self._exclude.cpu()[chosen, None]
             candidates = candidates.masked_fill(banned, MISSING)
         scores = canonical_scores(self._queries[chosen], rows, candidates, cosine=self.cosine)
-        indices = candidates.masked_fill(candidates == MISSING, MISSING - self._seen) + self._seen
-        keys = torch.cat([self._best[chosen], keyed(TopK(scores, indices), self._rank)], dim=1)
-        self._best[chosen] = ascending(smallest(keys, self.k)[:, : self.k].contiguous())
+
+        def keep(part: slice) -> None:
+            some, of = candidates[part], chosen[part]
+            indices = torch.where(some == MISSING, MISSING, some + self._seen)
+            keys = torch.cat([self._best[of], keyed(TopK(scores[part], indices), self._rank)], dim=1)
+            self._best[of] = ascending(smallest(keys, self.k)[:, : self.k].contiguous())
+
+        rows_in_parallel(keep, len(chosen), _share(len(chosen), 256))
 
     def _kth(self) -> Tensor:
         """The score that a passage must reach to be among the best, on the CPU; -inf while there are fewer than k."""

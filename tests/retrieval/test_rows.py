@@ -2,12 +2,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.retrieval import rows as rows_module
+from lit_dpret.retrieval import rescoring
 from lit_dpret.retrieval.rows import FileRows, TensorRows, as_rows
 from lit_dpret.retrieval.search import search
 
@@ -21,16 +20,16 @@ def written(path: Path, embeddings: torch.Tensor) -> Path:
 def test_a_file_and_a_tensor_of_the_same_numbers_are_searched_alike(
     storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows_module, "_RELEASE_AFTER", 1)  # after every look
+    monkeypatch.setattr(rescoring, "_CHUNK", 150)
     generator = torch.Generator().manual_seed(0)
     passages = torch.randn(700, 12, generator=generator).to(getattr(torch, storage))
     queries = torch.randn(9, 12, generator=generator)
     rows = FileRows(written(tmp_path / "e", passages), dim=12, storage=storage)  # type: ignore[arg-type]
     assert len(rows) == 700 and rows.dim == 12
     assert torch.equal(rows.chunk(690, 800), passages[690:])
-    places = np.array([3, 699, 3])
-    assert np.array_equal(rows.take(places), TensorRows(passages).take(places))
-    assert np.array_equal(rows.take(places), passages[places].double().numpy())
+    places = torch.tensor([3, 699, 3])
+    assert torch.equal(rows.sample(places), TensorRows(passages).sample(places))
+    assert torch.equal(rows.sample(places), passages[places])
     for similarity in ("dot", "cosine"):
         ours = search(queries, rows, 20, similarity=similarity, passage_chunk=64)  # type: ignore[arg-type]
         theirs = search(queries, passages, 20, similarity=similarity)  # type: ignore[arg-type]
