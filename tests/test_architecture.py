@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "losses": {"errors", "similarity"},
     "encoders": {"errors", "evaluation_mode", "pooling", "st_folder"},
     "st_folder": {"errors", "pooling", "encoders"},
+    "indexing": {"errors", "privacy", "encoders", "retrieval"},
     "assets": {"errors"},
     "modules": {
         "errors", "evaluation_mode", "privacy", "losses", "similarity", "pooling", "encoders", "st_folder", "assets",
@@ -33,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "pytest_plugin": {"testing"},
     "tasks": {
         "errors", "privacy", "retrieval", "report", "callbacks", "datamodules", "generation", "modules",
-        "encoders", "assets", "vision", "losses", "evaluation_mode",
+        "encoders", "assets", "vision", "indexing", "losses", "evaluation_mode",
     },
     "cli": {"errors", "tasks"},
     "__main__": {"cli"},

@@ -82,6 +82,8 @@ NEEDED = {
     "task.second_task": ["task.study=x"],
     "task.zero_shot": ["task.root=."],
     "task.compare": ["task.run_a=x", "task.run_b=y"],
+    "task.index": ["task.embeddings=x"],
+    "task.search": ["task.index=x", "task.query=y"],
 }
 
 

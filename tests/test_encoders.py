@@ -12,6 +12,7 @@ from torch import nn
 from transformers import BartConfig, BartModel, T5Config, T5ForConditionalGeneration
 
 from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.encoders.bulk import Window
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
 
 LENGTHS: dict[str, Any] = {"query_max_length": 6, "passage_max_length": 10}
@@ -58,7 +59,9 @@ def test_rows_do_not_depend_on_the_order_of_the_texts_and_equal_texts_have_equal
     """The very batches are the same, so that the last bit is the same on every machine."""
     batches: list[Any] = []
     original = TextEncoder._padded
-    monkeypatch.setattr(TextEncoder, "_padded", lambda self, ids: batches.append(ids) or original(self, ids))
+    monkeypatch.setattr(
+        TextEncoder, "_padded", lambda self, ids: batches.append([list(row) for row in ids]) or original(self, ids)
+    )
     encoder = tiny_encoder()
     texts = [f"{one} {two} {three}" for one in WORDS[:7] for two in WORDS[:7] for three in WORDS[:7]] + TEXTS * 2
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0)).tolist()
@@ -71,11 +74,16 @@ def test_rows_do_not_depend_on_the_order_of_the_texts_and_equal_texts_have_equal
     assert lengths == sorted(lengths, reverse=True)
 
 
-def test_texts_beyond_one_sorting_window_keep_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_has_the_rows_of_the_whole_whatever_the_buffer() -> None:
     encoder = tiny_encoder()
     whole = encoder.encode(TEXTS, "query")
-    monkeypatch.setattr("lit_dpret.encoders.text_encoder._SORTED_AT_ONCE", 3)
-    assert torch.allclose(encoder.encode(TEXTS, "query", batch_size=2), whole, atol=1e-6)
+    for buffer_size in (1, 3, 100):
+        parts = list(encoder.encode_stream(iter(TEXTS), "query", batch_size=2, buffer_size=buffer_size))
+        assert [len(part) for part in parts[:-1]] == [buffer_size] * (len(parts) - 1)
+        assert torch.allclose(torch.cat(parts), whole, atol=1e-6)
+    assert list(encoder.encode_stream([], "query")) == []
+    with pytest.raises(ConfigurationError, match="buffer_size=0"):
+        encoder.encode_stream(TEXTS, "query", buffer_size=0)
 
 
 def test_changing_one_text_changes_one_row() -> None:
@@ -322,13 +330,13 @@ def test_minilm_is_read_with_its_own_contract() -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many texts each real encoding was asked for."""
     calls: list[int] = []
-    original = TextEncoder.encode
+    original = Window.__init__
 
-    def encode(self: TextEncoder, texts: Any, *args: Any, **kwargs: Any) -> Any:
+    def tokenised(self: Window, encoding: Any, texts: Any) -> None:
         calls.append(len(texts))
-        return original(self, texts, *args, **kwargs)
+        original(self, encoding, texts)
 
-    monkeypatch.setattr(TextEncoder, "encode", encode)
+    monkeypatch.setattr(Window, "__init__", tokenised)
     return calls
 
 
@@ -339,6 +347,8 @@ def test_the_cache_gives_back_the_same_bits_and_encodes_once(tmp_path: Path, cou
     assert torch.equal(tiny_encoder().encode_cached(TEXTS, "query", tmp_path / "deep" / "cache"), first)
     assert counted == [len(TEXTS)]
     assert torch.equal(first, encoder.encode(TEXTS, "query"))
+    first += 1  # the caller's own; the file stays as it is
+    assert not torch.equal(encoder.encode_cached(TEXTS, "query", tmp_path / "deep" / "cache"), first)
 
 
 def test_the_cache_misses_when_weights_contract_side_vocabulary_or_texts_change(
@@ -363,7 +373,7 @@ def test_the_cache_misses_when_weights_contract_side_vocabulary_or_texts_change(
 
 def test_a_broken_cache_entry_is_made_anew(tmp_path: Path, counted: list[int]) -> None:
     encoder = tiny_encoder()
-    first = encoder.encode_cached(TEXTS, "query", tmp_path)
+    first = encoder.encode_cached(TEXTS, "query", tmp_path).clone()
     (entry,) = tmp_path.iterdir()
     entry.write_bytes(entry.read_bytes()[:50])
     assert torch.equal(encoder.encode_cached(TEXTS, "query", tmp_path), first)
@@ -371,7 +381,7 @@ def test_a_broken_cache_entry_is_made_anew(tmp_path: Path, counted: list[int]) -
     assert len(counted) == 2
 
 
-def test_a_cache_that_cannot_be_written_is_refused_and_leaves_nothing_behind(
+def test_a_cache_that_cannot_be_written_is_refused_and_keeps_what_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: object) -> None:
@@ -380,7 +390,7 @@ def test_a_cache_that_cannot_be_written_is_refused_and_leaves_nothing_behind(
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(StorageError, match="No space left"):
         tiny_encoder().encode_cached(TEXTS, "query", tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".partial", ".journal"}, "what is done is kept"
 
 
 def test_the_fingerprint_is_that_of_the_model_and_not_of_its_use() -> None:

@@ -1,8 +1,13 @@
-"""Embeddings kept on disk, found again by what they were made from.
+"""Embeddings kept on disk, found again by what they were made from, and gone on with after a kill.
 
 An entry's name is a hash of the weights, the contract, the vocabulary and the texts: train the
 encoder a step, change a prefix or a text, and it is another entry. Nothing is ever stale, and
 nothing has to be declared.
+
+A matrix that takes hours to compute is written as it comes: rows into a file that has its final length
+from the start, and after each group of rows, once they are on the disk, a line in a journal with their
+SHA-256. Whoever comes back believes the journal only where the bytes agree, and computes the rest;
+the groups are the same ones, so the finished file has the same bytes, however often it was begun.
 """
 
 from __future__ import annotations
@@ -10,16 +15,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lit_dpret.errors import StorageError
+from lit_dpret.encoders.bulk import BUFFER, Encoding, Progress, Window
+from lit_dpret.errors import DataError, ResumeError, StorageError
+
+_BATCHES_PER_GROUP = 16
+_READ = 2**24
 
 
 def content_hash(facts: object, weights: Mapping[str, Tensor], texts: Iterable[str] = ()) -> str:
@@ -34,40 +41,206 @@ def content_hash(facts: object, weights: Mapping[str, Tensor], texts: Iterable[s
     return digest.hexdigest()
 
 
-def load_or_make(path: Path, shape: Sequence[int], make: Callable[[], Tensor]) -> Tensor:
-    """The tensor stored at ``path``, or what ``make`` returns, stored there.
+def encode_to_file(
+    encoding: Encoding,
+    texts: Sequence[str],
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    facts: Mapping[str, Any],
+    batch_size: int = 64,
+    buffer_size: int = BUFFER,
+    restart: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Write the embeddings of ``texts`` to ``path``, row after row; go on where an earlier call was stopped.
 
     Guarantees:
-        - The file appears whole or not at all.
-        - A file that cannot be read, or holds another shape, is replaced.
+        - ``path`` appears whole or not at all, and has the bytes of a call that was never interrupted
+          (same machine and library versions).
+        - Rows whose bytes are not those that the journal vouches for are computed again.
+
+    Args:
+        encoding: The encoder and the side.
+        texts: The texts.
+        path: The file; what is unfinished lies beside it as ``.partial`` and ``.journal``.
+        dtype: Of a number in the file.
+        facts: What the content depends on, besides texts and batches: plain JSON values.
+        batch_size: Texts per forward pass.
+        buffer_size: Texts sorted together.
+        restart: Begin anew where something else was begun here, instead of refusing.
+        progress: Called with (texts done, texts in all).
 
     Raises:
+        DataError: An embedding holds a NaN or infinity.
+        ResumeError: Something else was begun at ``path``.
         StorageError: The file cannot be written.
     """
-    if path.is_file():
-        try:
-            stored: Tensor = load_file(path)["embeddings"]
-            if stored.shape == tuple(shape):
-                return stored
-        except (OSError, KeyError, SafetensorError):
-            pass  # replaced below
-    made = make()
-    _write_whole(path, made)
-    return made
-
-
-def _write_whole(path: Path, embeddings: Tensor) -> None:
+    begun = {**facts, "rows": len(texts), "dim": encoding.dim, "dtype": str(dtype).removeprefix("torch.")}
+    begun |= {"batch_size": batch_size, "buffer_size": buffer_size}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            os.close(descriptor)
-            save_file({"embeddings": embeddings.contiguous()}, name)
-            with open(name, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
+        with _Unfinished(path, begun, restart=restart) as file, encoding:
+            for window_at in range(0, len(texts), buffer_size):
+                part = texts[window_at : window_at + buffer_size]
+                if not file.has_window(window_at, len(part)):
+                    _fill(file, Window(encoding, part), window_at, batch_size, dtype, progress, len(texts))
+                    file.vouch_for_window(window_at, len(part))
+                elif progress is not None:
+                    progress(window_at + len(part), len(texts))
+            file.finish()
+    except OSError as error:
+        if isinstance(error, StorageError):
             raise
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"The cache entry {path} cannot be written: {error}") from error
+        raise StorageError(
+            f"The embeddings {path} cannot be written: {error.strerror or error}. What is finished is kept: mend this "
+            "and run the same command again."
+        ) from error
+
+
+def _fill(
+    file: _Unfinished,
+    window: Window,
+    window_at: int,
+    batch_size: int,
+    dtype: torch.dtype,
+    progress: Progress | None,
+    total: int,
+) -> None:
+    order = window.places.argsort(stable=True)
+    sorted_places = window.places[order]
+    step = batch_size * _BATCHES_PER_GROUP
+    for start in range(0, len(window), step):
+        bounds = torch.searchsorted(sorted_places, torch.tensor([start, start + step])).tolist()
+        rows = order[bounds[0] : bounds[1]]
+        if not file.has_group(window_at, start, (rows + window_at).tolist()):
+            found = window.embed(start, start + step, batch_size)[window.places[rows] - start]
+            if broken := int((~found.isfinite()).any(dim=1).sum()):
+                raise DataError(
+                    f"{broken} of {len(found)} embeddings hold a NaN or infinity. The encoder's weights are broken, or "
+                    "its precision is too low for it: choose float32 or bfloat16."
+                )
+            file.write_group(window_at, start, (rows + window_at).tolist(), found.to(dtype))
+        if progress is not None:
+            progress(window_at + bounds[1], total)
+
+
+class _Unfinished:
+    """The file with its final length, and the journal of what of it is right."""
+
+    def __init__(self, path: Path, begun: Mapping[str, Any], *, restart: bool) -> None:
+        self._path, self._begun = path, dict(begun)
+        self._partial, self._journal = path.with_name(path.name + ".partial"), path.with_name(path.name + ".journal")
+        item = torch.empty(0, dtype=getattr(torch, str(begun["dtype"]))).element_size()
+        self._width = int(begun["dim"]) * item
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._groups: dict[tuple[int, int], str] = {}
+        self._windows: dict[int, str] = {}
+        self._read_journal(restart)
+        self._file = os.open(self._partial, os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(self._file, self._width * int(begun["rows"]))
+
+    def __enter__(self) -> _Unfinished:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+    def has_window(self, start: int, rows: int) -> bool:
+        """Whether the rows of a window are all there, by their SHA-256."""
+        return start in self._windows and self._windows[start] == self._sha256(start, rows)
+
+    def vouch_for_window(self, start: int, rows: int) -> None:
+        """Write down that the rows of a window are all there."""
+        self._append({"window": start, "sha256": self._sha256(start, rows)})
+
+    def has_group(self, window: int, group: int, rows: Sequence[int]) -> bool:
+        """Whether these rows are there, by their SHA-256."""
+        known = self._groups.get((window, group))
+        if known is None:
+            return False
+        digest = hashlib.sha256()
+        for row in rows:
+            digest.update(os.pread(self._file, self._width, row * self._width))
+        return digest.hexdigest() == known
+
+    def write_group(self, window: int, group: int, rows: Sequence[int], embeddings: Tensor) -> None:
+        """Write rows, wait until they are on the disk, and vouch for them."""
+        data = embeddings.contiguous().view(torch.uint8).numpy()
+        digest = hashlib.sha256()
+        for row, line in zip(rows, data, strict=True):
+            written = os.pwrite(self._file, line.data, row * self._width)
+            if written != self._width:
+                raise OSError(28, "No space left on device")
+            digest.update(line.data)
+        os.fsync(self._file)
+        self._append({"window": window, "group": group, "sha256": digest.hexdigest()})
+
+    def finish(self) -> None:
+        """Give the file its name and forget the journal."""
+        os.fsync(self._file)
+        os.replace(self._partial, self._path)
+        self._journal.unlink(missing_ok=True)
+
+    def _sha256(self, start: int, rows: int) -> str:
+        digest, place, end = hashlib.sha256(), start * self._width, (start + rows) * self._width
+        while place < end:
+            part = os.pread(self._file, min(_READ, end - place), place)
+            if not part:
+                break
+            digest.update(part)
+            place += len(part)
+        return digest.hexdigest()
+
+    def _append(self, fact: Mapping[str, Any]) -> None:
+        with self._journal.open("ab") as file:
+            file.write(json.dumps(fact).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _read_journal(self, restart: bool) -> None:
+        try:
+            lines = self._journal.read_bytes().splitlines(keepends=True)
+        except FileNotFoundError:
+            lines = []
+        facts = [fact for fact in map(_parsed, lines) if fact is not None]
+        before = facts[0].get("begun") if facts else None
+        if before != self._begun:
+            if isinstance(before, dict) and not restart:
+                changed = sorted(key for key in {*before, *self._begun} if before.get(key) != self._begun.get(key))
+                raise ResumeError(
+                    f"{self._path} was begun with another {', '.join(changed)} and cannot be gone on with. Restore it, "
+                    "or give another folder."
+                )
+            self._partial.unlink(missing_ok=True)
+            self._journal.unlink(missing_ok=True)
+            self._append({"begun": self._begun})
+            return
+        for fact in facts[1:]:
+            if "group" in fact:
+                self._groups[int(fact["window"]), int(fact["group"])] = str(fact["sha256"])
+            elif "window" in fact:
+                self._windows[int(fact["window"])] = str(fact["sha256"])
+        if not lines[-1].endswith(b"\n"):
+            with self._journal.open("ab") as file:
+                file.write(b"\n")  # ends the torn line, so that the next fact stands on a line of its own
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        fact = json.loads(line)
+    except ValueError:
+        return None
+    return fact if isinstance(fact, dict) else None
+
+
+def mapped(path: Path, rows: int, dim: int, dtype: torch.dtype) -> Tensor | None:
+    """The matrix in a file, mapped into memory and free to be changed there; None where it has not this shape."""
+    size = rows * dim * torch.empty(0, dtype=dtype).element_size()
+    try:
+        if path.stat().st_size != size:
+            return None
+    except OSError:
+        return None
+    if not size:
+        return torch.empty(rows, dim, dtype=dtype)
+    return torch.from_file(str(path), shared=False, size=rows * dim, dtype=dtype).view(rows, dim)

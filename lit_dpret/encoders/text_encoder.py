@@ -8,67 +8,23 @@ command line is lost with the command line. Queries and passages are told apart 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_dpret.encoders.backbones import (
-    load_linear,
-    load_transformer,
-    make_lower_casing,
-    position_limit,
-    resolve_folder,
-    take_pooler,
-    vocabulary,
-)
-from lit_dpret.encoders.embedding_cache import content_hash, load_or_make
-from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.encoders.backbones import make_lower_casing, position_limit, take_pooler, vocabulary
+from lit_dpret.encoders.bulk import BUFFER, Progress, encode_windows
+from lit_dpret.encoders.contract import Contract, Side
+from lit_dpret.encoders.embedding_cache import content_hash, encode_to_file, mapped
+from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.pooling import get_pooling
-from lit_dpret.st_folder import Tower, read_folder
-
-Side = Literal["query", "passage"]
-Progress = Callable[[int, int], None]
-"""Called with (texts done, texts in all) after every batch."""
-
-_SORTED_AT_ONCE = 65_536
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contract:
-    """Everything besides weights and vocabulary that decides an embedding.
-
-    Args:
-        pooling: ``mean``, ``cls`` or ``max``.
-        normalise: Whether embeddings are scaled to length 1.
-        query_max_length: Tokens of a query that are read, special tokens among them.
-        passage_max_length: The same for a passage.
-        query_prefix: Put before every query, with its own space at the end.
-        passage_prefix: Put before every passage.
-        lower_case: Whether texts are lower-cased first, whatever the tokenizer does by itself.
-    """
-
-    pooling: str = "mean"
-    normalise: bool = True
-    query_max_length: int = 512
-    passage_max_length: int = 512
-    query_prefix: str = ""
-    passage_prefix: str = ""
-    lower_case: bool = False
-
-    def prefix(self, side: Side) -> str:
-        """What is put before a text of this side."""
-        return {"query": self.query_prefix, "passage": self.passage_prefix}[side]
-
-    def max_length(self, side: Side) -> int:
-        """How many tokens of a text of this side are read."""
-        return {"query": self.query_max_length, "passage": self.passage_max_length}[side]
 
 
 class TextEncoder(nn.Module):
@@ -159,6 +115,8 @@ class TextEncoder(nn.Module):
             ConfigurationError: A setting is impossible, or the model cannot be found.
             UnsupportedModelError: The folder holds no model we would compute faithfully.
         """
+        from lit_dpret.encoders.towers import load_towers  # which builds encoders of this class
+
         towers = load_towers(encoder, dtype=dtype, revision=revision)
         if towers.query_encoder is not towers.passage_encoder:
             raise UnsupportedModelError(
@@ -236,7 +194,7 @@ class TextEncoder(nn.Module):
 
         Guarantees:
             - Row i belongs to text i, and equal texts have equal rows.
-            - The rows of up to 65,536 texts do not depend on the order in which texts are given.
+            - The rows of up to 50,000 texts do not depend on the order in which texts are given.
             - The encoder comes back in the mode and on the device it was.
 
         Args:
@@ -249,28 +207,49 @@ class TextEncoder(nn.Module):
         Returns:
             float32 (float64 for a float64 encoder) on the CPU, shape ``(texts, dim)``.
         """
-        if batch_size < 1:
-            raise ConfigurationError(f"batch_size={batch_size} must be at least 1.")
-        home = next(self.parameters()).device
-        where = home if device is None else torch.device(device)
-        wide = torch.promote_types(next(self.parameters()).dtype, torch.float32)
-        result = torch.empty(len(texts), self.dim, dtype=wide)
-        with torch.no_grad(), evaluation_mode(self.to(where)):
-            for start in range(0, len(texts), _SORTED_AT_ONCE):
-                ids = [tuple(row) for row in self._token_ids(texts[start : start + _SORTED_AT_ONCE], side)]
-                unique = sorted(set(ids), key=lambda row: (-len(row), row))
-                position = {row: place for place, row in enumerate(unique)}
-                places = torch.tensor([position[row] for row in ids], dtype=torch.long)
-                done = torch.empty(len(unique), self.dim, dtype=wide)
-                for row in range(0, len(unique), batch_size):
-                    batch = self._padded(unique[row : row + batch_size])
-                    done[row : row + batch_size] = self({k: v.to(where) for k, v in batch.items()}).to("cpu", wide)
-                    if progress is not None:
-                        share = min(1.0, (row + batch_size) / len(unique))
-                        progress(start + round(share * len(ids)), len(texts))
-                result[start : start + len(ids)] = done[places]
-        self.to(home)
+        result = torch.empty(len(texts), self.dim, dtype=self.wide)
+        start = 0
+        for part in self.encode_stream(texts, side, batch_size=batch_size, device=device, progress=progress):
+            result[start : start + len(part)] = part
+            start += len(part)
         return result
+
+    def encode_stream(
+        self,
+        texts: Iterable[str],
+        side: Side,
+        *,
+        batch_size: int = 64,
+        buffer_size: int = BUFFER,
+        device: torch.device | str | None = None,
+        progress: Progress | None = None,
+    ) -> Iterator[Tensor]:
+        """The embeddings of texts that need not be in memory together, ``buffer_size`` rows at a time.
+
+        The rows are those of `encode`; with another buffer they differ by rounding.
+
+        Args:
+            texts: The texts, from a file for instance.
+            side: Whether they are queries or passages.
+            batch_size: Texts per forward pass.
+            buffer_size: Texts held, and sorted by length, at a time.
+            device: Where to compute; where the encoder is, by default.
+            progress: Called after every batch; of a stream without length, with the texts read so far.
+
+        Yields:
+            float32 (float64 for a float64 encoder) on the CPU, shape ``(at most buffer_size, dim)``.
+        """
+        for name, value in (("batch_size", batch_size), ("buffer_size", buffer_size)):
+            if value < 1:
+                raise ConfigurationError(f"{name}={value} must be at least 1.")
+        return encode_windows(
+            self.one_side(side, device),
+            texts,
+            batch_size=batch_size,
+            buffer_size=buffer_size,
+            progress=progress,
+            total=len(texts) if isinstance(texts, Sized) else None,
+        )
 
     def encode_cached(
         self,
@@ -294,12 +273,33 @@ class TextEncoder(nn.Module):
         contract = self.contract
         facts = [contract.pooling, contract.normalise, contract.lower_case, contract.prefix(side)]
         facts += [contract.max_length(side), vocabulary(self.tokenizer)]
-        path = Path(cache_dir) / f"{content_hash(facts, self.state_dict(), texts)}.safetensors"
+        key = content_hash(facts, self.state_dict(), texts)
+        path = Path(cache_dir) / f"{key}.{str(self.wide).removeprefix('torch.')}"
+        stored = mapped(path, len(texts), self.dim, self.wide)
+        if stored is None:
+            encode_to_file(
+                self.one_side(side, device),
+                texts,
+                path,
+                dtype=self.wide,
+                facts={"key": key},
+                batch_size=batch_size,
+                restart=True,
+                progress=progress,
+            )
+            stored = mapped(path, len(texts), self.dim, self.wide)
+        if stored is None:
+            raise StorageError(f"The cache entry {path} was changed while it was written.")
+        return stored
 
-        def make() -> Tensor:
-            return self.encode(texts, side, batch_size=batch_size, device=device, progress=progress)
+    def one_side(self, side: Side, device: torch.device | str | None = None) -> OneSide:
+        """The encoder as what encodes texts of one side in bulk; for `encode_to_file` and `Window`."""
+        return OneSide(self, side, device)
 
-        return load_or_make(path, (len(texts), self.dim), make)
+    @property
+    def wide(self) -> torch.dtype:
+        """What embeddings are given out in."""
+        return torch.promote_types(next(self.parameters()).dtype, torch.float32)
 
     def fingerprint(self) -> str:
         """SHA-256 of weights, vocabulary and contract: equal if and only if the model is the same."""
@@ -316,15 +316,15 @@ class TextEncoder(nn.Module):
         ids: list[list[int]] = self.tokenizer(raw, truncation=True, max_length=limit, padding=False)["input_ids"]
         return ids
 
-    def _padded(self, ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    def _padded(self, ids: Sequence[Any]) -> dict[str, Tensor]:
         longest = max((len(row) for row in ids), default=0) or 1
-        input_ids = torch.full((len(ids), longest), self.tokenizer.pad_token_id, dtype=torch.long)
-        mask = torch.zeros(len(ids), longest, dtype=torch.long)
+        input_ids = np.full((len(ids), longest), self.tokenizer.pad_token_id, dtype=np.int64)
+        mask = np.zeros((len(ids), longest), dtype=np.int64)
         for place, row in enumerate(ids):
             span = slice(longest - len(row), longest) if self.tokenizer.padding_side == "left" else slice(0, len(row))
-            input_ids[place, span] = torch.tensor(row, dtype=torch.long)
+            input_ids[place, span] = row
             mask[place, span] = 1
-        return {"input_ids": input_ids, "attention_mask": mask}
+        return {"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(mask)}
 
     def _refuse_float16(self) -> None:
         if "t5" not in self.backbone.config.model_type:
@@ -336,60 +336,29 @@ class TextEncoder(nn.Module):
             raise ConfigurationError("T5 overflows in float16; choose bfloat16 (precision=bf16-mixed) or float32.")
 
 
-class Towers(NamedTuple):
-    """The two sides of a dual encoder; the same object twice where one encoder serves both."""
+class OneSide:
+    """An encoder as what encodes texts of one side in bulk: no gradient, no dropout, on one device.
 
-    query_encoder: TextEncoder
-    passage_encoder: TextEncoder
-
-
-def load_towers(encoder: str | Path, *, dtype: str = "float32", revision: str | None = None) -> Towers:
-    """Load a dual encoder from any folder that `save_sentence_transformer` can write.
-
-    Args:
-        encoder: As for `TextEncoder.from_pretrained`.
-        dtype: ``float32``, ``bfloat16``, ``float64``, or ``float16`` except for T5.
-        revision: Of a model on the hub.
-
-    Raises:
-        ConfigurationError: A setting is impossible, or the model cannot be found.
-        UnsupportedModelError: The folder holds no model we would compute faithfully.
+    Inside ``with`` the encoder is on that device; it comes back to where it was.
     """
-    if dtype not in _DTYPES:
-        raise ConfigurationError(f"dtype={dtype!r} is not one of {', '.join(_DTYPES)}.")
-    found = read_folder(resolve_folder(encoder, revision))
-    backbone, tokenizer = load_transformer(found.query.transformer, _DTYPES[dtype])
-    pooler = take_pooler(backbone)
 
-    def tower(said: Tower) -> TextEncoder:
-        sides = (found.query, found.passage) if found.shared_backbone else (said, said)
-        query_length, passage_length = (_length(side, backbone, tokenizer) for side in sides)
-        contract = Contract(
-            pooling=said.pooling,
-            normalise=found.normalise,
-            query_max_length=query_length,
-            passage_max_length=passage_length,
-            query_prefix=found.query_prefix,
-            passage_prefix=found.passage_prefix,
-            lower_case=said.lower_case,
-        )
-        projection = None if said.dense is None else load_linear(said.dense, _DTYPES[dtype])
-        loaded = TextEncoder(backbone, tokenizer, contract, projection)
-        loaded.unused_weights = pooler
-        return loaded
+    def __init__(self, encoder: TextEncoder, side: Side, device: torch.device | str | None) -> None:
+        self.dim, self._encoder, self._side = encoder.dim, encoder, side
+        self._home = next(encoder.parameters()).device
+        self._where = self._home if device is None else torch.device(device)
 
-    query_encoder = tower(found.query)
-    if found.one_encoder:
-        return Towers(query_encoder, query_encoder)
-    if not found.shared_backbone:
-        backbone, tokenizer = load_transformer(found.passage.transformer, _DTYPES[dtype])
-        pooler = take_pooler(backbone)
-    return Towers(query_encoder, tower(found.passage))
+    def __enter__(self) -> None:
+        self._encoder.to(self._where)
 
+    def __exit__(self, *_: object) -> None:
+        self._encoder.to(self._home)
 
-def _length(tower: Tower, backbone: Any, tokenizer: Any) -> int:
-    """Where this tower cuts texts: as its folder says, else as tokenizer or model allow, else 512."""
-    own = tokenizer.model_max_length if tokenizer.model_max_length < 1_000_000 else None
-    limit = position_limit(backbone)
-    length = tower.max_length or own or limit or 512
-    return length if limit is None else min(length, limit)
+    def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._encoder._token_ids(texts, self._side)
+
+    def embed(self, ids: Sequence[Any]) -> Tensor:
+        encoder = self._encoder
+        with torch.no_grad(), evaluation_mode(encoder):
+            batch = encoder._padded(ids)
+            found: Tensor = encoder({name: value.to(self._where) for name, value in batch.items()})
+            return found.to("cpu", encoder.wide)

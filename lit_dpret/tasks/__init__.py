@@ -3,11 +3,14 @@
 from lit_dpret.tasks.compare import Compare
 from lit_dpret.tasks.compare_modes import CompareModes
 from lit_dpret.tasks.doctor import Doctor
+from lit_dpret.tasks.encode import Encode
 from lit_dpret.tasks.evaluate import Evaluate
 from lit_dpret.tasks.export import Export
 from lit_dpret.tasks.fit import Fit
+from lit_dpret.tasks.index import Index
 from lit_dpret.tasks.pipeline import Pipeline
 from lit_dpret.tasks.plan import Plan
+from lit_dpret.tasks.search import Search
 from lit_dpret.tasks.second_task import SecondTask
 from lit_dpret.tasks.synthesize import Synthesize
 from lit_dpret.tasks.variant import Variant
@@ -18,11 +21,14 @@ __all__ = [
     "Compare",
     "CompareModes",
     "Doctor",
+    "Encode",
     "Evaluate",
     "Export",
     "Fit",
+    "Index",
     "Pipeline",
     "Plan",
+    "Search",
     "SecondTask",
     "Synthesize",
     "Variant",

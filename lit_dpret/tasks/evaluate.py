@@ -28,7 +28,13 @@ class Evaluate:
         top_k: How deep to rank; at least the deepest of the metrics.
         max_passage_length: Tokens of a passage that are read; null for what the encoder's folder says.
         max_query_length: The same for a query.
-        cache_dir: Where to keep passage embeddings between runs; null keeps none.
+        cache_dir: Where to keep passage embeddings between runs, and to go on with them after an
+            interruption; null keeps none, and searches each piece of the corpus while the next is encoded.
+        search: ``exact``; ``faiss:FACTORY`` (extra ``faiss-cpu`` or ``faiss-gpu``), ``scann`` (extra
+            ``scann``), which hold all passages.
+        dtype: In which the encoder computes: ``float32``, ``bfloat16``, ``float64``, or ``float16`` except for T5.
+        batch_size: Texts per forward pass.
+        device: Where to encode and search: ``cpu``, ``cuda`` and so on.
     """
 
     def __init__(
@@ -41,11 +47,22 @@ class Evaluate:
         max_passage_length: int | None = None,
         max_query_length: int | None = None,
         cache_dir: str | Path | None = None,
+        search: str = "exact",
+        dtype: str = "float32",
+        batch_size: int = 64,
+        device: str = "cpu",
     ) -> None:
         self.metrics = checked_metrics(metrics, top_k)
         self.encoder, self.split, self.top_k = encoder, split, top_k
         self.ranker = Ranker(
-            encoder, max_passage_length=max_passage_length, max_query_length=max_query_length, cache_dir=cache_dir
+            encoder,
+            max_passage_length=max_passage_length,
+            max_query_length=max_query_length,
+            cache_dir=cache_dir,
+            search=search,
+            dtype=dtype,
+            batch_size=batch_size,
+            device=device,
         )
 
     def run(self, parts: Parts) -> dict[str, float]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.encoders import Towers, load_towers
+from lit_dpret.encoders import Towers, cut, load_towers
+from lit_dpret.encoders.bulk import ahead
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.retrieval.backends import check_search, make_search
 from lit_dpret.retrieval.bm25 import BM25
 from lit_dpret.retrieval.runs import Ranking
 from lit_dpret.retrieval.self_matches import without_self_matches
-from lit_dpret.tasks.scoring import rank_embeddings
+from lit_dpret.tasks.scoring import rank_embeddings, rank_stream
 
 
 class Ranker:
@@ -22,7 +24,12 @@ class Ranker:
         encoder: ``minilm``, the folder of a trained encoder, a hub name, or ``bm25``.
         max_passage_length: Tokens of a passage that are read; null for what the encoder's folder says.
         max_query_length: The same for a query.
-        cache_dir: Where to keep passage embeddings between runs; null keeps none.
+        cache_dir: Where to keep passage embeddings between runs; null keeps none, and searches each piece of
+            the corpus while the next is encoded.
+        search: ``exact``, ``faiss:FACTORY`` or ``scann``; the last two hold all passages.
+        dtype: In which the encoder computes.
+        batch_size: Texts per forward pass.
+        device: Where to encode and search.
 
     Raises:
         ConfigurationError: A setting of encoders is given for ``bm25``.
@@ -35,7 +42,12 @@ class Ranker:
         max_passage_length: int | None = None,
         max_query_length: int | None = None,
         cache_dir: str | Path | None = None,
+        search: str = "exact",
+        dtype: str = "float32",
+        batch_size: int = 64,
+        device: str = "cpu",
     ) -> None:
+        check_search(search)
         if encoder == "bm25" and (max_passage_length is not None or max_query_length is not None):
             raise ConfigurationError(
                 "task.encoder=bm25 reads whole texts: set task.max_passage_length and task.max_query_length to null."
@@ -43,6 +55,8 @@ class Ranker:
         self.encoder = encoder
         self._lengths = max_query_length, max_passage_length
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
+        self._search, self._dtype = search, dtype
+        self._how: dict[str, Any] = {"batch_size": batch_size, "device": device}
         self._towers: Towers | None = None
 
     def rank(
@@ -68,22 +82,23 @@ class Ranker:
     def _nearest(self, queries: Mapping[str, str], passages: Mapping[str, str], k: int) -> Ranking:
         if self._towers is None:
             self._towers = self._load()
-        texts, tower = list(passages.values()), self._towers.passage_encoder
+        device = self._how["device"]
+        asked = self._towers.query_encoder.encode(list(queries.values()), "query", **self._how)
+        ids, texts, tower = list(passages), list(passages.values()), self._towers.passage_encoder
         with ProgressLine("encoding passages") as progress:
+            if self._cache_dir is None and self._search == "exact":
+                pieces = tower.encode_stream(texts, "passage", progress=progress, **self._how)
+                # On a CPU the two would only take each other's cores.
+                pieces = pieces if device == "cpu" else ahead(pieces)
+                return rank_stream(list(queries), asked, ids, pieces, k=k, device=device)
             if self._cache_dir is None:
-                embeddings = tower.encode(texts, "passage", progress=progress)
+                found = tower.encode(texts, "passage", progress=progress, **self._how)
             else:
-                embeddings = tower.encode_cached(texts, "passage", self._cache_dir, progress=progress)
-        asked = self._towers.query_encoder.encode(list(queries.values()), "query")
-        return rank_embeddings(list(queries), asked, list(passages), embeddings, k=k)
+                found = tower.encode_cached(texts, "passage", self._cache_dir, progress=progress, **self._how)
+        find = make_search(self._search, device=device)
+        return rank_embeddings(list(queries), asked, ids, found, k=k, find=find)
 
     def _load(self) -> Towers:
-        towers = load_towers(self.encoder)
         of_queries, of_passages = self._lengths
-        for tower in towers:
-            tower.contract = replace(
-                tower.contract,
-                query_max_length=of_queries or tower.contract.query_max_length,
-                passage_max_length=of_passages or tower.contract.passage_max_length,
-            )
-        return towers
+        towers = load_towers(self.encoder, dtype=self._dtype)
+        return cut(towers, query_max_length=of_queries, passage_max_length=of_passages)

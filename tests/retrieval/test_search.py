@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.retrieval import search as search_module
-from lit_dpret.retrieval.search import MISSING, TopK, lexicographic_rank, search, top_k_of
+from lit_dpret.retrieval.search import MISSING, SearchStream, TopK, lexicographic_rank, merged, search, top_k_of
 
 
 def brute_force(queries: Tensor, passages: Tensor, k: int, ids: list[str]) -> tuple[list[list[float]], list[list[int]]]:
@@ -93,13 +92,13 @@ def test_a_matrix_product_that_is_wrong_within_its_bound_does_not_change_the_ans
     queries = base.repeat(3, 1) * torch.tensor([[1.0], [3.0], [0.1]])
     ids = names(500)
     expected = search(queries, passages, 10, tie_rank=lexicographic_rank(ids))
-    original = search_module._Corpus.parts
+    original = SearchStream._parts
 
-    def noisy(self: search_module._Corpus) -> object:
-        for start, part in original(self):
-            yield start, part * (1 + 2.0**-22 * (torch.rand(len(part), 1, generator=generator) - 0.5))
+    def noisy(self: SearchStream, rows: Any) -> object:
+        for start, part, longest in original(self, rows):
+            yield start, part * (1 + 2.0**-22 * (torch.rand(len(part), 1, generator=generator) - 0.5)), longest
 
-    monkeypatch.setattr(search_module._Corpus, "parts", noisy)
+    monkeypatch.setattr(SearchStream, "_parts", noisy)
     actual = search(queries, passages, 10, tie_rank=lexicographic_rank(ids))
     assert torch.equal(actual.indices, expected.indices)
     assert torch.equal(actual.scores, expected.scores)
@@ -132,13 +131,13 @@ def test_a_lowered_matmul_precision_and_autocast_change_nothing(monkeypatch: pyt
     generator = torch.Generator().manual_seed(6)
     queries, passages = torch.randn(4, 64, generator=generator), torch.randn(900, 64, generator=generator)
     expected = search(queries, passages, 10)
-    original, seen = search_module._Corpus.best, []
+    original, seen = SearchStream._search, []
 
-    def best(*arguments: Any) -> TopK:
+    def watched(*arguments: Any) -> None:
         seen.append((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")))
-        return original(*arguments)
+        original(*arguments)
 
-    monkeypatch.setattr(search_module._Corpus, "best", best)
+    monkeypatch.setattr(SearchStream, "_search", watched)
     torch.set_float32_matmul_precision("medium")
     try:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -163,6 +162,81 @@ def test_an_excluded_passage_is_skipped_for_its_query_alone(k: int) -> None:
         wanted = (rest + [MISSING] * k)[:k]
         assert top.indices[row].tolist() == wanted
     assert top.scores[top.indices == MISSING].eq(float("-inf")).all()
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 5, 40])
+def test_a_search_piece_by_piece_is_the_search_of_the_whole(pieces: int) -> None:
+    queries, passages = with_ties(600)
+    rank = lexicographic_rank(names(600))
+    exclude = torch.arange(23) * 20
+    exclude[4] = MISSING
+    stream = SearchStream(queries, 30, tie_rank=rank, exclude=exclude, query_chunk=7, passage_chunk=50)
+    for piece in passages.tensor_split(pieces):
+        stream.add(piece)
+    whole = search(queries, passages, 30, tie_rank=rank, exclude=exclude)
+    assert torch.equal(stream.result().indices, whole.indices)
+    assert torch.equal(stream.result().scores, whole.scores)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 7])
+def test_merged_shards_are_the_search_of_the_whole(shards: int) -> None:
+    queries, passages = with_ties(500)
+    rank = lexicographic_rank(names(500))
+    parts, start = [], 0
+    for piece in passages.tensor_split(shards):
+        own = search(queries, piece, 40, tie_rank=rank[start : start + len(piece)].argsort().argsort())
+        parts.append(TopK(own.scores, own.indices + start))
+        start += len(piece)
+    whole, joined = search(queries, passages, 40, tie_rank=rank), merged(parts, 40, tie_rank=rank)
+    assert torch.equal(joined.indices, whole.indices)
+    assert torch.equal(joined.scores, whole.scores)
+    with pytest.raises(ConfigurationError, match="cannot be merged"):
+        merged([parts[0], TopK(whole.scores[:3], whole.indices[:3])], 5, tie_rank=rank)
+
+
+def test_scores_that_grow_along_the_corpus_are_all_looked_at() -> None:
+    """The worst order for a net that keeps what is above its floor: every passage is."""
+    passages = torch.linspace(-1, 1, 3000)[:, None]
+    top = search(torch.tensor([[1.0], [-1.0]]), passages, 50, passage_chunk=1000)
+    assert top.indices.tolist() == [list(range(2999, 2949, -1)), list(range(50))]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_large_corpus_whose_scores_are_guessed_from_a_sample_is_searched_exactly(threads: int) -> None:
+    """10,000 passages: enough that a floor is guessed. The second corpus shows the sample its best passages alone."""
+    generator = torch.Generator().manual_seed(8)
+    queries = torch.randint(-9, 10, (6, 4), generator=generator).float()
+    passages = torch.randint(-9, 10, (10_000, 4), generator=generator).float()
+    misleading = passages.clone()
+    misleading[torch.linspace(0, 9_999, 2048, dtype=torch.float64).long()[::16]] *= 50
+    ids, before = names(10_000), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for corpus in (passages, misleading):
+            top = search(queries, corpus, 300, tie_rank=lexicographic_rank(ids), passage_chunk=3000)
+            scores, indices = brute_force(queries, corpus, 300, ids)
+            assert top.indices.tolist() == indices
+            assert top.scores.tolist() == scores
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_guess_that_is_too_high_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries, passages = with_ties(500)
+    expected = search(queries, passages, 20)
+    monkeypatch.setattr(SearchStream, "_guess", lambda self, rows: torch.linspace(0, 1e3, len(queries)))
+    actual = search(queries, passages, 20)
+    assert torch.equal(actual.indices, expected.indices) and torch.equal(actual.scores, expected.scores)
+
+
+def test_pieces_that_do_not_fit_are_refused() -> None:
+    stream = SearchStream(torch.ones(2, 3), 1, tie_rank=torch.arange(4))
+    stream.add(torch.ones(3, 3))
+    with pytest.raises(ConfigurationError, match="Passages 3 to 5 of width 3 do not fit a search of 4 passages"):
+        stream.add(torch.ones(2, 3))
+    with pytest.raises(ConfigurationError, match="of width 2"):
+        stream.add(torch.ones(1, 2))
 
 
 def test_fewer_passages_than_k_are_filled_up_with_missing() -> None:

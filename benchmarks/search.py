@@ -1,0 +1,248 @@
+"""Our exact search beside sentence-transformers', BEIR's and faiss's, on random vectors, in one run.
+
+    pip install sentence-transformers beir faiss-cpu
+    python benchmarks/search.py --threads 2
+
+6,980 queries (MS MARCO's dev set) against 200,000 vectors, k = 1000; the systems take turns. Seconds mean
+little on a shared machine, so the load is written down beside them, and the processor's seconds beside
+the clock's. ``--memory`` searches files of 50,000, 200,000 and 800,000 vectors, each in a process of its
+own, and reports how high its memory rose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_dpret.retrieval import search as search_module
+from lit_dpret.retrieval.backends import make_search
+from lit_dpret.retrieval.candidates import CandidateBuffer
+from lit_dpret.retrieval.rows import FileRows
+from lit_dpret.retrieval.search import SearchStream, search
+from lit_dpret.retrieval.topk import TopK
+
+OUT = Path(__file__).resolve().parent / "results" / "search_cpu.json"
+Found = Callable[[], list[list[int]]]
+
+
+class Phases:
+    """Seconds of processor time in parts of our search, over all its threads."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._here = threading.local()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        parts = [
+            (CandidateBuffer, "add", "selecting and merging"),
+            (CandidateBuffer, "indices", "selecting and merging"),
+            (SearchStream, "_take_in", "selecting and merging"),
+            (SearchStream, "_guess", "guessing a floor"),
+            (search_module, "canonical_scores", "scoring candidates again"),
+        ]
+        originals = [(owner, name, getattr(owner, name)) for owner, name, _ in parts]
+        for owner, name, phase in parts:
+            setattr(owner, name, self._timed(getattr(owner, name), phase))
+        try:
+            yield
+        finally:
+            for owner, name, original in originals:
+                setattr(owner, name, original)
+
+    def _timed(self, work: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        """A call inside another one counts for its own phase alone."""
+
+        def timed(*arguments: Any, **settings: Any) -> Any:
+            outer, self._here.inner = getattr(self._here, "inner", 0.0), 0.0
+            start = time.thread_time()
+            try:
+                return work(*arguments, **settings)
+            finally:
+                spent = time.thread_time() - start
+                with self._lock:
+                    self.seconds[phase] = self.seconds.get(phase, 0.0) + spent - self._here.inner
+                self._here.inner = outer + spent
+
+        return timed
+
+
+def systems(queries: Tensor, passages: Tensor, k: int) -> dict[str, Found]:
+    """Name to a search that returns, for every query, indices best first; those not installed are left out."""
+    found: dict[str, Found] = {"lit-dpret": lambda: search(queries, passages, k).indices.tolist()}
+    with contextlib.suppress(ImportError):
+        from sentence_transformers.util import dot_score, semantic_search
+
+        def theirs() -> list[list[int]]:
+            hits = semantic_search(queries, passages, top_k=k, score_function=dot_score)
+            return [[int(hit["corpus_id"]) for hit in row] for row in hits]
+
+        found["sentence-transformers semantic_search"] = theirs
+    with contextlib.suppress(ImportError):
+        from beir.retrieval.search.dense import DenseRetrievalExactSearch
+
+        class Vectors:
+            """A model whose texts are places in a list of vectors."""
+
+            def encode_queries(self, texts: list[str], **_: Any) -> Tensor:
+                return queries[[int(text) for text in texts]]
+
+            def encode_corpus(self, corpus: list[dict[str, str]], **_: Any) -> Tensor:
+                first, last = int(corpus[0]["text"]), int(corpus[-1]["text"])
+                return passages[first : last + 1]
+
+        def beirs() -> list[list[int]]:
+            corpus = {
+                str(i): {"title": "", "text": f"{i:07d}"} for i in range(len(passages))
+            }  # one length: kept in order
+            asked = {str(i): str(i) for i in range(len(queries))}
+            hits = DenseRetrievalExactSearch(Vectors()).search(corpus, asked, k, "dot")
+            return [[int(name) for name, _ in sorted(hits[q].items(), key=lambda h: -h[1])[:k]] for q in asked]
+
+        found["beir DenseRetrievalExactSearch"] = beirs
+    with contextlib.suppress(Exception):
+        flat = make_search("faiss:Flat")
+        found["lit-dpret search=faiss:Flat"] = lambda: flat(queries, passages, k).indices.tolist()
+    return found
+
+
+def measured(work: Found) -> tuple[list[list[int]], dict[str, Any]]:
+    load, start, cpu = os.getloadavg()[0], time.perf_counter(), time.process_time()
+    with contextlib.redirect_stderr(io.StringIO()):
+        result = work()
+    facts = {"seconds": time.perf_counter() - start, "processor_seconds": time.process_time() - cpu}
+    return result, facts | {"load_before": load, "load_after": os.getloadavg()[0]}
+
+
+def compare(arguments: argparse.Namespace) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    draw = torch.nn.functional.normalize(
+        torch.randn(arguments.passages + arguments.queries, arguments.dim, generator=generator), dim=1
+    )
+    passages, queries = draw[: arguments.passages], draw[arguments.passages :]
+    runs: dict[str, list[dict[str, Any]]] = {}
+    reference: list[set[int]] = []
+    for _ in range(arguments.rounds):
+        for name, work in systems(queries, passages, arguments.k).items():
+            result, facts = measured(work)
+            reference = reference or [set(row) for row in result]
+            shared = sum(len(mine & set(row)) for mine, row in zip(reference, result, strict=True))
+            facts["shared_with_ours"] = shared / sum(map(len, reference))
+            runs.setdefault(name, []).append(facts)
+            sys.stdout.write(
+                f"{name:40s} {facts['seconds']:8.1f} s  {facts['processor_seconds']:8.1f} s of processor  "
+            )
+            sys.stdout.write(f"shared {facts['shared_with_ours']:.6f}  load {facts['load_before']:.1f}\n")
+            sys.stdout.flush()
+    phases = Phases()
+    with phases.watched():
+        _, facts = measured(lambda: search(queries, passages, arguments.k).indices.tolist())
+    rest = facts["processor_seconds"] - sum(phases.seconds.values())
+    parts = {"matrix products and the rest": rest, **phases.seconds}
+    shares = {name: seconds / facts["processor_seconds"] for name, seconds in parts.items()}
+    sys.stdout.write("ours: " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()) + "\n")
+    ours = runs["lit-dpret"]
+    ratios = {}
+    for name, facts_of in runs.items():
+        if name != "lit-dpret":
+            pairs = list(zip(ours, facts_of, strict=True))
+            ratios[name] = {key: [mine[key] / other[key] for mine, other in pairs]
+                            for key in ("seconds", "processor_seconds")}  # fmt: skip
+            sys.stdout.write(f"ours / {name}: {ratios[name]}\n")
+    return {"runs": runs, "ours_over_theirs": ratios, "shares_of_ours": shares}
+
+
+def climb(count: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Search a file of so many vectors in a process of its own; how high its memory rose over its start."""
+    command = [sys.executable, __file__, "--child", str(count), "--queries", str(arguments.queries), "--k"]
+    command += [str(arguments.k), "--dim", str(arguments.dim), "--threads", str(arguments.threads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    sys.stdout.write(f"{count:8d} vectors of {facts['file_mib']:.0f} MiB: {facts['risen_mib']:.0f} MiB\n")
+    sys.stdout.flush()
+    return facts
+
+
+def child(count: int, arguments: argparse.Namespace) -> None:
+    generator = torch.Generator().manual_seed(count)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "vectors"
+        with path.open("wb") as file:
+            for start in range(0, count, 10_000):
+                part = torch.randn(min(10_000, count - start), arguments.dim, generator=generator)
+                file.write(torch.nn.functional.normalize(part, dim=1).numpy().tobytes())
+        queries = torch.randn(arguments.queries, arguments.dim, generator=generator)
+        search(queries[:4], FileRows(path, dim=arguments.dim), 10, tie_rank=torch.arange(count))  # loads libraries
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        before = _status("VmRSS")
+        top: TopK = search(queries, FileRows(path, dim=arguments.dim), arguments.k)
+        facts = {"vectors": count, "file_mib": path.stat().st_size / 2**20, "before_mib": before}
+        facts |= {"peak_mib": _status("VmHWM"), "risen_mib": _status("VmHWM") - before, "answers": top.indices.numel()}
+        sys.stdout.write(json.dumps(facts) + "\n")
+
+
+def _status(field: str) -> float:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) / 1024
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--queries", type=int, default=6980)
+    parser.add_argument("--passages", type=int, default=200_000)
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--k", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--memory", type=int, nargs="*", help="corpus sizes; without any 50000 200000 800000")
+    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=OUT)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if arguments.child is not None:
+        child(arguments.child, arguments)
+        return 0
+    report: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    facts = {key: getattr(arguments, key) for key in ("queries", "passages", "dim", "k", "threads")}
+    facts |= {"cores": os.cpu_count(), "load": os.getloadavg(), "python": platform.python_version()}
+    facts["versions"] = {
+        name: _version(name) for name in ("torch", "numpy", "sentence-transformers", "beir", "faiss-cpu")
+    }
+    if arguments.memory is None:
+        report["speed"] = facts | compare(arguments)
+    else:
+        sizes = arguments.memory or [50_000, 200_000, 800_000]
+        del facts["passages"]
+        report["memory"] = facts | {"sizes": [climb(size, arguments) for size in sizes]}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    sys.stdout.write(f"written: {arguments.out}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

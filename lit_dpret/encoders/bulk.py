@@ -1,0 +1,156 @@
+"""Many texts at once: sorted by length, so that little is padded, a buffer at a time, so that little is held.
+
+Texts are taken 50,000 at a time. Within such a *window* they are tokenised, equal ones are joined, and
+the longest go first: a batch then pads to a length that nearly all of it has, and one that does not fit
+on the device fails at once. Over MS MARCO's lengths such a buffer wastes 1 % of the computation on
+padding; batches in the order of the corpus waste more than half.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BUFFER = 50_000
+"""Texts that are sorted together."""
+
+Progress = Callable[[int, int], None]
+"""Called with (texts done, texts in all) after every batch."""
+
+T = TypeVar("T")
+
+_TOKENISED_AT_ONCE = 1024
+
+
+class Encoding(Protocol):
+    """What a window asks of an encoder; used inside ``with``."""
+
+    dim: int
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of texts of one side, cut at its length."""
+        ...
+
+    def embed(self, ids: Sequence[Any]) -> Tensor:
+        """The embeddings of one batch of token ids, on the CPU, ``(rows, dim)``."""
+        ...
+
+
+class Window:
+    """Texts in the order in which they are computed: the longest first, and equal ones once.
+
+    Guarantees:
+        - The batches are a function of the set of texts, not of their order.
+
+    Args:
+        encoding: The encoder and the side.
+        texts: The texts.
+    """
+
+    def __init__(self, encoding: Encoding, texts: Sequence[str]) -> None:
+        self._encoding = encoding
+        rows: list[bytes] = []
+        for start in range(0, len(texts), _TOKENISED_AT_ONCE):
+            found = encoding.token_ids(texts[start : start + _TOKENISED_AT_ONCE])
+            rows += [np.array(row, dtype=">u4").tobytes() for row in found]  # big-endian: sorts as the numbers do
+        self._unique = sorted(set(rows), key=lambda row: (-len(row), row))
+        position = {row: place for place, row in enumerate(self._unique)}
+        self.places = torch.tensor([position[row] for row in rows], dtype=torch.long)
+
+    def __len__(self) -> int:
+        """How many different texts there are to compute."""
+        return len(self._unique)
+
+    def embed(self, start: int, stop: int, batch_size: int, done: Callable[[int], None] | None = None) -> Tensor:
+        """Embeddings of the different texts from ``start``, a multiple of ``batch_size``, up to ``stop``.
+
+        Args:
+            start: The first.
+            stop: Behind the last.
+            batch_size: Texts per forward pass.
+            done: Called with the number of different texts done, after every batch.
+        """
+        parts: list[Tensor] = []
+        for first in range(start, min(stop, len(self)), batch_size):
+            last = min(first + batch_size, stop, len(self))
+            batch = [np.frombuffer(row, dtype=">u4").astype(np.int64) for row in self._unique[first:last]]
+            parts.append(self._encoding.embed(batch))
+            if done is not None:
+                done(last)
+        return torch.cat(parts) if parts else torch.empty(0, self._encoding.dim)
+
+
+def encode_windows(
+    encoding: Encoding,
+    texts: Iterable[str],
+    *,
+    batch_size: int,
+    buffer_size: int = BUFFER,
+    progress: Progress | None = None,
+    total: int | None = None,
+) -> Iterator[Tensor]:
+    """The embeddings of a stream of texts, ``buffer_size`` rows at a time, in the order of the texts."""
+    source, before = iter(texts), 0
+    with encoding:
+        while part := list(islice(source, buffer_size)):
+            window, count = Window(encoding, part), len(part)
+
+            def counted(done: int, before: int = before, count: int = count, unique: int = len(window)) -> None:
+                if progress is not None:
+                    progress(before + round(count * done / unique), before + count if total is None else total)
+
+            yield window.embed(0, len(window), batch_size, counted)[window.places]
+            before += count
+
+
+def ahead(items: Iterable[T]) -> Iterator[T]:
+    """The same items, each made in another thread while the one before it is in use.
+
+    An error in the making is raised where the item would have come. Abandoning the iterator ends the thread
+    after the item that it is making.
+    """
+    waiting: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=1)
+    given_up = threading.Event()
+
+    def make() -> None:
+        try:
+            for item in items:
+                _offer(("item", item))
+                if given_up.is_set():
+                    return
+            _offer(("end", None))
+        except BaseException as error:
+            _offer(("error", error))
+
+    def _offer(message: tuple[str, Any]) -> None:
+        while not given_up.is_set():
+            try:
+                waiting.put(message, timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+    thread = threading.Thread(target=make, name="encoding ahead", daemon=True)
+    thread.start()
+    try:
+        while True:
+            kind, value = waiting.get()
+            if kind == "end":
+                return
+            if kind == "error":
+                raise value
+            yield value
+    finally:
+        given_up.set()
+        thread.join()

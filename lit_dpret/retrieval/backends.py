@@ -1,0 +1,275 @@
+"""Other libraries' searches, behind the one name ``search``: faiss and ScaNN propose, and we score.
+
+A back end answers with indices. What they are worth, and in which order they come, is then decided as
+for the exact search: by float64 dot products rounded to float32, and by id among equals. So a flat
+index of either library gives our own ranking, unless passages at its end differ by less than float32
+resolves; an approximate one gives a part of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.retrieval.rescoring import canonical_scores
+from lit_dpret.retrieval.rows import Rows, as_rows
+from lit_dpret.retrieval.search import Similarity, prepared, require_positive, search
+from lit_dpret.retrieval.topk import MISSING, TopK, ascending, keyed, places_by_rank, ranked, smallest
+
+FAISS_GPU_LIMIT = 2048
+"""faiss searches no deeper on a GPU."""
+
+_READ = 65_536
+_TRAINED_ON = 2**20
+_QUERIES = 1024
+
+
+class BackEnd(Protocol):
+    """A search structure over passages."""
+
+    def propose(self, queries: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+        """Indices of ``count`` passages that may be the best for each query, -1 as filler."""
+        ...
+
+
+class Faiss:
+    """An index that faiss's ``index_factory`` makes, by inner product.
+
+    Args:
+        index: A faiss index; from `build` or `read`.
+    """
+
+    def __init__(self, index: Any) -> None:
+        self.index = index
+
+    @classmethod
+    def build(cls, passages: Rows, factory: str, *, cosine: bool = False, device: str = "cpu", seed: int = 0) -> Faiss:
+        """Train and fill an index.
+
+        Args:
+            passages: What to search.
+            factory: ``Flat``, ``IVF4096,Flat``, ``HNSW32``, ``OPQ64,IVF4096,PQ64`` and so on.
+            cosine: Whether to normalise passages.
+            device: ``cpu`` or ``cuda`` (all GPUs).
+            seed: Of the sample that an index is trained on.
+
+        Raises:
+            ConfigurationError: faiss does not know the string, or is missing, or is installed twice.
+            DataError: There are no passages, or too few to train on.
+        """
+        faiss = load_faiss()
+        if not len(passages):
+            raise DataError("There are no passages to index.")
+        try:
+            index = faiss.index_factory(passages.dim, factory, faiss.METRIC_INNER_PRODUCT)
+        except RuntimeError as error:
+            raise ConfigurationError(f"search=faiss:{factory} is no index that faiss can make.") from error
+        if device != "cpu":
+            index = _on_gpus(faiss, index)
+        try:
+            if not index.is_trained:
+                chosen = np.sort(np.random.default_rng(seed).permutation(len(passages))[:_TRAINED_ON])
+                index.train(_float32(passages.sample(torch.from_numpy(chosen)), cosine))
+            for start in range(0, len(passages), _READ):
+                index.add(_float32(passages.chunk(start, min(start + _READ, len(passages))), cosine))
+        except RuntimeError as error:
+            reason = str(error).split(": ")[-1].strip()
+            raise DataError(f"faiss cannot build {factory!r} of {len(passages)} passages: {reason}") from error
+        return cls(index)
+
+    @classmethod
+    def read(cls, path: str | Path, *, device: str = "cpu") -> Faiss:
+        """Read an index that `write` wrote.
+
+        Raises:
+            DataError: It cannot be read.
+        """
+        faiss = load_faiss()
+        try:
+            index = faiss.read_index(str(path))
+        except RuntimeError as error:
+            raise DataError(f"{path} is no index that faiss can read.") from error
+        return cls(index if device == "cpu" else _on_gpus(faiss, index))
+
+    def write(self, path: str | Path) -> None:
+        """Write the index; from GPUs as one for the CPU."""
+        faiss = load_faiss()
+        on_gpu = hasattr(faiss, "index_gpu_to_cpu") and "Gpu" in type(self.index).__name__
+        faiss.write_index(faiss.index_gpu_to_cpu(self.index) if on_gpu else self.index, str(path))
+
+    def propose(self, queries: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+        if "Gpu" in type(self.index).__name__ and count > FAISS_GPU_LIMIT:
+            raise ConfigurationError(
+                f"faiss searches {FAISS_GPU_LIMIT} deep on a GPU, not {count} (top_k and a margin). Lower task.top_k, "
+                "or search on the CPU."
+            )
+        return np.asarray(self.index.search(queries, count)[1], dtype=np.int64)
+
+
+class Scann:
+    """ScaNN's brute force, which the papers searched with.
+
+    Args:
+        passages: What to search; held in memory, in float32.
+        cosine: Whether to normalise passages.
+
+    Raises:
+        ConfigurationError: ScaNN is not installed.
+        DataError: There are no passages.
+    """
+
+    def __init__(self, passages: Rows, *, cosine: bool = False) -> None:
+        try:
+            scann: Any = importlib.import_module("scann")
+        except ImportError as error:
+            raise ConfigurationError('search=scann needs the [scann] extra: pip install "lit-dpret[scann]".') from error
+        if not len(passages):
+            raise DataError("There are no passages to index.")
+        self._count = len(passages)
+        table = _float32(passages.chunk(0, len(passages)), cosine)
+        self._searcher = scann.scann_ops_pybind.builder(table, 10, "dot_product").score_brute_force(False).build()
+
+    def propose(self, queries: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+        count = min(count, self._count)
+        return np.asarray(self._searcher.search_batched(queries, final_num_neighbors=count)[0], dtype=np.int64)
+
+
+def search_with(
+    back_end: BackEnd,
+    query_embeddings: Tensor,
+    passage_embeddings: Tensor | Rows,
+    k: int,
+    *,
+    tie_rank: Tensor | None = None,
+    similarity: Similarity = "dot",
+) -> TopK:
+    """The ``k`` best of what a back end proposes, scored and ordered as `search` does it.
+
+    Guarantees:
+        - Every score is that of `search`, and so is the order of any two passages.
+        - What a flat index leaves out scores at most a rounding error of float32 more than what it proposes.
+
+    Args:
+        back_end: The structure, built over these passages.
+        query_embeddings: Shape ``(queries, dim)``.
+        passage_embeddings: The passages themselves.
+        k: How many passages to return.
+        tie_rank: As in `search`.
+        similarity: As in `search`, and as the back end was built.
+
+    Raises:
+        ConfigurationError: k is not positive.
+        DataError: The back end names a passage that does not exist.
+    """
+    require_positive(k=k)
+    rows, cosine = as_rows(passage_embeddings), similarity == "cosine"
+    rank = torch.arange(len(rows)) if tie_rank is None else tie_rank.cpu()
+    queries = prepared(query_embeddings.detach().cpu().double(), cosine)
+    places, count = places_by_rank(rank), min(len(rows), k + 64 + k // 64)
+    found = []
+    for start in range(0, len(queries), _QUERIES):
+        part = queries[start : start + _QUERIES]
+        proposed = torch.from_numpy(back_end.propose(np.ascontiguousarray(part.float().numpy()), count))
+        if proposed.numel() and int(proposed.max()) >= len(rows):
+            raise DataError(f"The index names passage {int(proposed.max())} of {len(rows)}: it is of another corpus.")
+        scores = canonical_scores(part, rows, proposed.clamp(min=MISSING), cosine=cosine)
+        keys = keyed(TopK(scores, proposed.clamp(min=MISSING)), rank)
+        if keys.shape[1] < k:
+            filler = keyed(TopK(scores.new_empty(len(keys), k - keys.shape[1]),
+                                torch.full((len(keys), k - keys.shape[1]), MISSING)), rank)  # fmt: skip
+            keys = torch.cat([keys, filler], dim=1)
+        found.append(ranked(ascending(smallest(keys, k)[:, :k].contiguous()), places))
+    if not found:
+        return TopK(torch.empty(0, k), torch.empty(0, k, dtype=torch.long))
+    return TopK(torch.cat([top.scores for top in found]), torch.cat([top.indices for top in found]))
+
+
+def make_search(name: str, *, device: str | None = None) -> Callable[..., TopK]:
+    """What ``search=exact``, ``search=scann`` and ``search=faiss:FACTORY`` stand for; called as `search` is.
+
+    Raises:
+        ConfigurationError: It is none of these, or what it needs is not installed.
+    """
+    check_search(name)
+    if name == "exact":
+        return lambda *arguments, **settings: search(*arguments, device=device, **settings)
+
+    def other(queries: Tensor, passages: Tensor | Rows, k: int, **settings: Any) -> TopK:
+        rows, cosine = as_rows(passages), settings.get("similarity") == "cosine"
+        back_end: BackEnd
+        if name == "scann":
+            back_end = Scann(rows, cosine=cosine)
+        else:
+            where = "cpu" if device is None else torch.device(device).type
+            back_end = Faiss.build(rows, name.removeprefix("faiss:"), cosine=cosine, device=where)
+        return search_with(back_end, queries, rows, k, **settings)
+
+    return other
+
+
+def check_search(name: str) -> None:
+    """Refuse, before any work, a search that does not exist or is not installed.
+
+    Raises:
+        ConfigurationError: As said.
+    """
+    if name.startswith("faiss:"):
+        load_faiss()
+    elif name == "scann":
+        if importlib.util.find_spec("scann") is None:
+            raise ConfigurationError('search=scann needs the [scann] extra: pip install "lit-dpret[scann]".')
+    elif name != "exact":
+        raise ConfigurationError(
+            f"search={name!r} is not one of exact, scann, and faiss:FACTORY with a string that faiss's index_factory "
+            "takes, faiss:Flat for instance."
+        )
+
+
+def load_faiss() -> Any:
+    """The module, where exactly one of its packages is installed.
+
+    Raises:
+        ConfigurationError: None is, or both are: they write the same files, and which one works is chance.
+    """
+    found = [name for name in ("faiss-cpu", "faiss-gpu") if _installed(name)]
+    if len(found) == 2:
+        raise ConfigurationError(
+            "faiss-cpu and faiss-gpu are both installed and overwrite each other's files. Uninstall both, then "
+            "install one."
+        )
+    try:
+        return importlib.import_module("faiss")
+    except ImportError as error:
+        raise ConfigurationError(
+            'search=faiss needs one of the extras [faiss-cpu] and [faiss-gpu]: pip install "lit-dpret[faiss-cpu]".'
+        ) from error
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _on_gpus(faiss: Any, index: Any) -> Any:
+    if not hasattr(faiss, "index_cpu_to_all_gpus") or not faiss.get_num_gpus():
+        raise ConfigurationError(
+            "search=faiss on a GPU needs the [faiss-gpu] extra (in place of [faiss-cpu]) and a GPU that it can use."
+        )
+    return faiss.index_cpu_to_all_gpus(index)
+
+
+def _float32(embeddings: Tensor, cosine: bool) -> NDArray[np.float32]:
+    return np.ascontiguousarray(prepared(embeddings.detach().cpu().float(), cosine).numpy())

@@ -1,0 +1,118 @@
+"""Embeddings in memory or in a file, read in chunks and row by row.
+
+Search reads passages in order, a chunk at a time: once for the matrix products, and once more for the
+few rows that may be among the best. So a file is never in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lit_dpret.errors import ConfigurationError, DataError
+
+Storage = Literal["float32", "bfloat16"]
+STORAGES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Rows(Protocol):
+    """Embeddings, one row each."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def dim(self) -> int:
+        """The width of a row."""
+        ...
+
+    def chunk(self, start: int, stop: int) -> Tensor:
+        """Rows from ``start`` up to ``stop``, as they are stored."""
+        ...
+
+    def sample(self, places: Tensor) -> Tensor:
+        """Some thousand rows, by index, as they are stored."""
+        ...
+
+
+class TensorRows:
+    """The rows of a tensor.
+
+    Args:
+        embeddings: Shape ``(rows, dim)``, on any device.
+    """
+
+    def __init__(self, embeddings: Tensor) -> None:
+        self.embeddings = embeddings.detach()
+
+    def __len__(self) -> int:
+        return len(self.embeddings)
+
+    @property
+    def dim(self) -> int:
+        return int(self.embeddings.shape[1])
+
+    def chunk(self, start: int, stop: int) -> Tensor:
+        return self.embeddings[start:stop]
+
+    def sample(self, places: Tensor) -> Tensor:
+        return self.embeddings[places.to(self.embeddings.device)]
+
+
+class FileRows:
+    """The rows of a file that holds nothing but them, in C order.
+
+    Guarantees:
+        - Of the file no more is in memory than the chunk that was asked for. It is read and not mapped: pages of
+          a mapped file count as the process's own until the kernel takes them back.
+
+    Args:
+        path: The file.
+        dim: The width of a row.
+        storage: ``float32`` or ``bfloat16``, in the byte order of the machine.
+
+    Raises:
+        ConfigurationError: There is no such storage.
+        DataError: The file cannot be read, or its length is not a whole number of rows.
+    """
+
+    def __init__(self, path: str | Path, *, dim: int, storage: Storage = "float32") -> None:
+        if storage not in STORAGES:
+            raise ConfigurationError(f"storage={storage!r} is not one of {', '.join(STORAGES)}.")
+        self.path, self._dim, self._dtype = Path(path), dim, STORAGES[storage]
+        try:
+            size = self.path.stat().st_size
+        except OSError as error:
+            raise DataError(f"The embeddings {path} cannot be read: {error.strerror}.") from error
+        self._width = torch.empty(0, dtype=self._dtype).element_size() * dim
+        if dim < 1 or size % self._width:
+            raise DataError(f"{path} has {size} bytes, which is no whole number of {storage} rows of {dim}.")
+        self._length: int = size // self._width
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def dim(self) -> int:
+        return self._dim
+
+    def chunk(self, start: int, stop: int) -> Tensor:
+        stop = max(start, min(stop, self._length))
+        read = np.fromfile(self.path, np.uint8, count=(stop - start) * self._width, offset=start * self._width)
+        if len(read) != (stop - start) * self._width:
+            raise DataError(f"{self.path} became shorter while it was searched.")
+        return torch.from_numpy(read).view(self._dtype).view(-1, self._dim)
+
+    def sample(self, places: Tensor) -> Tensor:
+        with self.path.open("rb", buffering=0) as file:
+            rows = [os.pread(file.fileno(), self._width, place * self._width) for place in places.tolist()]
+        return torch.frombuffer(bytearray(b"".join(rows)), dtype=self._dtype).view(-1, self._dim)
+
+
+def as_rows(embeddings: Tensor | Rows) -> Rows:
+    """A tensor as `Rows`; rows as they are."""
+    return TensorRows(embeddings) if isinstance(embeddings, Tensor) else embeddings

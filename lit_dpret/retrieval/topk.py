@@ -1,0 +1,176 @@
+"""The order of a ranking, and the k best of it.
+
+A passage's place in a ranking is one whole number: its float32 score in the upper half, its rank
+among equals in the lower. Sorting, merging and cutting rankings is then sorting integers, ties
+included, so that whatever was searched in parts ends in the order of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lit_dpret.errors import ConfigurationError, DataError
+
+MISSING = -1
+"""The index that fills a row when there are fewer than k passages to return."""
+
+NO_RANK = 2**32 - 1
+"""The rank of a filler; so many passages and no more can be searched."""
+
+_MAGNITUDE = 0x7FFFFFFF
+
+
+class TopK(NamedTuple):
+    """The best passages of every query, best first.
+
+    ``scores`` is float32 of shape ``(queries, k)``, ``indices`` long of the same shape: positions in
+    the list of passages, `MISSING` (with score -inf) where there are no more passages.
+    """
+
+    scores: Tensor
+    indices: Tensor
+
+
+def lexicographic_rank(passage_ids: Sequence[str]) -> Tensor:
+    """For every passage its place in the order that breaks ties: ids descending, as bytes.
+
+    Of two passages with equal scores trec_eval puts the one with the larger id first, comparing
+    UTF-8 bytes. Compute this once per corpus.
+
+    Example:
+        >>> lexicographic_rank(["d1", "d10", "d2"])
+        tensor([2, 1, 0])
+
+    Returns:
+        Long, shape ``(passages,)``; 0 for the passage that wins every tie.
+
+    Raises:
+        DataError: An id occurs twice.
+    """
+    keys = [name.encode("utf-8") for name in passage_ids]
+    order = sorted(range(len(keys)), key=keys.__getitem__, reverse=True)
+    for before, after in pairwise(order):
+        if keys[before] == keys[after]:
+            raise DataError(f"passage id {passage_ids[before]!r} occurs twice; ids must be unique.")
+    rank = torch.empty(len(keys), dtype=torch.long)
+    rank[torch.tensor(order, dtype=torch.long)] = torch.arange(len(keys))
+    return rank
+
+
+def packed(scores: Tensor, ranks: Tensor) -> Tensor:
+    """Keys whose ascending order is: score descending, and of equal scores rank ascending.
+
+    Args:
+        scores: float32, without NaN; -0.0 counts as 0.0.
+        ranks: Whole numbers in [0, 2**32), of the same shape.
+
+    Returns:
+        Long, of the same shape.
+    """
+    bits = (scores + 0.0).view(torch.int32)
+    ascending = bits ^ ((bits >> 31) & _MAGNITUDE)
+    return ((~ascending).long() << 32) | ranks
+
+
+def unpacked(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores and ranks that `packed` made into ``keys``."""
+    ascending = ~(keys >> 32).int()
+    bits = ascending ^ ((ascending >> 31) & _MAGNITUDE)
+    return bits.view(torch.float32), keys & NO_RANK
+
+
+EMPTY = int(packed(torch.tensor([-torch.inf]), torch.tensor([NO_RANK])))
+"""The key that comes behind every passage."""
+
+
+def smallest(keys: Tensor, count: int) -> Tensor:
+    """Move the ``count`` smallest keys of each row to its front, the largest of them to place ``count - 1``.
+
+    The rows are rewritten in place; what comes behind is in no order, and on an accelerator is `EMPTY`.
+    """
+    if count >= keys.shape[1]:
+        return keys
+    if keys.device.type == "cpu":
+        keys.numpy().partition(count - 1, axis=1)
+    else:
+        keys[:, :count] = keys.topk(count, dim=1, largest=False).values
+        keys[:, count:] = EMPTY
+    return keys
+
+
+def ascending(keys: Tensor) -> Tensor:
+    """Each row sorted, in place."""
+    if keys.device.type == "cpu":
+        keys.numpy().sort(axis=1)
+        return keys
+    return keys.sort(dim=1).values
+
+
+def places_by_rank(rank: Tensor) -> Tensor:
+    """The inverse of a tie rank: at each rank the passage that holds it."""
+    places = torch.empty_like(rank)
+    places[rank] = torch.arange(len(rank))
+    return places
+
+
+def ranked(keys: Tensor, places: Tensor) -> TopK:
+    """Sorted keys as scores and indices; ``places`` is `places_by_rank`."""
+    scores, ranks = unpacked(keys)
+    missing = ranks == NO_RANK
+    indices = places[ranks.masked_fill(missing, 0)] if len(places) else torch.zeros_like(ranks)
+    return TopK(scores, indices.masked_fill_(missing, MISSING))
+
+
+def merged(parts: Sequence[TopK], k: int, *, tie_rank: Tensor) -> TopK:
+    """The ``k`` best of several rankings of the same queries, as if their passages had been searched together.
+
+    Args:
+        parts: One ranking for each shard of the passages, indices counted over all shards; each must
+            go down to rank ``k`` or hold its whole shard.
+        k: How many passages to keep.
+        tie_rank: `lexicographic_rank` of the ids of all passages.
+
+    Raises:
+        ConfigurationError: There is no part, k is not positive, or the parts rank different numbers of queries.
+    """
+    if not parts or k < 1 or len({len(part.scores) for part in parts}) != 1:
+        raise ConfigurationError(f"{len(parts)} rankings cannot be merged into one of k={k} for the same queries.")
+    keys = torch.cat([keyed(part, tie_rank) for part in parts], dim=1)
+    if keys.shape[1] < k:
+        keys = torch.cat([keys, keys.new_full((len(keys), k - keys.shape[1]), EMPTY)], dim=1)
+    return ranked(ascending(smallest(keys, k)[:, :k].contiguous()), places_by_rank(tie_rank))
+
+
+def keyed(top: TopK, tie_rank: Tensor) -> Tensor:
+    """A ranking, in any order, as keys; `MISSING` becomes `EMPTY`."""
+    missing = top.indices == MISSING
+    if not len(tie_rank):
+        return torch.full(top.indices.shape, EMPTY)
+    keys = packed(top.scores, tie_rank[top.indices.masked_fill(missing, 0)])
+    return keys.masked_fill_(missing, EMPTY)
+
+
+def top_k_of(scores: Tensor, k: int, tie_rank: Tensor) -> TopK:
+    """The first ``k`` of one full row of float32 scores, ties by ``tie_rank``.
+
+    Args:
+        scores: One score per passage, shape ``(passages,)``.
+        k: How many; the answer is shorter when there are fewer passages.
+        tie_rank: `lexicographic_rank` of the passage ids.
+
+    Returns:
+        Scores and indices of shape ``(1, min(k, passages))``.
+    """
+    k = min(k, len(scores))
+    if not k:
+        return TopK(torch.empty(1, 0), torch.empty(1, 0, dtype=torch.long))
+    floor = scores.topk(k).values[-1]
+    kept = torch.from_numpy(np.flatnonzero((scores >= floor).numpy()))
+    order = packed(scores[kept], tie_rank[kept]).argsort()[:k]
+    return TopK(scores[kept][order][None], kept[order][None])

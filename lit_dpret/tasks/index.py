@@ -1,0 +1,42 @@
+"""`task=index`: build a search structure over embeddings that `task=encode` wrote."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from lit_dpret.indexing import index_folder
+from lit_dpret.tasks.encode import told
+from lit_dpret.tasks.parts import Parts, check_run_dir
+
+INDEX = "index"
+
+
+class Index:
+    """Write an index folder, with the embeddings linked into it.
+
+    Args:
+        embeddings: The folder that ``task=encode`` wrote.
+        search: ``exact``, or ``faiss:FACTORY`` with a string of faiss's ``index_factory``.
+        private: Declares that an index of private queries is wanted.
+        device: ``cpu``, or ``cuda`` to build faiss's structure on GPUs.
+    """
+
+    def __init__(
+        self, *, embeddings: str | Path, search: str = "exact", private: bool = False, device: str = "cpu"
+    ) -> None:
+        self.embeddings, self.search, self.private, self.device = Path(embeddings), search, private, device
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Write ``run_dir/index``."""
+        check_run_dir(parts.run_dir, min_free_mb=50)
+        made = index_folder(
+            self.embeddings,
+            parts.run_dir / INDEX,
+            search=self.search,
+            private=self.private,
+            device=self.device,
+            seed=parts.seed,
+        )
+        sys.stdout.write(f"index: {made.folder} ({self.search}, {made.manifest.count} texts)\n{told(made)}\n")
+        return {"texts": float(made.manifest.count)}

@@ -1,0 +1,56 @@
+"""`task=search`: ask an index, from the command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.indexing import IndexFolder
+from lit_dpret.retrieval.search import MISSING
+from lit_dpret.tasks.parts import Parts
+
+_SHOWN = 200  # characters of a passage
+
+
+class Search:
+    """Print the passages that are nearest to a query.
+
+    The query is embedded in memory and written nowhere by this task; Hydra, though, keeps the command
+    in the run folder (``.hydra/overrides.yaml``), so a private query does not belong on a command line
+    of which that folder is shared.
+
+    Args:
+        index: The folder that ``task=encode`` or ``task=index`` wrote.
+        query: The text.
+        top_k: How many passages to print.
+        encoder: Where the index's encoder lies now, if it has moved.
+        device: ``cpu``, ``cuda`` and so on.
+    """
+
+    def __init__(
+        self, *, index: str | Path, query: str, top_k: int = 10, encoder: str | None = None, device: str = "cpu"
+    ) -> None:
+        if top_k < 1:
+            raise ConfigurationError(f"task.top_k={top_k} must be at least 1.")
+        if not str(query).strip():
+            raise ConfigurationError("task.query is empty.")
+        self.index, self.query, self.top_k = Path(index), str(query), top_k
+        self.encoder, self.device = encoder, device
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Print rank, score, id and text."""
+        index = IndexFolder(self.index)
+        embedding = index.query_encoder(self.encoder).encode([self.query], "query", device=self.device)
+        top = index.search(embedding, min(self.top_k, index.manifest.count), device=self.device)
+        best = 0.0
+        for rank, (score, place) in enumerate(
+            zip(top.scores[0].tolist(), top.indices[0].tolist(), strict=True), start=1
+        ):
+            if place == MISSING:
+                break
+            best = max(best, score) if rank > 1 else score
+            text = " ".join(index.text(place).split())
+            text = text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+            sys.stdout.write(f"{rank:3d}  {score:.4f}  {index.ids[place]}\n     {text}\n")
+        return {"best_score": best}

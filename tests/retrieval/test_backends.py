@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.retrieval import backends
+from lit_dpret.retrieval.backends import Faiss, check_search, make_search, search_with
+from lit_dpret.retrieval.rows import TensorRows
+from lit_dpret.retrieval.search import MISSING, lexicographic_rank, search
+
+NEEDS_FAISS = pytest.mark.skipif(importlib.util.find_spec("faiss") is None, reason="needs the [faiss-cpu] extra")
+NEEDS_SCANN = pytest.mark.skipif(importlib.util.find_spec("scann") is None, reason="needs the [scann] extra")
+
+
+def random_case(passages: int = 3000, dim: int = 24) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(passages)
+    draw = torch.randn(passages + 40, dim, generator=generator)
+    return draw[:40], draw[40:], lexicographic_rank([f"p{i}" for i in range(passages)])
+
+
+def agree(one: Any, other: Any) -> None:
+    """The same ranking, except where scores differ by less than 1e-6."""
+    assert (one.scores - other.scores).abs().max() < 1e-6
+    differ = one.indices != other.indices
+    assert differ.sum() <= 2
+
+
+@pytest.mark.parametrize("similarity", ["dot", "cosine"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("faiss:Flat", marks=NEEDS_FAISS), pytest.param("scann", marks=NEEDS_SCANN)]
+)
+def test_brute_force_of_any_library_gives_our_ranking(name: str, similarity: Any) -> None:
+    queries, passages, rank = random_case()
+    ours = search(queries, passages, 50, tie_rank=rank, similarity=similarity)
+    agree(make_search(name)(queries, passages, 50, tie_rank=rank, similarity=similarity), ours)
+
+
+@NEEDS_FAISS
+def test_ties_of_a_flat_index_are_broken_by_id() -> None:
+    generator = torch.Generator().manual_seed(1)
+    passages = torch.randint(-1, 2, (60, 4), generator=generator).float()
+    queries = torch.randint(-1, 2, (9, 4), generator=generator).float()
+    rank = lexicographic_rank([f"p{i}" for i in range(60)])
+    ours = search(queries, passages, 20, tie_rank=rank)
+    theirs = make_search("faiss:Flat")(queries, passages, 20, tie_rank=rank)
+    assert torch.equal(ours.indices, theirs.indices) and torch.equal(ours.scores, theirs.scores)
+
+
+@NEEDS_FAISS
+@pytest.mark.parametrize("factory", ["IVF16,Flat", "HNSW16", "SQ8", "OPQ8,IVF16,PQ8"])
+def test_an_approximate_index_gives_a_part_of_the_ranking_with_true_scores(factory: str) -> None:
+    queries, passages, rank = random_case()
+    full = search(queries, passages, len(passages), tie_rank=rank)
+    top = make_search(f"faiss:{factory}")(queries, passages, 10, tie_rank=rank)
+    place = full.indices.argsort(dim=1)
+    found = top.indices != MISSING
+    assert found.sum() > 100
+    true = full.scores.gather(1, place.gather(1, top.indices.clamp(min=0)))
+    assert torch.equal(top.scores[found], true[found])
+    order = place.gather(1, top.indices.clamp(min=0)).masked_fill(~found, len(passages))
+    assert (order.diff(dim=1) >= 0).all(), "the order is that of the exact search"
+
+
+@NEEDS_FAISS
+def test_an_index_that_was_written_and_read_gives_the_same_ranking(tmp_path: Path) -> None:
+    queries, passages, rank = random_case(800)
+    built = Faiss.build(TensorRows(passages), "IVF8,Flat")
+    built.write(tmp_path / "index")
+    read = Faiss.read(tmp_path / "index")
+    one, other = (search_with(index, queries, passages, 7, tie_rank=rank) for index in (built, read))
+    assert torch.equal(one.indices, other.indices)
+    with pytest.raises(DataError, match="of another corpus"):
+        search_with(read, queries, passages[:100], 7)
+    (tmp_path / "torn").write_bytes((tmp_path / "index").read_bytes()[:200])
+    with pytest.raises(DataError, match="no index that faiss can read"):
+        Faiss.read(tmp_path / "torn")
+
+
+@NEEDS_FAISS
+def test_faiss_and_torch_share_a_process_with_several_threads() -> None:
+    """Each brings an OpenMP of its own; both are asked to use two threads, in turn."""
+    queries, passages, rank = random_case(12_000)
+    faiss, before = backends.load_faiss(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        faiss.omp_set_num_threads(2)
+        for _ in range(2):
+            ours = search(queries, passages, 50, tie_rank=rank)
+            agree(make_search("faiss:Flat")(queries, passages, 50, tie_rank=rank), ours)
+    finally:
+        torch.set_num_threads(before)
+        faiss.omp_set_num_threads(before)
+
+
+@NEEDS_FAISS
+def test_what_faiss_cannot_build_is_refused_by_name() -> None:
+    rows = TensorRows(torch.randn(20, 6))
+    with pytest.raises(ConfigurationError, match="faiss:Nonsense is no index"):
+        Faiss.build(rows, "Nonsense")
+    with pytest.raises(DataError, match="cannot build 'IVF64,Flat' of 20 passages"):
+        Faiss.build(rows, "IVF64,Flat")
+    with pytest.raises(DataError, match="no passages to index"):
+        Faiss.build(TensorRows(torch.empty(0, 6)), "Flat")
+    with pytest.raises(ConfigurationError, match=r"needs the \[faiss-gpu\] extra"):
+        Faiss.build(rows, "Flat", device="cuda")
+
+
+def test_fewer_passages_than_k_are_filled_up_with_missing() -> None:
+    class Known:
+        def propose(self, queries: Any, count: int) -> Any:
+            import numpy as np
+
+            return np.array([[1, -1, 0]] * len(queries))
+
+    top = search_with(Known(), torch.ones(2, 3), torch.ones(2, 3), 4)
+    assert top.indices.tolist() == [[0, 1, MISSING, MISSING]] * 2
+    assert top.scores[:, 2:].eq(float("-inf")).all()
+    assert search_with(Known(), torch.ones(0, 3), torch.ones(2, 3), 4).indices.shape == (0, 4)
+
+
+def test_a_search_that_does_not_exist_or_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match="search='annoy' is not one of exact, scann"):
+        check_search("annoy")
+    check_search("exact")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"lit-dpret\[scann\]"):
+        check_search("scann")
+
+    def absent(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", absent)
+    with pytest.raises(ConfigurationError, match=r"lit-dpret\[faiss-cpu\]"):
+        check_search("faiss:Flat")
+
+
+def test_faiss_installed_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.15")
+    with pytest.raises(ConfigurationError, match="faiss-cpu and faiss-gpu are both installed"):
+        check_search("faiss:Flat")
+
+
+def test_a_gpu_index_is_not_asked_deeper_than_it_searches() -> None:
+    class GpuIndexFlat:
+        pass
+
+    with pytest.raises(ConfigurationError, match="2048 deep on a GPU, not 3000"):
+        Faiss(GpuIndexFlat()).propose(torch.ones(1, 2).numpy(), 3000)

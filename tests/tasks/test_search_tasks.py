@@ -1,0 +1,83 @@
+"""`task=encode`, `task=index`, `task=search` and `task.search=`, as the command line builds them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import tiny_bert, tiny_tokenizer
+
+from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.st_folder import save_sentence_transformer
+from lit_dpret.tasks import Encode, Evaluate, Index, Search
+from lit_dpret.tasks.parts import Parts
+
+WORDS = ["how", "to", "file", "a", "claim", "flood", "insurance", "cover", "my", "house"]
+PASSAGES = {f"p{i}{j}": f"{one} {two}" for i, one in enumerate(WORDS) for j, two in enumerate(WORDS)}
+QUERIES = {f"q{i}": f"{one} house" for i, one in enumerate(WORDS)}
+
+
+class Data:
+    def prepare_data(self) -> None:
+        """Nothing to prepare."""
+
+    def setup(self, stage: str) -> None:
+        """Nothing to set up."""
+
+    def public_passages(self) -> dict[str, str]:
+        return PASSAGES
+
+    def evaluation_set(self, split: str) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
+        return QUERIES, {name: {f"p{i}9": 1} for i, name in enumerate(QUERIES)}
+
+
+def parts(folder: Path) -> Parts:
+    def unused(**_: Any) -> None:
+        raise AssertionError("not needed for this task")
+
+    return Parts(folder, unused, Data, unused, unused)
+
+
+@pytest.fixture
+def encoder(tmp_path: Path) -> str:
+    made = TextEncoder(tiny_bert(), tiny_tokenizer(), Contract(query_max_length=8, passage_max_length=8))
+    save_sentence_transformer(tmp_path / "encoder", made, made)
+    return str(tmp_path / "encoder")
+
+
+def test_a_corpus_is_embedded_indexed_and_asked(
+    encoder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert Encode(encoder=encoder).run(parts(run)) == {"texts": 100.0}
+    assert Index(embeddings=run / "embeddings").run(parts(run)) == {"texts": 100.0}
+    capsys.readouterr()
+    Search(index=run / "index", query="flood house", top_k=2).run(parts(run))
+    first, text, _second, _ = capsys.readouterr().out.splitlines()
+    assert first.split() == ["1", "1.0000", "p59"] and text.strip() == "flood house"
+    with pytest.raises(ConfigurationError, match="texts can be guessed"):
+        Encode(encoder=encoder, side="query").run(parts(tmp_path / "private"))
+    Encode(encoder=encoder, side="query", queries="private").run(parts(tmp_path / "private"))
+    assert "PRIVATE: these are embeddings of private queries" in capsys.readouterr().out
+
+
+def test_a_search_that_keeps_no_embeddings_gives_the_numbers_of_one_that_does(encoder: str, tmp_path: Path) -> None:
+    streamed = Evaluate(encoder=encoder, top_k=50).run(parts(tmp_path / "a"))
+    assert streamed == Evaluate(encoder=encoder, top_k=50, cache_dir=tmp_path / "cache").run(parts(tmp_path / "b"))
+    ahead = Evaluate(encoder=encoder, top_k=50, device="cpu:0").run(parts(tmp_path / "c"))  # is not "cpu": overlapped
+    assert ahead == streamed
+    assert streamed["ndcg@10"] > 0.5
+
+
+def test_settings_that_cannot_be_honoured_are_refused_before_any_work() -> None:
+    for make, message in (
+        (lambda: Encode(side="document"), "task.side='document'"),  # type: ignore[arg-type]
+        (lambda: Encode(batch_size=0), "task.batch_size=0"),
+        (lambda: Search(index="x", query=" "), "task.query is empty"),
+        (lambda: Search(index="x", query="y", top_k=0), "task.top_k=0"),
+        (lambda: Evaluate(search="annoy"), "search='annoy' is not one of"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            make()
