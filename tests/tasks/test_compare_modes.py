@@ -39,7 +39,7 @@ def log_parts(tmp_path: Path, **changes: Any) -> Any:
 
 def variants(folder: Path) -> dict[str, Variant]:
     noise = {"secret_file": folder / "secret", "noise_multiplier": 2.0}
-    cut = noise | {"sub_batches": 4, "n_max": 16}
+    cut = noise | {"sub_batches": 4}
     modes: dict[str, Any] = {
         "none": partial(NoPrivacy),
         "batch_clip": partial(BatchClip, max_grad_norm=0.1, **cut),
