@@ -78,3 +78,15 @@ def test_every_private_way_of_the_benchmark_makes_the_same_step_as_all_gradients
         found = step(variant)
         for name, gradient in expected.items():
             assert np.allclose(found[name].detach(), gradient.detach(), rtol=1e-3, atol=1e-5), variant
+
+
+def test_search_is_compared_with_what_is_installed_and_finds_the_same(tmp_path: Path) -> None:
+    out, small = tmp_path / "search.json", ["--queries", "50", "--k", "20", "--dim", "16", "--threads", "1"]
+    command = [sys.executable, str(BENCHMARKS / "search.py"), *small, "--out", str(out)]
+    for more in (["--passages", "9000"], ["--memory", "3000", "9000"]):
+        done = subprocess.run([*command, *more], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    assert all(run["shared_with_ours"] > 0.99 for runs in report["speed"]["runs"].values() for run in runs)
+    assert sum(report["speed"]["shares_of_ours"].values()) == pytest.approx(1.0)
+    assert [row["vectors"] for row in report["memory"]["sizes"]] == [3000, 9000]

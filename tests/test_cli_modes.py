@@ -21,8 +21,8 @@ from lit_dpret.losses import SigmoidPairLoss, SoftmaxPairLoss
 from lit_dpret.privacy.modes.per_example_duplicated import duplicated_sensitivity
 
 ROOT = Path(__file__).resolve().parent.parent
-COUPLED = ["privacy.sub_batches=2", "privacy.delta=0.001"]
-BOUND, N_MAX = 0.1, 8  # of configs/privacy, and above
+COUPLED = ["privacy.sub_batches=2", "privacy.n_max=19", "privacy.delta=0.001"]
+BOUND, N_MAX = 0.1, 19  # of configs/privacy, and above
 MODES: dict[str, tuple[list[str], float]] = {
     "batch_clip": ([*COUPLED], 2 * BOUND),
     "per_example_duplicated": ([*COUPLED], BOUND * duplicated_sensitivity(N_MAX, "add_or_remove")),

@@ -273,8 +273,12 @@ class SearchStream:
         block = _CPU_BLOCK if self.device.type == "cpu" else self._passage_chunk
 
         def compare(chunk: slice) -> None:
+            asking = queries[chunk]
+            scratch = asking.new_empty(len(asking) * min(block, len(part)))  # new memory each time would cost a fifth
             for left in range(0, len(part), block):
-                scores = queries[chunk] @ part[left : left + block].T
+                some = part[left : left + block]
+                scores = scratch[: len(asking) * len(some)].view(len(asking), len(some))
+                torch.mm(asking, some.T, out=scores)
                 if exclude is not None:
                     _hide(scores, exclude[chunk] - left)
                 buffer.add(chunk, scores, start + left, at_least[chunk])

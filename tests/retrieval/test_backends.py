@@ -54,7 +54,7 @@ def test_ties_of_a_flat_index_are_broken_by_id() -> None:
 
 
 @NEEDS_FAISS
-@pytest.mark.parametrize("factory", ["IVF16,Flat", "HNSW16", "SQ8", "OPQ8,IVF16,PQ8"])
+@pytest.mark.parametrize("factory", ["IVF16,Flat", "HNSW16", "SQ8", "IVF16,SQ8"])
 def test_an_approximate_index_gives_a_part_of_the_ranking_with_true_scores(factory: str) -> None:
     queries, passages, rank = random_case()
     full = search(queries, passages, len(passages), tie_rank=rank)
