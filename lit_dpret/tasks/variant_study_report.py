@@ -159,9 +159,10 @@ def _paper(table: RelativeTable, net: str) -> list[str]:
 def _side_part(
     own: Sequence[Finished], main: Sequence[Finished], folder: Path, name: str, baseline: str | None
 ) -> list[str]:
-    """Figure and table of some more variants, beside those of the paper under the same seeds."""
+    """Figure and table of some more variants, beside those of the paper under the same seeds, where there are any."""
     seeds = {each.run.seed for each in own}
-    shown = [*(each for each in main if each.run.seed in seeds), *own]
+    beside = (each for each in main if each.run.seed in seeds and each.variant.part != own[0].variant.part)
+    shown = [*beside, *own]
     table = relative_table([each.run for each in shown], baseline=baseline, metrics=_METRICS)
     write_table(table, folder, name=name)
     form: Any = "absolute" if baseline is None else "relative"

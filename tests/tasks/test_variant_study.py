@@ -210,3 +210,9 @@ def test_a_study_without_a_budget_is_refused(tmp_path: Path) -> None:
 def test_a_variant_out_of_range_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=r"task\.variants"):
         Variant(**{"label": "x", "privacy": NoPrivacy, "lr": 0.1} | changes)
+
+
+def test_variants_beside_the_papers_can_be_run_alone(tmp_path: Path) -> None:
+    """As where several processes share the work, each with some of the variants."""
+    study(only=["sigmoid"], seeds=[0]).run(parts(tmp_path))
+    assert "Sigmoid" in (tmp_path / "run" / "report" / "losses.md").read_text()
