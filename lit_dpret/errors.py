@@ -30,6 +30,10 @@ class DataError(LitDpretError, ValueError):
     """Input data that is missing, malformed or contradicts itself."""
 
 
+class PrivateDataError(LitDpretError, TypeError):
+    """Private data, or a model of private data, where only released artefacts may enter."""
+
+
 class UnsupportedModelError(LitDpretError, TypeError):
     """A model or layer for which a privacy claim cannot be made."""
 

@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
         "vision",
     },
     "generation": {"errors", "privacy", "modules"},
+    "postprocessing": {"errors", "privacy", "retrieval", "encoders", "modules", "generation", "datamodules", "losses"},
     "datamodules": {"errors", "privacy.sampling"},
     "vision": {"errors", "evaluation_mode"},
     "report": {"errors", "retrieval", "privacy"},
@@ -35,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "tasks": {
         "errors", "privacy", "retrieval", "report", "callbacks", "datamodules", "generation", "modules",
         "encoders", "assets", "vision", "indexing", "losses", "evaluation_mode",
+        "postprocessing",
     },
     "cli": {"errors", "tasks"},
     "__main__": {"cli"},

@@ -47,7 +47,8 @@ def test_there_is_an_option_in_every_group() -> None:
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_an_option_composes_and_its_keys_are_arguments(group: str, option: str) -> None:
-    pairs = ["model=dual_encoder"] if group == "loss" else []  # one of the models that have one
+    # One of the models that have a loss; a task that has filters.
+    pairs = {"loss": ["model=dual_encoder"], "filter": ["task=filter", "task.data=x"]}.get(group, [])
     cfg = composed(*pairs, f"{group}={option}")
     container = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(container, dict)
@@ -84,6 +85,8 @@ NEEDED = {
     "task.compare": ["task.run_a=x", "task.run_b=y"],
     "task.index": ["task.embeddings=x"],
     "task.search": ["task.index=x", "task.query=y"],
+    "task.filter": ["task.data=x", "filter=round_trip"],
+    "task.pseudo_labels": ["task.data=x", "task.cross_encoder=y"],
 }
 
 

@@ -70,12 +70,21 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """A query of the data set: a drawn one, and how often its passage drew it."""
+class Entry:
+    """A query of the data set.
+
+    Args:
+        name: Its id.
+        text: The query.
+        passage_id: The passage it was written for.
+        metadata: What ``queries.jsonl`` says of it.
+        first: Whether it is the first of its passage.
+    """
 
     name: str
-    query: SyntheticQuery
-    copies: int
+    text: str
+    passage_id: str
+    metadata: Mapping[str, Any]
     first: bool
 
 
@@ -132,22 +141,34 @@ def write_dataset(
     counts = Counts()
     for _ in _entries(queries(), counts):
         pass
-    lines: tuple[Callable[[_Entry], str], ...] = (
-        _query_line,
-        lambda entry: f"{entry.name}\t{entry.query.passage_id}\t1\n",
-        lambda entry: json_line({"query-id": entry.name, "corpus-id": entry.query.passage_id, "score": 1}),
-        lambda entry: json_line({"query": entry.query.text, "positive": passages[entry.query.passage_id]}),
+    return counts, write_entries(folder, lambda: _entries(queries(), Counts()), passages)
+
+
+def write_entries(folder: Path, entries: Callable[[], Iterable[Entry]], passages: Mapping[str, str]) -> dict[str, str]:
+    """Write the data files of the layout from queries that have their ids.
+
+    Args:
+        folder: Where they go.
+        entries: Gives them anew at each call.
+        passages: Text by id; those of an entry that is the ``first`` of its passage are written.
+
+    Returns:
+        The SHA-256 of each file.
+    """
+    lines: tuple[Callable[[Entry], str], ...] = (
+        lambda entry: json_line({"_id": entry.name, "text": entry.text, "metadata": dict(entry.metadata)}),
+        lambda entry: f"{entry.name}\t{entry.passage_id}\t1\n",
+        lambda entry: json_line({"query-id": entry.name, "corpus-id": entry.passage_id, "score": 1}),
+        lambda entry: json_line({"query": entry.text, "positive": passages[entry.passage_id]}),
         lambda entry: (
-            json_line({"_id": entry.query.passage_id, "title": "", "text": passages[entry.query.passage_id]})
-            if entry.first
-            else ""
+            json_line({"_id": entry.passage_id, "title": "", "text": passages[entry.passage_id]}) if entry.first else ""
         ),
     )
     hashes = {}
     for name, line in zip(DATA_FILES, lines, strict=True):
         head = ["query-id\tcorpus-id\tscore\n"] if name.endswith(".tsv") else []
-        hashes[name] = write_whole(folder / name, _lines(head, line, _entries(queries(), Counts())))
-    return counts, hashes
+        hashes[name] = write_whole(folder / name, _lines(head, line, entries()))
+    return hashes
 
 
 def write_readme(folder: Path, card: DataCard, counts: Counts, privacy: Mapping[str, Any] | None) -> None:
@@ -169,8 +190,7 @@ def write_readme(folder: Path, card: DataCard, counts: Counts, privacy: Mapping[
             "## Origin",
             "",
             *[f"- {line}" for line in card.origin],
-            f"- {counts.drawn} queries drawn; {counts.empty} without words dropped; {counts.duplicates} repeated for "
-            f"the same passage merged (`metadata.copies`); {counts.unfinished} cut at the length limit.",
+            *_drawn(counts),
             "",
             "## Files",
             "",
@@ -194,9 +214,9 @@ def write_summary(folder: Path, configuration: Mapping[str, Any], counts: Counts
     write_whole(folder / SUMMARY_NAME, [json.dumps(facts, indent=2, sort_keys=True, ensure_ascii=False) + "\n"])
 
 
-def _entries(queries: Iterable[SyntheticQuery], counts: Counts) -> Iterator[_Entry]:
+def _entries(queries: Iterable[SyntheticQuery], counts: Counts) -> Iterator[Entry]:
     """The queries of the data set in order, counting on the way."""
-    for _, drawn in groupby(queries, key=lambda query: query.passage_id):
+    for passage_id, drawn in groupby(queries, key=lambda query: query.passage_id):
         kept: dict[str, SyntheticQuery] = {}
         copies: dict[str, int] = {}
         for query in drawn:
@@ -209,23 +229,18 @@ def _entries(queries: Iterable[SyntheticQuery], counts: Counts) -> Iterator[_Ent
             kept.setdefault(query.text, query)
             copies[query.text] = copies.get(query.text, 0) + 1
         counts.passages += bool(kept)
-        for text, query in kept.items():
+        for place, (text, query) in enumerate(kept.items()):
             counts.queries += 1
-            yield _Entry(f"genQ{counts.queries}", query, copies[text], text == next(iter(kept)))
+            metadata: dict[str, Any] = {"passage_id": passage_id, "draw": query.draw, "copies": copies[text]}
+            if query.log_prob is not None:
+                metadata["log_prob"] = query.log_prob
+            yield Entry(f"genQ{counts.queries}", text, passage_id, metadata, place == 0)
 
 
-def _lines(head: Iterable[str], line: Callable[[_Entry], str], entries: Iterable[_Entry]) -> Iterator[str]:
+def _lines(head: Iterable[str], line: Callable[[Entry], str], entries: Iterable[Entry]) -> Iterator[str]:
     yield from head
     for entry in entries:
         yield line(entry)
-
-
-def _query_line(entry: _Entry) -> str:
-    query = entry.query
-    metadata: dict[str, Any] = {"passage_id": query.passage_id, "draw": query.draw, "copies": entry.copies}
-    if query.log_prob is not None:
-        metadata["log_prob"] = query.log_prob
-    return json_line({"_id": entry.name, "text": query.text, "metadata": metadata})
 
 
 def _header(card: DataCard, size: str) -> list[str]:
@@ -249,6 +264,15 @@ def _header(card: DataCard, size: str) -> list[str]:
         "  data_files: [{split: train, path: pairs/train.jsonl}]",
         "---",
         "",
+    ]
+
+
+def _drawn(counts: Counts) -> list[str]:
+    if not counts.drawn:  # nothing was drawn here: a selection of queries that were
+        return []
+    return [
+        f"- {counts.drawn} queries drawn; {counts.empty} without words dropped; {counts.duplicates} repeated for "
+        f"the same passage merged (`metadata.copies`); {counts.unfinished} cut at the length limit."
     ]
 
 

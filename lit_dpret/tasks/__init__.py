@@ -6,10 +6,13 @@ from lit_dpret.tasks.doctor import Doctor
 from lit_dpret.tasks.encode import Encode
 from lit_dpret.tasks.evaluate import Evaluate
 from lit_dpret.tasks.export import Export
+from lit_dpret.tasks.filter import Filter
 from lit_dpret.tasks.fit import Fit
 from lit_dpret.tasks.index import Index
 from lit_dpret.tasks.pipeline import Pipeline
 from lit_dpret.tasks.plan import Plan
+from lit_dpret.tasks.pseudo_labels import PseudoLabels
+from lit_dpret.tasks.ranker import Ranker
 from lit_dpret.tasks.search import Search
 from lit_dpret.tasks.second_task import SecondTask
 from lit_dpret.tasks.synthesize import Synthesize
@@ -24,10 +27,13 @@ __all__ = [
     "Encode",
     "Evaluate",
     "Export",
+    "Filter",
     "Fit",
     "Index",
     "Pipeline",
     "Plan",
+    "PseudoLabels",
+    "Ranker",
     "Search",
     "SecondTask",
     "Synthesize",

@@ -1,0 +1,89 @@
+"""A public cross-encoder: one logit for a query and a passage that are read together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors import SafetensorError
+
+from lit_dpret.encoders.backbones import resolve_folder
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.postprocessing.batches import in_batches_by_length
+
+
+class CrossEncoder:
+    """Scores pairs of texts by a sequence classifier with one output.
+
+    Guarantees:
+        - The score of a pair is the model's logit, before any sigmoid, as ``sentence_transformers.CrossEncoder``
+          gives it with the identity for activation.
+        - It depends on the order and number of pairs only through rounding.
+
+    Args:
+        model: A Hugging Face sequence classifier with ``num_labels=1``.
+        tokenizer: Its tokenizer.
+        max_length: Tokens of a pair that are read; the longer text is cut first.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, *, max_length: int) -> None:
+        self.model, self.tokenizer, self.max_length = model.eval(), tokenizer, max_length
+
+    @classmethod
+    def load(cls, source: str | Path, *, max_length: int | None = None, device: str = "cpu") -> CrossEncoder:
+        """From a folder or a hub name.
+
+        Raises:
+            ConfigurationError: There is no such folder, or the hub cannot be reached.
+            UnsupportedModelError: It is no sequence classifier with one output, or lacks weights.
+        """
+        folder = resolve_folder(source)
+        try:
+            model, report = transformers.AutoModelForSequenceClassification.from_pretrained(
+                folder, dtype=torch.float32, output_loading_info=True
+            )
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UnsupportedModelError(f"{source} cannot be loaded as a cross-encoder: {reason}") from error
+        if missing := sorted(report["missing_keys"]):
+            raise UnsupportedModelError(
+                f"{source} lacks {len(missing)} weights of a cross-encoder, {missing[0]} among them: it is another "
+                "kind of model, and its scores would be noise."
+            )
+        if model.config.num_labels != 1:
+            raise UnsupportedModelError(
+                f"{source} has {model.config.num_labels} outputs for a pair; a cross-encoder that scores relevance has "
+                "one."
+            )
+        limits = [getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length]
+        known = min(int(limit) for limit in limits if limit)
+        if max_length is None and known > 100_000:
+            raise ConfigurationError(f"{source} does not say how long a pair may be. Set max_length.")
+        if max_length is not None and max_length > known:
+            raise ConfigurationError(f"max_length={max_length} is more than {source} can read, {known} tokens.")
+        return cls(model.to(device), tokenizer, max_length=max_length or known)
+
+    @torch.inference_mode()
+    def score(
+        self,
+        queries: Sequence[str],
+        passages: Sequence[str],
+        *,
+        batch_size: int = 32,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> np.ndarray:
+        """The logit of each pair, float64, shape ``(pairs,)``."""
+        found = np.zeros(len(queries))
+        lengths = [len(q) + len(p) for q, p in zip(queries, passages, strict=True)]
+        for rows in in_batches_by_length(lengths, batch_size, progress):
+            tokens = self.tokenizer(
+                [queries[i] for i in rows], [passages[i] for i in rows], truncation="longest_first",
+                max_length=self.max_length, padding=True, return_tensors="pt",
+            )  # fmt: skip
+            found[rows] = self.model(**tokens.to(self.model.device)).logits[:, 0].double().cpu().numpy()
+        return found

@@ -1,0 +1,230 @@
+"""What may enter a computation that shall cost no privacy: released artefacts, and nothing else.
+
+A function of released artefacts and public data is post-processing: the claim of what was released covers
+its result (Dwork and Roth 2014, proposition 2.1). A function that also looks at private records is not,
+however little it looks. So what is filtered here is a type of its own, `ReleasedQueries`, which is made from
+a folder with a privacy card or by a declaration; a data set of private queries is another type, and is refused.
+
+The models that score are held to the same rule. A model that was itself trained on private records is free
+only if the queries' claim covers it already, which is to say if it is one of the artefacts that they were
+made from, or was made from one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from lit_dpret.datamodules.layouts import folder_parts, read_corpus
+from lit_dpret.datamodules.readers import Fields, RecordFile
+from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
+from lit_dpret.privacy.card import CARD_NAME, card_path, card_sha256, read_card
+
+Provenance = Literal["card", "declared public"]
+
+_PUBLIC_NAMES = frozenset({"bm25", "minilm"})
+_ID, _TEXT = ("_id", "id"), ("text",)
+_QUERY_ID, _PASSAGE_ID = ("query-id", "query_id"), ("corpus-id", "corpus_id", "passage_id")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleasedQuery:
+    """One synthetic query and the passage that it was written for.
+
+    Args:
+        query_id: Its id in the data set.
+        text: The query.
+        passage_id: Its passage.
+        metadata: What the data set says of it: ``draw``, ``copies``, ``log_prob``.
+    """
+
+    query_id: str
+    text: str
+    passage_id: str
+    metadata: Mapping[str, Any]
+
+    @property
+    def log_prob(self) -> float | None:
+        """Log probability in nats of the whole query under its generator, where it was recorded."""
+        found = self.metadata.get("log_prob")
+        return None if found is None else float(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleasedQueries:
+    """Queries that have been released, with the passages that they were written for.
+
+    Make it by `load_released`. Whoever calls the constructor declares by it that the queries are public or
+    carry a claim.
+
+    Args:
+        queries: The queries; ids differ.
+        passages: Text by passage id; public, and at least those of the queries.
+        provenance: ``card``: a privacy card says what they promise; or ``declared public``.
+        ancestors: SHA-256 of the privacy cards of the data set and of all that it was made from.
+        folder: Where they were read.
+    """
+
+    queries: tuple[ReleasedQuery, ...]
+    passages: Mapping[str, str]
+    provenance: Provenance
+    ancestors: frozenset[str] = frozenset()
+    folder: Path | None = None
+
+    def __len__(self) -> int:
+        return len(self.queries)
+
+    def __iter__(self) -> Iterator[ReleasedQuery]:
+        return iter(self.queries)
+
+    def only(self, kept: Sequence[bool]) -> ReleasedQueries:
+        """Those queries for which ``kept`` is true, in their order; the passages stay."""
+        return replace(self, queries=tuple(q for q, keep in zip(self.queries, kept, strict=True) if keep))
+
+    def pairs(self) -> tuple[list[str], list[str]]:
+        """The texts of the queries, and of the passage of each."""
+        return [query.text for query in self], [self.passages[query.passage_id] for query in self]
+
+
+def require_released(value: object, what: str) -> ReleasedQueries:
+    """``value`` itself, if it is `ReleasedQueries`.
+
+    Raises:
+        PrivateDataError: It is anything else, a data set of private queries above all.
+    """
+    if isinstance(value, ReleasedQueries):
+        return value
+    raise PrivateDataError(
+        f"{what} takes ReleasedQueries, not {type(value).__name__}: what it returned could no longer be called "
+        "post-processing, and no claim would cover it. Load a folder of synthetic queries by load_released."
+    )
+
+
+def load_released(
+    folder: str | Path, *, corpus: str | Path | None = None, declared_public: bool = False
+) -> ReleasedQueries:
+    """Read a folder of synthetic queries (``queries.*``, ``qrels/train.*``, ``corpus.*``) with its claim.
+
+    Args:
+        folder: What ``task=synthesize`` wrote, or another in BEIR's layout.
+        corpus: All passages, where more than the folder's own shall be searched.
+        declared_public: Accept a folder without privacy card: nothing private went into it.
+
+    Raises:
+        DataError: The folder has no card and was not declared public, it is malformed, or a query of it
+            has more than one passage.
+    """
+    place = Path(folder)
+    parts = folder_parts(str(place), corpus=corpus)
+    if "train" not in parts["qrels"]:
+        raise DataError(f"{place} has no qrels/train.tsv: no query belongs to a passage.")
+    if (place / CARD_NAME).is_file():
+        card = read_card(place)
+        ancestors = {card_sha256(place / CARD_NAME)} | {str(parent["sha256"]) for parent in card["parents"]}
+    elif declared_public:
+        ancestors = set()
+    else:
+        raise DataError(
+            f"{place} holds no {CARD_NAME}, so nobody could say what its queries promise. Take the folder that "
+            "task=synthesize wrote, or declare by task.queries_are_public=true that nothing private went into it."
+        )
+    passages = read_corpus(parts["corpus"]).texts
+    sources = _sources(parts["qrels"]["train"])
+    queries = []
+    for number, name, text, metadata in _queries(parts["queries"]):
+        if name not in sources:
+            raise DataError(f"{number}: query {name!r} has no passage in qrels/train.")
+        if sources[name] not in passages:
+            raise DataError(f"{place}: query {name!r} was written for {sources[name]!r}, which is not in the corpus.")
+        queries.append(ReleasedQuery(query_id=name, text=text, passage_id=sources[name], metadata=metadata))
+    return ReleasedQueries(
+        queries=tuple(queries), passages=passages, provenance="card" if ancestors else "declared public",
+        ancestors=frozenset(ancestors), folder=place,
+    )  # fmt: skip
+
+
+def _queries(path: Path) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
+    file = RecordFile(path)
+    fields, seen = Fields(file), set()
+    for number, record in file:
+        name, text = fields.id(number, record, _ID), fields.text(number, record, _TEXT)
+        if name in seen:
+            raise DataError(f"{file.where(number)}: id {name!r} was given before.")
+        if not text.strip():
+            raise DataError(f"{file.where(number)}: query {name!r} has an empty text.")
+        seen.add(name)
+        metadata = record.get("metadata")
+        yield file.where(number), name, text, metadata if isinstance(metadata, Mapping) else {}
+
+
+def _sources(path: Path) -> dict[str, str]:
+    file = RecordFile(path)
+    fields, found = Fields(file), dict[str, str]()
+    for number, record in file:
+        query, passage = fields.id(number, record, _QUERY_ID), fields.id(number, record, _PASSAGE_ID)
+        if found.setdefault(query, passage) != passage:
+            raise DataError(
+                f"{file.where(number)}: query {query!r} has passages {found[query]!r} and {passage!r}; a synthetic "
+                "query is written for one."
+            )
+    return found
+
+
+def require_covered(model: str | Path, released: ReleasedQueries, *, declared_public: bool, knob: str) -> None:
+    """Refuse a model that would bring private data into the selection of released queries.
+
+    Guarantees, after it returns, that one of these holds:
+        - The model is ``bm25`` or ``minilm``, or was declared public and has no privacy card.
+        - Its card is that of an artefact that the queries were made from.
+        - It was made by post-processing from such an artefact.
+
+    Args:
+        model: A name, or a folder.
+        released: The queries that it shall score.
+        declared_public: Nothing private went into a model that has no card.
+        knob: What the user set to name it.
+
+    Raises:
+        PrivateDataError: It has a card of other private training.
+        ConfigurationError: It has no card, and was not declared public.
+    """
+    if str(model) in _PUBLIC_NAMES:
+        return
+    folder = Path(str(model)).expanduser()
+    if folder.is_dir() and (folder / CARD_NAME).is_file():
+        path = card_path(folder)
+        card = read_card(path)
+        parents = [str(parent["sha256"]) for parent in card["parents"]]
+        derived = (
+            card["mechanism"].get("kind") == "post_processing" and bool(parents) and parents[0] in released.ancestors
+        )
+        if card_sha256(path) in released.ancestors or derived:
+            return
+        raise PrivateDataError(
+            f"{knob}={model} was trained on private data of its own ({_claim(card)}), which the claim of the queries "
+            "does not cover: a choice that it makes would spend more than their card says. Take a public model, the "
+            "generator of the queries, or a retriever that was trained on them."
+        )
+    if not declared_public:
+        raise ConfigurationError(
+            f"{knob}={model} has no privacy card, so it may have been trained on anything. Declare by "
+            f"{knob}_is_public=true that no private data went into it."
+        )
+
+
+def shown(model: str | Path) -> str:
+    """A model's name as it may stand in a card: of a folder only its own name, for paths are nobody's business.
+
+    Example:
+        >>> shown("cross-encoder/ms-marco-MiniLM-L6-v2"), shown("/home/me/encoder")
+        ('cross-encoder/ms-marco-MiniLM-L6-v2', 'encoder')
+    """
+    path = Path(model)
+    return path.name if path.is_absolute() or path.is_dir() else str(model)
+
+
+def _claim(card: Mapping[str, Any]) -> str:
+    claim = card["claim"]
+    return f"epsilon {claim['epsilon']:g}" if claim.get("epsilon") is not None else "no epsilon claimed"

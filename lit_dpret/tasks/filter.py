@@ -1,0 +1,96 @@
+"""`task=filter`: choose among synthetic queries by public means, and write what is left with the same claim."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.callbacks import ProgressLine
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.postprocessing import QueryFilter, apply_filters, load_released, write_selection
+from lit_dpret.postprocessing.selection import Applied, check_is_new
+from lit_dpret.tasks.parts import Parts, check_run_dir
+
+FILTERED = "filtered"
+
+
+class Filter:
+    """Apply filters in order to a folder of synthetic queries.
+
+    Guarantees:
+        - Nothing is read but the folder, public passages and the filters' models; a model that brings private
+          data of its own is refused before any query is scored.
+
+    Args:
+        data: The folder of queries.
+        filters: What to apply, in order, by any name; classes of `lit_dpret.postprocessing`.
+        corpus: All passages that a round trip shall search, where the folder has only those with queries.
+        queries_are_public: Declares that nothing private went into a folder without privacy card.
+        examples: Queries shown for each filter, so many kept and so many not.
+        tuning_data, tuning_note: What the filters' settings were chosen on; they go into the card.
+        min_free_mb: Refuse to start with less free disk.
+    """
+
+    def __init__(
+        self,
+        *,
+        data: str | Path,
+        filters: Mapping[str, QueryFilter],
+        corpus: str | Path | None = None,
+        queries_are_public: bool = False,
+        examples: int = 5,
+        tuning_data: str = "unknown",
+        tuning_note: str | None = None,
+        min_free_mb: float = 50,
+    ) -> None:
+        if not filters:
+            raise ConfigurationError(
+                "task.filters is empty: name at least one filter, as filter=round_trip or filter=[round_trip,best_of]."
+            )
+        self.data, self.corpus, self.filters = Path(data), corpus, list(filters.values())
+        self.queries_are_public, self.examples = queries_are_public, examples
+        self.tuning_data, self.tuning_note = tuning_data, tuning_note
+        self.min_free_mb = min_free_mb
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Write ``run_dir/filtered``, ``filter.json`` and ``examples.md``; returns the kept share."""
+        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
+        check_is_new(parts.run_dir / FILTERED)
+        released = load_released(self.data, corpus=self.corpus, declared_public=self.queries_are_public)
+        kept, applied = apply_filters(
+            released, self.filters, lambda name: ProgressLine(f"scoring by {name}"), examples=self.examples
+        )
+        facts = [one.to_dict() for one in applied]
+        tuning = {"data": self.tuning_data, "note": self.tuning_note or ""}
+        folder = write_selection(kept, parts.run_dir / FILTERED, applied=facts, tuning=tuning)
+        report = {"data": str(self.data), "queries": len(released), "kept": len(kept), "filters": facts}
+        (parts.run_dir / "filter.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        (parts.run_dir / "examples.md").write_text(_examples(applied), encoding="utf-8")
+        for one in applied:
+            sys.stdout.write(f"{_line(one)}\n")
+        sys.stdout.write(
+            f"kept {len(kept)} of {len(released)} queries: {folder}\nexamples: {parts.run_dir / 'examples.md'}\n"
+        )
+        return {"kept": float(len(kept)), "kept_share": len(kept) / len(released)}
+
+
+def _line(one: Applied) -> str:
+    share = f"{one.kept} of {one.asked} ({one.kept / one.asked:.1%})"
+    return f"{one.settings['filter']}: {share}, lowest score {one.lowest_kept:.3g}"
+
+
+def _examples(applied: Sequence[Applied]) -> str:
+    lines = ["# What the filters kept, and what they did not", ""]
+    for one in applied:
+        lines += [f"## {_line(one)}", "", "| | score | query | passage |", "| --- | ---: | --- | --- |"]
+        for word, rows in zip(("kept", "dropped"), one.examples, strict=True):
+            lines += [f"| {word} | {score:.3g} | {_cell(text)} | {_cell(name)} |" for score, text, name in rows]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _cell(text: Any) -> str:
+    return str(text).replace("|", "\\|")

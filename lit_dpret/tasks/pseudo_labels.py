@@ -1,0 +1,85 @@
+"""`task=pseudo_labels`: margins between passages by a public cross-encoder, for training by margin-MSE."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from lit_dpret.callbacks import ProgressLine
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.postprocessing.pseudo_labels import LABELS, label
+from lit_dpret.postprocessing.released import load_released
+from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.ranker import Ranker
+
+PSEUDO_LABELS = "pseudo_labels"
+
+
+class PseudoLabels:
+    """Label synthetic queries against passages that a retriever confuses with their own.
+
+    Guarantees:
+        - An interrupted run goes on where it stopped, and writes the same files.
+        - Nothing is read but released queries, public passages, and models that their claim covers.
+
+    Args:
+        data: The folder of queries.
+        cross_encoder: The public cross-encoder: a folder or a hub name.
+        cross_encoder_is_public: Declares that nothing private went into it.
+        encoder: Finds the passages: ``minilm``, ``bm25``, a public encoder, or a retriever that was trained on
+            these queries.
+        encoder_is_public: Declares that nothing private went into an encoder without privacy card.
+        corpus: All passages, where the folder has only those with queries.
+        queries_are_public: Declares that nothing private went into a folder without privacy card.
+        depth: How far down the ranking negatives are drawn from.
+        per_query: How many for each query.
+        batch_size: Pairs per forward pass of the cross-encoder.
+        max_length: Tokens of a pair that are read; null for what its folder says.
+        min_free_mb: Refuse to start with less free disk.
+    """
+
+    def __init__(
+        self,
+        *,
+        data: str | Path,
+        cross_encoder: str | Path,
+        cross_encoder_is_public: bool = False,
+        encoder: str = "minilm",
+        encoder_is_public: bool = False,
+        corpus: str | Path | None = None,
+        queries_are_public: bool = False,
+        depth: int = 50,
+        per_query: int = 5,
+        batch_size: int = 32,
+        max_length: int | None = None,
+        min_free_mb: float = 50,
+    ) -> None:
+        if not 1 <= per_query <= depth:
+            raise ConfigurationError(f"task.per_query={per_query} is not between 1 and task.depth={depth}.")
+        self.data, self.corpus, self.queries_are_public = Path(data), corpus, queries_are_public
+        self.cross_encoder, self.cross_encoder_is_public = cross_encoder, cross_encoder_is_public
+        self.encoder, self.encoder_is_public = encoder, encoder_is_public
+        self.depth, self.per_query = depth, per_query
+        self.batch_size, self.max_length, self.min_free_mb = batch_size, max_length, min_free_mb
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Write ``run_dir/pseudo_labels``; returns how many queries were labelled."""
+        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
+        released = load_released(self.data, corpus=self.corpus, declared_public=self.queries_are_public)
+        with ProgressLine("labelling queries") as progress:
+            folder = label(
+                released,
+                parts.run_dir / PSEUDO_LABELS,
+                ranker=Ranker(self.encoder),
+                cross_encoder=self.cross_encoder,
+                cross_encoder_is_public=self.cross_encoder_is_public,
+                encoder_is_public=self.encoder_is_public,
+                depth=self.depth,
+                per_query=self.per_query,
+                seed=parts.seed,
+                batch_size=self.batch_size,
+                max_length=self.max_length,
+                progress=progress,
+            )
+        sys.stdout.write(f"labels: {folder / LABELS}\n")
+        return {"queries": float(len(released))}

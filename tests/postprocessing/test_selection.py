@@ -1,0 +1,91 @@
+"""A selection of released queries is a data set like the whole, with the claim of the whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_generator import PASSAGES, lines
+
+from lit_dpret.datamodules import SyntheticDataModule
+from lit_dpret.errors import ConfigurationError, StorageError
+from lit_dpret.generation.dataset_folder import DATA_FILES
+from lit_dpret.postprocessing import BestOf, LanguageModelScore, ReleasedQueries, load_released, write_selection
+from lit_dpret.privacy.card import card_sha256, read_card
+from lit_dpret.tasks import Filter
+from lit_dpret.tasks.parts import Parts
+
+
+def no_part(*_: Any, **__: Any) -> Any:
+    raise AssertionError("filtering builds nothing of the configuration")
+
+
+def parts(folder: Path) -> Parts:
+    return Parts(
+        run_dir=folder, make_privacy=no_part, make_datamodule=no_part, make_module=no_part, make_trainer=no_part
+    )
+
+
+def test_a_selection_of_everything_has_the_same_files(released: ReleasedQueries, data: Path, tmp_path: Path) -> None:
+    out = write_selection(released, tmp_path / "all", applied=[])
+    for name in DATA_FILES:
+        assert (out / name).read_bytes() == (data / name).read_bytes()
+
+
+def test_what_is_kept_keeps_its_id_and_only_its_passages_are_written(
+    released: ReleasedQueries, data: Path, tmp_path: Path
+) -> None:
+    kept = released.only([i % 5 == 3 for i in range(len(released))])
+    out = write_selection(kept, tmp_path / "some", applied=[])
+    whole = (data / "queries.jsonl").read_text().splitlines()
+    assert (out / "queries.jsonl").read_text().splitlines() == whole[3::5]
+    assert {line["_id"] for line in lines(out / "corpus.jsonl")} == {query.passage_id for query in kept}
+    again = load_released(out)
+    assert [vars(query) for query in again] == [vars(query) for query in kept]
+    module = SyntheticDataModule(folder=out)
+    module.setup("fit")
+    assert [row.query_id for row in module.pair_rows("train")] == [query.query_id for query in kept]
+
+
+def test_the_card_of_a_selection_claims_what_the_whole_claims_and_lists_the_filters(
+    data: Path, generator_folder: Path, tmp_path: Path
+) -> None:
+    best = BestOf(LanguageModelScore(model=generator_folder, keep_share=1.0))
+    told = Filter(data=data, filters={"best": best}).run(parts(tmp_path))
+    out = tmp_path / "filtered"
+    card, parent = read_card(out), read_card(data)
+    for key in ("guarantee", "epsilon", "delta", "unit", "neighbours"):
+        assert card["claim"].get(key) == parent["claim"].get(key)
+    assert [p["sha256"] for p in card["parents"]] == [
+        card_sha256(data / "privacy_card.json"), *(p["sha256"] for p in parent["parents"])
+    ]  # fmt: skip
+    assert told["kept"] == len(PASSAGES) == len(lines(out / "queries.jsonl"))
+    applied = card["generation"]["filters"]
+    assert [(one["filter"], one["kept"], one["by"]["model"]) for one in applied] == [("best_of", len(PASSAGES), "g")]
+    assert str(generator_folder) not in (out / "README.md").read_text() + (out / "privacy_card.json").read_text()
+    report = json.loads((tmp_path / "filter.json").read_text())
+    assert report["queries"] == len(load_released(data)) and report["kept"] == len(PASSAGES)
+    examples = (tmp_path / "examples.md").read_text()
+    assert examples.count("| kept |") == examples.count("| dropped |") == 5
+
+
+def test_filters_add_up_in_the_card_of_a_selection_of_a_selection(data: Path, tmp_path: Path) -> None:
+    Filter(data=data, filters={"a": LanguageModelScore(keep_share=0.5)}).run(parts(tmp_path / "once"))
+    Filter(data=tmp_path / "once" / "filtered", filters={"b": BestOf(LanguageModelScore(keep_share=1.0))}).run(
+        parts(tmp_path / "twice")
+    )
+    applied = read_card(tmp_path / "twice" / "filtered")["generation"]["filters"]
+    assert [one["filter"] for one in applied] == ["language_model", "best_of"]
+
+
+def test_nothing_is_written_over_and_no_filter_is_no_task(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "filtered").mkdir()
+    (tmp_path / "filtered" / "mine.txt").write_text("x")
+    task = Filter(data=data, filters={"a": LanguageModelScore(keep_share=0.5)})
+    with pytest.raises(StorageError, match="holds something already"):
+        task.run(parts(tmp_path))
+    assert (tmp_path / "filtered" / "mine.txt").read_text() == "x"
+    with pytest.raises(ConfigurationError, match=r"filter=round_trip"):
+        Filter(data=data, filters={})
