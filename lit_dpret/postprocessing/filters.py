@@ -105,7 +105,8 @@ class RoundTrip(QueryFilter):
         place = {name: i for i, name in enumerate(ranking.passage_ids)}
         own = np.array([place[q.passage_id] for q in released])
         hits = ranking.top.indices.numpy() == own[:, None]
-        return np.where(hits.any(axis=1), -(hits.argmax(axis=1) + 1.0), -math.inf)
+        scores: np.ndarray = np.where(hits.any(axis=1), -(hits.argmax(axis=1) + 1.0), -math.inf)
+        return scores
 
     def keep(self, released: ReleasedQueries, scores: np.ndarray) -> np.ndarray:
         return np.isfinite(scores)

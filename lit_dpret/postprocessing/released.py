@@ -20,7 +20,7 @@ from typing import Any, Literal
 from lit_dpret.datamodules.layouts import folder_parts, read_corpus
 from lit_dpret.datamodules.readers import Fields, RecordFile
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
-from lit_dpret.privacy.card import CARD_NAME, card_path, card_sha256, read_card
+from lit_dpret.privacy.card import CARD_NAME, card_sha256, read_card
 
 Provenance = Literal["card", "declared public"]
 
@@ -194,7 +194,7 @@ def require_covered(model: str | Path, released: ReleasedQueries, *, declared_pu
         return
     folder = Path(str(model)).expanduser()
     if folder.is_dir() and (folder / CARD_NAME).is_file():
-        path = card_path(folder)
+        path = folder / CARD_NAME
         card = read_card(path)
         parents = [str(parent["sha256"]) for parent in card["parents"]]
         derived = (
