@@ -26,6 +26,15 @@ def test_a_link_to_a_file_leads_to_one(page: Path) -> None:
         assert (page.parent / target).is_file(), f"{page.name} links to {target}"
 
 
+def test_no_page_or_report_holds_a_path_of_the_machine_that_made_it() -> None:
+    kinds = {".md", ".html", ".json", ".jsonl", ".csv"}
+    pages = [page for page in (ROOT / "docs").rglob("*") if page.suffix in kinds]
+    assert len(pages) > 20
+    for page in pages:
+        found = re.search(r"(?<![\w.])/(?:tmp|root|home|work|mnt|scratch)/\S*", page.read_text(encoding="utf-8"))
+        assert found is None, f"{page.relative_to(ROOT)} says {found and found[0]}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_name_that_is_imported_in_a_page_exists(page: Path) -> None:
     for line in re.findall(r"^from lit_dpret.* import .*$", page.read_text(encoding="utf-8"), flags=re.MULTILINE):

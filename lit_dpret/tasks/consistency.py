@@ -7,14 +7,15 @@ section 3.2) looks at nothing private, so the claim of the queries stays as it i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.datamodules.records import Row
 from lit_dpret.errors import DataError
 from lit_dpret.generation.round_trip import hits, wrong_sources
 from lit_dpret.modules import FrozenDualEncoder
+from lit_dpret.postprocessing import ReleasedQueries
+from lit_dpret.postprocessing.released import require_released
 from lit_dpret.report.html import RoundTrip
 from lit_dpret.retrieval.statistics import Interval, bootstrap_interval
 from lit_dpret.tasks.scoring import rank_embeddings
@@ -24,19 +25,17 @@ KEPT = "kept_queries.txt"
 
 def check_round_trip(
     model: FrozenDualEncoder,
-    pairs: Sequence[Row],
-    passages: Mapping[str, str],
+    released: ReleasedQueries,
     folder: Path,
     *,
     k: int,
     seed: int,
 ) -> dict[str, Any]:
-    """Measure the round trip of ``pairs`` and write the ids of the queries that pass to ``folder/kept_queries.txt``.
+    """Measure the round trip of released queries and write the ids of the queries that pass to ``folder/kept_queries.txt``.
 
     Args:
         model: A retriever that saw neither the private nor the synthetic queries.
-        pairs: Synthetic queries with their sources.
-        passages: Text by passage id; all of them are searched.
+        released: Synthetic queries with their sources; all their passages are searched.
         folder: Where the list is written.
         k: How far down the list a source may stand.
         seed: Of the control, in which every query is held against a wrong passage.
@@ -46,15 +45,17 @@ def check_round_trip(
 
     Raises:
         DataError: No query passes.
+        PrivateDataError: ``released`` is something else.
     """
-    queries = {row.query_id: row.query for row in pairs}
-    sources = {row.query_id: row.passage_id for row in pairs}
-    names = list(passages)
+    require_released(released, "check_round_trip")
+    queries = {query.query_id: query.text for query in released}
+    sources = {query.query_id: query.passage_id for query in released}
+    names = list(released.passages)
     ranking = rank_embeddings(
         list(queries),
         model.encode_queries(list(queries.values())),
         names,
-        model.encode_passages(list(passages.values())),
+        model.encode_passages(list(released.passages.values())),
         k=k,
     )
     places = zip(queries, ranking.top.indices.tolist(), strict=True)

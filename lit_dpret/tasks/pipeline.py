@@ -12,6 +12,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.generation.pseudo_queries import write_pseudo_queries
 from lit_dpret.generation.writer import synthesize
+from lit_dpret.postprocessing import load_released
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.card_text import privacy_line
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
@@ -263,9 +265,10 @@ class Pipeline:
             model = self._retriever(NoPrivacy())
             with ProgressLine("encoding synthetic queries") as progress:
                 model.prepare(data, progress=progress)
-            pairs, passages = data.pair_rows("train"), self._searched.public_passages()
+            released = load_released(folder, declared_public=not card)
+            released = replace(released, passages=self._searched.public_passages())
             k = self.round_trip_filter or _ROUND_TRIP_K
-            return check_round_trip(model, pairs, passages, stage, k=k, seed=self._parts.seed)
+            return check_round_trip(model, released, stage, k=k, seed=self._parts.seed)
 
         self._trips[name] = self._stages.run(name, work)
         keep = None if self.round_trip_filter is None else self._parts.run_dir / name / KEPT
