@@ -105,11 +105,11 @@ class RoundTrip(QueryFilter):
         place = {name: i for i, name in enumerate(ranking.passage_ids)}
         own = np.array([place[q.passage_id] for q in released])
         hits = ranking.top.indices.numpy() == own[:, None]
-        scores: np.ndarray = np.where(hits.any(axis=1), -(hits.argmax(axis=1) + 1.0), -math.inf)
-        return scores
+        return np.where(hits.any(axis=1), -(hits.argmax(axis=1) + 1.0), -math.inf)
 
     def keep(self, released: ReleasedQueries, scores: np.ndarray) -> np.ndarray:
-        return np.isfinite(scores)
+        kept: np.ndarray = np.isfinite(scores)
+        return kept
 
     def settings(self) -> dict[str, Any]:
         return {"filter": self.name, "encoder": shown(self.ranker.encoder), "k": self.k}

@@ -12,7 +12,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import numpy as np
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.postprocessing import load_released
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.card_text import privacy_line
 from lit_dpret.privacy.modes import NoPrivacy
@@ -237,9 +238,9 @@ class CompareModes:
         model = self._retriever(NoPrivacy())
         with ProgressLine("encoding synthetic queries") as progress:
             model.prepare(data, progress=progress)
-        pairs, passages = data.pair_rows("train"), self._searched.public_passages()
+        released = replace(load_released(str(cell.synthetic)), passages=self._searched.public_passages())
         k = self.round_trip_filter or 1
-        return check_round_trip(model, pairs, passages, stage, k=k, seed=self._parts.seed)
+        return check_round_trip(model, released, stage, k=k, seed=self._parts.seed)
 
     def _made(self, cell: _Cell, keep: Path | None) -> SyntheticDataModule:
         return SyntheticDataModule(folder=str(cell.synthetic), evaluation=self._searched, keep=keep)

@@ -31,7 +31,7 @@ def check_round_trip(
     k: int,
     seed: int,
 ) -> dict[str, Any]:
-    """Measure the round trip of released queries and write the ids of the queries that pass to ``folder/kept_queries.txt``.
+    """Measure the round trip of released queries; ``folder/kept_queries.txt`` lists the ids of those that pass.
 
     Args:
         model: A retriever that saw neither the private nor the synthetic queries.
