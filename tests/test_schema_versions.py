@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cards import DELTA, make_plan
 from stand_ins import Regression, dp, fit
 
@@ -16,6 +17,7 @@ from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.datamodules import SyntheticDataModule
 from lit_dpret.errors import DataError, LedgerError, ResumeError, UnsupportedModelError
 from lit_dpret.generation.shards import ShardStore
+from lit_dpret.indexing import IndexFolder
 from lit_dpret.modules.generator_folder import GeneratorContract, load_generator
 from lit_dpret.privacy.accounting import epsilon
 from lit_dpret.privacy.card import read_card, verify_card
@@ -109,6 +111,13 @@ def test_a_generation_is_gone_on_with(stated: bool, folder: Path) -> None:
         manifest.write_text(json.dumps(facts) + "\n" + "".join(rest), encoding="utf-8")
     store = ShardStore(folder, {"seed": 0}, 1)
     assert store.missing == [] and [record["text"] for record in store.records()] == ["what is p"]
+
+
+def test_an_index_of_version_1_is_read_and_searched(folder: Path) -> None:
+    index = IndexFolder(folder / "index", verify=True)
+    top = index.search(torch.tensor([[0.8, 0.6]]), 2)
+    assert [index.ids[place] for place in top.indices[0].tolist()] == ["p2", "p0"]
+    assert [index.text(place) for place in range(4)] == ["east", "north", "north-east", "west"]
 
 
 # -- what older plans did not say --------------------------------------------------------------
@@ -211,6 +220,12 @@ def test_a_newer_synthetic_data_set_is_refused(folder: Path) -> None:
     SyntheticDataModule(folder=folder).setup("fit")
 
 
+def test_a_newer_index_is_refused(folder: Path) -> None:
+    set_version(folder / "index" / "index.json")
+    with pytest.raises(DataError, match=rf"index\.json cannot be read: .*{NEWER}"):
+        IndexFolder(folder / "index")
+
+
 def test_a_checkpoint_of_a_newer_accountant_is_refused_and_not_passed_over(folder: Path, tmp_path: Path) -> None:
     set_version(folder / "accountant_state.json")
     state = json.loads((folder / "accountant_state.json").read_text(encoding="utf-8"))
@@ -224,8 +239,6 @@ def test_a_checkpoint_of_a_newer_accountant_is_refused_and_not_passed_over(folde
 
 
 def test_a_checkpoint_of_this_version_states_its_version(tmp_path: Path) -> None:
-    import torch
-
     fit(tmp_path / "run", Regression(privacy=dp(tmp_path, noise_multiplier=4.0)), steps=2)
     content = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
     assert content["callbacks"]["PrivacyAccountant"]["schema"] == "lit-dpret/accountant-state/1"
