@@ -4,6 +4,7 @@
 similarities in a batch, which know what one record can do to their gradient.
 """
 
+from lit_dpret.losses.margin import MarginMSELoss
 from lit_dpret.losses.pairs import (
     DeclaredPairLoss,
     KernelPairLoss,
@@ -21,6 +22,7 @@ __all__ = [
     "DeclaredPairLoss",
     "InBatchSoftmaxLoss",
     "KernelPairLoss",
+    "MarginMSELoss",
     "NullMassSoftmaxPairLoss",
     "PairwiseLoss",
     "PublicPoolSoftmaxLoss",
