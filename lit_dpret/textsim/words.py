@@ -41,7 +41,7 @@ def check_n(n: int) -> None:
         raise ConfigurationError(f"n={n} is no length of an n-gram; it must be at least 1.")
 
 
-def check_texts(texts: Sequence[str], what: str) -> None:
+def check_texts(texts: Sequence[object], what: str) -> None:
     """Refuse an empty list: a share of nothing is no number.
 
     Raises:
