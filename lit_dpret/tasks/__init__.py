@@ -10,8 +10,10 @@ from lit_dpret.tasks.fit import Fit
 from lit_dpret.tasks.index import Index
 from lit_dpret.tasks.pipeline import Pipeline
 from lit_dpret.tasks.plan import Plan
+from lit_dpret.tasks.pretraining_overlap import PretrainingOverlap
 from lit_dpret.tasks.search import Search
 from lit_dpret.tasks.second_task import SecondTask
+from lit_dpret.tasks.similarity import Similarity
 from lit_dpret.tasks.synthesize import Synthesize
 from lit_dpret.tasks.variant import Variant
 from lit_dpret.tasks.variant_study import VariantStudy
@@ -28,8 +30,10 @@ __all__ = [
     "Index",
     "Pipeline",
     "Plan",
+    "PretrainingOverlap",
     "Search",
     "SecondTask",
+    "Similarity",
     "Synthesize",
     "Variant",
     "VariantStudy",
