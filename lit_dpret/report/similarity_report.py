@@ -128,7 +128,12 @@ def _run(each: Facts) -> str:
 
 def _mauve_value(each: Facts) -> str:
     spread = "" if each["sd"] is None else f" (sd {each['sd']:.3f} over {len(each['seeds'])} seeds)"
-    return f"{each['mean']:.3f}{spread}, {each['texts'][0]:,} texts each, {each['buckets']} buckets"
+    ceiling = f", ceiling {_ceiling(each)}" if each["ceiling"] else ""
+    return f"{each['mean']:.3f}{spread}{ceiling}, {each['texts'][0]:,} texts each, {each['buckets']} buckets"
+
+
+def _ceiling(each: Facts) -> str:
+    return f"{each['ceiling']['mean']:.3f}" if each["ceiling"] else ""
 
 
 def _bleu(facts: Facts) -> list[Section]:
@@ -154,16 +159,18 @@ def _mauve(facts: Facts) -> list[Section]:
     rows = [
         (
             each["featuriser"], f"{each['mean']:.4f}", "" if each["sd"] is None else f"{each['sd']:.4f}",
-            ", ".join(f"{value:.3f}" for value in each["values"]), f"{each['texts'][0]:,}", each["buckets"],
+            ", ".join(f"{value:.3f}" for value in each["values"]), _ceiling(each), f"{each['texts'][0]:,}",
+            each["buckets"],
         )
         for each in facts["mauve"].values()
     ]  # fmt: skip
     text = (
         "1 for equal distributions, 1/252 for disjoint ones. The sd is over seeds of k-means alone. Values of other "
-        "features, numbers of texts or buckets cannot be compared with these; samples of one distribution stay below 1."
+        "features, numbers of texts or buckets cannot be compared with these. The ceiling is the value of two samples "
+        "of the original queries, of the same size: samples of one distribution stay below 1."
     )
-    head = ("features", "mean", "sd", "by seed", "texts of each", "buckets")
-    return [Section("MAUVE", [Grid(head, rows, frozenset({1, 2, 4, 5})), Paragraph(text, small=True)])]
+    head = ("features", "mean", "sd", "by seed", "ceiling", "texts of each", "buckets")
+    return [Section("MAUVE", [Grid(head, rows, frozenset({1, 2, 4, 5, 6})), Paragraph(text, small=True)])]
 
 
 def _diversity(facts: Facts) -> list[Section]:

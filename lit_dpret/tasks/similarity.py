@@ -90,6 +90,8 @@ class Similarity:
         max_texts: MAUVE and diversity look at so many texts of each side, or at what the smaller one has.
         seeds: Runs of MAUVE's k-means.
         buckets: Of MAUVE's histograms; null for a tenth of the texts.
+        ceiling: MAUVE of two samples of the original queries too, of the same size, where there are so many:
+            what no synthetic set can be expected to exceed.
         plot: Draw the histograms; null for where matplotlib is installed.
         batch_size: Texts per forward pass.
         device: Where to encode: ``cpu``, ``cuda`` and so on.
@@ -111,6 +113,7 @@ class Similarity:
         max_texts: int = 5000,
         seeds: int = 5,
         buckets: int | None = None,
+        ceiling: bool = True,
         plot: bool | None = None,
         batch_size: int = 64,
         device: str = "cpu",
@@ -142,7 +145,7 @@ class Similarity:
         self.reference_file = None if reference_file is None else Path(reference_file)
         self.measures, self.ngram, self.encoder, self.features = chosen, ngram, encoder, tuple(features)
         self.max_texts, self.seeds, self.buckets, self.plot = max_texts, seeds, buckets, plot
-        self.batch_size, self.device = batch_size, device
+        self.ceiling, self.batch_size, self.device = ceiling, batch_size, device
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``similarity.json``, ``.md``, ``.html`` and, with matplotlib, ``similarity.png``; returns the scores.
@@ -228,21 +231,34 @@ class Similarity:
             if kind == "query_passage" and not original.rows:
                 missing["mauve of query_passage"] = _NO_PASSAGES
                 continue
-            features = self._query_features if kind == "query" else self._row_features
-            p, q = features(towers, made, original)
+            p, q, more = self._features(kind, made, original)
             what = "query" if kind == "query" else "query and passage in one text"
-            name = f"{self.encoder if self.encoder == 'minilm' else Path(self.encoder).name}, {what}"
-            found[kind] = mauve(p, q, featuriser=name, seeds=range(self.seeds), buckets=self.buckets).to_dict()
+            how: dict[str, Any] = {
+                "featuriser": f"{'minilm' if self.encoder == 'minilm' else Path(self.encoder).name}, {what}",
+                "seeds": range(self.seeds),
+                "buckets": self.buckets,
+            }
+            side: Literal["query", "passage"] = "query" if kind == "query" else "passage"
+            known = self._encode(towers, q, side)
+            found[kind] = mauve(self._encode(towers, p, side), known, **how).to_dict()
+            if self.ceiling and len(more) == len(q):
+                found[kind]["ceiling"] = mauve(self._encode(towers, more, side), known, **how).to_dict()
+            else:
+                found[kind]["ceiling"] = None
         return found
 
-    def _query_features(self, towers: Towers, made: Texts, original: Texts) -> list[Any]:
-        count = min(len(made.queries), len(original.queries), self.max_texts)
-        return [self._encode(towers, texts.sample(count), "query") for texts in (made, original)]
-
-    def _row_features(self, towers: Towers, made: Texts, original: Texts) -> list[Any]:
-        count = min(len(made.rows), len(original.rows), self.max_texts)
-        joined = [[f"{query} {passage}" for query, passage in texts.sample_rows(count)] for texts in (made, original)]
-        return [self._encode(towers, texts, "passage") for texts in joined]
+    def _features(self, kind: Features, made: Texts, original: Texts) -> tuple[list[str], list[str], list[str]]:
+        """Equally many texts of both sides, and as many other original ones where there are so many."""
+        if kind == "query":
+            count = min(len(made.queries), len(original.queries), self.max_texts)
+            texts, known = made.sample(count), original.sample(2 * count)
+        else:
+            count = min(len(made.rows), len(original.rows), self.max_texts)
+            texts, known = (
+                [f"{query} {passage}" for query, passage in each.sample_rows(number)]
+                for each, number in ((made, count), (original, 2 * count))
+            )
+        return texts, known[:count], known[count:]
 
     def _encode(self, towers: Towers, texts: Sequence[str], side: Literal["query", "passage"]) -> Any:
         tower = towers.query_encoder if side == "query" else towers.passage_encoder

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from lit_dpret.callbacks.refusals import check_dataset_card
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.card_notes import note_not_covered
+from lit_dpret.privacy.start import model_folder
 
 Whose = Literal["public", "synthetic", "private"]
 
@@ -48,14 +49,22 @@ def check_declared(whose: Whose | None, card_entry: bool, *, knob: str, measured
 def declare(folder: Path | None, whose: Whose, *, measured: str, where: str) -> str | None:
     """Write on the card in ``folder`` that numbers about private queries are about to be computed.
 
+    Args:
+        folder: A data set's, a run's or a model's; None where there is no artefact whose card could say so.
+        whose: The queries.
+        measured: What is computed.
+        where: The place of the numbers.
+
     Returns:
         What to say beside the numbers; None where the queries are not private.
     """
     if whose != "private":
         return None
-    name = "" if folder is None else f" of {folder.resolve().name}"
-    card = None if folder is None else note_not_covered(folder, f"{measured}{name}", computed="private queries")
-    marked = NO_CARD if card is None else f"{card.name} says so"
+    marked = NO_CARD
+    places = [] if folder is None else [folder, model_folder(folder)]  # a run keeps a copy of its card with its model
+    for place in dict.fromkeys(places):
+        card = note_not_covered(place, f"{measured} of {places[0].resolve().name}", computed="private queries")
+        marked = marked if card is None else f"{card.name} says so"
     return (
         f"These numbers were computed from private queries. No guarantee covers them ({marked}): keep {where} private."
     )

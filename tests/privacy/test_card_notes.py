@@ -12,7 +12,7 @@ from cards import Run, make_plan
 
 from lit_dpret.errors import DataError
 from lit_dpret.privacy.card import build_card, card_sha256, inherit_card, read_card, subject_of, verify_card, write_card
-from lit_dpret.privacy.card_notes import note_not_covered
+from lit_dpret.privacy.card_notes import note_not_covered, with_notes
 
 
 @pytest.fixture
@@ -92,3 +92,26 @@ def test_a_card_that_was_edited_is_refused_and_left_alone(folder: Path) -> None:
     with pytest.raises(DataError, match="does not match its checksum"):
         note(folder)
     assert path.read_bytes() == before
+
+
+def test_a_card_that_is_made_anew_keeps_the_notes_of_the_one_it_replaces(folder: Path) -> None:
+    fresh = read_card(folder)
+    note(folder)
+    again = with_notes(fresh, folder)
+    assert again == read_card(folder)
+    assert with_notes(again, folder) == again
+    assert "amendments" not in fresh  # the argument is left alone
+
+
+def test_the_card_of_another_artefact_takes_no_notes_over(folder: Path) -> None:
+    other = copy.deepcopy(read_card(folder))
+    note(folder)
+    other["subject"]["name"] = "another"
+    assert "amendments" not in with_notes(other, folder)
+
+
+def test_where_no_card_can_be_read_there_are_no_notes_to_keep(folder: Path) -> None:
+    fresh = read_card(folder)
+    (folder / "privacy_card.json").write_text("{", encoding="utf-8")
+    assert with_notes(fresh, folder) == fresh
+    assert with_notes(fresh, folder / "nowhere") == fresh

@@ -22,6 +22,7 @@ from lit_dpret.report.similarity_figure import can_draw
 from lit_dpret.st_folder import save_sentence_transformer
 from lit_dpret.tasks import PretrainingOverlap, Similarity
 from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks.uncovered import declare
 
 pytest.importorskip("sacrebleu", reason='needs the extra: pip install "lit-dpret[quality]"')
 pytest.importorskip("sklearn", reason='needs the extra: pip install "lit-dpret[quality]"')
@@ -158,6 +159,23 @@ def test_a_data_set_held_against_itself_is_as_similar_as_can_be(made: Path, enco
     assert facts(tmp_path / "run")["diversity"]["total_variation"] == {"lengths": 0, "question_types": 0}
 
 
+def test_the_ceiling_is_the_value_of_two_samples_of_the_original_queries(
+    made: Path, original: Path, encoder: str, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"reference": "public", "encoder": encoder, "measures": ["mauve"], "seeds": 2}
+    settings["buckets"] = 5
+    part = Similarity(synthetic=made, max_texts=20, **settings)
+    part.run(parts(tmp_path / "part", pairs(original)))
+    found = facts(tmp_path / "part")["mauve"]
+    for kind in ("query", "query_passage"):
+        assert found[kind]["ceiling"]["texts"] == found[kind]["texts"] == [20, 20]
+        assert found[kind]["ceiling"]["mean"] > found[kind]["mean"]
+    Similarity(synthetic=made, **settings).run(parts(tmp_path / "all", pairs(original)))
+    assert facts(tmp_path / "all")["mauve"]["query"]["ceiling"] is None  # all 40 are in the comparison already
+    Similarity(synthetic=made, max_texts=20, ceiling=False, **settings).run(parts(tmp_path / "no", pairs(original)))
+    assert facts(tmp_path / "no")["mauve"]["query"]["ceiling"] is None
+
+
 def test_a_file_of_queries_alone_has_no_bleu_and_says_why(made: Path, encoder: str, tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl.gz"
     with gzip.open(path, "wt", encoding="utf-8") as file:
@@ -201,6 +219,29 @@ def test_scores_of_private_queries_are_on_the_card_before_they_are_computed(card
     assert len(read_card(carded)["amendments"]) == 2
     # The data are as they were, so that they can still be trained on.
     SyntheticDataModule(folder=carded).setup()
+
+
+def test_generating_again_does_not_wipe_the_note_off_the_card(written: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(written, tmp_path / "set")
+    private = beir(tmp_path / "private", {"train": PASSAGES}, PASSAGES)
+    task = Similarity(synthetic=folder, reference="private", card_entry=True, measures=["overlap"])
+    task.run(parts(tmp_path / "run", pairs(private)))
+    noted = read_card(folder)
+    synthesize(written.parent / "generator", PASSAGES, folder, **SETTINGS)
+    for name in ("amendments", "not_covered", "cautions"):
+        assert read_card(folder)[name] == noted[name]
+
+
+def test_the_card_of_a_run_is_marked_with_the_copy_beside_its_model(written: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for folder in (run, run / "model"):
+        folder.mkdir()
+        shutil.copy2(written / "privacy_card.json", folder)
+    assert declare(run, "public", measured="A share", where="this") is None
+    said = declare(run, "private", measured="A share", where="this folder")
+    assert said is not None and said.endswith("(privacy_card.json says so): keep this folder private.")
+    for folder in (run, run / "model"):
+        assert any(text.startswith("A share of run, computed from") for text in read_card(folder)["not_covered"])
 
 
 def test_public_queries_leave_the_card_alone(carded: Path, made: Path, tmp_path: Path) -> None:
