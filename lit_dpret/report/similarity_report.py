@@ -76,7 +76,8 @@ def _head(facts: Facts) -> tuple[str, str]:
     made, known = facts["synthetic"], facts["reference"]
     return (
         f"Similarity of {made['name']} to {known['from']}",
-        f"{made['queries']:,} synthetic queries; {known['queries']:,} original ones, {known['whose']}",
+        f"{made['queries']:,} synthetic queries ({made['privacy']}); "
+        f"{known['queries']:,} original ones, {known['whose']}",
     )
 
 

@@ -15,11 +15,14 @@ from lit_dpret.datamodules.layouts import folder_parts, read_parts
 from lit_dpret.datamodules.readers import Fields, RecordFile
 from lit_dpret.encoders import Towers, load_towers
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.card_file import CARD_NAME, read_card
+from lit_dpret.privacy.card_text import privacy_line
 from lit_dpret.report.similarity_report import write_similarity
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare
 from lit_dpret.textsim import diversity
 from lit_dpret.textsim.bleu import corpus_bleu, references_by_passage
+from lit_dpret.textsim.extra import need
 from lit_dpret.textsim.mauve import mauve
 from lit_dpret.textsim.overlap import overlap
 
@@ -27,6 +30,7 @@ Qrels = Mapping[str, Mapping[str, int]]
 Measure = Literal["bleu", "mauve", "diversity", "overlap"]
 Features = Literal["query", "query_passage"]
 
+_PACKAGES: dict[Measure, Literal["sacrebleu", "sklearn"]] = {"bleu": "sacrebleu", "mauve": "sklearn"}
 _NO_PASSAGES = "task.reference_file has queries without passages"
 
 
@@ -155,12 +159,20 @@ class Similarity:
             ConfigurationError: A package of the extra ``quality`` is missing.
         """
         check_run_dir(parts.run_dir, min_free_mb=50)
+        for measure, package in _PACKAGES.items():
+            if measure in self.measures:
+                need(package)  # before the card is marked and texts are encoded for nothing
         made, original, held_out = self._made(), self._original(parts), self._held_out(parts)
         warning = declare(
             self.synthetic, self.reference, measured=f"Similarity ({', '.join(self.measures)})", where="this folder",
         )  # fmt: skip
         facts: dict[str, Any] = {
-            "synthetic": {"name": self.synthetic.resolve().name, "queries": len(made.queries), "pairs": len(made.rows)},
+            "synthetic": {
+                "name": self.synthetic.resolve().name,
+                "queries": len(made.queries),
+                "pairs": len(made.rows),
+                "privacy": self._privacy(),
+            },
             "reference": {
                 "whose": self.reference,
                 "from": f"the split {self.split}" if self.reference_file is None else self.reference_file.name,
@@ -185,6 +197,11 @@ class Similarity:
         for path in written.paths:
             console.print(f"written: {path}", highlight=False, soft_wrap=True)
         return written.scores
+
+    def _privacy(self) -> str:
+        """What the synthetic data promise, in a line."""
+        path = self.synthetic / CARD_NAME
+        return privacy_line(read_card(path)) if path.is_file() else "no privacy card"
 
     # -- the texts -----------------------------------------------------------------------------
 

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import DataError
+from lit_dpret.textsim.extra import need
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ def corpus_bleu(synthetic: Sequence[str], references: Sequence[Sequence[str]], *
     pairs = [(text, list(known)) for text, known in zip(synthetic, references, strict=True) if known]
     if not pairs:
         raise DataError("No synthetic query has an original query of the same passage, so there is nothing to score.")
-    metric = _sacrebleu().BLEU(lowercase=lower_case)
+    metric = need("sacrebleu").BLEU(lowercase=lower_case)
     streams = [list(stream) for stream in zip_longest(*(known for _, known in pairs))]
     found = metric.corpus_score([text for text, _ in pairs], streams)
     return Bleu(
@@ -74,13 +75,3 @@ def corpus_bleu(synthetic: Sequence[str], references: Sequence[Sequence[str]], *
 def references_by_passage(passage_ids: Sequence[str], originals: Mapping[str, Sequence[str]]) -> list[list[str]]:
     """The original queries of each passage, in the order of ``passage_ids``; none where it has none."""
     return [list(originals.get(name, ())) for name in passage_ids]
-
-
-def _sacrebleu() -> Any:
-    try:
-        import sacrebleu
-    except ImportError as error:
-        raise ConfigurationError(
-            'BLEU is computed by sacrebleu, which is not installed. Run: pip install "lit-dpret[quality]".'
-        ) from error
-    return sacrebleu

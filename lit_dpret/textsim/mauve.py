@@ -20,6 +20,7 @@ by their features, and equal distributions stay below 1 in samples.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,6 +29,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.textsim.extra import need
 
 SCALING = 5.0
 """The paper's c."""
@@ -91,7 +93,7 @@ def mauve(
     """MAUVE of two samples of features.
 
     Guarantees:
-        - Equal input and seeds give equal values; no global random state is read or written.
+        - Equal input and seeds give equal values on one machine; no global random state is read or written.
         - Every value lies between 0 and 1.
 
     Args:
@@ -189,14 +191,9 @@ def principal_components(features: Floats) -> Floats:
 
 def _k_means(points: Floats, k: int, restarts: int, seed: int) -> NDArray[np.int64]:
     """The bucket of every row."""
-    try:
-        from sklearn.cluster import KMeans
-        from sklearn.exceptions import ConvergenceWarning
-    except ImportError as error:
-        raise ConfigurationError(
-            'MAUVE quantises by scikit-learn, which is not installed. Run: pip install "lit-dpret[quality]".'
-        ) from error
-    import warnings
+    need("sklearn")
+    from sklearn.cluster import KMeans
+    from sklearn.exceptions import ConvergenceWarning
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # fewer different texts than buckets: some stay empty

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,7 @@ def test_scores_of_private_queries_are_on_the_card_before_they_are_computed(card
     ]
     assert card["claim"] == before["claim"]
     assert "privacy_card.json says so" in found["not_covered"]
+    assert found["synthetic"]["privacy"].startswith("epsilon = ")
     assert found["not_covered"] in (tmp_path / "run" / "similarity.html").read_text(encoding="utf-8")
     # Where the measure fails, the card has been marked all the same: somebody may have seen something.
     task = Similarity(synthetic=carded, reference="private", card_entry=True, measures=["mauve"], buckets=10**6)
@@ -242,6 +244,17 @@ def test_the_card_of_a_run_is_marked_with_the_copy_beside_its_model(written: Pat
     assert said is not None and said.endswith("(privacy_card.json says so): keep this folder private.")
     for folder in (run, run / "model"):
         assert any(text.startswith("A share of run, computed from") for text in read_card(folder)["not_covered"])
+
+
+def test_a_missing_package_is_named_before_the_card_is_marked(
+    carded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    before = (carded / "privacy_card.json").read_bytes()
+    task = Similarity(synthetic=carded, reference="private", card_entry=True)
+    with pytest.raises(ConfigurationError, match=r"sacrebleu, which is not installed.*lit-dpret\[quality\]"):
+        task.run(parts(tmp_path / "run", pairs(carded)))
+    assert (carded / "privacy_card.json").read_bytes() == before
 
 
 def test_public_queries_leave_the_card_alone(carded: Path, made: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,21 @@ def test_the_result_says_how_it_was_made() -> None:
     assert found["featuriser"] == "minilm, query" and found["scaling"] == 5.0
     assert found["mean"] == pytest.approx(np.mean(found["values"]))
     assert found["sd"] == pytest.approx(np.std(found["values"], ddof=1))
+
+
+def test_equal_seeds_give_equal_values_and_no_global_random_state_is_touched() -> None:
+    p, q = normal(200), normal(200, 1.0, seed=1)
+    first = mauve(p, q, featuriser="test", seeds=(0, 1))
+    np.random.seed(7)
+    assert mauve(p, q, featuriser="test", seeds=(0, 1)) == first
+    assert np.random.random() == np.random.RandomState(7).random()
+    assert first.values[0] != first.values[1]
+
+
+def test_without_scikit_learn_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(ConfigurationError, match=r"scikit-learn, which is not installed.*lit-dpret\[quality\]"):
+        mauve(normal(40), normal(40), featuriser="test")
 
 
 def test_one_seed_has_no_spread() -> None:
