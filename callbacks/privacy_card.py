@@ -18,6 +18,7 @@ from lit_dpret.callbacks.privacy_accountant import PrivacyAccountant
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.card import LEDGER_NAME, build_card, inherit_card, subject_of, write_card
 from lit_dpret.privacy.card_leaks import leaks
+from lit_dpret.privacy.card_notes import with_notes
 from lit_dpret.privacy.card_tuning import declared_search
 
 MODEL_FOLDER = "model"
@@ -119,6 +120,8 @@ class PrivacyCard(Callback):
                 duplicates_policy=_duplicates(trainer),
                 assumptions=leaks(accountant.ledger.records),
             )  # fmt: skip
+        for place in (folder, model):
+            card = with_notes(card, place)
         write_card(card, folder)
         if saved:
             for path in folder.glob("privacy_card.*"):

@@ -84,6 +84,8 @@ NEEDED = {
     "task.zero_shot": ["task.root=."],
     "task.compare": ["task.run_a=x", "task.run_b=y"],
     "task.index": ["task.embeddings=x"],
+    "task.similarity": ["task.synthetic=x", "task.reference=public"],
+    "task.pretraining_overlap": ["task.corpus=x", "task.queries=public"],
     "task.search": ["task.index=x", "task.query=y"],
     "task.filter": ["task.data=x", "filter=round_trip"],
     "task.pseudo_labels": ["task.data=x", "task.cross_encoder=y"],

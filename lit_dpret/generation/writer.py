@@ -38,6 +38,7 @@ from lit_dpret.generation.shards import MANIFEST_NAME, SHARDS_NAME, ShardStore, 
 from lit_dpret.modules.generator_folder import GeneratorModel, TextCodec, load_generator, weights_hash
 from lit_dpret.privacy.card import CARD_NAME, LEDGER_NAME, inherit_card, write_card
 from lit_dpret.privacy.card_facts import Assumption
+from lit_dpret.privacy.card_notes import with_notes
 
 PRECISIONS = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
 _CHUNK = 1024
@@ -264,7 +265,7 @@ def _assemble(
             "with less noise, or raise min_new_tokens."
         )
     decoding = {field.name: configuration[field.name] for field in fields(Decoding)}
-    card = promise.card(hashes, decoding)
+    card = with_notes(promise.card(hashes, decoding), folder)
     write_card(card, folder)
     origin = [
         f"Generator: `{configuration['generator'][:16]}` (SHA-256 of its files), named in the privacy card.",

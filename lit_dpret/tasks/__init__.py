@@ -11,10 +11,12 @@ from lit_dpret.tasks.fit import Fit
 from lit_dpret.tasks.index import Index
 from lit_dpret.tasks.pipeline import Pipeline
 from lit_dpret.tasks.plan import Plan
+from lit_dpret.tasks.pretraining_overlap import PretrainingOverlap
 from lit_dpret.tasks.pseudo_labels import PseudoLabels
 from lit_dpret.tasks.ranker import Ranker
 from lit_dpret.tasks.search import Search
 from lit_dpret.tasks.second_task import SecondTask
+from lit_dpret.tasks.similarity import Similarity
 from lit_dpret.tasks.synthesize import Synthesize
 from lit_dpret.tasks.variant import Variant
 from lit_dpret.tasks.variant_study import VariantStudy
@@ -32,10 +34,12 @@ __all__ = [
     "Index",
     "Pipeline",
     "Plan",
+    "PretrainingOverlap",
     "PseudoLabels",
     "Ranker",
     "Search",
     "SecondTask",
+    "Similarity",
     "Synthesize",
     "Variant",
     "VariantStudy",

@@ -1,0 +1,223 @@
+"""Similarity of synthetic to original queries for people and machines: JSON, markdown and a page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.errors import StorageError
+from lit_dpret.privacy.page import Banner, Block, Code, Grid, Paragraph, Section, to_html, to_markdown
+from lit_dpret.report.similarity_figure import can_draw, draw_similarity
+
+Facts = Mapping[str, Any]
+NAME = "similarity"
+
+_REFERENCES = {
+    "reference": "all original queries",
+    "reference_sample": "as many of them as are held out",
+    "held_out": "held-out queries, which the generator never saw",
+}
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written, in short.
+
+    Attributes:
+        paths: The files.
+        lines: The scores in words.
+        scores: The scores by name.
+    """
+
+    paths: tuple[Path, ...]
+    lines: tuple[str, ...]
+    scores: dict[str, float]
+
+
+def write_similarity(facts: Facts, folder: Path, *, command: str = "", plot: bool | None = None) -> Written:
+    """Write ``similarity.json``, ``.md`` and ``.html``, and ``similarity.png`` where it can be drawn.
+
+    Args:
+        facts: What ``task=similarity`` found.
+        folder: Where they go.
+        command: What to type to get the same again.
+        plot: Whether to draw; None for where matplotlib is installed.
+
+    Raises:
+        StorageError: A file cannot be written.
+        ConfigurationError: ``plot`` is true and matplotlib is not installed.
+    """
+    title, subtitle = _head(facts)
+    lead: list[Block] = [Banner(facts["not_covered"])] if facts["not_covered"] else []
+    sections = [*_bleu(facts), *_mauve(facts), *_diversity(facts), *_overlap(facts), *_closing(facts, command)]
+    texts = {
+        f"{NAME}.json": json.dumps(facts, indent=2, allow_nan=False) + "\n",
+        f"{NAME}.md": to_markdown(title, subtitle, lead, sections),
+        f"{NAME}.html": to_html(title, subtitle, lead, sections),
+    }
+    paths = []
+    for name, text in texts.items():
+        paths.append(folder / name)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            paths[-1].write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"{paths[-1]} cannot be written: {error.strerror}.") from error
+    if "diversity" in facts and (plot or (plot is None and can_draw())):
+        paths.append(draw_similarity(facts["diversity"], folder / f"{NAME}.png"))
+    scores = _scores(facts)
+    return Written(tuple(paths), tuple(_lines(facts)), scores)
+
+
+def _head(facts: Facts) -> tuple[str, str]:
+    made, known = facts["synthetic"], facts["reference"]
+    return (
+        f"Similarity of {made['name']} to {known['from']}",
+        f"{made['queries']:,} synthetic queries ({made['privacy']}); "
+        f"{known['queries']:,} original ones, {known['whose']}",
+    )
+
+
+def _scores(facts: Facts) -> dict[str, float]:
+    scores: dict[str, float] = {}
+    if facts.get("bleu"):
+        scores["bleu"] = facts["bleu"]["score"]
+    for kind, each in (facts.get("mauve") or {}).items():
+        scores[f"mauve/{kind}"] = each["mean"]
+    for n, value in facts["diversity"]["synthetic"]["distinct"].items() if "diversity" in facts else ():
+        scores[f"distinct-{n}"] = value
+    for kind in ("exact", "ngram") if "overlap" in facts else ():
+        if (share := facts["overlap"]["reference"][kind]["share"]) is not None:
+            scores[f"overlap/{kind}"] = share
+    return scores
+
+
+def _lines(facts: Facts) -> list[str]:
+    lines = []
+    if found := facts.get("bleu"):
+        lines.append(
+            f"BLEU {found['score']:.2f} ({found['as_in_the_papers']:.4f} as the papers write it), {found['scored']:,} "
+            f"queries scored, {found['without_reference']:,} without an original query of their passage; "
+            f"{found['signature']}"
+        )
+    lines += [f"MAUVE {_mauve_value(each)}, {each['featuriser']}" for each in (facts.get("mauve") or {}).values()]
+    if "diversity" in facts:
+        for name in ("synthetic", "reference"):
+            each = facts["diversity"][name]
+            distinct = ", ".join(f"distinct-{n} {value:.3f}" for n, value in each["distinct"].items())
+            lines.append(f"{name}: {distinct}, {each['words']['mean']:.1f} words on average")
+    for name, each in facts.get("overlap", {}).items():
+        lines.append(f"found in {_REFERENCES[name]}: exactly {show_share(each['exact'])}; {_run(each)}")
+    return lines + [f"not computed: {what} ({why})" for what, why in facts["not_computed"].items()]
+
+
+def show_share(share: Facts) -> str:
+    """A share with its interval and counts, from its JSON."""
+    if share["share"] is None:
+        return "none could be looked at"
+    return (
+        f"{share['share']:.2%} [{share['low']:.2%}, {share['high']:.2%}] ({share['positives']:,} of {share['total']:,})"
+    )
+
+
+def _run(each: Facts) -> str:
+    return f"{each['n']} words in a row {show_share(each['ngram'])}"
+
+
+def _mauve_value(each: Facts) -> str:
+    spread = "" if each["sd"] is None else f" (sd {each['sd']:.3f} over {len(each['seeds'])} seeds)"
+    ceiling = f", ceiling {_ceiling(each)}" if each["ceiling"] else ""
+    return f"{each['mean']:.3f}{spread}{ceiling}, {each['texts'][0]:,} texts each, {each['buckets']} buckets"
+
+
+def _ceiling(each: Facts) -> str:
+    return f"{each['ceiling']['mean']:.3f}" if each["ceiling"] else ""
+
+
+def _bleu(facts: Facts) -> list[Section]:
+    found = facts.get("bleu")
+    if not found:
+        return []
+    rows = [
+        ("BLEU (0 to 100)", f"{found['score']:.2f}"),
+        ("as the papers write it", f"{found['as_in_the_papers']:.4f}"),
+        ("precision of 1- to 4-grams", ", ".join(f"{p:.1f}" for p in found["precisions"])),
+        ("brevity penalty", f"{found['brevity_penalty']:.3f}"),
+        ("queries scored", f"{found['scored']:,}"),
+        ("without an original query of their passage", f"{found['without_reference']:,}"),
+        ("signature", found["signature"]),
+    ]
+    text = "Each synthetic query against all original queries of the same passage, by sacrebleu."
+    return [Section("BLEU", [Paragraph(text), Grid(("", ""), rows)])]
+
+
+def _mauve(facts: Facts) -> list[Section]:
+    if not facts.get("mauve"):
+        return []
+    rows = [
+        (
+            each["featuriser"], f"{each['mean']:.4f}", "" if each["sd"] is None else f"{each['sd']:.4f}",
+            ", ".join(f"{value:.3f}" for value in each["values"]), _ceiling(each), f"{each['texts'][0]:,}",
+            each["buckets"],
+        )
+        for each in facts["mauve"].values()
+    ]  # fmt: skip
+    text = (
+        "1 for equal distributions, 1/252 for disjoint ones. The sd is over seeds of k-means alone. Values of other "
+        "features, numbers of texts or buckets cannot be compared with these. The ceiling is the value of two samples "
+        "of the original queries, of the same size: samples of one distribution stay below 1."
+    )
+    head = ("features", "mean", "sd", "by seed", "ceiling", "texts of each", "buckets")
+    return [Section("MAUVE", [Grid(head, rows, frozenset({1, 2, 4, 5, 6})), Paragraph(text, small=True)])]
+
+
+def _diversity(facts: Facts) -> list[Section]:
+    if "diversity" not in facts:
+        return []
+    found = facts["diversity"]
+    made, known = found["synthetic"], found["reference"]
+    rows = [(f"distinct-{n}", f"{made['distinct'][n]:.4f}", f"{known['distinct'][n]:.4f}") for n in made["distinct"]]
+    rows += [(f"words, {n}", f"{made['words'][n]:.1f}", f"{known['words'][n]:.1f}") for n in made["words"]]
+    rows += [
+        (f"begins with {name}" if name != "other" else "begins otherwise", f"{share:.1%}", _percent(known, name))
+        for name, share in made["question_types"].items()
+    ]
+    moved = found["total_variation"]
+    text = (
+        f"{found['texts']:,} queries of each side. Of the synthetic ones {moved['lengths']:.1%} would have to change "
+        f"their length, and {moved['question_types']:.1%} their type, for the two histograms to be the same."
+    )
+    grid = Grid(("", "synthetic", "original"), rows, frozenset({1, 2}), narrow=True)
+    return [Section("Diversity, length and type", [Paragraph(text), grid])]
+
+
+def _percent(side: Facts, name: str) -> str:
+    return f"{side['question_types'][name]:.1%}"
+
+
+def _overlap(facts: Facts) -> list[Section]:
+    if "overlap" not in facts:
+        return []
+    n = facts["overlap"]["reference"]["n"]
+    rows = [
+        (_REFERENCES[name], f"{each['references']:,}", show_share(each["exact"]), show_share(each["ngram"]))
+        for name, each in facts["overlap"].items()
+    ]
+    text = (
+        "Synthetic queries that repeat an original one, case, punctuation and spaces aside, with exact 95 % "
+        f"intervals; {n} words in a row are of the queries that have as many. Short questions coincide by chance: what "
+        "counts is the difference to queries that the generator never saw."
+    )
+    head = ("found in", "queries", "word for word", f"{n} words in a row")
+    return [Section("Copied queries", [Grid(head, rows, frozenset({1})), Paragraph(text, small=True)])]
+
+
+def _closing(facts: Facts, command: str) -> list[Section]:
+    sections = []
+    if facts["not_computed"]:
+        rows = list(facts["not_computed"].items())
+        sections.append(Section("Not computed", [Grid(("what", "why"), rows)]))
+    return [*sections, *([Section("How to get this again", [Code(command)])] if command else [])]

@@ -1,0 +1,185 @@
+"""`task=pretraining_overlap`: how many queries and passages a public model may have read before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lit_dpret.callbacks import ProgressLine
+from lit_dpret.datamodules.readers import Fields, RecordFile
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Section, to_html, to_markdown
+from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.run_files import write_text
+from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare
+from lit_dpret.textsim.pretraining_overlap import bounds, find_in_corpus
+from lit_dpret.textsim.share import Share
+
+NAME = "pretraining_overlap"
+_QUERIES, _PASSAGES = "queries", "passages"
+
+
+class PretrainingOverlap:
+    """Look for the datamodule's queries and passages in the corpus that a public model was trained on.
+
+    Args:
+        corpus: The corpus or a sample of it: a file of records (JSONL, TSV, CSV, parquet; .gz and .zst too), or a
+            folder of such files.
+        queries: Whose the queries are: ``public``, ``synthetic`` or ``private``.
+        card_entry: Declares that the shares of private queries may be computed; the card in ``card`` says so
+            from then on.
+        card: The folder whose privacy card is about a model that learnt from these queries; null for none.
+        field: The field of a record that holds its text.
+        split: Which queries of the datamodule.
+        max_texts: So many queries and passages are looked for, chosen by hash of id; null for all.
+        ngram: Words in a row that count as an overlap.
+        sampled: The share of the corpus that the files are a random sample of, 1 for all of it; null where they
+            are no random sample, or nobody knows. It gives bounds for the whole corpus.
+    """
+
+    def __init__(
+        self,
+        *,
+        corpus: str | Path,
+        queries: Whose | None = None,
+        card_entry: bool = False,
+        card: str | Path | None = None,
+        field: str = "text",
+        split: str = "train",
+        max_texts: int | None = 10_000,
+        ngram: int = 13,
+        sampled: float | None = None,
+    ) -> None:
+        self.queries = check_declared(
+            queries, card_entry, knob="task.queries", measured="the share found in a corpus"
+        )  # fmt: skip
+        for knob, value in (("ngram", ngram), ("max_texts", max_texts)):
+            if value is not None and value < 1:
+                raise ConfigurationError(f"task.{knob}={value} must be at least 1.")
+        if sampled is not None and not 0 < sampled <= 1:
+            raise ConfigurationError(f"task.sampled={sampled} is no share of a corpus; give one above 0, up to 1.")
+        self.corpus, self.card = Path(corpus), None if card is None else Path(card)
+        self.field, self.split, self.max_texts = field, split, max_texts
+        self.ngram, self.sampled = ngram, sampled
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Write ``pretraining_overlap.json``, ``.md`` and ``.html``; returns the shares found.
+
+        Raises:
+            DataError: The corpus is missing or empty, or a record of it has no text.
+        """
+        check_run_dir(parts.run_dir, min_free_mb=1)
+        files = corpus_files(self.corpus)
+        data = parts.make_datamodule()
+        data.prepare_data()
+        data.setup("test")
+        if self.queries == "synthetic":
+            check_synthetic(data, self.split)
+        lists = {
+            _QUERIES: self._chosen(data.evaluation_set(self.split)[0]),
+            _PASSAGES: self._chosen(data.public_passages()),
+        }
+        warning = declare(
+            self.card, self.queries, measured="Overlap with a pre-training corpus", where="this folder",
+        )  # fmt: skip
+        with ProgressLine("reading the corpus") as progress:
+            found, read = find_in_corpus(lists, self._documents(files, progress), n=self.ngram)
+        if not read.documents:
+            raise DataError(f"task.corpus={self.corpus} holds no record.")
+        facts: dict[str, Any] = {
+            "corpus": {"name": self.corpus.name, "documents": read.documents, "words": read.words},
+            "sampled": self.sampled,
+            "split": self.split,
+            "whose": self.queries,
+            "not_covered": warning,
+            "found": {name: each.to_dict() for name, each in found.items()},
+        }
+        if self.sampled is not None:
+            facts["whole_corpus"] = {
+                name: {"exact": bounds(each.exact, self.sampled), "ngram": bounds(each.ngram, self.sampled)}
+                for name, each in found.items()
+            }
+        console = Console()
+        for name, each in found.items():
+            console.print(
+                f"{name}: found exactly {each.exact}; {self.ngram} words in a row {each.ngram}", highlight=False
+            )
+        for line in [self._reach(), *([warning] if warning else [])]:
+            console.print(line, highlight=False, soft_wrap=True)
+        for path in self._write(parts, facts):
+            console.print(f"written: {path}", highlight=False, soft_wrap=True)
+        return {name: each.exact.value or 0.0 for name, each in found.items()}
+
+    def _chosen(self, texts: Mapping[str, str]) -> list[str]:
+        names = sorted(texts, key=lambda name: sha256(name.encode("utf-8", "surrogatepass")).digest())
+        return [texts[name] for name in names[: self.max_texts]]
+
+    def _documents(self, files: list[Path], progress: Any) -> Iterator[str]:
+        for done, path in enumerate(files):
+            progress(done, len(files))
+            file = RecordFile(path, knob="task.corpus")
+            fields = Fields(file)
+            for number, record in file:
+                yield fields.text(number, record, (self.field,))
+        progress(len(files), len(files))
+
+    def _reach(self) -> str:
+        """What the shares say about the corpus as a whole."""
+        if self.sampled == 1.0:
+            return "This is the whole corpus, as declared."
+        known = "" if self.sampled is None else f" The bounds take the files for a random {self.sampled:.3%} of it."
+        return (
+            "A sample of the corpus gives a lower bound: a text that was not found may stand in the rest of it. The "
+            f"intervals are about the choice of texts, not about the choice of documents.{known}"
+        )
+
+    def _write(self, parts: Parts, facts: Mapping[str, Any]) -> list[Path]:
+        corpus = facts["corpus"]
+        title = f"Overlap with {corpus['name']}"
+        subtitle = f"{corpus['documents']:,} documents, {corpus['words']:,} words; queries of the split {self.split}"
+        lead: list[Block] = [Banner(facts["not_covered"])] if facts["not_covered"] else []
+        rows = []
+        for name, each in facts["found"].items():
+            for kind, what in (("exact", "whole text"), ("ngram", f"{self.ngram} words in a row")):
+                share = each[kind]
+                shown = str(Share(share["positives"], share["total"], share["level"]))
+                limits = facts.get("whole_corpus", {}).get(name, {}).get(kind)
+                rows.append((name, what, shown, "" if limits is None else f"{limits[0]:.2%} to {limits[1]:.2%}"))
+        notes = [
+            self._reach(),
+            "A text is found when its words stand in one document in a row, case, punctuation and line breaks aside.",
+            f"Texts with fewer than {self.ngram} words cannot share so many and are not in that share.",
+        ]
+        sections = [
+            Section("Found", [Grid(("texts", "what", "found, with its 95 % interval", "whole corpus"), rows)]),
+            Section("What this says", [Bullets(notes)]),
+            *([Section("How to get this again", [Code(parts.command)])] if parts.command else []),
+        ]
+        texts = {
+            f"{NAME}.json": json.dumps(facts, indent=2, allow_nan=False) + "\n",
+            f"{NAME}.md": to_markdown(title, subtitle, lead, sections),
+            f"{NAME}.html": to_html(title, subtitle, lead, sections),
+        }
+        for name, text in texts.items():
+            write_text(parts.run_dir / name, text)
+        return [parts.run_dir / name for name in texts]
+
+
+def corpus_files(path: Path) -> list[Path]:
+    """The files that a corpus consists of, in the order of their names.
+
+    Raises:
+        DataError: There is none.
+    """
+    if not path.is_dir():
+        return [path]
+    found = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+    read = [file for file in found if set(file.suffixes) & {".jsonl", ".tsv", ".csv", ".parquet"}]
+    if not read:
+        raise DataError(f"task.corpus={path} holds no .jsonl, .tsv, .csv or .parquet file (.gz and .zst too).")
+    return read

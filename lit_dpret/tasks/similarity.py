@@ -1,0 +1,313 @@
+"""`task=similarity`: how near a synthetic data set is to the original one, and how much of it is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from rich.console import Console
+
+from lit_dpret.callbacks import ProgressLine
+from lit_dpret.datamodules.layouts import folder_parts, read_parts
+from lit_dpret.datamodules.readers import Fields, RecordFile
+from lit_dpret.encoders import Towers, load_towers
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.card_file import CARD_NAME, read_card
+from lit_dpret.privacy.card_text import privacy_line
+from lit_dpret.report.similarity_report import write_similarity
+from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare
+from lit_dpret.textsim import diversity
+from lit_dpret.textsim.bleu import corpus_bleu, references_by_passage
+from lit_dpret.textsim.extra import need
+from lit_dpret.textsim.mauve import mauve
+from lit_dpret.textsim.overlap import overlap
+
+Qrels = Mapping[str, Mapping[str, int]]
+Measure = Literal["bleu", "mauve", "diversity", "overlap"]
+Features = Literal["query", "query_passage"]
+
+_PACKAGES: dict[Measure, Literal["sacrebleu", "sklearn"]] = {"bleu": "sacrebleu", "mauve": "sklearn"}
+_NO_PASSAGES = "task.reference_file has queries without passages"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Queries with the passages that they were written for, or asked about; one row for each pair.
+
+    Attributes:
+        queries: Text by id.
+        rows: Pairs of query id and passage id; none where passages are unknown.
+        passages: Text by id.
+    """
+
+    queries: Mapping[str, str]
+    rows: Sequence[tuple[str, str]]
+    passages: Mapping[str, str]
+
+    @classmethod
+    def of(cls, queries: Mapping[str, str], qrels: Qrels, passages: Mapping[str, str]) -> Texts:
+        """Those queries of a judged split that have a passage."""
+        rows = [(query, passage) for query, judged in qrels.items() for passage, grade in judged.items() if grade > 0]
+        return cls({query: queries[query] for query in dict(rows)}, rows, passages)
+
+    @classmethod
+    def read(cls, path: Path) -> Texts:
+        """Queries alone, from a file of records with a ``text``.
+
+        Raises:
+            DataError: There is no such file, or a record without a text.
+        """
+        file = RecordFile(path, knob="task.reference_file")
+        fields = Fields(file)
+        return cls({str(number): fields.text(number, record, ("text",)) for number, record in file}, [], {})
+
+    def sample(self, count: int) -> list[str]:
+        """So many queries, chosen by hash of id; all where there are no more."""
+        chosen = sorted(self.queries, key=_hash)[:count]
+        return [self.queries[name] for name in chosen]
+
+    def sample_rows(self, count: int) -> list[tuple[str, str]]:
+        """Query and passage of so many rows, chosen by hash of their ids."""
+        chosen = sorted(self.rows, key=lambda row: _hash("\t".join(row)))[:count]
+        return [(self.queries[query], self.passages[passage]) for query, passage in chosen]
+
+
+class Similarity:
+    """Hold the queries of a synthetic data set against original ones.
+
+    Args:
+        synthetic: The folder of the synthetic data set, in BEIR's layout.
+        reference: Whose the original queries are: ``public``, ``synthetic`` or ``private``.
+        card_entry: Declares that numbers about private queries may be computed; the card of the synthetic data
+            set says so from then on.
+        split: Which queries of the datamodule are the original ones.
+        reference_file: A file of queries (``text``, JSONL and so on) in place of those of the datamodule.
+        held_out: A further split, which the generator never saw: how much the overlap is by chance.
+        measures: Of ``bleu``, ``mauve``, ``diversity`` and ``overlap``; null for all that apply.
+        ngram: Words in a row that count as copied.
+        encoder: What makes the features of MAUVE: ``minilm``, the folder of an encoder, or a hub name.
+        features: Of what MAUVE takes features: ``query``, ``query_passage`` (both in one text).
+        max_texts: MAUVE and diversity look at so many texts of each side, or at what the smaller one has.
+        seeds: Runs of MAUVE's k-means.
+        buckets: Of MAUVE's histograms; null for a tenth of the texts.
+        ceiling: MAUVE of two samples of the original queries too, of the same size, where there are so many:
+            what no synthetic set can be expected to exceed.
+        plot: Draw the histograms; null for where matplotlib is installed.
+        batch_size: Texts per forward pass.
+        device: Where to encode: ``cpu``, ``cuda`` and so on.
+    """
+
+    def __init__(
+        self,
+        *,
+        synthetic: str | Path,
+        reference: Whose | None = None,
+        card_entry: bool = False,
+        split: str = "train",
+        reference_file: str | Path | None = None,
+        held_out: str | None = None,
+        measures: Sequence[Measure] | None = None,
+        ngram: int = 8,
+        encoder: str = "minilm",
+        features: Sequence[Features] = ("query", "query_passage"),
+        max_texts: int = 5000,
+        seeds: int = 5,
+        buckets: int | None = None,
+        ceiling: bool = True,
+        plot: bool | None = None,
+        batch_size: int = 64,
+        device: str = "cpu",
+    ) -> None:
+        self.reference = check_declared(reference, card_entry, knob="task.reference", measured="similarity")
+        for knob, value in (("ngram", ngram), ("max_texts", max_texts), ("seeds", seeds), ("batch_size", batch_size)):
+            if value < 1:
+                raise ConfigurationError(f"task.{knob}={value} must be at least 1.")
+        chosen = get_args(Measure) if measures is None else tuple(measures)
+        for knob, given, known in (("measures", chosen, Measure), ("features", features, Features)):
+            if not given or not set(given) <= set(get_args(known)):
+                raise ConfigurationError(
+                    f"task.{knob}={list(given)} must name at least one of {', '.join(get_args(known))}, and no other."
+                )
+        if reference_file is not None and held_out is not None:
+            raise ConfigurationError(
+                f"task.held_out={held_out} is a split of the datamodule, which task.reference_file replaces; set one."
+            )
+        if reference_file is not None and measures is not None and "bleu" in measures:
+            raise ConfigurationError(
+                f"task.measures names bleu, which compares queries of one passage; {_NO_PASSAGES}."
+            )
+        if reference_file is not None and reference == "synthetic":
+            raise ConfigurationError(
+                "task.reference=synthetic is held against a privacy card, and task.reference_file has none. Give the "
+                "folder as datamodule=synthetic, or say whose the queries are."
+            )
+        self.synthetic, self.card_entry, self.split, self.held_out = Path(synthetic), card_entry, split, held_out
+        self.reference_file = None if reference_file is None else Path(reference_file)
+        self.measures, self.ngram, self.encoder, self.features = chosen, ngram, encoder, tuple(features)
+        self.max_texts, self.seeds, self.buckets, self.plot = max_texts, seeds, buckets, plot
+        self.ceiling, self.batch_size, self.device = ceiling, batch_size, device
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Write ``similarity.json``, ``.md``, ``.html`` and, with matplotlib, ``similarity.png``; returns the scores.
+
+        Raises:
+            DataError: The two have nothing that could be compared, or too few texts.
+            ConfigurationError: A package of the extra ``quality`` is missing.
+        """
+        check_run_dir(parts.run_dir, min_free_mb=50)
+        for measure, package in _PACKAGES.items():
+            if measure in self.measures:
+                need(package)  # before the card is marked and texts are encoded for nothing
+        made, original, held_out = self._made(), self._original(parts), self._held_out(parts)
+        warning = declare(
+            self.synthetic, self.reference, measured=f"Similarity ({', '.join(self.measures)})", where="this folder",
+        )  # fmt: skip
+        facts: dict[str, Any] = {
+            "synthetic": {
+                "name": self.synthetic.resolve().name,
+                "queries": len(made.queries),
+                "pairs": len(made.rows),
+                "privacy": self._privacy(),
+            },
+            "reference": {
+                "whose": self.reference,
+                "from": f"the split {self.split}" if self.reference_file is None else self.reference_file.name,
+                "queries": len(original.queries),
+                "pairs": len(original.rows),
+            },
+            "not_covered": warning,
+            "not_computed": {},
+        }
+        if "bleu" in self.measures:
+            facts["bleu"] = self._bleu(made, original, facts["not_computed"])
+        if "mauve" in self.measures:
+            facts["mauve"] = self._mauve(made, original, facts["not_computed"])
+        if "diversity" in self.measures:
+            facts["diversity"] = self._diversity(made, original)
+        if "overlap" in self.measures:
+            facts["overlap"] = self._overlap(made, original, held_out)
+        written = write_similarity(facts, parts.run_dir, command=parts.command, plot=self.plot)
+        console = Console()
+        for line in [*written.lines, *([warning] if warning else [])]:
+            console.print(line, highlight=False, soft_wrap=True)
+        for path in written.paths:
+            console.print(f"written: {path}", highlight=False, soft_wrap=True)
+        return written.scores
+
+    def _privacy(self) -> str:
+        """What the synthetic data promise, in a line."""
+        path = self.synthetic / CARD_NAME
+        return privacy_line(read_card(path)) if path.is_file() else "no privacy card"
+
+    # -- the texts -----------------------------------------------------------------------------
+
+    def _made(self) -> Texts:
+        read = read_parts(**folder_parts(self.synthetic))
+        if "train" not in read.qrels:
+            raise DataError(
+                f"task.synthetic={self.synthetic} has no qrels/train.tsv, so it holds no synthetic queries."
+            )
+        return Texts.of(read.queries, read.qrels["train"], read.passages)
+
+    def _original(self, parts: Parts) -> Texts:
+        if self.reference_file is not None:
+            return Texts.read(self.reference_file)
+        return self._split(parts, self.split)
+
+    def _held_out(self, parts: Parts) -> Texts | None:
+        return None if self.held_out is None else self._split(parts, self.held_out)
+
+    def _split(self, parts: Parts, split: str) -> Texts:
+        data = parts.make_datamodule()
+        data.prepare_data()
+        data.setup("test")
+        if self.reference == "synthetic":
+            check_synthetic(data, split)
+        queries, qrels = data.evaluation_set(split)
+        return Texts.of(queries, qrels, data.collection.passages)
+
+    # -- the measures --------------------------------------------------------------------------
+
+    def _bleu(self, made: Texts, original: Texts, missing: dict[str, str]) -> dict[str, Any] | None:
+        if not original.rows:
+            missing["bleu"] = _NO_PASSAGES
+            return None
+        by_passage: dict[str, list[str]] = {}
+        for query, passage in original.rows:
+            by_passage.setdefault(passage, []).append(original.queries[query])
+        references = references_by_passage([passage for _, passage in made.rows], by_passage)
+        return corpus_bleu([made.queries[query] for query, _ in made.rows], references).to_dict()
+
+    def _mauve(self, made: Texts, original: Texts, missing: dict[str, str]) -> dict[str, Any]:
+        towers, found = load_towers(self.encoder), dict[str, Any]()
+        for kind in self.features:
+            if kind == "query_passage" and not original.rows:
+                missing["mauve of query_passage"] = _NO_PASSAGES
+                continue
+            p, q, more = self._features(kind, made, original)
+            what = "query" if kind == "query" else "query and passage in one text"
+            how: dict[str, Any] = {
+                "featuriser": f"{'minilm' if self.encoder == 'minilm' else Path(self.encoder).name}, {what}",
+                "seeds": range(self.seeds),
+                "buckets": self.buckets,
+            }
+            side: Literal["query", "passage"] = "query" if kind == "query" else "passage"
+            known = self._encode(towers, q, side)
+            found[kind] = mauve(self._encode(towers, p, side), known, **how).to_dict()
+            if self.ceiling and len(more) == len(q):
+                found[kind]["ceiling"] = mauve(self._encode(towers, more, side), known, **how).to_dict()
+            else:
+                found[kind]["ceiling"] = None
+        return found
+
+    def _features(self, kind: Features, made: Texts, original: Texts) -> tuple[list[str], list[str], list[str]]:
+        """Equally many texts of both sides, and as many other original ones where there are so many."""
+        if kind == "query":
+            count = min(len(made.queries), len(original.queries), self.max_texts)
+            texts, known = made.sample(count), original.sample(2 * count)
+        else:
+            count = min(len(made.rows), len(original.rows), self.max_texts)
+            texts, known = (
+                [f"{query} {passage}" for query, passage in each.sample_rows(number)]
+                for each, number in ((made, count), (original, 2 * count))
+            )
+        return texts, known[:count], known[count:]
+
+    def _encode(self, towers: Towers, texts: Sequence[str], side: Literal["query", "passage"]) -> Any:
+        tower = towers.query_encoder if side == "query" else towers.passage_encoder
+        with ProgressLine(f"encoding {len(texts)} texts") as progress:
+            found = tower.encode(texts, side, batch_size=self.batch_size, device=self.device, progress=progress)
+        return found.float().numpy()
+
+    def _diversity(self, made: Texts, original: Texts) -> dict[str, Any]:
+        count = min(len(made.queries), len(original.queries), self.max_texts)
+        found: dict[str, Any] = {"texts": count}
+        for name, texts in (("synthetic", made.sample(count)), ("reference", original.sample(count))):
+            found[name] = {
+                "distinct": {str(n): diversity.distinct_n(texts, n) for n in (1, 2, 3)},
+                "words": diversity.lengths(texts),
+                "lengths": diversity.length_histogram(texts),
+                "question_types": diversity.question_types(texts),
+            }
+        found["total_variation"] = {
+            name: diversity.total_variation(found["synthetic"][name], found["reference"][name])
+            for name in ("lengths", "question_types")
+        }
+        return found
+
+    def _overlap(self, made: Texts, original: Texts, held_out: Texts | None) -> dict[str, Any]:
+        texts = list(made.queries.values())
+        found = {"reference": overlap(texts, list(original.queries.values()), n=self.ngram).to_dict()}
+        if held_out is not None:
+            count = min(len(original.queries), len(held_out.queries))
+            for name, each in (("reference_sample", original), ("held_out", held_out)):
+                found[name] = overlap(texts, each.sample(count), n=self.ngram).to_dict()
+        return found
+
+
+def _hash(name: str) -> bytes:
+    return sha256(name.encode("utf-8", "surrogatepass")).digest()

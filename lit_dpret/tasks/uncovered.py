@@ -1,0 +1,90 @@
+"""Measures of finished artefacts that look at queries: whose the queries are has to be said, and is written down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lit_dpret.callbacks.refusals import check_dataset_card
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.card_notes import note_not_covered
+from lit_dpret.privacy.start import model_folder
+
+Whose = Literal["public", "synthetic", "private"]
+
+NO_CARD = "there is no privacy card to say so"
+
+
+def check_declared(whose: Whose | None, card_entry: bool, *, knob: str, measured: str) -> Whose:
+    """Refuse to look at queries that nobody declared, or at private ones without consent to what that means.
+
+    Args:
+        whose: What the setting says.
+        card_entry: Whether it was declared that numbers about private queries may be let out.
+        knob: The setting.
+        measured: What would be computed, in words.
+
+    Returns:
+        ``whose``.
+
+    Raises:
+        ConfigurationError: Naming what to declare.
+    """
+    if whose is None or whose not in get_args(Whose):
+        raise ConfigurationError(
+            f"{knob}={whose}: {measured} is a statement about queries, so say whose they are: "
+            f"{knob}=public, synthetic or private. Private ones need task.card_entry=true as well."
+        )
+    if whose == "private" and not card_entry:
+        raise ConfigurationError(
+            f"{knob}=private: {measured} of private queries is let out without noise, and no guarantee covers it. "
+            "Set task.card_entry=true to have it computed and written on the card as not covered; or compare with "
+            "public queries."
+        )
+    if card_entry and whose != "private":
+        raise ConfigurationError(f"task.card_entry=true is for {knob}=private; with {knob}={whose} nothing leaks.")
+    return whose
+
+
+def declare(folder: Path | None, whose: Whose, *, measured: str, where: str) -> str | None:
+    """Write on the card in ``folder`` that numbers about private queries are about to be computed.
+
+    Args:
+        folder: A data set's, a run's or a model's; None where there is no artefact whose card could say so.
+        whose: The queries.
+        measured: What is computed.
+        where: The place of the numbers.
+
+    Returns:
+        What to say beside the numbers; None where the queries are not private.
+    """
+    if whose != "private":
+        return None
+    marked = NO_CARD
+    places = [] if folder is None else [folder, model_folder(folder)]  # a run keeps a copy of its card with its model
+    for place in dict.fromkeys(places):
+        card = note_not_covered(place, f"{measured} of {places[0].resolve().name}", computed="private queries")
+        marked = marked if card is None else f"{card.name} says so"
+    return (
+        f"These numbers were computed from private queries. No guarantee covers them ({marked}): keep {where} private."
+    )
+
+
+def check_synthetic(data: Any, split: str) -> None:
+    """Refuse a datamodule whose ``split`` is declared synthetic and is not what a privacy card describes.
+
+    Raises:
+        ConfigurationError: It has no such card, or the split holds the real queries of its ``evaluation``.
+        DataError: The card does not describe the files.
+    """
+    if not hasattr(data, "privacy_card_path"):
+        raise ConfigurationError(
+            f"Declared synthetic, but {type(data).__name__} reads data without a privacy card. Take "
+            "datamodule=synthetic, or say whose the queries are."
+        )
+    if split != "train" and getattr(data, "evaluation", None) is not None:
+        raise ConfigurationError(
+            f"Declared synthetic, but the {split} queries of {type(data).__name__} come from its evaluation, which "
+            "holds real ones. Take the split train, or say whose the queries are."
+        )
+    check_dataset_card(data.privacy_card_path)

@@ -1,0 +1,51 @@
+"""One meaning of *word* and of *the same text* for everything that compares texts."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+
+from lit_dpret.errors import ConfigurationError, DataError
+
+_APOSTROPHES = re.compile(r"(?<=\w)['’ʼ](?=\w)")
+_WORD = re.compile(r"[^\W_]+")
+
+
+def words(text: str) -> list[str]:
+    """The words of a text: in NFKC, case-folded, without punctuation; ``what's`` is one word.
+
+    Guarantees:
+        - Joined without spaces they are `lit_dpret.assets.overlap.normalise` of the text, so that equal
+          words mean equal normalised texts.
+
+    >>> words("What's  a co-pay?")
+    ['whats', 'a', 'co', 'pay']
+    """
+    return _WORD.findall(_APOSTROPHES.sub("", unicodedata.normalize("NFKC", text).casefold()))
+
+
+def ngrams(tokens: Sequence[str], n: int) -> Iterator[tuple[str, ...]]:
+    """Every run of ``n`` consecutive words; none where there are fewer.
+
+    Raises:
+        ConfigurationError: ``n`` is below 1.
+    """
+    check_n(n)
+    return (tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
+
+
+def check_n(n: int) -> None:
+    """Refuse a length of n-grams that is none."""
+    if n < 1:
+        raise ConfigurationError(f"n={n} is no length of an n-gram; it must be at least 1.")
+
+
+def check_texts(texts: Sequence[object], what: str) -> None:
+    """Refuse an empty list: a share of nothing is no number.
+
+    Raises:
+        DataError: There is no text.
+    """
+    if not texts:
+        raise DataError(f"There are no {what} to compare.")

@@ -1,0 +1,387 @@
+"""`task=similarity` and `task=pretraining_overlap`: what they find, and that private queries are asked about."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_generator import PASSAGES, SETTINGS, lively_generator, write_parent_card
+from tiny_models import tiny_bert, tiny_tokenizer
+
+from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
+from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.generation.writer import synthesize
+from lit_dpret.privacy.card import read_card
+from lit_dpret.report.similarity_figure import can_draw
+from lit_dpret.st_folder import save_sentence_transformer
+from lit_dpret.tasks import PretrainingOverlap, Similarity
+from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks.uncovered import declare
+
+pytest.importorskip("sacrebleu", reason='needs the extra: pip install "lit-dpret[quality]"')
+pytest.importorskip("sklearn", reason='needs the extra: pip install "lit-dpret[quality]"')
+
+SECRET = "does my policy cover the wet basement of missus threadgold"
+
+
+def beir(folder: Path, queries: dict[str, dict[str, str]], passages: dict[str, str]) -> Path:
+    """A folder in BEIR's layout from ``{split: {passage id: query}}``."""
+    (folder / "qrels").mkdir(parents=True)
+    corpus = [json.dumps({"_id": name, "title": "", "text": text}) for name, text in passages.items()]
+    (folder / "corpus.jsonl").write_text("\n".join(corpus), encoding="utf-8")
+    asked = []
+    for split, texts in queries.items():
+        rows = ["query-id\tcorpus-id\tscore"]
+        for number, (passage, text) in enumerate(texts.items()):
+            asked.append(json.dumps({"_id": f"{split}{number}", "text": text}))
+            rows.append(f"{split}{number}\t{passage}\t1")
+        (folder / "qrels" / f"{split}.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    (folder / "queries.jsonl").write_text("\n".join(asked), encoding="utf-8")
+    return folder
+
+
+SUBJECTS = ["flood", "fire", "hail", "theft", "wind", "frost", "mould", "rust", "dents", "leaks"]
+THINGS = ["house", "car", "boat", "barn"]
+CELLS = {f"p{i}{j}": (one, other) for i, one in enumerate(SUBJECTS) for j, other in enumerate(THINGS)}
+TEXTS = {name: f"The policy pays for {one} at the {other}." for name, (one, other) in CELLS.items()}
+ORIGINAL = {name: f"does it pay for {one} at my {other}" for name, (one, other) in CELLS.items()} | {"p00": SECRET}
+MADE = {name: f"what is paid for {one} at the {other}" for name, (one, other) in CELLS.items()} | {
+    "p01": ORIGINAL["p01"]
+}
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    """A synthetic set without a card; its query of p01 is a copy."""
+    return beir(tmp_path / "made", {"train": MADE}, TEXTS)
+
+
+@pytest.fixture
+def original(tmp_path: Path) -> Path:
+    held_out = {name: text.replace("my", "his") for name, text in ORIGINAL.items()}
+    return beir(tmp_path / "original", {"train": ORIGINAL, "dev": held_out}, TEXTS)
+
+
+@pytest.fixture
+def encoder(tmp_path: Path) -> str:
+    saved = TextEncoder(tiny_bert(), tiny_tokenizer(), Contract(query_max_length=8, passage_max_length=16))
+    save_sentence_transformer(tmp_path / "encoder", saved, saved)
+    return str(tmp_path / "encoder")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A synthetic set that a private generator wrote, with its card."""
+    folder = tmp_path_factory.mktemp("written")
+    source = lively_generator().save_model(folder / "generator")
+    write_parent_card(source)
+    return synthesize(source, PASSAGES, folder / "set", **SETTINGS)
+
+
+@pytest.fixture
+def carded(written: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(written, tmp_path / "carded")
+
+
+def parts(folder: Path, make: Callable[[], Any]) -> Parts:
+    def unused(**_: Any) -> None:
+        raise AssertionError("not needed for this task")
+
+    return Parts(folder, unused, make, unused, unused)
+
+
+def pairs(folder: Path) -> Callable[[], PairsDataModule]:
+    return lambda: PairsDataModule(folder=folder)
+
+
+def facts(run: Path, name: str = "similarity") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+# -- similarity ----------------------------------------------------------------------------------
+
+
+def test_every_measure_is_in_the_files_and_in_the_scores(
+    made: Path, original: Path, encoder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = Similarity(synthetic=made, reference="public", encoder=encoder, held_out="dev", seeds=2)
+    scores = task.run(parts(tmp_path / "run", pairs(original)))
+    assert set(scores) == {
+        "bleu", "mauve/query", "mauve/query_passage", "distinct-1", "distinct-2", "distinct-3", "overlap/exact",
+        "overlap/ngram",
+    }  # fmt: skip
+    found = facts(tmp_path / "run")
+    assert found["not_covered"] is None and found["not_computed"] == {}
+    assert found["bleu"]["scored"] == 40 and "nrefs:1" in found["bleu"]["signature"]
+    assert 0 < scores["bleu"] < 100
+    for kind, featuriser in (("query", "encoder, query"), ("query_passage", "encoder, query and passage in one text")):
+        assert (found["mauve"][kind]["featuriser"], found["mauve"][kind]["texts"]) == (featuriser, [40, 40])
+        assert len(found["mauve"][kind]["values"]) == 2
+    shares = {name: each["exact"]["positives"] for name, each in found["overlap"].items()}
+    assert shares == {"reference": 1, "reference_sample": 1, "held_out": 0}
+    assert found["diversity"]["synthetic"]["question_types"]["what"] == 39 / 40
+    shown = capsys.readouterr().out
+    for name in ("similarity.md", "similarity.html"):
+        page = (tmp_path / "run" / name).read_text(encoding="utf-8").replace("\\", "")
+        assert found["bleu"]["signature"] in page and "Copied queries" in page
+    assert found["bleu"]["signature"] in shown
+    assert (tmp_path / "run" / "similarity.png").is_file() == can_draw()
+
+
+def test_no_text_of_a_query_is_written_or_shown(
+    made: Path, original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = Similarity(
+        synthetic=made, reference="private", card_entry=True, measures=["bleu", "overlap", "diversity"], plot=False
+    )
+    task.run(parts(tmp_path / "run", pairs(original)))
+    written = "".join(
+        path.read_text(encoding="utf-8") for path in (tmp_path / "run").iterdir() if path.suffix != ".png"
+    )
+    for text in (SECRET, "threadgold", MADE["p01"], MADE["p11"]):
+        assert text not in written + capsys.readouterr().out
+
+
+def test_a_data_set_held_against_itself_is_as_similar_as_can_be(made: Path, encoder: str, tmp_path: Path) -> None:
+    task = Similarity(synthetic=made, reference="public", encoder=encoder, seeds=1, plot=False)
+    scores = task.run(parts(tmp_path / "run", pairs(made)))
+    assert scores["bleu"] == pytest.approx(100)
+    assert scores["mauve/query"] == pytest.approx(1) and scores["mauve/query_passage"] == pytest.approx(1)
+    assert scores["overlap/exact"] == 1
+    assert facts(tmp_path / "run")["diversity"]["total_variation"] == {"lengths": 0, "question_types": 0}
+
+
+def test_the_ceiling_is_the_value_of_two_samples_of_the_original_queries(
+    made: Path, original: Path, encoder: str, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"reference": "public", "encoder": encoder, "measures": ["mauve"], "seeds": 2}
+    settings["buckets"] = 5
+    part = Similarity(synthetic=made, max_texts=20, **settings)
+    part.run(parts(tmp_path / "part", pairs(original)))
+    found = facts(tmp_path / "part")["mauve"]
+    for kind in ("query", "query_passage"):
+        assert found[kind]["ceiling"]["texts"] == found[kind]["texts"] == [20, 20]
+        assert found[kind]["ceiling"]["mean"] > found[kind]["mean"]
+    Similarity(synthetic=made, **settings).run(parts(tmp_path / "all", pairs(original)))
+    assert facts(tmp_path / "all")["mauve"]["query"]["ceiling"] is None  # all 40 are in the comparison already
+    Similarity(synthetic=made, max_texts=20, ceiling=False, **settings).run(parts(tmp_path / "no", pairs(original)))
+    assert facts(tmp_path / "no")["mauve"]["query"]["ceiling"] is None
+
+
+def test_a_file_of_queries_alone_has_no_bleu_and_says_why(made: Path, encoder: str, tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl.gz"
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in ORIGINAL.values())
+    task = Similarity(synthetic=made, reference="public", reference_file=path, encoder=encoder, plot=False)
+    scores = task.run(parts(tmp_path / "run", pairs(made)))
+    assert "mauve/query" in scores and scores["overlap/exact"] == 1 / 40
+    found = facts(tmp_path / "run")
+    assert found["bleu"] is None and set(found["not_computed"]) == {"bleu", "mauve of query_passage"}
+    assert found["reference"]["from"] == "log.jsonl.gz"
+    assert not (tmp_path / "run" / "similarity.png").exists()
+
+
+def test_private_queries_are_refused_until_it_is_said_what_that_means() -> None:
+    with pytest.raises(ConfigurationError, match=r"task.reference=None: .*say whose they are"):
+        Similarity(synthetic="x")
+    with pytest.raises(ConfigurationError, match=r"no guarantee covers it. Set task.card_entry=true"):
+        Similarity(synthetic="x", reference="private")
+    with pytest.raises(ConfigurationError, match=r"task.card_entry=true is for task.reference=private"):
+        Similarity(synthetic="x", reference="public", card_entry=True)
+
+
+def test_scores_of_private_queries_are_on_the_card_before_they_are_computed(carded: Path, tmp_path: Path) -> None:
+    private = beir(tmp_path / "private", {"train": {name: f"why {text}" for name, text in PASSAGES.items()}}, PASSAGES)
+    before = read_card(carded)
+    task = Similarity(synthetic=carded, reference="private", card_entry=True, measures=["overlap"])
+    task.run(parts(tmp_path / "run", pairs(private)))
+    card, found = read_card(carded), facts(tmp_path / "run")
+    gaps = [text for text in card["not_covered"] if text not in before["not_covered"]]
+    assert gaps == [
+        "Similarity (overlap) of carded, computed from private queries: whoever is shown these numbers is told more "
+        "than the claim covers."
+    ]
+    assert card["claim"] == before["claim"]
+    assert "privacy_card.json says so" in found["not_covered"]
+    assert found["synthetic"]["privacy"].startswith("epsilon = ")
+    assert found["not_covered"] in (tmp_path / "run" / "similarity.html").read_text(encoding="utf-8")
+    # Where the measure fails, the card has been marked all the same: somebody may have seen something.
+    task = Similarity(synthetic=carded, reference="private", card_entry=True, measures=["mauve"], buckets=10**6)
+    with pytest.raises(DataError):
+        task.run(parts(tmp_path / "failed", pairs(private)))
+    assert len(read_card(carded)["amendments"]) == 2
+    # The data are as they were, so that they can still be trained on.
+    SyntheticDataModule(folder=carded).setup()
+
+
+def test_generating_again_does_not_wipe_the_note_off_the_card(written: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(written, tmp_path / "set")
+    private = beir(tmp_path / "private", {"train": PASSAGES}, PASSAGES)
+    task = Similarity(synthetic=folder, reference="private", card_entry=True, measures=["overlap"])
+    task.run(parts(tmp_path / "run", pairs(private)))
+    noted = read_card(folder)
+    synthesize(written.parent / "generator", PASSAGES, folder, **SETTINGS)
+    for name in ("amendments", "not_covered", "cautions"):
+        assert read_card(folder)[name] == noted[name]
+
+
+def test_the_card_of_a_run_is_marked_with_the_copy_beside_its_model(written: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for folder in (run, run / "model"):
+        folder.mkdir()
+        shutil.copy2(written / "privacy_card.json", folder)
+    assert declare(run, "public", measured="A share", where="this") is None
+    said = declare(run, "private", measured="A share", where="this folder")
+    assert said is not None and said.endswith("(privacy_card.json says so): keep this folder private.")
+    for folder in (run, run / "model"):
+        assert any(text.startswith("A share of run, computed from") for text in read_card(folder)["not_covered"])
+
+
+def test_a_missing_package_is_named_before_the_card_is_marked(
+    carded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    before = (carded / "privacy_card.json").read_bytes()
+    task = Similarity(synthetic=carded, reference="private", card_entry=True)
+    with pytest.raises(ConfigurationError, match=r"sacrebleu, which is not installed.*lit-dpret\[quality\]"):
+        task.run(parts(tmp_path / "run", pairs(carded)))
+    assert (carded / "privacy_card.json").read_bytes() == before
+
+
+def test_public_queries_leave_the_card_alone(carded: Path, made: Path, tmp_path: Path) -> None:
+    before = (carded / "privacy_card.json").read_bytes()
+    task = Similarity(synthetic=carded, reference="public", measures=["overlap"])
+    task.run(parts(tmp_path / "run", pairs(made)))
+    assert (carded / "privacy_card.json").read_bytes() == before
+
+
+def test_private_scores_of_data_without_a_card_say_so(made: Path, original: Path, tmp_path: Path) -> None:
+    task = Similarity(synthetic=made, reference="private", card_entry=True, measures=["overlap"])
+    task.run(parts(tmp_path / "run", pairs(original)))
+    assert "there is no privacy card to say so" in facts(tmp_path / "run")["not_covered"]
+
+
+def test_what_is_declared_synthetic_is_held_against_its_card(carded: Path, made: Path, tmp_path: Path) -> None:
+    task = Similarity(synthetic=made, reference="synthetic", measures=["overlap"])
+    with pytest.raises(ConfigurationError, match="PairsDataModule reads data without a privacy card"):
+        task.run(parts(tmp_path / "run", pairs(made)))
+    task.run(parts(tmp_path / "run", lambda: SyntheticDataModule(folder=carded)))
+    with (carded / "queries.jsonl").open("a", encoding="utf-8") as file:
+        file.write("\n")
+    with pytest.raises(DataError, match=r"is not the file that privacy_card\.json describes"):
+        task.run(parts(tmp_path / "run", lambda: SyntheticDataModule(folder=carded)))
+
+
+def test_data_with_nothing_in_common_or_too_few_texts_are_refused(made: Path, encoder: str, tmp_path: Path) -> None:
+    other = beir(tmp_path / "other", {"train": {"x": "is it paid"}}, {"x": "It is."})
+    with pytest.raises(DataError, match="nothing to score"):
+        Similarity(synthetic=made, reference="public", measures=["bleu"]).run(parts(tmp_path / "run", pairs(other)))
+    task = Similarity(synthetic=made, reference="public", measures=["mauve"], encoder=encoder)
+    with pytest.raises(DataError, match="needs 20 of each"):
+        task.run(parts(tmp_path / "run", pairs(other)))
+    with pytest.raises(DataError, match=r"has no qrels/train.tsv"):
+        beir(tmp_path / "dev", {"dev": {"x": "is it paid"}}, {"x": "It is."})
+        Similarity(synthetic=tmp_path / "dev", reference="public").run(parts(tmp_path / "run", pairs(made)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"ngram": 0}, "task.ngram=0"),
+        ({"max_texts": 0}, "task.max_texts=0"),
+        ({"seeds": 0}, "task.seeds=0"),
+        ({"measures": []}, "task.measures"),
+        ({"measures": ["rouge"]}, "task.measures"),
+        ({"features": ["passage"]}, "task.features"),
+        ({"reference_file": "x.jsonl", "held_out": "dev"}, "task.held_out=dev"),
+        ({"reference_file": "x.jsonl", "measures": ["bleu"]}, "queries without passages"),
+        ({"reference_file": "x.jsonl", "reference": "synthetic"}, "has none"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused_before_any_work(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        Similarity(synthetic="x", **{"reference": "public", **settings})
+
+
+# -- overlap with a pre-training corpus ----------------------------------------------------------
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Two files; the query of p01 and the passage of p02 stand in them, and 13 words of nothing."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    with gzip.open(folder / "a.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write(json.dumps({"text": f"He asked: {ORIGINAL['p01'].upper()}?"}) + "\n")
+    (folder / "b.jsonl").write_text(json.dumps({"text": f"So. {TEXTS['p02']} Yes."}) + "\n", encoding="utf-8")
+    return folder
+
+
+def test_what_stands_in_the_corpus_is_counted(
+    original: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = PretrainingOverlap(corpus=corpus, queries="public", sampled=0.5)
+    assert task.run(parts(tmp_path / "run", pairs(original))) == {"queries": 1 / 40, "passages": 1 / 40}
+    found = facts(tmp_path / "run", "pretraining_overlap")
+    assert found["corpus"]["documents"] == 2 and found["not_covered"] is None
+    assert found["found"]["queries"]["ngram"]["total"] == 0  # none has 13 words
+    low, high = found["whole_corpus"]["queries"]["exact"]
+    assert low == found["found"]["queries"]["exact"]["low"]
+    assert high == pytest.approx(2 * found["found"]["queries"]["exact"]["high"])
+    page = (tmp_path / "run" / "pretraining_overlap.md").read_text(encoding="utf-8")
+    for text in (page, capsys.readouterr().out):
+        assert "(1 of 40)" in text and "lower bound" in text
+        assert ORIGINAL["p01"] not in text
+
+
+def test_a_sample_of_the_texts_is_looked_for(original: Path, corpus: Path, tmp_path: Path) -> None:
+    PretrainingOverlap(corpus=corpus, queries="public", max_texts=7).run(parts(tmp_path / "run", pairs(original)))
+    found = facts(tmp_path / "run", "pretraining_overlap")
+    assert {each["exact"]["total"] for each in found["found"].values()} == {7}
+    assert "whole_corpus" not in found
+
+
+def test_the_shares_of_private_queries_are_on_the_card_that_is_named(
+    carded: Path, original: Path, corpus: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"Set task.card_entry=true"):
+        PretrainingOverlap(corpus=corpus, queries="private")
+    with pytest.raises(ConfigurationError, match=r"say whose they are"):
+        PretrainingOverlap(corpus=corpus)
+    task = PretrainingOverlap(corpus=corpus, queries="private", card_entry=True, card=carded)
+    task.run(parts(tmp_path / "run", pairs(original)))
+    assert any("Overlap with a pre-training corpus of carded" in text for text in read_card(carded)["not_covered"])
+    assert "privacy_card.json says so" in facts(tmp_path / "run", "pretraining_overlap")["not_covered"]
+
+
+def test_a_corpus_that_cannot_be_read_is_refused(original: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other.jsonl").write_text('{"content": "a"}\n', encoding="utf-8")
+    (tmp_path / "none.jsonl").write_text("", encoding="utf-8")
+    for name, says in (
+        ("empty", "holds no .jsonl"),
+        ("missing.jsonl", "does not exist; check task.corpus"),
+        ("other.jsonl", "no key 'text'"),
+        ("none.jsonl", "holds no record"),
+    ):
+        with pytest.raises(DataError, match=says):
+            task = PretrainingOverlap(corpus=tmp_path / name, queries="public")
+            task.run(parts(tmp_path / "run", pairs(original)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [({"ngram": 0}, "task.ngram=0"), ({"max_texts": 0}, "task.max_texts=0"), ({"sampled": 0.0}, "task.sampled=0.0")],
+)
+def test_impossible_settings_of_the_overlap_are_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        PretrainingOverlap(corpus="x", queries="public", **settings)
