@@ -28,7 +28,7 @@ from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.pair_module import PairModule
 from lit_dpret.modules.public_pool import PublicPool
 from lit_dpret.modules.row_by_row import marked
-from lit_dpret.modules.step_negatives import Compared, ModuleTowers, StepNegatives
+from lit_dpret.modules.step_negatives import Compared, StepNegatives
 from lit_dpret.negatives import TrainTexts
 from lit_dpret.negatives.row_negatives import Sources
 from lit_dpret.privacy.budget import require_choice
@@ -69,6 +69,8 @@ class DualEncoder(PairModule):
         negatives: Sources of negatives (`lit_dpret.negatives`), listed or by name; null for what the privacy mode
             takes by itself, the passages of the batch or a public pool. Others than ``in_batch`` go with the
             softmax.
+        passage_cache_dir: Where the embeddings of a frozen passage tower are kept between runs, for ``negatives``;
+            they are made of public passages alone. Null keeps none.
         temperature: Divides the cosine similarity in the softmax.
         max_query_length: Tokens of a query that are read, special tokens among them.
         max_passage_length: The same for a passage.
@@ -98,6 +100,7 @@ class DualEncoder(PairModule):
         lora: Mapping[str, Any] | None = None,
         loss: PairwiseLoss | None = None,
         negatives: Sources | None = None,
+        passage_cache_dir: str | Path | None = None,
         temperature: float = 0.05,
         max_query_length: int = 32,
         max_passage_length: int = 128,
@@ -157,15 +160,17 @@ class DualEncoder(PairModule):
         self._listwise = HardNegativeSoftmaxLoss(temperature=temperature, similarity="cosine")
         self._pool_texts: list[str] = []
         self._candidates: _Candidates | None = None
-        self._negatives = self._make_negatives(negatives)
+        self._negatives = self._make_negatives(negatives, passage_cache_dir)
         self._grad_cache_rows = _checked_grad_cache(grad_cache_rows, privacy)
 
-    def _make_negatives(self, sources: Sources | None) -> StepNegatives | None:
+    def _make_negatives(self, sources: Sources | None, cache_dir: str | Path | None) -> StepNegatives | None:
         """Sources that ask for more than the privacy mode does by itself; None where there are none."""
         if sources is None:
             return None
-        made = StepNegatives(sources, self.privacy, passages_are_frozen=self._frozen_passages)
-        if made.of_rows.only_in_batch:
+        made = StepNegatives(
+            sources, self.privacy, passages_are_frozen=self._frozen_passages, passage_cache_dir=cache_dir
+        )
+        if made.of_rows.only_in_batch and not made.looks_up:
             return None
         if not isinstance(self.loss, InBatchSoftmaxLoss):
             raise ConfigurationError(
@@ -209,7 +214,7 @@ class DualEncoder(PairModule):
             device: Where to encode; where the module is, by default.
         """
         if self._negatives is not None:
-            self._negatives.of_rows.learn(texts, ModuleTowers(self, device))
+            self._negatives.learn(self, texts, device)
 
     def learn_public_passages(self, passages: Mapping[str, str]) -> None:
         """Take over the public list of passages by id; ``setup`` does it for the Trainer's DataModule."""
@@ -231,7 +236,7 @@ class DualEncoder(PairModule):
         """
         negatives = self._negatives
         batch: dict[str, Any] = {"query": self.tower("query").tokenize([row.query for row in rows], "query")}
-        if negatives is None or negatives.needs_passages:
+        if negatives is None or not negatives.looks_up:
             batch["passage"] = self.tower("passage").tokenize([row.passage for row in rows], "passage")
         ids, positives = [row.passage_id for row in rows], [row.positives for row in rows]
         if negatives is not None:

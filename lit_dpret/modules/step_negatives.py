@@ -54,30 +54,43 @@ class StepNegatives:
         sources: Of negatives.
         privacy: The mode.
         passages_are_frozen: Whether there is a passage tower of its own that is not trained.
+        passage_cache_dir: Where the embeddings of frozen passages are kept between runs. With it, or with
+            ``dynamic``, the public list is embedded once, and looked up in every step.
 
     Raises:
         ConfigurationError: The mode cannot take a source, or ``dynamic`` is asked of passages that are trained.
     """
 
-    def __init__(self, sources: Sources, privacy: PrivacyMode, *, passages_are_frozen: bool) -> None:
+    def __init__(
+        self,
+        sources: Sources,
+        privacy: PrivacyMode,
+        *,
+        passages_are_frozen: bool,
+        passage_cache_dir: str | Path | None = None,
+    ) -> None:
         self.of_rows = RowNegatives(sources, privacy)
         if self.of_rows.dynamic is not None and not passages_are_frozen:
             raise ConfigurationError(
                 "model.negatives=dynamic searches an index of passages that must not change while the query tower "
                 "learns. Set model.towers=separate and model.passage_tower=frozen."
             )
+        if passage_cache_dir is not None and not passages_are_frozen:
+            raise ConfigurationError(
+                f"model.passage_cache_dir={passage_cache_dir} keeps embeddings of passages, and these are trained: "
+                "they change with every step. Set model.passage_tower=frozen, or set it to null."
+            )
         self._row_by_row = privacy.candidates in ("rows", "pool") and privacy.guarantee == "dp"
+        self._cache_dir = None if passage_cache_dir is None else Path(passage_cache_dir)
+        self.looks_up = self.of_rows.dynamic is not None or self._cache_dir is not None
+        self.index: Tensor | None = None
 
-    @property
-    def index(self) -> Tensor | None:
-        """Embeddings of the whole public list where passages are frozen and a source searches them."""
-        dynamic = self.of_rows.dynamic
-        return None if dynamic is None else getattr(dynamic, "index", None)
-
-    @property
-    def needs_passages(self) -> bool:
-        """Whether the passages of the rows have to be embedded in the step."""
-        return self.of_rows.dynamic is None
+    def learn(self, module: Any, texts: TrainTexts, device: torch.device | None) -> None:
+        """Have the sources look through the texts, and embed frozen passages once."""
+        towers = ModuleTowers(module, device, self._cache_dir if self.looks_up else None, keep=self.looks_up)
+        self.of_rows.learn(texts, towers)
+        if self.looks_up and self.of_rows.dynamic is None:
+            self.index = towers.embeddings(texts.passages, "passage", None)
 
     def before_batch(self, module: Any, batch: UnitBatch) -> None:
         """Choose the passages of a batch and put them into it."""
@@ -94,7 +107,7 @@ class StepNegatives:
 
         places = negatives.places(rows, step=batch.step, epoch=epoch, embed=embed)
         rows.update(places)
-        if self.needs_passages:
+        if not self.looks_up:
             for name, at in (("own_negatives", places["own_at"]), ("shared_negatives", places["shared_at"])):
                 if at.shape[1]:
                     rows[name] = self._tokens(module, at, negatives.texts)
@@ -106,7 +119,7 @@ class StepNegatives:
 
     def positives(self, module: Any, rows: Mapping[str, Any]) -> Tensor:
         """The embeddings of the rows' own passages, ``(rows, dim)``."""
-        if self.needs_passages:
+        if not self.looks_up:
             found: Tensor = module.embed(rows["passage"], "passage")
             return found
         return self._looked_up(rows["answers_at"][:, 0])
@@ -158,13 +171,13 @@ class StepNegatives:
         return found
 
     def _looked_up(self, places: Tensor) -> Tensor:
-        index = self.index
-        if index is None:
-            raise ConfigurationError("model.negatives=dynamic has no index yet. Call learn_negatives first.")
-        if index.device != places.device:
-            dynamic: Any = self.of_rows.dynamic
-            dynamic.index = index = index.to(places.device)
-        return index[places.clamp(min=0)]
+        """What frozen passages were embedded as; of the one index that there is."""
+        holder: Any = self.of_rows.dynamic or self
+        if holder.index is None:
+            raise ConfigurationError("model.negatives were not prepared. Call learn_negatives first.")
+        holder.index = holder.index.to(places.device)
+        found: Tensor = holder.index[places.clamp(min=0)]
+        return found
 
 
 class ModuleTowers:
@@ -173,13 +186,23 @@ class ModuleTowers:
     Args:
         module: The dual encoder.
         device: Where to compute; where the module is, by default.
+        passage_cache_dir: Where embeddings of passages are kept between runs; None where it is not said.
+        keep: Whether passages never change, so that their embeddings are made once and remembered.
     """
 
-    def __init__(self, module: Any, device: torch.device | None = None) -> None:
-        self._module, self._device = module, device
+    def __init__(self, module: Any, device: torch.device | None, passage_cache_dir: Path | None, *, keep: bool) -> None:
+        self._module, self._device, self._cache_dir, self._keep = module, device, passage_cache_dir, keep
+        self._passages: Tensor | None = None
 
     def embeddings(self, texts: Sequence[str], side: Any, folder: Path | None) -> Tensor:
         """See `lit_dpret.negatives.base.Towers`."""
+        if side == "query" or not self._keep:
+            return self._encoded(texts, side, folder)
+        if self._passages is None:
+            self._passages = self._encoded(texts, side, self._cache_dir)
+        return self._passages
+
+    def _encoded(self, texts: Sequence[str], side: Any, folder: Path | None) -> Tensor:
         tower = self._module.tower(side)
         found: Tensor
         with ProgressLine(f"encoding {side}s for negatives") as line:

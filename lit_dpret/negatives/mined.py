@@ -253,6 +253,7 @@ class DynamicNegatives(MinedSource):
             range_min=range_min,
             seed=seed,
         )
+        self.index: Tensor | None = None
 
     def prepare(self, texts: TrainTexts, towers: Towers, *, private: bool) -> None:
         super().prepare(texts, towers, private=private)
@@ -261,14 +262,19 @@ class DynamicNegatives(MinedSource):
 
     def nearest(self, query_embeddings: Tensor) -> TopK:
         """The best of the index for some queries, on the CPU, ``(queries, depth)``."""
-        self.index = self.index.to(query_embeddings.device)
-        found = query_embeddings.to(self.index.dtype)
-        return search(found, self.index, min(self.depth, len(self.index)), tie_rank=self._tie_rank)
+        index = self._ready().to(query_embeddings.device)
+        self.index = index
+        return search(query_embeddings.to(index.dtype), index, min(self.depth, len(index)), tie_rank=self._tie_rank)
 
     def choose(self, seat: Seat, *, step: int, epoch: int) -> list[int]:
         raise ConfigurationError("model.negatives.dynamic is searched with embeddings of queries, at each step.")
 
     def choose_near(self, seat: Seat, query_embedding: Tensor, top: TopK, row: int, *, step: int) -> list[int]:
         """Places of passages for one row, from what `nearest` found for it."""
-        positive = float(query_embedding.double() @ self.index[seat.own].double())
+        positive = float(query_embedding.double() @ self._ready()[seat.own].double())
         return self.draw(seat, top.indices[row].numpy(), top.scores[row].numpy(), positive, step)
+
+    def _ready(self) -> Tensor:
+        if self.index is None:
+            raise ConfigurationError("model.negatives.dynamic was not prepared. Call learn_negatives first.")
+        return self.index

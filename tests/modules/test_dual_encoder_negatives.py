@@ -134,6 +134,27 @@ def test_dynamic_is_refused_where_passages_are_trained() -> None:
         dual(negatives=[DynamicNegatives()])
 
 
+@pytest.mark.parametrize("kinds", [[InBatchNegatives], [InBatchNegatives, BM25Negatives], [DynamicNegatives]])
+def test_frozen_passages_that_are_looked_up_give_the_same_loss_and_gradient(kinds: list[Any], tmp_path: Path) -> None:
+    found = []
+    for cache in (None, tmp_path / "passages", tmp_path / "passages"):
+        module = in_double(negatives=[kind() for kind in kinds], passage_cache_dir=cache, **SEPARATE)
+        batch = batch_of(module.collate_rows(lines(0, 1, 3, 3, 6)))
+        module.before_batch(batch)
+        losses = module.per_row_loss(batch.rows)
+        found.append([losses, *torch.autograd.grad(losses.sum(), [*module.encoder.parameters()])])
+        assert ("passage" in batch.rows) == (cache is None and DynamicNegatives not in kinds)
+    for one in found[1:]:
+        for a, b in zip(found[0], one, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    assert len(list((tmp_path / "passages").iterdir())) == 1, "read the second time"
+
+
+def test_passages_that_are_trained_are_not_looked_up(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"Set model\.passage_tower=frozen"):
+        dual(negatives=[InBatchNegatives()], passage_cache_dir=tmp_path)
+
+
 def test_a_loss_of_the_table_of_similarities_takes_no_further_negatives() -> None:
     with pytest.raises(
         ConfigurationError, match=r"no place for model\.negatives=in_batch,bm25\. Set model\.loss to null"
