@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -26,8 +25,8 @@ from lit_dpret.modules.grad_cache import embed_in_chunks
 from lit_dpret.modules.new_encoder import make_encoder
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.pair_module import PairModule
+from lit_dpret.modules.pool_candidates import PoolCandidates
 from lit_dpret.modules.public_pool import PublicPool
-from lit_dpret.modules.row_by_row import marked
 from lit_dpret.modules.step_negatives import Compared, StepNegatives
 from lit_dpret.negatives import TrainTexts
 from lit_dpret.negatives.row_negatives import Sources
@@ -69,8 +68,8 @@ class DualEncoder(PairModule):
         negatives: Sources of negatives (`lit_dpret.negatives`), listed or by name; null for what the privacy mode
             takes by itself, the passages of the batch or a public pool. Others than ``in_batch`` go with the
             softmax.
-        passage_cache_dir: Where the embeddings of a frozen passage tower are kept between runs, for ``negatives``;
-            they are made of public passages alone. Null keeps none.
+        passage_cache_dir: Where the embeddings of a frozen passage tower are kept between runs, for ``negatives``
+            and `encode_passages`; they are made of passages alone. Null keeps none.
         temperature: Divides the cosine similarity in the softmax.
         max_query_length: Tokens of a query that are read, special tokens among them.
         max_passage_length: The same for a passage.
@@ -159,18 +158,29 @@ class DualEncoder(PairModule):
             self._pool = PublicPool(privacy.pool_size, privacy.pool_seed)
         self._listwise = HardNegativeSoftmaxLoss(temperature=temperature, similarity="cosine")
         self._pool_texts: list[str] = []
-        self._candidates: _Candidates | None = None
-        self._negatives = self._make_negatives(negatives, passage_cache_dir)
+        self._candidates: PoolCandidates | None = None
+        self._all_passages: Tensor | None = None
+        if passage_cache_dir is not None and not self._frozen_passages:
+            raise ConfigurationError(
+                f"model.passage_cache_dir={passage_cache_dir} keeps embeddings of passages, and these are trained: "
+                "they change with every step. Set model.passage_tower=frozen, or set it to null."
+            )
+        self._passage_cache_dir = None if passage_cache_dir is None else Path(passage_cache_dir)
+        self._negatives = self._make_negatives(negatives)
         self._grad_cache_rows = _checked_grad_cache(grad_cache_rows, privacy)
 
-    def _make_negatives(self, sources: Sources | None, cache_dir: str | Path | None) -> StepNegatives | None:
+    def _make_negatives(self, sources: Sources | None) -> StepNegatives | None:
         """Sources that ask for more than the privacy mode does by itself; None where there are none."""
         if sources is None:
             return None
         made = StepNegatives(
-            sources, self.privacy, passages_are_frozen=self._frozen_passages, passage_cache_dir=cache_dir
+            sources,
+            self.privacy,
+            passages_are_frozen=self._frozen_passages,
+            passage_cache_dir=self._passage_cache_dir,
         )
-        if made.of_rows.only_in_batch and not made.looks_up:
+        pairs = self.privacy.guarantee == "dp" and self.privacy.name != "batch_clip"  # it takes the batch apart itself
+        if made.of_rows.only_in_batch and (pairs or not made.looks_up):
             return None
         if not isinstance(self.loss, InBatchSoftmaxLoss):
             raise ConfigurationError(
@@ -220,7 +230,7 @@ class DualEncoder(PairModule):
         """Take over the public list of passages by id; ``setup`` does it for the Trainer's DataModule."""
         listed = dict(sorted(passages.items()))
         self._pool_texts = list(listed.values())
-        self._candidates = None
+        self._candidates = self._all_passages = None
         if self._pool is not None:
             self._pool.learn(list(listed))
 
@@ -279,13 +289,20 @@ class DualEncoder(PairModule):
         texts = self._pool_texts if chosen is None else [self._pool_texts[i] for i in chosen.tolist()]
         full = isinstance(self.privacy, PublicPassages) and self.privacy.passage_gradient == "full"
         tower = self.tower("passage")
-        self._candidates = _Candidates(
+        self._candidates = PoolCandidates(
             step=batch.step,
             place=None if place is None else place.to(self.device),
-            embeddings=None if full else tower.encode(texts, "passage").to(self.device),
+            embeddings=None if full else self._pool_embeddings(texts, chosen).to(self.device),
             features=map_rows(lambda t: t.to(self.device), tower.tokenize(texts, "passage")) if full else None,
             count=len(texts),
         )
+
+    def _pool_embeddings(self, texts: list[str], chosen: Tensor | None) -> Tensor:
+        if self._passage_cache_dir is None:
+            return self.tower("passage").encode(texts, "passage")
+        if self._all_passages is None:  # frozen: made once, and read in every other run
+            self._all_passages = self.encode_passages(self._pool_texts)
+        return self._all_passages if chosen is None else self._all_passages[chosen]
 
     def per_row_loss(self, rows: dict[str, Any]) -> Tensor:
         """Cross entropy in nats of each query's own passage among its candidates, ``(rows,)``."""
@@ -301,20 +318,9 @@ class DualEncoder(PairModule):
                 own = negatives.positives(self, rows)
                 compared = negatives.compare(self, rows, own)
         if self._candidates is not None:
-            self._compare_with_pool(compared, self._candidates, rows["answers"])
+            self._candidates.add_to(compared, rows["answers"], lambda features: self.embed(features, "passage"))
         losses: Tensor = self._listwise(queries, own, **compared.arguments())
         return losses
-
-    def _compare_with_pool(self, compared: Compared, pool: _Candidates, answers: Tensor) -> None:
-        """Add the public passages of the step: once for all rows, or a copy for each where their gradient counts."""
-        places = answers if pool.place is None else torch.where(answers < 0, answers, pool.place[answers])
-        mask = marked(places, pool.count)
-        if pool.embeddings is not None:
-            compared.shared.append((pool.embeddings, mask))
-            return
-        copies = torch.arange(pool.count, device=mask.device).repeat(len(answers))
-        features = map_rows(lambda tensor: tensor[copies], pool.features)
-        compared.own.append((self.embed(features, "passage").view(len(answers), pool.count, -1), mask))
 
     # -- checkpoints --------------------------------------------------------------------------
 
@@ -334,8 +340,11 @@ class DualEncoder(PairModule):
         return self.tower("query").encode(texts, "query", progress=progress)
 
     def encode_passages(self, texts: Sequence[str], *, progress: Any = None) -> Tensor:
-        """Embeddings of passages, as `encode_queries`."""
-        return self.tower("passage").encode(texts, "passage", progress=progress)
+        """Embeddings of passages, as `encode_queries`; read from ``passage_cache_dir`` where they are there."""
+        tower = self.tower("passage")
+        if self._passage_cache_dir is not None:
+            return tower.encode_cached(texts, "passage", self._passage_cache_dir, progress=progress)
+        return tower.encode(texts, "passage", progress=progress)
 
     def save_model(self, folder: str | Path) -> Path:
         """Write the encoder, or both, as a sentence-transformers folder with its contract.
@@ -346,25 +355,6 @@ class DualEncoder(PairModule):
         towers = [merged(tower) for tower in (self.encoder, self.passage_encoder) if tower is not None]
         save_sentence_transformer(folder, *towers)
         return Path(folder)
-
-
-@dataclass(frozen=True)
-class _Candidates:
-    """The public passages of one step.
-
-    Args:
-        step: The logical step.
-        place: For each public passage, its place among the candidates or -1; None where all are.
-        embeddings: Without gradient, ``(count, dim)``; None where their gradient is wanted.
-        features: Then their tokens.
-        count: How many there are.
-    """
-
-    step: int
-    place: Tensor | None
-    embeddings: Tensor | None
-    features: Any
-    count: int
 
 
 def _checked_grad_cache(rows: int | None, privacy: PrivacyMode) -> int | None:

@@ -67,7 +67,7 @@ class StepNegatives:
         privacy: PrivacyMode,
         *,
         passages_are_frozen: bool,
-        passage_cache_dir: str | Path | None = None,
+        passage_cache_dir: Path | None,
     ) -> None:
         self.of_rows = RowNegatives(sources, privacy)
         if self.of_rows.dynamic is not None and not passages_are_frozen:
@@ -75,13 +75,8 @@ class StepNegatives:
                 "model.negatives=dynamic searches an index of passages that must not change while the query tower "
                 "learns. Set model.towers=separate and model.passage_tower=frozen."
             )
-        if passage_cache_dir is not None and not passages_are_frozen:
-            raise ConfigurationError(
-                f"model.passage_cache_dir={passage_cache_dir} keeps embeddings of passages, and these are trained: "
-                "they change with every step. Set model.passage_tower=frozen, or set it to null."
-            )
         self._row_by_row = privacy.candidates in ("rows", "pool") and privacy.guarantee == "dp"
-        self._cache_dir = None if passage_cache_dir is None else Path(passage_cache_dir)
+        self._cache_dir = passage_cache_dir
         self.looks_up = self.of_rows.dynamic is not None or self._cache_dir is not None
         self.index: Tensor | None = None
 

@@ -120,7 +120,7 @@ class MinedSource(PassageSource):
         """Some of the candidates that are no answers and pass the margins, uniformly; ``number`` keys the coins."""
         groups = self._texts.groups.numpy()
         wanted = (places >= 0) & ~np.isin(groups[places], list(seat.answers))
-        places, scores = places[wanted], scores[wanted]
+        places, scores = places[wanted][: self.depth], scores[wanted][: self.depth]
         places = places[self.filter.keep(scores, positive)]
         if len(places) <= self.per_query:
             return [int(place) for place in places]
@@ -260,11 +260,16 @@ class DynamicNegatives(MinedSource):
         self.index = towers.embeddings(texts.passages, "passage", None)
         self._tie_rank = lexicographic_rank(texts.passage_ids)
 
-    def nearest(self, query_embeddings: Tensor) -> TopK:
-        """The best of the index for some queries, on the CPU, ``(queries, depth)``."""
+    def nearest(self, query_embeddings: Tensor, answers: int) -> TopK:
+        """The best of the index for some queries, on the CPU, ``(queries, depth + answers)``.
+
+        Args:
+            query_embeddings: Shape ``(queries, dim)``.
+            answers: How many passages answer one of them at most, so that ``depth`` others are among the best.
+        """
         index = self._ready().to(query_embeddings.device)
-        self.index = index
-        return search(query_embeddings.to(index.dtype), index, min(self.depth, len(index)), tie_rank=self._tie_rank)
+        self.index, k = index, min(self.depth + answers, len(index))
+        return search(query_embeddings.to(index.dtype), index, k, tie_rank=self._tie_rank)
 
     def choose(self, seat: Seat, *, step: int, epoch: int) -> list[int]:
         raise ConfigurationError("model.negatives.dynamic is searched with embeddings of queries, at each step.")

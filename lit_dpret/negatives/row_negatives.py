@@ -122,7 +122,7 @@ class RowNegatives:
         top = None
         if self.dynamic is not None:
             queries = embed()
-            top = self.dynamic.nearest(queries)
+            top = self.dynamic.nearest(queries, int(texts.copies(groups).max()))
         own: list[list[int]] = []
         shared: list[list[int]] = []
         for row, query in enumerate(query_at.tolist()):

@@ -49,6 +49,7 @@ class TrainTexts:
         self.place = {name: place for place, name in enumerate(self.passage_ids)}
         self.query_place = {name: place for place, name in enumerate(self.query_ids)}
         self.groups = torch.tensor(text_groups(self.passages))
+        self._group_sizes = torch.bincount(self.groups)
 
     def __repr__(self) -> str:
         return f"TrainTexts({len(self.passage_ids)} public passages)"
@@ -57,11 +58,15 @@ class TrainTexts:
     def of(cls, data: Any) -> Self:
         """Those of a DataModule that lists its public passages and hands out graded judgements.
 
+        Queries that nothing answers have no row to train on, and are left out.
+
         Raises:
             ConfigurationError: The DataModule has no public list of passages.
         """
         queries, judged = data.evaluation_set("train")
-        return cls(data.public_passages(), queries, judged)
+        answered = {query for query, grades in judged.items() if any(grade > 0 for grade in grades.values())}
+        kept = {query: text for query, text in queries.items() if query in answered}
+        return cls(data.public_passages(), kept, {query: judged[query] for query in kept})
 
     def positives(self, query: int) -> tuple[int, ...]:
         """Places of the passages that answer a query, as far as they are in the public list."""
@@ -96,6 +101,11 @@ class TrainTexts:
             "query_at": torch.tensor([self.query_place[row.query_id] for row in rows], dtype=torch.long),
             "answers_at": torch.tensor(filled, dtype=torch.long).reshape(len(rows), width),
         }
+
+    def copies(self, groups: Tensor) -> Tensor:
+        """How many passages have one of the texts of each row, at most; ``groups`` is ``(rows, some)``, -1 for none."""
+        sizes = self._group_sizes[groups.clamp(min=0)]
+        return sizes.masked_fill(groups < 0, 0).sum(dim=1)
 
     def group_of(self, places: Tensor) -> Tensor:
         """The text group at each place, and -1 where there is none; shaped as ``places``."""

@@ -27,7 +27,15 @@ from lit_dpret.negatives import (
     RandomNegatives,
     StaticNegatives,
 )
-from lit_dpret.privacy.modes import DPSGD, BatchClip, NoPrivacy, PrivacyMode, PublicPassages
+from lit_dpret.privacy.modes import (
+    DPSGD,
+    BatchClip,
+    LogitDP,
+    NoPrivacy,
+    PerExampleDuplicated,
+    PrivacyMode,
+    PublicPassages,
+)
 from lit_dpret.privacy.sampling import UnitBatch, take_rows
 
 SEPARATE = {"towers": "separate", "passage_tower": "frozen"}
@@ -124,9 +132,19 @@ def test_dynamic_names_what_the_query_tower_ranks_high_now() -> None:
     assert not torch.equal(first, second)
     names, passages = sorted(PASSAGES), module.encode_passages([PASSAGES[name] for name in sorted(PASSAGES)])
     for row, places in zip(lines(0, 1), second.tolist(), strict=True):
-        ranked = (passages @ module.encode_queries([row.query])[0]).argsort(descending=True).tolist()[:3]
-        best = [p for p in ranked if names[p] not in row.positives]
-        assert places[: len(best)] == best
+        ranked = (passages @ module.encode_queries([row.query])[0]).argsort(descending=True).tolist()
+        assert places == [p for p in ranked if names[p] not in row.positives][:3]
+
+
+def test_dynamic_finds_as_many_as_it_was_asked_for_behind_the_answers_and_their_copies(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    copies = PASSAGES | {f"copy {i} of {name}": PASSAGES[name] for name in ("p0", "p2", "p3") for i in range(3)}
+    module = dual(negatives=[DynamicNegatives(depth=4)], **SEPARATE)
+    module.learn_negatives(texts(passages=copies))
+    together, alone = ready(module, 0, 1).rows["own_at"], ready(module, 0).rows["own_at"]
+    assert (together >= 0).all() and torch.equal(together[:1], alone)
+    assert not [each for each in recwarn if "random public passages" in str(each.message)]
 
 
 def test_dynamic_is_refused_where_passages_are_trained() -> None:
@@ -148,6 +166,28 @@ def test_frozen_passages_that_are_looked_up_give_the_same_loss_and_gradient(kind
         for a, b in zip(found[0], one, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
     assert len(list((tmp_path / "passages").iterdir())) == 1, "read the second time"
+
+
+def test_a_public_pool_of_frozen_passages_is_looked_up(tmp_path: Path) -> None:
+    found = []
+    for cache in (None, tmp_path / "passages"):
+        mode = PublicPassages(max_grad_norm=1e6, pool_size=5, **NOISE)
+        module = in_double(mode, passage_cache_dir=cache, **SEPARATE)
+        found.append(clipped_sum(module, plan_of(mode, module, n_max=8), module.collate_rows(lines(0, 1, 4))))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["logit_dp", "per_example_duplicated"])
+def test_in_batch_by_name_is_the_modes_own_where_it_takes_the_batch_apart(name: str, tmp_path: Path) -> None:
+    make: Any = {"logit_dp": LogitDP, "per_example_duplicated": PerExampleDuplicated}[name]
+    bound = {"max_logit_grad_norm": 1.0} if name == "logit_dp" else {"max_grad_norm": 1.0}
+    settings = {"negatives": [InBatchNegatives()], "passage_cache_dir": tmp_path, **SEPARATE}
+    sums = []
+    for given in ({}, settings):
+        mode = make(**bound, **NOISE)
+        module = dual(mode, **SEPARATE | given).double()
+        sums.append(clipped_sum(module, plan_of(mode, module, n_max=8), module.collate_rows(lines(0, 1, 4))))
+    assert torch.equal(*sums)
 
 
 def test_passages_that_are_trained_are_not_looked_up(tmp_path: Path) -> None:
