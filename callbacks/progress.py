@@ -1,72 +1,15 @@
-"""Progress in words that fit a terminal and a log file: how far, how fast, how long still."""
+"""Progress of a training run in words; the line itself is `lit_dpret.progress`."""
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 
-Progress = Callable[[int, int], None]
+from lit_dpret.progress import Progress, ProgressLine
 
-
-class ProgressLine:
-    """One line that is rewritten on a terminal, and printed now and then in a log file.
-
-    Call it with ``(done, total)``.
-
-    Args:
-        label: What is going on.
-        every: Least seconds between two lines where the output is no terminal.
-    """
-
-    def __init__(self, label: str, every: float = 15.0) -> None:
-        self._label = label
-        self._start = time.monotonic()
-        self._first: int | None = None
-        self._terminal = sys.stderr.isatty()
-        self._every = 0.2 if self._terminal else every
-        self._next = 0.0
-        self._open = False
-
-    def __call__(self, done: int, total: int, extra: str = "") -> None:
-        now = time.monotonic()
-        if self._first is None:
-            self._first = done
-        if done < total and now < self._next:
-            return
-        self._next = now + self._every
-        elapsed = now - self._start
-        rate = (done - self._first) / elapsed if elapsed > 0 else 0.0
-        left = f"ETA {_clock((total - done) / rate)}" if rate > 0 and done < total else ""
-        share = f"{100 * done / total:3.0f}%" if total else "  0%"
-        text = f"{self._label}: {share} {done}/{total}  {_clock(elapsed)} {left} {extra}".rstrip()
-        if self._terminal:
-            end = "\n" if done >= total else ""
-            sys.stderr.write(f"\r\x1b[2K{text}{end}")
-            self._open = done < total
-        else:
-            sys.stderr.write(text + "\n")
-        sys.stderr.flush()
-
-    def __enter__(self) -> ProgressLine:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._open:
-            sys.stderr.write("\n")
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+__all__ = ["Progress", "ProgressLine", "StepProgress"]
 
 
 class StepProgress(Callback):

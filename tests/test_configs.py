@@ -48,7 +48,9 @@ def test_there_is_an_option_in_every_group() -> None:
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_an_option_composes_and_its_keys_are_arguments(group: str, option: str) -> None:
     # One of the models that have a loss; a task that has filters.
-    pairs = {"loss": ["model=dual_encoder"], "filter": ["task=filter", "task.data=x"]}.get(group, [])
+    pairs = {
+        "loss": ["model=dual_encoder"], "negatives": ["model=dual_encoder"], "filter": ["task=filter", "task.data=x"],
+    }.get(group, [])  # fmt: skip
     cfg = composed(*pairs, f"{group}={option}")
     container = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(container, dict)
@@ -117,3 +119,10 @@ def test_a_misspelt_key_is_refused(override: str) -> None:
 def test_no_privacy_has_no_epsilon() -> None:
     with pytest.raises(Exception, match="eps"):
         composed("privacy=none", "privacy.eps=3")
+
+
+def test_sources_of_negatives_compose() -> None:
+    cfg = composed("model=dual_encoder", "negatives=[in_batch,bm25]", "model.negatives.bm25.per_query=3")
+    assert list(cfg.model.negatives) == ["in_batch", "bm25"] and cfg.model.negatives.bm25.per_query == 3
+    assert cfg.model.negatives.bm25.cache_dir == "run/private/negatives"
+    assert composed("model=dual_encoder").model.negatives is None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.losses import InBatchSoftmaxLoss, PublicPoolSoftmaxLoss, false_negatives
+from lit_dpret.losses import HardNegativeSoftmaxLoss, InBatchSoftmaxLoss, PublicPoolSoftmaxLoss, false_negatives
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -170,3 +170,51 @@ def test_what_does_not_fit_together_is_refused() -> None:
         pool(queries, passages, torch.tensor([0, 1]), mask=torch.zeros(2, 4, dtype=torch.long))
     with pytest.raises(ConfigurationError, match="positive_embeddings of shape"):
         pool(queries, passages, positive_embeddings=passages)
+
+
+@SETTINGS
+def test_each_row_of_the_hard_negative_loss_is_a_cross_entropy_over_its_own_and_the_shared_candidates(
+    temperature: float, similarity: str
+) -> None:
+    queries, positives, own, shared = draw(4, 5), draw(4, 5, seed=1), draw(4, 3, 5, seed=2), draw(6, 5, seed=3)
+    own_mask, shared_mask = draw(4, 3, seed=4) > 0.3, draw(4, 6, seed=5) > 0.3
+    loss = HardNegativeSoftmaxLoss(temperature, similarity)
+    found = loss(queries, positives, own=own, own_mask=own_mask, shared=shared, shared_mask=shared_mask)
+    assert own_mask.any() and shared_mask.any()
+    for row in range(4):
+        others = [own[row, j] for j in range(3) if not own_mask[row, j]]
+        others += [shared[j] for j in range(6) if not shared_mask[row, j]]
+        assert float(found[row]) == pytest.approx(
+            brute_force(queries[row], positives[row], others, temperature, similarity), rel=1e-9, abs=1e-12
+        )
+
+
+def test_the_hard_negative_loss_with_the_other_rows_passages_is_the_in_batch_loss() -> None:
+    queries, passages = draw(5, 4), draw(5, 4, seed=1)
+    own = torch.eye(5, dtype=torch.bool)
+    found = HardNegativeSoftmaxLoss(0.1)(queries, passages, shared=passages, shared_mask=own)
+    torch.testing.assert_close(found, InBatchSoftmaxLoss(0.1)(queries, passages))
+
+
+def test_own_negatives_of_one_row_are_nothing_to_another_row() -> None:
+    queries, positives, own = draw(3, 4), draw(3, 4, seed=1), draw(3, 2, 4, seed=2)
+    changed = own.clone()
+    changed[1] += 1.0
+    before, after = (HardNegativeSoftmaxLoss(0.5)(queries, positives, own=each) for each in (own, changed))
+    assert (before != after).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"own": torch.zeros(2, 1, 4)}, "are not some for each of 3 rows"),
+        ({"own": torch.zeros(3, 4)}, "are not some for each of 3 rows"),
+        ({"shared": torch.zeros(5, 4), "shared_mask": torch.zeros(3, 4, dtype=torch.bool)}, r"of shape \(3, 5\)"),
+        ({"own": torch.zeros(3, 2, 4), "own_mask": torch.zeros(3, 2)}, r"must be torch\.bool"),
+    ],
+)
+def test_hard_negatives_of_other_shapes_are_refused(settings: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        HardNegativeSoftmaxLoss()(torch.ones(3, 4), torch.ones(3, 4), **settings)
+    with pytest.raises(ConfigurationError, match="not one positive for each query"):
+        HardNegativeSoftmaxLoss()(torch.ones(3, 4), torch.ones(2, 4))

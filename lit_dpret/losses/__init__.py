@@ -16,10 +16,16 @@ from lit_dpret.losses.pairs import (
     SymmetricSoftmaxPairLoss,
     check_declared_bounds,
 )
-from lit_dpret.losses.softmax import InBatchSoftmaxLoss, PublicPoolSoftmaxLoss, false_negatives
+from lit_dpret.losses.softmax import (
+    HardNegativeSoftmaxLoss,
+    InBatchSoftmaxLoss,
+    PublicPoolSoftmaxLoss,
+    false_negatives,
+)
 
 __all__ = [
     "DeclaredPairLoss",
+    "HardNegativeSoftmaxLoss",
     "InBatchSoftmaxLoss",
     "KernelPairLoss",
     "MarginMSELoss",

@@ -1,6 +1,6 @@
 """Softmax over candidate passages, a function of the embeddings.
 
-Both losses here give one value per row, never reduced: what may be clipped, averaged or summed is
+The losses here give one value per row, never reduced: what may be clipped, averaged or summed is
 for the privacy mode to decide. They differ in where a row's candidates come from, and that decides
 what can be promised about one query:
 
@@ -8,6 +8,7 @@ what can be promised about one query:
   record of the batch, so clipping rows does *not* bound what one record can do.
 - `PublicPoolSoftmaxLoss`: the candidates are a fixed public pool. Row i depends on record i and on
   public data only, so the sum of clipped row gradients has sensitivity ``max_grad_norm``.
+- `HardNegativeSoftmaxLoss`: candidates of each row's own beside shared ones; what it couples is what is shared.
 """
 
 from __future__ import annotations
@@ -217,6 +218,80 @@ class PublicPoolSoftmaxLoss(_SoftmaxLoss):
         else:
             raise ConfigurationError("Give exactly one of positive_index and positive_embeddings.")
         return F.cross_entropy(logits.masked_fill(left_out, float("-inf")), target, reduction="none")
+
+
+class HardNegativeSoftmaxLoss(_SoftmaxLoss):
+    """Listwise softmax: the cross entropy of the row's own passage among all that it is compared with.
+
+    What is shared decides what can be promised: with ``own`` alone, or with ``shared`` passages that are
+    public and the same whoever is in the batch, row i is a function of row i. With passages of other
+    rows among ``shared`` the rows are coupled.
+
+    Guarantees:
+        - Row i equals the cross entropy of its logits over the candidates that are not masked.
+        - Row i depends on no other row's ``own`` candidates.
+        - With the other rows' passages as ``shared`` and nothing as ``own`` it is `InBatchSoftmaxLoss`.
+
+    Args:
+        temperature: Divides the similarity; positive.
+        similarity: ``cosine`` or ``dot``.
+
+    Raises:
+        ConfigurationError: The temperature is not positive, or the similarity unknown.
+    """
+
+    def forward(
+        self,
+        query_embeddings: Tensor,
+        positive_embeddings: Tensor,
+        *,
+        own: Tensor | None = None,
+        own_mask: Tensor | None = None,
+        shared: Tensor | None = None,
+        shared_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The loss of every row.
+
+        Args:
+            query_embeddings: Shape ``(rows, dim)``.
+            positive_embeddings: Each query's own passage, ``(rows, dim)``.
+            own: Negatives of each row alone, ``(rows, each, dim)``.
+            own_mask: Booleans ``(rows, each)``, True for candidates to leave out.
+            shared: Negatives of all rows, ``(passages, dim)``.
+            shared_mask: Booleans ``(rows, passages)``, True for candidates to leave out: the row's answers.
+
+        Returns:
+            Losses of shape ``(rows,)``, not reduced.
+
+        Raises:
+            ConfigurationError: Shapes do not fit together.
+        """
+        rows = len(query_embeddings)
+        if positive_embeddings.shape != query_embeddings.shape:
+            raise ConfigurationError(
+                f"positive_embeddings of shape {tuple(positive_embeddings.shape)} is not one positive for each query, "
+                f"whose embeddings are of shape {tuple(query_embeddings.shape)}."
+            )
+        if own is not None and (own.dim() != 3 or len(own) != rows):
+            raise ConfigurationError(f"own negatives of shape {tuple(own.shape)} are not some for each of {rows} rows.")
+        logits = [self._of_rows(query_embeddings, positive_embeddings.unsqueeze(1))]
+        if own is not None:
+            logits.append(_left_out(self._of_rows(query_embeddings, own), own_mask))
+        if shared is not None:
+            logits.append(_left_out(self.logits(query_embeddings, shared), shared_mask))
+        target = torch.zeros(rows, dtype=torch.long, device=query_embeddings.device)
+        return F.cross_entropy(torch.cat(logits, dim=1), target, reduction="none")
+
+    def _of_rows(self, queries: Tensor, passages: Tensor) -> Tensor:
+        """Each query's logits with passages of its own, ``(rows, each)``."""
+        return self.logits(queries.unsqueeze(1), passages).squeeze(1)
+
+
+def _left_out(logits: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return logits
+    rows, candidates = logits.shape
+    return logits.masked_fill(checked_mask(mask, rows, candidates, logits.device), float("-inf"))
 
 
 def _checked_index(index: Tensor, rows: int, pool: int, device: torch.device) -> Tensor:

@@ -11,21 +11,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from lit_dpret.encoders import Contract, Side, TextEncoder
+from lit_dpret.encoders import Side, TextEncoder
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.losses import InBatchSoftmaxLoss, PairwiseLoss, PublicPoolSoftmaxLoss, false_negatives
+from lit_dpret.losses import HardNegativeSoftmaxLoss, InBatchSoftmaxLoss, PairwiseLoss, false_negatives
 from lit_dpret.modules.adapters import add_lora, merged
+from lit_dpret.modules.grad_cache import embed_in_chunks
+from lit_dpret.modules.new_encoder import make_encoder
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.pair_module import PairModule
+from lit_dpret.modules.pool_candidates import PoolCandidates
 from lit_dpret.modules.public_pool import PublicPool
-from lit_dpret.modules.row_by_row import marked
+from lit_dpret.modules.step_negatives import Compared, StepNegatives
+from lit_dpret.negatives import TrainTexts
+from lit_dpret.negatives.row_negatives import Sources
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes import PrivacyMode, PublicPassages
 from lit_dpret.privacy.sampling import Row, UnitBatch, map_rows
@@ -33,6 +37,7 @@ from lit_dpret.st_folder import save_sentence_transformer
 
 TowerChoice = Literal["shared", "separate"]
 PassageTower = Literal["trained", "frozen"]
+_NEGATIVES_KEY = "lit_dpret_negatives"
 
 
 class DualEncoder(PairModule):
@@ -60,12 +65,19 @@ class DualEncoder(PairModule):
             low-rank adapters instead of the weights. Null trains all weights.
         loss: A loss of the table of similarities (`lit_dpret.losses.pairs`), which then holds its own
             temperature; null for the softmax over the passages.
+        negatives: Sources of negatives (`lit_dpret.negatives`), listed or by name; null for what the privacy mode
+            takes by itself, the passages of the batch or a public pool. Others than ``in_batch`` go with the
+            softmax.
+        passage_cache_dir: Where the embeddings of a frozen passage tower are kept between runs, for ``negatives``
+            and `encode_passages`; they are made of passages alone. Null keeps none.
         temperature: Divides the cosine similarity in the softmax.
         max_query_length: Tokens of a query that are read, special tokens among them.
         max_passage_length: The same for a passage.
         query_prefix: Put before every query; null for what the encoder's folder says.
         passage_prefix: Put before every passage; null for what the encoder's folder says.
         gradient_checkpointing: Recompute activations to save memory.
+        grad_cache_rows: Embed so many texts at a time, and once more for the gradient, so that a large batch
+            needs the memory of a small one (`lit_dpret.modules.grad_cache`); null embeds all together.
         log_private_loss: Log the training loss although it is an unaccounted release.
 
     Raises:
@@ -86,12 +98,15 @@ class DualEncoder(PairModule):
         passage_tower: PassageTower = "trained",
         lora: Mapping[str, Any] | None = None,
         loss: PairwiseLoss | None = None,
+        negatives: Sources | None = None,
+        passage_cache_dir: str | Path | None = None,
         temperature: float = 0.05,
         max_query_length: int = 32,
         max_passage_length: int = 128,
         query_prefix: str | None = None,
         passage_prefix: str | None = None,
         gradient_checkpointing: bool = False,
+        grad_cache_rows: int | None = None,
         log_private_loss: bool = False,
     ) -> None:
         settings = dict(locals())
@@ -141,9 +156,40 @@ class DualEncoder(PairModule):
                     "model.passage_tower=frozen. Set it to none."
                 )
             self._pool = PublicPool(privacy.pool_size, privacy.pool_seed)
-            self._pool_loss = PublicPoolSoftmaxLoss(temperature=temperature, similarity="cosine")
+        self._listwise = HardNegativeSoftmaxLoss(temperature=temperature, similarity="cosine")
         self._pool_texts: list[str] = []
-        self._candidates: _Candidates | None = None
+        self._candidates: PoolCandidates | None = None
+        self._all_passages: Tensor | None = None
+        if passage_cache_dir is not None and not self._frozen_passages:
+            raise ConfigurationError(
+                f"model.passage_cache_dir={passage_cache_dir} keeps embeddings of passages, and these are trained: "
+                "they change with every step. Set model.passage_tower=frozen, or set it to null."
+            )
+        self._passage_cache_dir = None if passage_cache_dir is None else Path(passage_cache_dir)
+        self._negatives = self._make_negatives(negatives)
+        self._grad_cache_rows = _checked_grad_cache(grad_cache_rows, privacy)
+
+    def _make_negatives(self, sources: Sources | None) -> StepNegatives | None:
+        """Sources that ask for more than the privacy mode does by itself; None where there are none."""
+        if sources is None:
+            return None
+        made = StepNegatives(
+            sources,
+            self.privacy,
+            passages_are_frozen=self._frozen_passages,
+            passage_cache_dir=self._passage_cache_dir,
+        )
+        pairs = self.privacy.guarantee == "dp" and self.privacy.name != "batch_clip"  # it takes the batch apart itself
+        if made.of_rows.only_in_batch and (pairs or not made.looks_up):
+            return None
+        if not isinstance(self.loss, InBatchSoftmaxLoss):
+            raise ConfigurationError(
+                f"model.loss={type(self.loss).__name__} is a loss of the batch's table of similarities, which has no "
+                f"place for model.negatives={','.join(source.name for source in made.of_rows.sources)}. Set model.loss "
+                "to null."
+            )
+        self.coupled_loss = made.of_rows.couples_rows
+        return made
 
     def tower(self, side: Side) -> TextEncoder:
         """The encoder of one side."""
@@ -162,12 +208,29 @@ class DualEncoder(PairModule):
         data: Any = getattr(self.trainer, "datamodule", None)
         if stage == "fit" and self._pool is not None and not self._pool_texts and data is not None:
             self.learn_public_passages(data.public_passages())
+        if (
+            stage == "fit"
+            and self._negatives is not None
+            and self._negatives.of_rows.texts is None
+            and data is not None
+        ):
+            self.learn_negatives(TrainTexts.of(data), device=self.trainer.strategy.root_device)
+
+    def learn_negatives(self, texts: TrainTexts, *, device: torch.device | None = None) -> None:
+        """Have the sources of negatives look through the texts; ``setup`` does it for the Trainer's DataModule.
+
+        Args:
+            texts: Public passages and train queries.
+            device: Where to encode; where the module is, by default.
+        """
+        if self._negatives is not None:
+            self._negatives.learn(self, texts, device)
 
     def learn_public_passages(self, passages: Mapping[str, str]) -> None:
         """Take over the public list of passages by id; ``setup`` does it for the Trainer's DataModule."""
         listed = dict(sorted(passages.items()))
         self._pool_texts = list(listed.values())
-        self._candidates = None
+        self._candidates = self._all_passages = None
         if self._pool is not None:
             self._pool.learn(list(listed))
 
@@ -178,21 +241,27 @@ class DualEncoder(PairModule):
             ``query`` and ``passage``, each with ``input_ids`` and ``attention_mask`` of shape
             ``(rows, tokens)``, and ``answers``, booleans of shape ``(rows, rows)``; against a public pool
             instead ``answers``, the places of the row's own and further positives in the public list,
-            ``(rows, most of them)``, filled up with -1.
+            ``(rows, most of them)``, filled up with -1. With sources of negatives it also holds what rows are
+            known by (`TrainTexts.keys`), and ``answers`` only against a pool.
         """
-        batch: dict[str, Any] = {
-            "query": self.tower("query").tokenize([row.query for row in rows], "query"),
-            "passage": self.tower("passage").tokenize([row.passage for row in rows], "passage"),
-        }
+        negatives = self._negatives
+        batch: dict[str, Any] = {"query": self.tower("query").tokenize([row.query for row in rows], "query")}
+        if negatives is None or not negatives.looks_up:
+            batch["passage"] = self.tower("passage").tokenize([row.passage for row in rows], "passage")
         ids, positives = [row.passage_id for row in rows], [row.positives for row in rows]
+        if negatives is not None:
+            batch |= negatives.of_rows.keys(rows)
         if self._pool is not None:
             own, others = self._pool.places(ids, positives)
             return batch | {"answers": torch.cat([own.unsqueeze(1), others], dim=1)}
-        return batch | {"answers": false_negatives(ids, ids, positives)}
+        return batch if negatives is not None else batch | {"answers": false_negatives(ids, ids, positives)}
 
     def represent(self, features: Any, side: Side) -> Tensor:
         """The embeddings of tokenised texts, ``(rows, dim)``."""
-        found: Tensor = self.tower(side)(features)
+        tower, at_once = self.tower(side), self._grad_cache_rows
+        if at_once is not None:
+            return embed_in_chunks(tower, features, count=len(features["input_ids"]), rows_at_once=at_once)
+        found: Tensor = tower(features)
         return found
 
     def pair_shape(self) -> dict[str, Any]:
@@ -203,10 +272,12 @@ class DualEncoder(PairModule):
             "shared": self.passage_encoder is None,
         }
 
-    # -- against public passages --------------------------------------------------------------
+    # -- candidates beside the batch ----------------------------------------------------------
 
     def before_batch(self, batch: UnitBatch) -> None:
-        """Draw the public passages of a new step, and embed them with the weights as they are."""
+        """Choose what the rows are compared with, and embed the public passages of a new step."""
+        if self._negatives is not None:
+            self._negatives.before_batch(self, batch)
         if self._pool is None or (self._candidates is not None and self._candidates.step == batch.step):
             return
         if not self._pool_texts:
@@ -218,38 +289,49 @@ class DualEncoder(PairModule):
         texts = self._pool_texts if chosen is None else [self._pool_texts[i] for i in chosen.tolist()]
         full = isinstance(self.privacy, PublicPassages) and self.privacy.passage_gradient == "full"
         tower = self.tower("passage")
-        self._candidates = _Candidates(
+        self._candidates = PoolCandidates(
             step=batch.step,
             place=None if place is None else place.to(self.device),
-            embeddings=None if full else tower.encode(texts, "passage").to(self.device),
+            embeddings=None if full else self._pool_embeddings(texts, chosen).to(self.device),
             features=map_rows(lambda t: t.to(self.device), tower.tokenize(texts, "passage")) if full else None,
             count=len(texts),
         )
 
+    def _pool_embeddings(self, texts: list[str], chosen: Tensor | None) -> Tensor:
+        if self._passage_cache_dir is None:
+            return self.tower("passage").encode(texts, "passage")
+        if self._all_passages is None:  # frozen: made once, and read in every other run
+            self._all_passages = self.encode_passages(self._pool_texts)
+        return self._all_passages if chosen is None else self._all_passages[chosen]
+
     def per_row_loss(self, rows: dict[str, Any]) -> Tensor:
         """Cross entropy in nats of each query's own passage among its candidates, ``(rows,)``."""
-        if self._pool is None or self._candidates is None:
+        negatives = self._negatives
+        if negatives is None and self._candidates is None:
             return super().per_row_loss(rows)
-        pool, answers = self._candidates, rows["answers"]
-        mode: Any = self.privacy
         queries = self.embed(rows["query"], "query")
-        with torch.set_grad_enabled(torch.is_grad_enabled() and mode.passage_gradient != "none"):
-            own = self.embed(rows["passage"], "passage")
-        places = answers if pool.place is None else torch.where(answers < 0, answers, pool.place[answers])
-        mask = marked(places, pool.count)
-        if pool.embeddings is not None:
-            losses: Tensor = self._pool_loss(queries, pool.embeddings, positive_embeddings=own, mask=mask)
-            return losses
-        copies = torch.arange(pool.count, device=mask.device).repeat(len(queries))
-        features = map_rows(lambda tensor: tensor[copies], pool.features)
-        candidates = self.embed(features, "passage").view(len(queries), pool.count, -1)
-        wide = torch.promote_types(queries.dtype, torch.float32)
-        with torch.autocast(queries.device.type, enabled=False):
-            both = torch.cat([own.unsqueeze(1), candidates], dim=1).to(wide)
-            logits = torch.einsum("rd,rcd->rc", queries.to(wide), both) / self._pool_loss.temperature
-        left_out = torch.nn.functional.pad(mask, (1, 0), value=False)
-        target = torch.zeros(len(queries), dtype=torch.long, device=logits.device)
-        return torch.nn.functional.cross_entropy(logits.masked_fill(left_out, float("-inf")), target, reduction="none")
+        through_passages = not isinstance(self.privacy, PublicPassages) or self.privacy.passage_gradient != "none"
+        with torch.set_grad_enabled(torch.is_grad_enabled() and through_passages):
+            if negatives is None:
+                own, compared = self.embed(rows["passage"], "passage"), Compared()
+            else:
+                own = negatives.positives(self, rows)
+                compared = negatives.compare(self, rows, own)
+        if self._candidates is not None:
+            self._candidates.add_to(compared, rows["answers"], lambda features: self.embed(features, "passage"))
+        losses: Tensor = self._listwise(queries, own, **compared.arguments())
+        return losses
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        if self._negatives is not None:
+            checkpoint[_NEGATIVES_KEY] = self._negatives.of_rows.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self._negatives is not None and _NEGATIVES_KEY in checkpoint:
+            self._negatives.of_rows.load_state_dict(checkpoint[_NEGATIVES_KEY], self.device)
 
     # -- what comes out -----------------------------------------------------------------------
 
@@ -258,8 +340,11 @@ class DualEncoder(PairModule):
         return self.tower("query").encode(texts, "query", progress=progress)
 
     def encode_passages(self, texts: Sequence[str], *, progress: Any = None) -> Tensor:
-        """Embeddings of passages, as `encode_queries`."""
-        return self.tower("passage").encode(texts, "passage", progress=progress)
+        """Embeddings of passages, as `encode_queries`; read from ``passage_cache_dir`` where they are there."""
+        tower = self.tower("passage")
+        if self._passage_cache_dir is not None:
+            return tower.encode_cached(texts, "passage", self._passage_cache_dir, progress=progress)
+        return tower.encode(texts, "passage", progress=progress)
 
     def save_model(self, folder: str | Path) -> Path:
         """Write the encoder, or both, as a sentence-transformers folder with its contract.
@@ -272,86 +357,13 @@ class DualEncoder(PairModule):
         return Path(folder)
 
 
-@dataclass(frozen=True)
-class _Candidates:
-    """The public passages of one step.
-
-    Args:
-        step: The logical step.
-        place: For each public passage, its place among the candidates or -1; None where all are.
-        embeddings: Without gradient, ``(count, dim)``; None where their gradient is wanted.
-        features: Then their tokens.
-        count: How many there are.
-    """
-
-    step: int
-    place: Tensor | None
-    embeddings: Tensor | None
-    features: Any
-    count: int
-
-
-def make_encoder(
-    encoder: str | Path | TextEncoder | None,
-    *,
-    config: Mapping[str, Any] | None = None,
-    tokenizer: str | Path | None = None,
-    query_max_length: int,
-    passage_max_length: int,
-    query_prefix: str | None,
-    passage_prefix: str | None,
-) -> TextEncoder:
-    """The shared tower that a dual encoder's settings describe, normalised, in float32.
-
-    Raises:
-        ConfigurationError: ``encoder`` and ``config`` are both given or both missing.
-    """
-    if isinstance(encoder, TextEncoder):
-        if not encoder.contract.normalise:
-            raise ConfigurationError("model.encoder does not normalise its embeddings; set normalise=True in it.")
-        return encoder
-    if (encoder is None) == (config is None):
+def _checked_grad_cache(rows: int | None, privacy: PrivacyMode) -> int | None:
+    if rows is not None and rows < 1:
+        raise ConfigurationError(f"model.grad_cache_rows={rows} must be at least 1, or null.")
+    if rows is not None and privacy.guarantee == "dp" and privacy.name != "batch_clip":
         raise ConfigurationError(
-            f"model.encoder={encoder} and model.config={config}: give one of them, an encoder to start from or the "
-            "shape of a new one."
+            f"model.grad_cache_rows={rows} cannot go with privacy={privacy.name}, whose clipping watches one pass over "
+            "all rows. Set it to null; where memory is short, lower datamodule.physical_batch_size or raise "
+            "privacy.sub_batches."
         )
-    if encoder is not None:
-        return TextEncoder.from_pretrained(
-            encoder,
-            normalise=True,
-            query_max_length=query_max_length,
-            passage_max_length=passage_max_length,
-            query_prefix=query_prefix,
-            passage_prefix=passage_prefix,
-        )
-    contract = Contract(
-        query_max_length=query_max_length,
-        passage_max_length=passage_max_length,
-        query_prefix=query_prefix or "",
-        passage_prefix=passage_prefix or "",
-    )
-    backbone, words = _new_transformer(dict(config or {}), tokenizer)
-    return TextEncoder(backbone, words, contract)
-
-
-def _new_transformer(config: dict[str, Any], tokenizer: str | Path | None) -> tuple[Any, Any]:
-    import transformers
-
-    if tokenizer is None:
-        raise ConfigurationError("model.encoder=null needs model.tokenizer: a new encoder has no words of its own.")
-    try:
-        words = transformers.AutoTokenizer.from_pretrained(tokenizer)
-        shape = transformers.AutoConfig.for_model(**{"vocab_size": len(words)} | config)
-        backbone = transformers.AutoModel.from_config(shape)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigurationError(
-            f"model.config and model.tokenizer={str(tokenizer)!r} make no encoder: {reason} model.config needs "
-            "model_type, for instance bert, and the fields of that type's config."
-        ) from error
-    if backbone.get_input_embeddings().num_embeddings < len(words):
-        raise ConfigurationError(
-            f"model.tokenizer has {len(words)} tokens, but model.config has embeddings for "
-            f"{backbone.get_input_embeddings().num_embeddings}: they do not belong together."
-        )
-    return backbone.to(torch.float32), words
+    return rows

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from lit_dpret.encoders import Side, TextEncoder
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses import PairwiseLoss, SoftmaxPairLoss, false_negatives
-from lit_dpret.modules.dual_encoder import make_encoder
 from lit_dpret.modules.net_folder import load_net, save_net
+from lit_dpret.modules.new_encoder import make_encoder
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.pair_module import PairModule
 from lit_dpret.privacy.clipping.base import refuse_batch_mixing

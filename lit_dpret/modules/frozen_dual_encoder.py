@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from lit_dpret.encoders import Side, TextEncoder
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.losses import InBatchSoftmaxLoss, PairwiseLoss, PublicPoolSoftmaxLoss, false_negatives
-from lit_dpret.modules.dual_encoder import make_encoder
 from lit_dpret.modules.frozen_texts import FrozenTexts, Progress
+from lit_dpret.modules.new_encoder import make_encoder
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.pair_module import PairModule
 from lit_dpret.modules.public_pool import PublicPool

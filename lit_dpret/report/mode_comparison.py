@@ -60,7 +60,7 @@ class Difference:
     Args:
         first, second: Names of the systems; ``first`` has the higher mean.
         metric: Of the values.
-        budget: The family; None for the same mode at two budgets.
+        budget: The family; None for the same mode at two budgets, or where there are no budgets.
         difference: Of the means.
         low, high: The 95 % interval of the difference over training runs, for this one comparison.
         p_runs: Over training runs, adjusted for the family.
@@ -89,6 +89,8 @@ class Difference:
 def differences(rows: Sequence[ModeRow], metric: str) -> list[Difference]:
     """Every two systems of one budget, and every mode at its budgets; each set one family.
 
+    Where no system has a budget, every two of them are compared, as one family.
+
     Guarantees:
         - Two systems that were not trained are not compared: there are no runs to judge by.
         - The p-values of a family are adjusted together.
@@ -103,6 +105,8 @@ def differences(rows: Sequence[ModeRow], metric: str) -> list[Difference]:
     if len({len(row.per_query[metric]) for row in rows}) > 1:
         raise DataError("Systems that were judged on different queries cannot be compared.")
     found: list[Difference] = []
+    if all(row.budget is None for row in rows):
+        return _family(list(combinations(rows, 2)), metric, None)
     budgets = sorted({row.budget for row in rows if row.budget is not None})
     for budget in budgets:
         of_budget = [row for row in rows if row.budget in (None, budget)]

@@ -1,4 +1,4 @@
-"""A comparison of privacy modes as a page, a table and data.
+"""A comparison of ways to train, privacy modes above all, as a page, a table and data.
 
 The page says what every row costs in the same line as what it reached, and that many trainings on
 the same queries cost more together than any one of them.
@@ -10,7 +10,7 @@ import csv
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,7 @@ from lit_dpret.report.mode_comparison import Difference, ModeRow, differences
 from lit_dpret.report.table import RowResult, show
 from lit_dpret.retrieval.statistics import Interval
 
-NAME = "compare_modes"
 _SCHEMA = "lit-dpret/mode-comparison/1"
-_TITLE = "One retriever under every privacy mode"
 _HOW_SURE = (
     "Means over training runs, each with noise and coins of its own, and 95 % intervals: of the t-distribution over "
     "training runs, and of the bootstrap over queries. The first says how the setting does, the second how much these "
@@ -39,21 +37,41 @@ _HOW_TESTED = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Headings:
+    """What a comparison is called.
+
+    Args:
+        name: Of the files.
+        title: Of the page.
+        rows: What the rows are, in the plural.
+    """
+
+    name: str
+    title: str
+    rows: str
+
+
+COMPARE_MODES = Headings(name="compare_modes", title="One retriever under every privacy mode", rows="Privacy modes")
+
+
 def write_mode_report(
     folder: Path,
     rows: Sequence[ModeRow],
     *,
+    headings: Headings = COMPARE_MODES,
     metrics: Sequence[str],
     evaluated_on: str,
     command: str,
     notes: Sequence[str] = (),
     private_runs: int = 0,
 ) -> dict[str, Path]:
-    """Write ``compare_modes.{html,md,json,csv}`` and ``differences.csv`` into ``folder``.
+    """Write ``NAME.{html,md,json,csv}``, as the headings name it, and ``differences.csv`` into ``folder``.
 
     Args:
         folder: It exists.
         rows: The systems, in the order of the table.
+        headings: What the comparison is called.
         metrics: Which of their metrics are shown; the first one is drawn.
         evaluated_on: Test set and model, in words.
         command: What to type to get the same again.
@@ -80,11 +98,11 @@ def write_mode_report(
         "differences": [_difference_facts(each) for of_metric in found.values() for each in of_metric],
     }
     texts = {
-        f"{NAME}.html": to_html(_TITLE, subtitle, lead, sections),
-        f"{NAME}.md": to_markdown(_TITLE, subtitle, lead, sections),
-        f"{NAME}.json": json.dumps(facts, indent=1, allow_nan=False) + "\n",
+        f"{headings.name}.html": to_html(headings.title, subtitle, lead, sections),
+        f"{headings.name}.md": to_markdown(headings.title, subtitle, lead, sections),
+        f"{headings.name}.json": json.dumps(facts, indent=1, allow_nan=False) + "\n",
     }
-    tables = {f"{NAME}.csv": _row_table(rows, metrics), "differences.csv": _difference_table(found)}
+    tables = {f"{headings.name}.csv": _row_table(rows, metrics), "differences.csv": _difference_table(found)}
     try:
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
@@ -117,12 +135,12 @@ def _sections(
     notes: Sequence[str],
 ) -> list[Section]:
     metrics = list(found)
-    first = metrics[0]
+    first, budgeted = metrics[0], any(row.budget is not None for row in rows)
     drawn = [RowResult(system=row.name, metrics={first: row.over_runs(first)}) for row in rows]
     sections = [
         Section("Results", [Paragraph(f"Computed on {evaluated_on}."), *_results(rows, metrics)]),
         Section(f"{first}, with the interval over training runs", [Drawing(bar_chart(drawn))]),
-        Section("Which differences are significant", [Paragraph(_HOW_TESTED), *_verdicts(found)]),
+        Section("Which differences are significant", [Paragraph(_HOW_TESTED), *_verdicts(found, budgeted=budgeted)]),
         Section("How each row was trained", [_settings(rows)]),
     ]
     if notes:
@@ -153,13 +171,16 @@ def _claims(rows: Sequence[ModeRow]) -> tuple[list[str], str]:
     return [row.privacy.removesuffix(f", {end}") for row in rows], f" Every epsilon is at {end}."
 
 
-def _verdicts(found: Mapping[str, Sequence[Difference]]) -> list[Block]:
+def _verdicts(found: Mapping[str, Sequence[Difference]], *, budgeted: bool) -> list[Block]:
     blocks: list[Block] = []
     for metric, of_metric in found.items():
         for budget in dict.fromkeys(each.budget for each in of_metric):
             family = [each for each in of_metric if each.budget == budget]
             carried = sum(each.is_significant() for each in family)
-            where = "the same mode at two budgets" if budget is None else f"epsilon {budget:g}"
+            if budget is not None:
+                where = f"epsilon {budget:g}"
+            else:
+                where = "the same mode at two budgets" if budgeted else "all rows"
             blocks.append(Paragraph(f"{metric}, {where}: {carried} of {len(family)} differences are significant."))
             body = [
                 (

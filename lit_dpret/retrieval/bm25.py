@@ -14,6 +14,7 @@ from typing import Any
 import bm25s
 import Stemmer
 import torch
+from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.retrieval.search import MISSING, TopK, lexicographic_rank, top_k_of
@@ -81,16 +82,38 @@ class BM25:
         Raises:
             ConfigurationError: k is not positive.
         """
+        return self.search_and_score(queries, k, [()] * len(queries))[0]
+
+    def search_and_score(
+        self, queries: Sequence[str], k: int, wanted: Sequence[Sequence[int]]
+    ) -> tuple[TopK, list[Tensor]]:
+        """`search`, and the scores of further passages, in one look at each query.
+
+        Args:
+            queries: The texts.
+            k: How many passages to return for each query; positive.
+            wanted: For each query the indices of passages whose scores are asked for.
+
+        Returns:
+            What `search` returns, and for each query the scores of ``wanted``; 0 for a passage that shares
+            no word with it.
+
+        Raises:
+            ConfigurationError: k is not positive.
+        """
         if k < 1:
             raise ConfigurationError(f"k={k} must be at least 1.")
         scores = torch.full((len(queries), k), float("-inf"))
         indices = torch.full((len(queries), k), MISSING, dtype=torch.long)
+        scored = [torch.zeros(len(places)) for places in wanted]
         words: Any = bm25s.tokenize(list(queries), return_ids=False, **self._words)
         for row, tokens in enumerate(words):
             known = self._index.get_tokens_ids(tokens)
             if not known:
                 continue
-            found = top_k_of(torch.from_numpy(self._index.get_scores_from_ids(known)), k, self._tie_rank)
+            all_scores = torch.from_numpy(self._index.get_scores_from_ids(known))
+            found = top_k_of(all_scores, k, self._tie_rank)
             hits = int((found.scores > 0).sum())
             scores[row, :hits], indices[row, :hits] = found.scores[0, :hits], found.indices[0, :hits]
-        return TopK(scores, indices)
+            scored[row] = all_scores[torch.tensor(wanted[row], dtype=torch.long)]
+        return TopK(scores, indices), scored

@@ -1,45 +1,35 @@
 """`task=compare_modes`: one retriever under every privacy mode, several times each, and which of them differ.
 
-Every run is a stage of its own: an interrupted comparison goes on with ``resume=true``, and more seeds,
-budgets or variants can be added to one that is done. Numbers are means over training runs; what is
-called a difference is one over runs (`lit_dpret.report.mode_comparison`).
+Budgets can be added to a comparison that is done, as seeds and variants can (`lit_dpret.tasks.comparison`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
-import numpy as np
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
-from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.errors import ConfigurationError
 from lit_dpret.postprocessing import load_released
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.card_text import privacy_line
 from lit_dpret.privacy.modes import NoPrivacy
-from lit_dpret.report.mode_comparison import ModeRow
+from lit_dpret.report.mode_report import COMPARE_MODES, Headings
 from lit_dpret.retrieval.runs import EvaluationResult
-from lit_dpret.tasks.compare_report import tell
 from lit_dpret.tasks.compare_variant import Variant
+from lit_dpret.tasks.comparison import Comparison
 from lit_dpret.tasks.consistency import KEPT, check_round_trip
-from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.retriever_stage import stage_callbacks, train_retriever
-from lit_dpret.tasks.scoring import score_bm25, score_embeddings
-from lit_dpret.tasks.stages import DONE, Stages
+from lit_dpret.tasks.scoring import score_embeddings
+from lit_dpret.tasks.stages import DONE
 
-METRIC_NAMES = {"ndcg@10": "nDCG@10", "recall@10": "Recall@10"}
-PUBLIC = "no private data"
-# Removed at the end: embeddings of queries are as private as the queries.
 EMBEDDINGS = "embeddings"
 
 
@@ -56,7 +46,7 @@ class _Cell:
         return self.variant if self.eps is None else f"{self.variant}-eps{self.eps:g}"
 
 
-class CompareModes:
+class CompareModes(Comparison[_Cell]):
     """Train, evaluate and compare.
 
     Args:
@@ -80,6 +70,10 @@ class CompareModes:
         ConfigurationError: A setting is out of range, or ``only`` names no variant.
     """
 
+    headings: ClassVar[Headings] = COMPARE_MODES
+    growing = Comparison.growing | {"eps", "synthetic"}
+    private_folder = EMBEDDINGS
+
     def __init__(
         self,
         *,
@@ -98,56 +92,30 @@ class CompareModes:
         keep_models: bool = False,
         min_free_mb: float = 1000,
     ) -> None:
-        self.make_retriever, self.variants = retriever, dict(variants)
-        if unknown := sorted(set(only or ()) - set(self.variants)):
-            raise ConfigurationError(f"task.only: {unknown[0]!r} is not one of {', '.join(self.variants)}.")
-        self.only = list(self.variants) if only is None else [name for name in self.variants if name in only]
-        if not self.only:
-            raise ConfigurationError("task.variants and task.only leave nothing to compare.")
+        super().__init__(
+            variants=variants,
+            only=only,
+            seeds=seeds,
+            max_passages=max_passages,
+            split=split,
+            tuning_note=tuning_note,
+            tuning_data=tuning_data,
+            keep_models=keep_models,
+            min_free_mb=min_free_mb,
+        )
+        self.make_retriever = retriever
         if not eps or any(not (isinstance(e, (int, float)) and 0 < e < math.inf) for e in eps):
             raise ConfigurationError(f"task.eps={list(eps)} must be one or more positive, finite numbers.")
-        for name, number in (("seeds", seeds), ("round_trip_filter", round_trip_filter)):
-            if number is not None and number < 1:
-                raise ConfigurationError(f"task.{name}={number} must be at least 1.")
-        self.eps, self.delta, self.seeds = sorted({float(e) for e in eps}), delta, seeds
+        if round_trip_filter is not None and round_trip_filter < 1:
+            raise ConfigurationError(f"task.round_trip_filter={round_trip_filter} must be at least 1.")
+        self.eps, self.delta = sorted({float(e) for e in eps}), delta
         given = [synthetic] if isinstance(synthetic, (str, Path)) else list(synthetic or ())
         self.synthetic = [Path(folder) for folder in given]
-        self.round_trip_filter, self.max_passages, self.split = round_trip_filter, max_passages, split
-        self.tuning_note, self.tuning_data = tuning_note, tuning_data
-        self.keep_models, self.min_free_mb = keep_models, min_free_mb
-
-    def run(self, parts: Parts) -> dict[str, float]:
-        """Run every stage that is not done yet; returns nDCG@10 by row."""
-        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
-        self._parts = parts
-        cells = self._cells()
-        self._stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint())
-        self._searched = self._data()
-        self._searched.prepare_data()
-        self._searched.setup("fit")
-        self._searched.use_unit("query")
-        self._delta = 1.0 / (2 * self._searched.n_units) if self.delta is None else self.delta
-        self._queries, self._qrels = self._searched.evaluation_set(self.split)
-        rows = [self._untrained("bm25", "BM25", self._bm25), self._untrained("zero_shot", "zero-shot", self._zero_shot)]
-        self._filter(cells)
-        self._train_all(cells)
-        rows += [self._row(cell) for cell in cells]
-        told = tell(
-            parts.run_dir,
-            rows,
-            metrics=list(METRIC_NAMES.values()),
-            evaluated_on=self._evaluated_on(),
-            command=parts.command,
-            notes=self._notes(),
-            private_runs=self.seeds * sum(self.variants[cell.variant].guarantee == "dp" for cell in cells),
-            seconds=sum(self._stages.seconds.values()),
-        )
-        shutil.rmtree(parts.run_dir / EMBEDDINGS, ignore_errors=True)
-        return told
+        self.round_trip_filter = round_trip_filter
 
     # -- what there is to do -----------------------------------------------------------------
 
-    def _cells(self) -> list[_Cell]:
+    def cells(self) -> list[_Cell]:
         """The rows to train: those without a budget first, then each budget."""
         free = [_Cell(name, None) for name in self.only if self.variants[name].guarantee == "none"]
         cells: list[_Cell] = []
@@ -184,29 +152,9 @@ class CompareModes:
             )
         return covering[0]
 
-    def _fingerprint(self) -> str:
-        """What finished runs depend on; runs can be added without touching them."""
-        growing = {"variants", "only", "eps", "seeds", "synthetic", "keep_models", "min_free_mb"}
-        settings = {k: str(v) for k, v in sorted(vars(self).items()) if not k.startswith("_") and k not in growing}
-        settings["seed"] = str(self._parts.seed)
-        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-
-    def _data(self) -> PairsDataModule:
-        made: PairsDataModule = self._parts.make_datamodule(
-            max_passages=self.max_passages, expected_batch_size=None, sample_rate=None, rows_per_unit="one"
-        )
-        return made
-
     # -- stages ------------------------------------------------------------------------------
 
-    def _untrained(self, name: str, label: str, score: Callable[[], EvaluationResult]) -> ModeRow:
-        result = self._stages.run(name, lambda folder, resume: _per_query(score()))
-        return self._as_row(label, [result], privacy=PUBLIC)
-
-    def _bm25(self) -> EvaluationResult:
-        return score_bm25(self._queries, self._searched.public_passages(), self._qrels)
-
-    def _zero_shot(self) -> EvaluationResult:
+    def zero_shot(self) -> EvaluationResult:
         model = self._retriever(NoPrivacy())
         with ProgressLine("encoding passages and queries") as progress:
             model.prepare(self._searched, progress=progress)
@@ -226,7 +174,7 @@ class CompareModes:
             self._qrels,
         )
 
-    def _filter(self, cells: Sequence[_Cell]) -> None:
+    def before_training(self, cells: Sequence[_Cell]) -> None:
         """Choose, by public means, the synthetic queries that are trained on."""
         for cell in cells:
             if cell.synthetic is not None and self.round_trip_filter is not None:
@@ -245,44 +193,14 @@ class CompareModes:
     def _made(self, cell: _Cell, keep: Path | None) -> SyntheticDataModule:
         return SyntheticDataModule(folder=str(cell.synthetic), evaluation=self._searched, keep=keep)
 
-    def _train_all(self, cells: Sequence[_Cell]) -> None:
-        """Every row's first run, then every row's second one: early numbers are of all rows."""
-        todo = [(cell, self._parts.seed + i) for i in range(self.seeds) for cell in cells]
-        done = sum((self._parts.run_dir / _run_name(cell, seed) / DONE).exists() for cell, seed in todo)
-        with ProgressLine("training runs", every=0.0) as progress:
-            progress(done, len(todo))
-            for cell, seed in todo:
-                if (self._parts.run_dir / _run_name(cell, seed) / DONE).exists():
-                    self._result(cell, seed)
-                    continue
-                result = self._result(cell, seed)
-                done += 1
-                value = np.mean(result["per_query"]["nDCG@10"])
-                progress(done, len(todo), f"{_run_name(cell, seed)} nDCG@10 {value:.4f}")
-
-    def _result(self, cell: _Cell, seed: int) -> dict[str, Any]:
-        """What a run reached; one that was trained with other settings of its variant is refused."""
-        name, settings = _run_name(cell, seed), repr(self.variants[cell.variant])
-
-        def work(folder: Path, resume: bool) -> dict[str, Any]:
-            return self._train(cell, seed, folder, resume) | {"settings": settings}
-
-        result = self._stages.run(name, work)
-        if result["settings"] != settings:
-            raise ResumeError(
-                f"resume=true, but {name} was trained with other settings of task.variants.{cell.variant}. Restore "
-                f"them, or remove {self._parts.run_dir / name}."
-            )
-        return result
-
-    def _train(self, cell: _Cell, seed: int, folder: Path, resume: bool) -> dict[str, Any]:
+    def train(self, cell: _Cell, seed: int, folder: Path, resume: bool) -> EvaluationResult:
         variant = self.variants[cell.variant]
         L.seed_everything(seed, verbose=False)
         noise, cap = self._calibrated(cell)
-        privacy = variant.make_privacy(eps=cell.eps, delta=self._delta, seed=seed, noise_multiplier=noise)
+        privacy = variant.make_privacy(eps=cell.eps, delta=self._claimed_delta(), seed=seed, noise_multiplier=noise)
         model = self._retriever(privacy, **variant.module_settings(seed=seed))
         tuning = {"tuning_data": self.tuning_data, "tuning_note": self.tuning_note, "tuning_trials": variant.trials}
-        data: PairsDataModule = self._data()
+        data: PairsDataModule = self.make_data()
         if cell.synthetic is not None:
             keep = None if self.round_trip_filter is None else self._parts.run_dir / _round_trip(cell) / KEPT
             data = self._made(cell, keep)
@@ -295,18 +213,19 @@ class CompareModes:
             parts=self._parts,
             steps=variant.steps,
             batch=variant.batch,
-            callbacks=stage_callbacks(folder, resume=resume, label=_run_name(cell, seed), **tuning),
+            callbacks=stage_callbacks(folder, resume=resume, label=self.run_name(cell, seed), **tuning),
             resume=resume,
         )
-        result = _per_query(self._score(model))
-        if not self.keep_models:
-            shutil.rmtree(folder / "model", ignore_errors=True)
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        result = self._score(model)
+        self.drop_model(folder)
         return result
+
+    def _claimed_delta(self) -> float:
+        return 1.0 / (2 * self._searched.n_units) if self.delta is None else self.delta
 
     def _calibrated(self, cell: _Cell) -> tuple[float | None, int | None]:
         """Noise multiplier and cap of the row's first run, which the others need not look for again."""
-        first = self._parts.run_dir / _run_name(cell, self._parts.seed)
+        first = self._parts.run_dir / self.run_name(cell, self._parts.seed)
         if self.variants[cell.variant].guarantee != "dp" or not (first / DONE).exists():
             return None, None
         mechanism = read_card(first)["mechanism"]
@@ -314,45 +233,29 @@ class CompareModes:
 
     # -- the table ---------------------------------------------------------------------------
 
-    def _row(self, cell: _Cell) -> ModeRow:
-        variant = self.variants[cell.variant]
-        seeds = range(self._parts.seed, self._parts.seed + self.seeds)
-        results = [self._result(cell, seed) for seed in seeds]
-        cards = [read_card(self._parts.run_dir / _run_name(cell, seed)) for seed in seeds]
-        worst = max(cards, key=lambda card: math.inf if card["claim"]["epsilon"] is None else card["claim"]["epsilon"])
-        label = variant.label if cell.eps is None else f"{variant.label}, epsilon {cell.eps:g}"
-        return self._as_row(
-            label,
-            results,
-            privacy=privacy_line(worst),
-            budget=cell.eps,
-            variant=cell.variant,
-            settings=variant.describe(worst),
-        )
+    def describe_row(self, cell: _Cell, card: Mapping[str, Any]) -> dict[str, Any]:
+        variant: Variant = self.variants[cell.variant]
+        return {
+            "name": variant.label if cell.eps is None else f"{variant.label}, epsilon {cell.eps:g}",
+            "privacy": privacy_line(card),
+            "budget": cell.eps,
+            "variant": cell.variant,
+            "settings": variant.describe(card),
+        }
 
-    def _as_row(self, name: str, results: Sequence[Mapping[str, Any]], **facts: Any) -> ModeRow:
-        values = {m: np.array([result["per_query"][m] for result in results]) for m in METRIC_NAMES.values()}
-        return ModeRow(
-            name=name,
-            per_run={m: table.mean(axis=1).tolist() for m, table in values.items()},
-            per_query={m: table.mean(axis=0).tolist() for m, table in values.items()},
-            **facts,
-        )
+    def is_private(self, cell: _Cell) -> bool:
+        return bool(self.variants[cell.variant].guarantee == "dp")
 
-    def _evaluated_on(self) -> str:
+    def evaluated_on(self) -> str:
         return (
             f"{len(self._queries)} {self.split} questions over {len(self._searched.public_passages())} passages; "
             "frozen encoder with a linear query head"
         )
 
-    def _notes(self) -> list[str]:
-        notes = []
-        if self.tuning_note:
-            notes.append(self.tuning_note)
+    def notes(self) -> Iterable[str]:
         for name in self.only:
             if self.variants[name].learns_from_synthetic:
-                notes += self._synthetic_notes(self.variants[name].label)
-        return notes
+                yield from self._synthetic_notes(self.variants[name].label)
 
     def _synthetic_notes(self, label: str) -> Iterable[str]:
         covered = {self._budget_of(folder) for folder in self.synthetic}
@@ -369,13 +272,5 @@ class CompareModes:
             )
 
 
-def _run_name(cell: _Cell, seed: int) -> str:
-    return f"{cell.stage}-seed{seed}"
-
-
 def _round_trip(cell: _Cell) -> str:
     return f"round_trip-{cell.stage}"
-
-
-def _per_query(result: EvaluationResult) -> dict[str, Any]:
-    return {"per_query": {shown: [float(v) for v in result.per_query[name]] for name, shown in METRIC_NAMES.items()}}

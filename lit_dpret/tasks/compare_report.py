@@ -1,4 +1,4 @@
-"""What `task=compare_modes` tells at its end: the table, what differs, and where everything lies."""
+"""What a comparison tells at its end: the table, what differs, and where everything lies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from lit_dpret.report.mode_comparison import ModeRow, differences
-from lit_dpret.report.mode_report import write_mode_report
+from lit_dpret.report.mode_report import Headings, write_mode_report
 from lit_dpret.report.table import RowResult, console_table
 
 
@@ -16,6 +16,7 @@ def tell(
     run_dir: Path,
     rows: Sequence[ModeRow],
     *,
+    headings: Headings,
     metrics: Sequence[str],
     evaluated_on: str,
     command: str,
@@ -27,6 +28,7 @@ def tell(
     written = write_mode_report(
         run_dir,
         rows,
+        headings=headings,
         metrics=metrics,
         evaluated_on=evaluated_on,
         command=command,
@@ -35,7 +37,7 @@ def tell(
     )
     console = Console()
     shown = [RowResult(row.name, {m: row.over_runs(m) for m in metrics}, row.privacy) for row in rows]
-    console.print(console_table(shown, title="Privacy modes; intervals over training runs"))
+    console.print(console_table(shown, title=f"{headings.rows}; intervals over training runs"))
     first = metrics[0]
     for each in differences(rows, first):
         if each.is_significant():

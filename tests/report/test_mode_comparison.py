@@ -13,7 +13,7 @@ from scipy import stats
 
 from lit_dpret.errors import DataError
 from lit_dpret.report.mode_comparison import ModeRow, differences
-from lit_dpret.report.mode_report import write_mode_report
+from lit_dpret.report.mode_report import Headings, write_mode_report
 from lit_dpret.retrieval.statistics import holm
 
 QUERIES = 200
@@ -111,3 +111,22 @@ def test_claims_that_differ_in_more_than_epsilon_are_shown_in_full(tmp_path: Pat
 def test_a_comparison_without_runs_to_compare_is_still_a_table(tmp_path: Path) -> None:
     written = write_mode_report(tmp_path, ROWS[:2], metrics=["nDCG@10"], evaluated_on="x", command="y")
     assert json.loads(written["compare_modes.json"].read_text(encoding="utf-8"))["differences"] == []
+
+
+def test_without_budgets_all_rows_are_one_family() -> None:
+    rows = [row("x", [0.5, 0.52, 0.51], budget=None), row("y", [0.4, 0.41, 0.43], budget=None), ROWS[0]]
+    found = differences(rows, "nDCG@10")
+    assert [(each.first, each.second, each.budget) for each in found] == [
+        ("x", "y", None),
+        ("x", "zero-shot", None),
+        ("zero-shot", "y", None),
+    ]
+
+
+def test_a_report_bears_the_name_of_its_comparison(tmp_path: Path) -> None:
+    rows = [row("x", [0.5, 0.52, 0.51], budget=None), row("y", [0.4, 0.41, 0.43], budget=None)]
+    headings = Headings(name="compare_soups", title="One spoon in every soup", rows="Soups")
+    written = write_mode_report(tmp_path, rows, headings=headings, metrics=["nDCG@10"], evaluated_on="x", command="y")
+    assert set(written) == {f"compare_soups.{end}" for end in ("html", "md", "json", "csv")} | {"differences.csv"}
+    text = written["compare_soups.md"].read_text(encoding="utf-8")
+    assert "One spoon in every soup" in text and "nDCG@10, all rows: 1 of 1 differences" in text

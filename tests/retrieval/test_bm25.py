@@ -98,3 +98,13 @@ def test_ndcg_at_10_is_the_known_one(
     top = BM25(data.passages, data.passage_ids, stemmer=stemmer).search(data.queries, k=10)
     result = evaluate(Ranking(query_ids=data.query_ids, passage_ids=data.passage_ids, top=top), data.qrels, ["ndcg@10"])
     assert result.means["ndcg@10"] == pytest.approx(expected, abs=0.001)
+
+
+def test_scores_that_are_asked_for_are_those_of_the_ranking_whatever_its_depth() -> None:
+    index = BM25(PASSAGES)
+    deep = index.search(["water insurance"], k=5)
+    by_place = dict(zip(deep.indices[0].tolist(), deep.scores[0].tolist(), strict=True))
+    top, scored = index.search_and_score(["water insurance", "zzz", "life"], k=1, wanted=[[4, 1, 3], [0], []])
+    assert torch.equal(top.indices, index.search(["water insurance", "zzz", "life"], k=1).indices)
+    assert scored[0].tolist() == [by_place[4], by_place[1], 0.0]
+    assert scored[1].tolist() == [0.0] and scored[2].tolist() == []

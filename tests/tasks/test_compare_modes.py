@@ -129,7 +129,7 @@ def test_without_synthetic_queries_their_row_is_left_out_and_the_report_says_so(
 
 
 def test_a_synthetic_data_set_stands_at_the_smallest_budget_that_covers_it(tmp_path: Path, synthetic: Path) -> None:
-    cells = compare(tmp_path, only=["synthetic"], eps=[8.0, 0.01, 3.0], synthetic=[synthetic])._cells()
+    cells = compare(tmp_path, only=["synthetic"], eps=[8.0, 0.01, 3.0], synthetic=[synthetic]).cells()
     assert [(cell.eps, cell.synthetic) for cell in cells] == [(3.0, synthetic)]
 
 

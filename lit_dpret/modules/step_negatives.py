@@ -1,0 +1,226 @@
+"""The negatives that sources name for the rows of a batch: found before the step, embedded and compared in it.
+
+Passages are chosen before the forward pass and stand in the batch as features of their row, so that
+everything that takes a batch apart by rows (clipping one by one, the check that no row sees another) takes
+them along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.evaluation_mode import evaluation_mode
+from lit_dpret.modules.gathered import all_rows
+from lit_dpret.negatives import RowNegatives, TrainTexts
+from lit_dpret.negatives.row_negatives import Sources
+from lit_dpret.privacy.modes import PrivacyMode
+from lit_dpret.privacy.sampling import UnitBatch, map_rows
+from lit_dpret.progress import ProgressLine
+
+
+@dataclass
+class Compared:
+    """What each row's own passage is compared with; the arguments of `HardNegativeSoftmaxLoss`.
+
+    Attributes:
+        own: Parts of each row's own candidates, ``(rows, some, dim)``, and which to leave out, ``(rows, some)``.
+        shared: Parts of the candidates of all rows, ``(passages, dim)``, and which to leave out, ``(rows, passages)``.
+    """
+
+    own: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    shared: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def arguments(self) -> dict[str, Tensor]:
+        """Keyword arguments of the loss."""
+        found: dict[str, Tensor] = {}
+        for name, parts, axis in (("own", self.own, 1), ("shared", self.shared, 0)):
+            if parts:
+                found[name] = torch.cat([embeddings for embeddings, _ in parts], dim=axis)
+                found[f"{name}_mask"] = torch.cat([mask for _, mask in parts], dim=1)
+        return found
+
+
+class StepNegatives:
+    """Sources of negatives at work in a dual encoder.
+
+    Args:
+        sources: Of negatives.
+        privacy: The mode.
+        passages_are_frozen: Whether there is a passage tower of its own that is not trained.
+        passage_cache_dir: Where the embeddings of frozen passages are kept between runs. With it, or with
+            ``dynamic``, the public list is embedded once, and looked up in every step.
+
+    Raises:
+        ConfigurationError: The mode cannot take a source, or ``dynamic`` is asked of passages that are trained.
+    """
+
+    def __init__(
+        self,
+        sources: Sources,
+        privacy: PrivacyMode,
+        *,
+        passages_are_frozen: bool,
+        passage_cache_dir: Path | None,
+    ) -> None:
+        self.of_rows = RowNegatives(sources, privacy)
+        if self.of_rows.dynamic is not None and not passages_are_frozen:
+            raise ConfigurationError(
+                "model.negatives=dynamic searches an index of passages that must not change while the query tower "
+                "learns. Set model.towers=separate and model.passage_tower=frozen."
+            )
+        self._row_by_row = privacy.candidates in ("rows", "pool") and privacy.guarantee == "dp"
+        self._cache_dir = passage_cache_dir
+        self.looks_up = self.of_rows.dynamic is not None or self._cache_dir is not None
+        self.index: Tensor | None = None
+
+    def learn(self, module: Any, texts: TrainTexts, device: torch.device | None) -> None:
+        """Have the sources look through the texts, and embed frozen passages once."""
+        towers = ModuleTowers(module, device, self._cache_dir if self.looks_up else None, keep=self.looks_up)
+        self.of_rows.learn(texts, towers)
+        if self.looks_up and self.of_rows.dynamic is None:
+            self.index = towers.embeddings(texts.passages, "passage", None)
+
+    def before_batch(self, module: Any, batch: UnitBatch) -> None:
+        """Choose the passages of a batch and put them into it."""
+        rows, negatives = batch.rows, self.of_rows
+        epoch = int(module.current_epoch)
+        negatives.before_step(epoch)
+        if negatives.texts is None or not negatives.names_passages:
+            return
+
+        def embed() -> Tensor:
+            with evaluation_mode(module.tower("query")), torch.no_grad():
+                found: Tensor = module.embed(rows["query"], "query")
+            return found
+
+        places = negatives.places(rows, step=batch.step, epoch=epoch, embed=embed)
+        rows.update(places)
+        if not self.looks_up:
+            for name, at in (("own_negatives", places["own_at"]), ("shared_negatives", places["shared_at"])):
+                if at.shape[1]:
+                    rows[name] = self._tokens(module, at, negatives.texts)
+
+    def _tokens(self, module: Any, places: Tensor, texts: TrainTexts) -> dict[str, Tensor]:
+        listed = ["" if place < 0 else texts.passages[place] for place in places.flatten().tolist()]
+        features = module.tower("passage").tokenize(listed, "passage")
+        return map_rows(lambda t: t.view(*places.shape, -1).to(places.device), features)  # type: ignore[no-any-return]
+
+    def positives(self, module: Any, rows: Mapping[str, Any]) -> Tensor:
+        """The embeddings of the rows' own passages, ``(rows, dim)``."""
+        if not self.looks_up:
+            found: Tensor = module.embed(rows["passage"], "passage")
+            return found
+        return self._looked_up(rows["answers_at"][:, 0])
+
+    def compare(self, module: Any, rows: Mapping[str, Any], positives: Tensor) -> Compared:
+        """What the rows are compared with.
+
+        Args:
+            module: The dual encoder.
+            rows: Of the batch, after `before_batch`.
+            positives: What `positives` gave.
+        """
+        negatives, found = self.of_rows, Compared()
+        texts = negatives.texts
+        if texts is None:
+            raise ConfigurationError("model.negatives were not prepared. Call learn_negatives first.")
+        answers = texts.group_of(rows["answers_at"])
+        if negatives.in_batch is not None:
+            columns, groups = positives, answers[:, 0]
+            if negatives.in_batch.gather:
+                columns, groups = all_rows(columns), all_rows(groups)
+            found.shared.append((columns, same_group(answers, groups)))
+        if negatives.pre_batch is not None:
+            before = negatives.pre_batch.remembered()
+            if before is not None:
+                found.shared.append((before[0].to(positives.dtype), same_group(answers, before[1])))
+            if module.training and torch.is_grad_enabled():
+                negatives.pre_batch.remember(positives, answers[:, 0])
+        if negatives.names_passages:
+            own_at, shared_at = rows["own_at"], rows["shared_at"]
+            if own_at.shape[1]:
+                found.own.append((self._embedded(module, rows.get("own_negatives"), own_at), own_at < 0))
+            if shared_at.shape[1]:
+                flat = shared_at.flatten()
+                embeddings = self._embedded(module, rows.get("shared_negatives"), shared_at).flatten(0, 1)
+                found.shared.append((embeddings, same_group(answers, texts.group_of(flat)) | (flat < 0)))
+        return found
+
+    def _embedded(self, module: Any, features: Any, places: Tensor) -> Tensor:
+        """``(rows, each, dim)``."""
+        if features is None:
+            return self._looked_up(places)
+        if self._row_by_row and torch.is_grad_enabled():
+            # An engine that keeps the rows apart knows them by the first axis of every layer's input.
+            slots = [{name: tokens[:, j] for name, tokens in features.items()} for j in range(places.shape[1])]
+            return torch.stack([module.embed(slot, "passage") for slot in slots], dim=1)
+        flat = map_rows(lambda t: t.flatten(0, 1), features)
+        found: Tensor = module.embed(flat, "passage").view(*places.shape, -1)
+        return found
+
+    def _looked_up(self, places: Tensor) -> Tensor:
+        """What frozen passages were embedded as; of the one index that there is."""
+        holder: Any = self.of_rows.dynamic or self
+        if holder.index is None:
+            raise ConfigurationError("model.negatives were not prepared. Call learn_negatives first.")
+        holder.index = holder.index.to(places.device)
+        found: Tensor = holder.index[places.clamp(min=0)]
+        return found
+
+
+class ModuleTowers:
+    """The towers of a dual encoder, for mining: in evaluation mode, on one device, with the weights as they are.
+
+    Args:
+        module: The dual encoder.
+        device: Where to compute; where the module is, by default.
+        passage_cache_dir: Where embeddings of passages are kept between runs; None where it is not said.
+        keep: Whether passages never change, so that their embeddings are made once and remembered.
+    """
+
+    def __init__(self, module: Any, device: torch.device | None, passage_cache_dir: Path | None, *, keep: bool) -> None:
+        self._module, self._device, self._cache_dir, self._keep = module, device, passage_cache_dir, keep
+        self._passages: Tensor | None = None
+
+    def embeddings(self, texts: Sequence[str], side: Any, folder: Path | None) -> Tensor:
+        """See `lit_dpret.negatives.base.Towers`."""
+        if side == "query" or not self._keep:
+            return self._encoded(texts, side, folder)
+        if self._passages is None:
+            self._passages = self._encoded(texts, side, self._cache_dir)
+        return self._passages
+
+    def _encoded(self, texts: Sequence[str], side: Any, folder: Path | None) -> Tensor:
+        tower = self._module.tower(side)
+        found: Tensor
+        with ProgressLine(f"encoding {side}s for negatives") as line:
+            settings = {"device": self._device, "progress": line if side == "passage" else None}
+            if folder is None:
+                found = tower.encode(texts, side, **settings)
+            else:
+                found = tower.encode_cached(texts, side, folder, **settings)
+        return found
+
+    def fingerprint(self) -> str:
+        """The weights and contracts of both sides."""
+        return "".join(self._module.tower(side).fingerprint() for side in ("query", "passage"))
+
+
+def same_group(answers: Tensor, columns: Tensor) -> Tensor:
+    """Which columns have the text of one of a row's answers, ``(rows, columns)``.
+
+    Args:
+        answers: Text groups, ``(rows, most of them)``, filled up with -1.
+        columns: The text group of each column; never -1 where it counts.
+    """
+    found = torch.zeros(len(answers), len(columns), dtype=torch.bool, device=answers.device)
+    for each in answers.unbind(1):
+        found |= (each.unsqueeze(1) == columns.unsqueeze(0)) & (each >= 0).unsqueeze(1)
+    return found

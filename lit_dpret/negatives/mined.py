@@ -1,0 +1,285 @@
+"""Negatives that were looked for: the passages that rank high for a query and do not answer it.
+
+What is mined for a query is a function of its text, of public passages and of weights that are public or
+were released, so it couples no rows. Answers are left out by what the row itself says of them: another
+query's judgements are never looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypedDict, Unpack, get_args
+
+import numpy as np
+from torch import Tensor
+
+from lit_dpret.encoders.embedding_cache import content_hash
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.negatives.base import PassageSource, Seat, Towers, coins
+from lit_dpret.negatives.filters import MarginFilter
+from lit_dpret.negatives.mining import Ranker, bm25_ranker, dense_ranker, mine
+from lit_dpret.negatives.store import SCHEMA, Mined, ShardStore, check_private_place
+from lit_dpret.negatives.texts import TrainTexts
+from lit_dpret.privacy.budget import require_choice
+from lit_dpret.retrieval.search import TopK, lexicographic_rank, search
+
+Refresh = Literal["never", "epoch"]
+
+
+class MinedSettings(TypedDict, total=False):
+    """The arguments of `MinedSource`, which every mined source passes on."""
+
+    per_query: int
+    depth: int
+    absolute_margin: float | None
+    relative_margin: float | None
+    max_score: float | None
+    min_score: float | None
+    range_min: int
+    shared_in_batch: bool
+    seed: int
+    cache_dir: str | Path | None
+    shard_size: int
+
+
+class MinedSource(PassageSource):
+    """Some of each query's best passages, drawn uniformly.
+
+    Drawing from the best 200 instead of taking the very best keeps passages that are near to every query
+    from being everybody's negative, and those that answer without being marked from being taken each time.
+
+    Guarantees:
+        - What is drawn for a row depends on (``seed``, epoch, query id) and on its own record and public data.
+
+    Args:
+        per_query: How many passages a row gets.
+        depth: Among how many of the best they are drawn.
+        absolute_margin: See `MarginFilter`.
+        relative_margin: The same; 0.05 is NV-Retriever's TopK-PercPos at 95 %.
+        max_score: The same.
+        min_score: The same.
+        range_min: The same.
+        shared_in_batch: Let each passage be a negative of every row of the batch, as STAR does; this couples rows.
+        seed: Of the draws; public.
+        cache_dir: Where rankings are kept, so that an interrupted mining goes on and an equal one is not
+            repeated; null keeps none. Rankings of private queries are as private as the queries.
+        shard_size: Queries that are ranked, and written, together.
+
+    Raises:
+        ConfigurationError: A setting is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        per_query: int = 1,
+        depth: int = 200,
+        absolute_margin: float | None = None,
+        relative_margin: float | None = None,
+        max_score: float | None = None,
+        min_score: float | None = None,
+        range_min: int = 0,
+        shared_in_batch: bool = False,
+        seed: int = 0,
+        cache_dir: str | Path | None = None,
+        shard_size: int = 1024,
+    ) -> None:
+        super().__init__(per_query=per_query, shared_in_batch=shared_in_batch, seed=seed)
+        self.check_number("depth", depth, least=1)
+        self.check_number("shard_size", shard_size, least=1)
+        self.depth, self.shard_size = depth, shard_size
+        self.filter = MarginFilter(
+            absolute_margin=absolute_margin,
+            relative_margin=relative_margin,
+            max_score=max_score,
+            min_score=min_score,
+            range_min=range_min,
+        )
+        self.cache_dir = None if cache_dir is None else Path(cache_dir)
+        self._mined: Mined | None = None
+
+    def check_place(self) -> None:
+        """Refuse a cache of what private queries rank that is not in a private place."""
+        if self.cache_dir is not None:
+            check_private_place(self.cache_dir, f"model.negatives.{self.name}.cache_dir")
+
+    def choose(self, seat: Seat, *, step: int, epoch: int) -> list[int]:
+        mined = self.mined
+        positive = mined.score_of(seat.query, seat.own)
+        return self.draw(seat, mined.places[seat.query], mined.scores[seat.query], positive, epoch)
+
+    @property
+    def mined(self) -> Mined:
+        """What was mined."""
+        if self._mined is None:
+            raise ConfigurationError(f"model.negatives.{self.name} was not prepared. Call learn_negatives first.")
+        return self._mined
+
+    def draw(self, seat: Seat, places: Any, scores: Any, positive: float, number: int) -> list[int]:
+        """Some of the candidates that are no answers and pass the margins, uniformly; ``number`` keys the coins."""
+        groups = self._texts.groups.numpy()
+        wanted = (places >= 0) & ~np.isin(groups[places], list(seat.answers))
+        places, scores = places[wanted][: self.depth], scores[wanted][: self.depth]
+        places = places[self.filter.keep(scores, positive)]
+        if len(places) <= self.per_query:
+            return [int(place) for place in places]
+        drawn = coins(self.seed, self.name, number, seat.query_id).choice(
+            len(places), size=self.per_query, replace=False
+        )
+        return [int(place) for place in places[np.sort(drawn)]]
+
+    def _store(self, facts: dict[str, Any], *, private: bool) -> ShardStore | None:
+        """Where rankings are kept that are made of these facts and of the texts."""
+        if self.cache_dir is None:
+            return None
+        texts = self._texts
+        content = [*texts.passage_ids, *texts.passages, *texts.query_ids, *texts.queries]
+        answers = [texts.positives(i) for i in range(len(texts.queries))]
+        sizes = [len(texts.passages), len(texts.queries), self.depth]
+        key = content_hash({"schema": SCHEMA, "sizes": sizes, "answers": answers, **facts}, {}, content)
+        return ShardStore(self.cache_dir, name=self.name, key=key, count=len(texts.queries), private=private)
+
+    def _mine(self, rank: Callable[[], Ranker], store: ShardStore | None, *, private: bool) -> Mined:
+        label = f"mining {self.name} negatives"
+        return mine(rank, self._texts, label=label, shard_size=self.shard_size, store=store, private=private)
+
+
+class BM25Negatives(MinedSource):
+    """The passages that share words with the query: BM25's best, mined once.
+
+    Args:
+        k1: See `lit_dpret.retrieval.bm25.BM25`.
+        b: The same.
+        **common: The arguments of `MinedSource`. Scores, which the margins bound, are BM25's.
+    """
+
+    name: ClassVar[str] = "bm25"
+
+    def __init__(self, *, k1: float = 0.9, b: float = 0.4, **common: Unpack[MinedSettings]) -> None:
+        super().__init__(**common)
+        if k1 < 0 or not 0 <= b <= 1:
+            raise ConfigurationError(f"model.negatives.bm25: k1={k1} must be at least 0 and b={b} in [0, 1].")
+        self.k1, self.b = k1, b
+
+    def prepare(self, texts: TrainTexts, towers: Towers, *, private: bool) -> None:
+        super().prepare(texts, towers, private=private)
+        settings = {"k1": self.k1, "b": self.b}
+        store = self._store({"source": self.name, **settings}, private=private)
+        self._mined = self._mine(lambda: bm25_ranker(texts, depth=self.depth, **settings), store, private=private)
+
+
+class StaticNegatives(MinedSource):
+    """The passages that the model itself ranks high: STAR's static hard negatives.
+
+    Zhan et al., "Optimizing Dense Retrieval Model Training with Hard Negatives" (2104.08051), section 5.1:
+    with ``per_query=1``, ``depth=200`` and ``shared_in_batch=true`` they are STAR's, trained here with a
+    softmax over all candidates, where the paper takes a pairwise loss. With ``refresh=epoch`` it is ANCE's idea
+    (Xiong et al., 2007.00808).
+
+    Args:
+        refresh: Mine once, with the weights at the start (``never``), or at the start of every ``epoch``.
+        **common: The arguments of `MinedSource`. Scores are cosines.
+    """
+
+    name: ClassVar[str] = "static"
+
+    def __init__(self, *, refresh: Refresh = "never", **common: Unpack[MinedSettings]) -> None:
+        super().__init__(**common)
+        require_choice("model.negatives.static.refresh", refresh, get_args(Refresh))
+        self.refresh: Refresh = refresh
+        self.mined_in, self.weights = 0, ""
+
+    def prepare(self, texts: TrainTexts, towers: Towers, *, private: bool) -> None:
+        super().prepare(texts, towers, private=private)
+        self._towers, self._private = towers, private
+        self.remine(0)
+
+    def remine(self, epoch: int) -> None:
+        """Mine with the weights as they are, or read what was mined with them."""
+        weights = self._towers.fingerprint()
+        store = self._store_of(weights)
+        self._mined = self._mine(
+            lambda: dense_ranker(self._texts, self._towers, depth=self.depth, store=store), store, private=self._private
+        )
+        self.mined_in, self.weights = epoch, weights
+
+    def recall(self, epoch: int, weights: str) -> bool:
+        """Read what was mined with earlier weights, by their fingerprint; whether all of it was there."""
+        store = self._store_of(weights)
+        if store is None or any(store.missing(self.shard_size)):
+            return False
+        self._mined, self.mined_in, self.weights = store.read(), epoch, weights
+        return True
+
+    def _store_of(self, weights: str) -> ShardStore | None:
+        return self._store({"source": self.name, "weights": weights}, private=self._private)
+
+
+class DynamicNegatives(MinedSource):
+    """The passages that the query tower ranks high at this very step, in an index that stays.
+
+    ADORE (Zhan et al., 2104.08051, section 5.2): passages are encoded once, by a tower that is frozen, and only
+    the query tower learns, each query against what it ranks high now. The paper trains with LambdaRank
+    over the best 200; here it is a softmax over the row's passage and its candidates.
+
+    Args:
+        per_query: How many of the best a row gets; null for all of ``depth``.
+        depth: How deep the index is searched at each step.
+        **margins: The margins and the seed of `MinedSource`.
+    """
+
+    name: ClassVar[str] = "dynamic"
+
+    def __init__(
+        self,
+        *,
+        per_query: int | None = None,
+        depth: int = 50,
+        absolute_margin: float | None = None,
+        relative_margin: float | None = None,
+        max_score: float | None = None,
+        min_score: float | None = None,
+        range_min: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            per_query=depth if per_query is None else per_query,
+            depth=depth,
+            absolute_margin=absolute_margin,
+            relative_margin=relative_margin,
+            max_score=max_score,
+            min_score=min_score,
+            range_min=range_min,
+            seed=seed,
+        )
+        self.index: Tensor | None = None
+
+    def prepare(self, texts: TrainTexts, towers: Towers, *, private: bool) -> None:
+        super().prepare(texts, towers, private=private)
+        self.index = towers.embeddings(texts.passages, "passage", None)
+        self._tie_rank = lexicographic_rank(texts.passage_ids)
+
+    def nearest(self, query_embeddings: Tensor, answers: int) -> TopK:
+        """The best of the index for some queries, on the CPU, ``(queries, depth + answers)``.
+
+        Args:
+            query_embeddings: Shape ``(queries, dim)``.
+            answers: How many passages answer one of them at most, so that ``depth`` others are among the best.
+        """
+        index = self._ready().to(query_embeddings.device)
+        self.index, k = index, min(self.depth + answers, len(index))
+        return search(query_embeddings.to(index.dtype), index, k, tie_rank=self._tie_rank)
+
+    def choose(self, seat: Seat, *, step: int, epoch: int) -> list[int]:
+        raise ConfigurationError("model.negatives.dynamic is searched with embeddings of queries, at each step.")
+
+    def choose_near(self, seat: Seat, query_embedding: Tensor, top: TopK, row: int, *, step: int) -> list[int]:
+        """Places of passages for one row, from what `nearest` found for it."""
+        positive = float(query_embedding.double() @ self._ready()[seat.own].double())
+        return self.draw(seat, top.indices[row].numpy(), top.scores[row].numpy(), positive, step)
+
+    def _ready(self) -> Tensor:
+        if self.index is None:
+            raise ConfigurationError("model.negatives.dynamic was not prepared. Call learn_negatives first.")
+        return self.index

@@ -1,0 +1,191 @@
+"""Sources put together: which passages a row is told from in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.negatives.base import NegativeSource, PassageSource, Seat, Towers, coins, uniform_places
+from lit_dpret.negatives.mined import DynamicNegatives, MinedSource, StaticNegatives
+from lit_dpret.negatives.of_batch import InBatchNegatives, PreBatchNegatives
+from lit_dpret.negatives.rules import check_sources
+from lit_dpret.negatives.texts import NOBODY, TrainRow, TrainTexts
+from lit_dpret.privacy.modes import PrivacyMode
+
+Sources = Sequence[NegativeSource] | Mapping[str, NegativeSource]
+
+
+class RowNegatives:
+    """The sources of one run.
+
+    Guarantees:
+        - What the privacy mode cannot take is refused where this is made.
+        - A row's own passages (`own_places`) are a function of its own record, of public passages and coins,
+          and of weights: the same whatever else is in the batch.
+        - No passage with the text of one that answers the row's query is its negative.
+        - Every row has equally many: where a source has too few, public passages are drawn by coins.
+
+    Args:
+        sources: In any order; a mapping's keys are not read.
+        privacy: The mode.
+
+    Raises:
+        ConfigurationError: The mode cannot take a source, or there is none.
+    """
+
+    def __init__(self, sources: Sources, privacy: PrivacyMode) -> None:
+        listed = list(sources.values()) if isinstance(sources, Mapping) else list(sources)
+        check_sources(listed, privacy)
+        self.sources, self.private = listed, privacy.guarantee != "inherited"
+        self._says_counts = privacy.guarantee != "dp"
+        if privacy.guarantee == "dp":
+            for source in listed:
+                if isinstance(source, MinedSource):
+                    source.check_place()
+        self.in_batch = next((s for s in listed if isinstance(s, InBatchNegatives)), None)
+        self.pre_batch = next((s for s in listed if isinstance(s, PreBatchNegatives)), None)
+        self.dynamic = next((s for s in listed if isinstance(s, DynamicNegatives)), None)
+        self.static = next((s for s in listed if isinstance(s, StaticNegatives)), None)
+        named = [s for s in listed if isinstance(s, PassageSource)]
+        self._own = [s for s in named if not s.shared_in_batch]
+        self._shared = [s for s in named if s.shared_in_batch]
+        self.texts: TrainTexts | None = None
+        self._resumed: tuple[int, str] | None = None
+        self._short = 0
+
+    @property
+    def couples_rows(self) -> bool:
+        """Whether a row's loss depends on other rows."""
+        return any(source.couples_rows for source in self.sources)
+
+    @property
+    def only_in_batch(self) -> bool:
+        """Whether these are the plain negatives of the batch and nothing else."""
+        return self.in_batch is not None and not self.in_batch.gather and len(self.sources) == 1
+
+    @property
+    def names_passages(self) -> bool:
+        """Whether a source names passages of the public list, which then have to be embedded."""
+        return bool(self._own or self._shared)
+
+    def learn(self, texts: TrainTexts, towers: Towers) -> None:
+        """Mine with the weights as they are before the first step."""
+        self.texts = texts
+        for source in self.sources:
+            if isinstance(source, PassageSource):
+                source.prepare(texts, towers, private=self.private)
+
+    def keys(self, rows: Sequence[TrainRow]) -> dict[str, Tensor]:
+        """What rows of a batch are known by; see `TrainTexts.keys`."""
+        return self._known().keys(rows)
+
+    def before_step(self, epoch: int) -> None:
+        """Mine anew where a new epoch asks for it."""
+        static = self.static
+        if static is None or static.refresh != "epoch" or static.mined_in == epoch:
+            return
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None and resumed[0] == epoch:  # the weights that this epoch began with are gone
+            if static.recall(*resumed):
+                return
+            rank_zero_warn(
+                f"The rankings that epoch {epoch} began with are not in model.negatives.static.cache_dir="
+                f"{static.cache_dir}: passages are mined again, with the weights of now, and this run will differ from "
+                "one without an interruption."
+            )
+        static.remine(epoch)
+
+    def places(
+        self, keys: Mapping[str, Tensor], *, step: int, epoch: int, embed: Callable[[], Tensor]
+    ) -> dict[str, Tensor]:
+        """The passages of the public list for the rows of a batch.
+
+        Args:
+            keys: What `keys` gave.
+            step: The logical step.
+            epoch: The epoch.
+            embed: Embeds the queries of these rows without gradient and dropout, ``(rows, dim)``; called
+                where a source searches with them.
+
+        Returns:
+            ``own_at``, the places of those for each row alone, and ``shared_at``, of those that every row is told
+            from, both ``(rows, as many as the sources say)``, -1 where two sources named the same.
+        """
+        texts = self._known()
+        query_at, answers_at = keys["query_at"].cpu(), keys["answers_at"].cpu()
+        groups = texts.group_of(answers_at)
+        top = None
+        if self.dynamic is not None:
+            queries = embed()
+            top = self.dynamic.nearest(queries, int(texts.copies(groups).max()))
+        own: list[list[int]] = []
+        shared: list[list[int]] = []
+        for row, query in enumerate(query_at.tolist()):
+            answers = frozenset(g for g in groups[row].tolist() if g != NOBODY)
+            seat = Seat(query, texts.query_ids[query], int(answers_at[row, 0]), answers)
+            taken: set[int] = set()
+            for sources, found in ((self._own, own), (self._shared, shared)):
+                places: list[int] = []
+                for source in sources:
+                    if isinstance(source, DynamicNegatives) and top is not None:
+                        chosen = source.choose_near(seat, queries[row], top, row, step=step)
+                    else:
+                        chosen = source.choose(seat, step=step, epoch=epoch)
+                    places += self._filled(chosen, source, seat, step, taken)
+                found.append(places)
+        device = keys["query_at"].device
+        return {
+            name: torch.tensor(found, dtype=torch.long, device=device).reshape(len(query_at), -1)
+            for name, found in (("own_at", own), ("shared_at", shared))
+        }
+
+    def _filled(self, chosen: list[int], source: PassageSource, seat: Seat, step: int, taken: set[int]) -> list[int]:
+        """``per_query`` places: those chosen that no source named before, random ones, and -1 where all are taken."""
+        texts = self._known()
+        kept = [place for place in chosen if place not in taken]
+        taken.update(kept)
+        short = source.per_query - len(kept)
+        if short:
+            self._tell_short()
+            draw = coins(source.seed, "fill", source.name, step, seat.query_id)
+            more = uniform_places(draw, texts.groups, short, answers=seat.answers, taken=taken)
+            taken.update(more)
+            kept += more
+        return kept + [NOBODY] * (source.per_query - len(kept))
+
+    def _tell_short(self) -> None:
+        self._short += 1
+        if self._short == 1 and self._says_counts:
+            rank_zero_warn(
+                "A source of negatives has too few passages for some query (margins, depth, few words in common, or "
+                "another source named them): random public passages stand in for them. This is said once."
+            )
+
+    def _known(self) -> TrainTexts:
+        if self.texts is None:
+            raise ConfigurationError(
+                "model.negatives were not prepared: give the Trainer a DataModule that lists its public passages, or "
+                "call learn_negatives."
+            )
+        return self.texts
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: a fingerprint of weights, and what ``pre_batch`` remembers; no other trace of rows."""
+        state: dict[str, Any] = {}
+        if self.static is not None:
+            state["static"] = {"epoch": self.static.mined_in, "weights": self.static.weights}
+        if self.pre_batch is not None:
+            state["pre_batch"] = self.pre_batch.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """What `state_dict` gave; what was mined in a later epoch than the first is read when it is asked for."""
+        if "static" in state:
+            self._resumed = (int(state["static"]["epoch"]), str(state["static"]["weights"]))
+        if self.pre_batch is not None and "pre_batch" in state:
+            self.pre_batch.load_state_dict(state["pre_batch"], device)

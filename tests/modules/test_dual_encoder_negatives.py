@@ -1,0 +1,421 @@
+"""The dual encoder with sources of negatives: its loss by hand, what a private row can move, and whole runs."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from negative_cases import JUDGED, NOISE, PASSAGES, QUERIES, dual, in_double, lines, texts
+from pair_stand_ins import batch_of, clipped_sum, data_module, plan_of
+from stand_ins import KillAt, Killed, dp, fit
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.losses import SigmoidPairLoss
+from lit_dpret.modules import DualEncoder
+from lit_dpret.negatives import (
+    BM25Negatives,
+    DynamicNegatives,
+    GoldNegatives,
+    InBatchNegatives,
+    NegativeSource,
+    PreBatchNegatives,
+    RandomNegatives,
+    StaticNegatives,
+)
+from lit_dpret.privacy.modes import (
+    DPSGD,
+    BatchClip,
+    LogitDP,
+    NoPrivacy,
+    PerExampleDuplicated,
+    PrivacyMode,
+    PublicPassages,
+)
+from lit_dpret.privacy.sampling import UnitBatch, take_rows
+
+SEPARATE = {"towers": "separate", "passage_tower": "frozen"}
+
+
+def settings_of(sources: list[NegativeSource]) -> dict[str, Any]:
+    return SEPARATE if any(isinstance(source, DynamicNegatives) for source in sources) else {}
+
+
+def ready(module: DualEncoder, *numbers: int, step: int = 0, queries: dict[str, str] = QUERIES) -> UnitBatch:
+    """A batch of some queries that a training step would see."""
+    batch = batch_of(module.collate_rows(lines(*numbers, queries=queries)))
+    batch.step = step
+    module.before_batch(batch)
+    return batch
+
+
+def by_hand(module: DualEncoder, batch: UnitBatch, *numbers: int, in_batch: bool, shared: bool = False) -> Tensor:
+    """The cross entropy of every row, candidate by candidate, from texts."""
+    names = sorted(PASSAGES)
+    found = []
+    own_at, shared_at = batch.rows["own_at"].tolist(), batch.rows["shared_at"].tolist()
+    everybody = [names[p] for places in shared_at for p in places]
+    for i, row in enumerate(lines(*numbers)):
+        candidates = [row.passage_id, *(names[p] for p in own_at[i])]
+        others = [line.passage_id for line in lines(*numbers)] if in_batch else []
+        candidates += [p for p in others + (everybody if shared else []) if p not in row.positives]
+        passages = module.encode_passages([PASSAGES[p] for p in candidates])
+        logits = passages @ module.encode_queries([row.query])[0] / 0.5
+        found.append(cross_entropy(logits.unsqueeze(0), torch.tensor([0])))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("in_batch", [True, False])
+@pytest.mark.parametrize(
+    "source",
+    [
+        RandomNegatives(per_query=2),
+        BM25Negatives(per_query=2, depth=8),
+        StaticNegatives(per_query=2, depth=8),
+        DynamicNegatives(depth=4),
+        BM25Negatives(per_query=2, depth=8, shared_in_batch=True),
+    ],
+    ids=["random", "bm25", "static", "dynamic", "shared"],
+)
+def test_the_loss_is_the_cross_entropy_of_the_passage_among_all_that_was_named(source: Any, in_batch: bool) -> None:
+    sources = [InBatchNegatives(), source] if in_batch else [source]
+    module = in_double(negatives=sources, **settings_of(sources))
+    batch = ready(module, 0, 1, 3, 4)
+    expected = by_hand(module, batch, 0, 1, 3, 4, in_batch=in_batch, shared=source.shared_in_batch)
+    torch.testing.assert_close(module.per_row_loss(batch.rows), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_in_batch_alone_is_what_null_is_bit_for_bit() -> None:
+    plain, named = dual(), dual(negatives=[InBatchNegatives()])
+    rows = lines(0, 1, 2, 3)
+    found = []
+    for module in (plain, named):
+        loss = module.per_row_loss(module.collate_rows(rows))
+        found.append([loss, *torch.autograd.grad(loss.sum(), [*module.parameters()])])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert named._negatives is None and named.coupled_loss
+
+
+def test_in_batch_beside_another_source_masks_as_in_batch_alone() -> None:
+    """Compared where the other source gives nothing: the queue of batches is empty at first."""
+    plain, beside = in_double(), in_double(negatives=[InBatchNegatives(), PreBatchNegatives()])
+    found = plain.per_row_loss(plain.collate_rows(lines(0, 1, 3, 3, 5)))
+    torch.testing.assert_close(beside.per_row_loss(ready(beside, 0, 1, 3, 3, 5).rows), found)
+
+
+def test_pre_batch_compares_with_the_passages_of_the_batches_before_without_a_gradient() -> None:
+    module = in_double(negatives=[PreBatchNegatives(batches=2)]).train()
+    for numbers in ((0, 1), (2, 3), (4, 5)):
+        module.per_row_loss(ready(module, *numbers).rows)
+    found = module.per_row_loss(ready(module, 1, 6).rows)
+    for i, row in enumerate(lines(1, 6)):
+        before = [line.passage_id for line in lines(2, 3, 4, 5) if line.passage_id not in row.positives]
+        passages = module.encode_passages([PASSAGES[p] for p in [row.passage_id, *before]])
+        logits = passages @ module.encode_queries([row.query])[0] / 0.5
+        expected = cross_entropy(logits.unsqueeze(0), torch.tensor([0]))
+        assert float(found[i].detach()) == pytest.approx(float(expected), rel=1e-6)
+    queue = module._negatives.of_rows.pre_batch._queue  # type: ignore[union-attr]
+    assert not any(embeddings.requires_grad for embeddings, _ in queue)
+
+
+def test_dynamic_names_what_the_query_tower_ranks_high_now() -> None:
+    module = in_double(negatives=[DynamicNegatives(depth=3)], **SEPARATE)
+    first = ready(module, 0, 1).rows["own_at"]
+    with torch.no_grad():
+        for parameter in module.encoder.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.3)
+    second = ready(module, 0, 1).rows["own_at"]
+    assert not torch.equal(first, second)
+    names, passages = sorted(PASSAGES), module.encode_passages([PASSAGES[name] for name in sorted(PASSAGES)])
+    for row, places in zip(lines(0, 1), second.tolist(), strict=True):
+        ranked = (passages @ module.encode_queries([row.query])[0]).argsort(descending=True).tolist()
+        assert places == [p for p in ranked if names[p] not in row.positives][:3]
+
+
+def test_dynamic_finds_as_many_as_it_was_asked_for_behind_the_answers_and_their_copies(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    copies = PASSAGES | {f"copy {i} of {name}": PASSAGES[name] for name in ("p0", "p2", "p3") for i in range(3)}
+    module = dual(negatives=[DynamicNegatives(depth=4)], **SEPARATE)
+    module.learn_negatives(texts(passages=copies))
+    together, alone = ready(module, 0, 1).rows["own_at"], ready(module, 0).rows["own_at"]
+    assert (together >= 0).all() and torch.equal(together[:1], alone)
+    assert not [each for each in recwarn if "random public passages" in str(each.message)]
+
+
+def test_dynamic_is_refused_where_passages_are_trained() -> None:
+    with pytest.raises(ConfigurationError, match=r"model\.passage_tower=frozen"):
+        dual(negatives=[DynamicNegatives()])
+
+
+@pytest.mark.parametrize("kinds", [[InBatchNegatives], [InBatchNegatives, BM25Negatives], [DynamicNegatives]])
+def test_frozen_passages_that_are_looked_up_give_the_same_loss_and_gradient(kinds: list[Any], tmp_path: Path) -> None:
+    found = []
+    for cache in (None, tmp_path / "passages", tmp_path / "passages"):
+        module = in_double(negatives=[kind() for kind in kinds], passage_cache_dir=cache, **SEPARATE)
+        batch = batch_of(module.collate_rows(lines(0, 1, 3, 3, 6)))
+        module.before_batch(batch)
+        losses = module.per_row_loss(batch.rows)
+        found.append([losses, *torch.autograd.grad(losses.sum(), [*module.encoder.parameters()])])
+        assert ("passage" in batch.rows) == (cache is None and DynamicNegatives not in kinds)
+    for one in found[1:]:
+        for a, b in zip(found[0], one, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    assert len(list((tmp_path / "passages").iterdir())) == 1, "read the second time"
+
+
+def test_a_public_pool_of_frozen_passages_is_looked_up(tmp_path: Path) -> None:
+    found = []
+    for cache in (None, tmp_path / "passages"):
+        mode = PublicPassages(max_grad_norm=1e6, pool_size=5, **NOISE)
+        module = in_double(mode, passage_cache_dir=cache, **SEPARATE)
+        found.append(clipped_sum(module, plan_of(mode, module, n_max=8), module.collate_rows(lines(0, 1, 4))))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["logit_dp", "per_example_duplicated"])
+def test_in_batch_by_name_is_the_modes_own_where_it_takes_the_batch_apart(name: str, tmp_path: Path) -> None:
+    make: Any = {"logit_dp": LogitDP, "per_example_duplicated": PerExampleDuplicated}[name]
+    bound = {"max_logit_grad_norm": 1.0} if name == "logit_dp" else {"max_grad_norm": 1.0}
+    settings = {"negatives": [InBatchNegatives()], "passage_cache_dir": tmp_path, **SEPARATE}
+    sums = []
+    for given in ({}, settings):
+        mode = make(**bound, **NOISE)
+        module = dual(mode, **SEPARATE | given).double()
+        sums.append(clipped_sum(module, plan_of(mode, module, n_max=8), module.collate_rows(lines(0, 1, 4))))
+    assert torch.equal(*sums)
+
+
+def test_passages_that_are_trained_are_not_looked_up(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"Set model\.passage_tower=frozen"):
+        dual(negatives=[InBatchNegatives()], passage_cache_dir=tmp_path)
+
+
+def test_a_loss_of_the_table_of_similarities_takes_no_further_negatives() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"no place for model\.negatives=in_batch,bm25\. Set model\.loss to null"
+    ):
+        dual(loss=SigmoidPairLoss(temperature=1.0), negatives=[InBatchNegatives(), BM25Negatives()])
+
+
+def test_sources_may_be_given_by_name() -> None:
+    module = dual(negatives={"in_batch": InBatchNegatives(), "bm25": BM25Negatives()})
+    assert [source.name for source in module._negatives.of_rows.sources] == ["in_batch", "bm25"]  # type: ignore[union-attr]
+
+
+def test_a_step_before_the_negatives_are_prepared_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="call learn_negatives"):
+        dual(negatives=[RandomNegatives()]).collate_rows(lines(0))
+
+
+# -- one row at a time -------------------------------------------------------------------------
+
+ROW_SOURCES: dict[str, Any] = {
+    "random": lambda: RandomNegatives(per_query=2),
+    "gold": lambda: GoldNegatives(per_query=2),
+    "bm25": lambda: BM25Negatives(per_query=2, depth=8),
+    "static": lambda: StaticNegatives(per_query=2, depth=8),
+    "dynamic": lambda: DynamicNegatives(depth=4),
+}
+ROW_MODES: dict[str, Any] = {
+    "public none": lambda: PublicPassages(max_grad_norm=1e6, pool_size=5, **NOISE),
+    "public own": lambda: PublicPassages(max_grad_norm=1e6, pool_size=5, passage_gradient="own", **NOISE),
+    "public full": lambda: PublicPassages(max_grad_norm=1e6, pool_size=5, passage_gradient="full", **NOISE),
+    "dp_sgd": lambda: DPSGD(max_grad_norm=1e6, **NOISE),
+}
+
+
+def row_case(mode: str, source: str) -> DualEncoder:
+    if source == "dynamic" and mode in ("public own", "public full"):
+        pytest.skip("a frozen passage tower has no gradient to choose")
+    sources = [ROW_SOURCES[source]()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return in_double(ROW_MODES[mode](), negatives=sources, **settings_of(sources))
+
+
+def gradients_of_rows(module: DualEncoder, queries: dict[str, str], count: int = 4) -> Tensor:
+    """What each row of one batch adds, by the mode itself."""
+    batch = ready(module, *range(count), queries=queries)
+    plan = plan_of(module.privacy, module, n_max=8)
+    parts = [take_rows(batch.rows, slice(i, i + 1)) for i in range(count)]
+    # `clipped_sum` chooses anew for each part: it must come out the same as for the batch.
+    return torch.stack([clipped_sum(module, plan, part) for part in parts])
+
+
+@pytest.mark.parametrize("mode", ROW_MODES)
+@pytest.mark.parametrize("source", ROW_SOURCES)
+def test_poisoning_the_text_of_one_query_changes_its_gradient_alone(mode: str, source: str) -> None:
+    """Mined anew with the poisoned text, as the run on the neighbouring data would do."""
+    module = row_case(mode, source)
+    poisoned = QUERIES | {"q2": "life life life life life"}
+    before = gradients_of_rows(module, QUERIES)
+    module.learn_negatives(texts(queries=poisoned))
+    after = gradients_of_rows(module, poisoned)
+    changed = [not torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(before, after, strict=True)]
+    assert changed == [False, False, True, False]
+    plan = plan_of(module.privacy, module, n_max=8)
+    together = clipped_sum(module, plan, module.collate_rows(lines(*range(4), queries=poisoned)))
+    torch.testing.assert_close(together, after.sum(0), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("mode", ROW_MODES)
+@pytest.mark.parametrize("source", ROW_SOURCES)
+def test_changing_what_another_query_is_answered_by_changes_no_gradient_of_a_row(mode: str, source: str) -> None:
+    module = row_case(mode, source)
+    before = gradients_of_rows(module, QUERIES)
+    others = JUDGED | {"q5": {"p1": 1, "p17": 1, "p4": 0}, "q6": {"p19": 1}}
+    module.learn_negatives(texts(judged=others))
+    torch.testing.assert_close(gradients_of_rows(module, QUERIES), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("gradient", ["none", "own", "full"])
+def test_the_clipped_sum_is_that_of_the_softmax_with_pool_and_own_negatives(gradient: Any) -> None:
+    mode = PublicPassages(max_grad_norm=1e6, pool_size=5, passage_gradient=gradient, **NOISE)
+    module = in_double(mode, negatives=[BM25Negatives(per_query=2, depth=8)])
+    batch = ready(module, 0, 1, 4)
+    found = clipped_sum(module, plan_of(mode, module, n_max=8), batch.rows)
+    pool, _ = module._pool.draw(0)  # type: ignore[union-attr]
+    names = sorted(PASSAGES)
+    total = torch.zeros(())
+    for row, places in zip(lines(0, 1, 4), batch.rows["own_at"].tolist(), strict=True):
+        own = [row.passage_id, *(names[p] for p in places)]
+        drawn = [names[p] for p in pool.tolist() if names[p] not in row.positives]  # type: ignore[union-attr]
+        parts = []
+        for ids, through in ((own, gradient != "none"), (drawn, gradient == "full")):
+            embedded = module.embed(module.encoder.tokenize([PASSAGES[p] for p in ids], "passage"), "passage")
+            parts.append(embedded if through else embedded.detach())
+        query = module.embed(module.encoder.tokenize([row.query], "query"), "query")[0]
+        logits = torch.cat(parts) @ query / 0.5
+        total = total + cross_entropy(logits.unsqueeze(0), torch.tensor([0]))
+    expected = torch.autograd.grad(total, [p for p in module.parameters() if p.requires_grad])
+    torch.testing.assert_close(found, torch.cat([g.flatten() for g in expected]), rtol=1e-6, atol=1e-9)
+
+
+def test_the_guard_against_coupled_rows_sees_through_a_source_that_lies() -> None:
+    """Sharing negatives couples; were it not declared, the check of the first batch would find it."""
+    source = BM25Negatives(per_query=2, depth=8, shared_in_batch=True)
+    source.couples_rows = False
+    module = in_double(DPSGD(max_grad_norm=1.0, **NOISE), negatives=[source])
+    with pytest.raises(Exception, match="different when other rows are in the batch"):
+        module._refuse_coupled_loss(ready(module, 0, 1, 2, 3).rows)
+
+
+# -- whole runs --------------------------------------------------------------------------------
+
+RUNS: dict[str, tuple[Any, list[Any]]] = {
+    "none": (NoPrivacy, [InBatchNegatives, RandomNegatives, PreBatchNegatives, BM25Negatives, StaticNegatives]),
+    "none dynamic": (NoPrivacy, [InBatchNegatives, DynamicNegatives]),
+    "batch_clip": (BatchClip, [InBatchNegatives, BM25Negatives]),
+    "dp_sgd": (DPSGD, [BM25Negatives, RandomNegatives]),
+    "public_passages": (PublicPassages, [BM25Negatives, StaticNegatives]),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_trains_with_its_sources_mined_from_the_datamodule(name: str, tmp_path: Path) -> None:
+    make, kinds = RUNS[name]
+    private = {"max_grad_norm": 0.1, "secret_file": tmp_path / "secret", **NOISE}
+    mode: PrivacyMode = make() if make is NoPrivacy else make(**private)
+    module = dual(mode, negatives=[kind() for kind in kinds], **(SEPARATE if DynamicNegatives in kinds else {}))
+    before = {key: value.clone() for key, value in module.named_parameters()}
+    sampling = {"sampling": "truncated_poisson", "cap": 6, "expected_batch_size": 4, "physical_batch_size": 6}
+    fit(tmp_path / "run", module, data_module(tmp_path / "data", **sampling), steps=3)
+    for key, value in module.named_parameters():
+        assert torch.equal(value, before[key]) != value.requires_grad, key
+
+
+def test_without_coupling_a_logical_batch_may_be_cut(tmp_path: Path) -> None:
+    module = dual(DPSGD(max_grad_norm=1.0, secret_file=tmp_path / "secret", **NOISE), negatives=[BM25Negatives()])
+    data = data_module(tmp_path / "data", physical_batch_size=4)
+    fit(tmp_path / "run", module, data, steps=1)
+
+
+def test_hard_negatives_lower_the_loss_that_they_are_trained_on(tmp_path: Path) -> None:
+    module, data = dual(negatives=[StaticNegatives(per_query=2, depth=5)]), data_module(tmp_path / "data")
+    fit(tmp_path / "run", module, data, steps=1)
+    rows = batch_of(module.collate_rows(data.pair_rows()))
+    module.before_batch(rows)
+    first = float(module.per_row_loss(rows.rows).mean().detach())
+    fit(tmp_path / "again", module, data, steps=15)
+    assert float(module.per_row_loss(rows.rows).mean().detach()) < 0.8 * first
+
+
+def repeatable(**settings: Any) -> DualEncoder:
+    """Noise and coins from a number, so that two runs can be compared bit by bit."""
+    return dual(BatchClip(max_grad_norm=0.1, noise_seed=1, **NOISE), **settings)
+
+
+def trained(folder: Path, module: DualEncoder, **settings: Any) -> DualEncoder:
+    """Six steps, in two epochs of three."""
+    data = folder.parent / f"data{len(list(folder.parent.glob('data*')))}"
+    fit(folder, module, data_module(data, expected_batch_size=5), steps=6, save_every=1, **settings)
+    return module
+
+
+def epochs(folder: Path, *, cache: Path | None, kill: int | None = None, resume: bool = False) -> DualEncoder:
+    """Mined at the start of each epoch."""
+    source = StaticNegatives(refresh="epoch", depth=6, cache_dir=cache)
+    module = repeatable(negatives=[InBatchNegatives(), source])
+    return trained(folder, module, resume=resume, extra=[] if kill is None else [KillAt(kill)])
+
+
+def same_weights(one: DualEncoder, other: DualEncoder) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_static_negatives_are_mined_anew_in_every_epoch_with_the_weights_of_its_start(tmp_path: Path) -> None:
+    module = epochs(tmp_path / "run", cache=tmp_path / "private")
+    static = module._negatives.of_rows.static  # type: ignore[union-attr]
+    assert static is not None and static.mined_in == 1
+    assert len(list((tmp_path / "private").iterdir())) == 2
+
+
+def test_a_run_that_is_killed_inside_an_epoch_goes_on_with_that_epochs_negatives(tmp_path: Path) -> None:
+    whole = epochs(tmp_path / "whole", cache=tmp_path / "private" / "a")
+    with pytest.raises(Killed):
+        epochs(tmp_path / "run", cache=tmp_path / "private" / "b", kill=5)
+    assert same_weights(whole, epochs(tmp_path / "run", cache=tmp_path / "private" / "b", resume=True))
+    assert len(list((tmp_path / "private" / "b").iterdir())) == 2
+
+
+def test_where_no_rankings_are_kept_a_resumed_epoch_says_that_it_mines_again(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        epochs(tmp_path / "run", cache=None, kill=5)
+    with pytest.warns(UserWarning, match="mined again, with the weights of now"):
+        epochs(tmp_path / "run", cache=None, resume=True)
+
+
+def test_the_queue_of_batches_survives_a_kill() -> None:
+    """A run without privacy has no coins that repeat, so the queue itself is compared."""
+    module = in_double(negatives=[InBatchNegatives(), PreBatchNegatives(batches=3)]).train()
+    for numbers in ((0, 1), (2, 3)):
+        module.per_row_loss(ready(module, *numbers).rows)
+    checkpoint: dict[str, Any] = {}
+    module.on_save_checkpoint(checkpoint)
+    resumed = in_double(negatives=[InBatchNegatives(), PreBatchNegatives(batches=3)])
+    resumed.on_load_checkpoint(checkpoint)
+    losses = [each.per_row_loss(ready(each, 4, 5).rows) for each in (module, resumed)]
+    torch.testing.assert_close(*losses, rtol=0, atol=0)
+
+
+def test_a_checkpoint_holds_no_hash_of_private_texts(tmp_path: Path) -> None:
+    """Whoever knows all queries but one could test guesses at it."""
+    module = dual(DPSGD(max_grad_norm=1.0, secret_file=tmp_path / "secret", **NOISE), negatives=[StaticNegatives()])
+    fit(tmp_path / "run", module, data_module(tmp_path / "data", physical_batch_size=13), steps=1, save_every=1)
+    kept = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["lit_dpret_negatives"]
+    other = dual(negatives=[StaticNegatives()])
+    other.learn_negatives(texts())
+    assert (
+        kept == other._negatives.of_rows.state_dict() == {"static": {"epoch": 0, "weights": kept["static"]["weights"]}}
+    )  # type: ignore[union-attr]
+
+
+def test_dp_sgd_takes_sources_that_couple_nothing_and_refuses_the_others(tmp_path: Path) -> None:
+    assert not dual(dp(tmp_path), negatives=[BM25Negatives()]).coupled_loss
+    with pytest.raises(ConfigurationError, match=r"model\.negatives=in_batch cannot go with privacy=dp_sgd"):
+        dual(dp(tmp_path), negatives=[InBatchNegatives(), BM25Negatives()])

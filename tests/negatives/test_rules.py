@@ -1,0 +1,120 @@
+"""Which source goes with which privacy mode, as the code refuses it and as the page tells it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from negative_cases import NOISE
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.negatives import SOURCES, NegativeSource, check_sources, refusal
+from lit_dpret.privacy.modes import (
+    DPSGD,
+    BatchClip,
+    LogitDP,
+    NoPrivacy,
+    PerExampleDuplicated,
+    PrivacyMode,
+    PublicPassages,
+    SyntheticData,
+)
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "negatives.md"
+MODES: dict[str, PrivacyMode] = {
+    mode.name: mode
+    for mode in (
+        NoPrivacy(),
+        SyntheticData(),
+        BatchClip(max_grad_norm=1.0, **NOISE),
+        PublicPassages(max_grad_norm=1.0, **NOISE),
+        DPSGD(max_grad_norm=1.0, **NOISE),
+        LogitDP(max_logit_grad_norm=1.0, **NOISE),
+        PerExampleDuplicated(max_grad_norm=1.0, **NOISE),
+    )
+}
+ROWS_ALONE = {"random", "gold", "bm25", "static", "dynamic"}
+#: Written out again here, by what each mode proves.
+ALLOWED = {
+    "none": set(SOURCES),
+    "synthetic": set(SOURCES),
+    "batch_clip": ROWS_ALONE | {"in_batch"},
+    "public_passages": ROWS_ALONE,
+    "dp_sgd": ROWS_ALONE,
+    "logit_dp": {"in_batch"},
+    "per_example_duplicated": {"in_batch"},
+}
+
+
+def made(name: str, **settings: Any) -> NegativeSource:
+    return SOURCES[name](**settings)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_mode_takes_what_its_proof_covers_and_refuses_the_rest(name: str, mode: str) -> None:
+    source = made(name)
+    if name in ALLOWED[mode]:
+        check_sources([source], MODES[mode])
+        return
+    with pytest.raises(ConfigurationError, match=rf"model\.negatives={name} cannot go with privacy={mode}: ") as told:
+        check_sources([source], MODES[mode])
+    assert "\n" not in str(told.value) and ("Choose among" in str(told.value) or "Set model" in str(told.value))
+
+
+@pytest.mark.parametrize("mode", ["public_passages", "dp_sgd"])
+@pytest.mark.parametrize("name", ["random", "gold", "bm25", "static"])
+def test_a_source_that_is_shared_in_the_batch_couples_rows(name: str, mode: str) -> None:
+    source = made(name, shared_in_batch=True)
+    assert source.couples_rows and not made(name).couples_rows
+    with pytest.raises(ConfigurationError, match=rf"Set model\.negatives\.{name}\.shared_in_batch=false"):
+        check_sources([source], MODES[mode])
+    check_sources([source], MODES["batch_clip"])
+
+
+def test_what_is_remembered_of_private_rows_is_refused_under_every_private_mode() -> None:
+    for mode in MODES.values():
+        reason = refusal(made("pre_batch"), mode)
+        assert (reason is None) == (mode.guarantee != "dp")
+        assert reason is None or "function of released weights" in reason
+
+
+def test_judged_negatives_belong_to_a_query_and_to_no_pair() -> None:
+    by_pair = PublicPassages(max_grad_norm=1.0, unit="pair", **NOISE)
+    with pytest.raises(ConfigurationError, match=r"part of no pair.*Set privacy\.unit=query"):
+        check_sources([made("gold")], by_pair)
+    check_sources([made("bm25")], by_pair)
+
+
+def test_the_pages_table_is_what_the_code_does() -> None:
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in PAGE.read_text(encoding="utf-8").splitlines()
+        if re.match(r"\| (`|source)", line)
+    ]
+    header = rows[0]
+    body = [row for row in rows[1:] if len(row) == len(header)]
+    modes = [cell.strip("`") for cell in header[3:]]
+    assert {row[0].strip("`") for row in body} == set(SOURCES) and set(modes) == set(MODES)
+    for row in body:
+        source = made(row[0].strip("`"))
+        assert row[1].startswith("yes") == source.couples_rows, row[0]
+        assert row[2].startswith("yes") == source.keeps_private_state, row[0]
+        for mode, cell in zip(modes, row[3:], strict=True):
+            assert cell == ("yes" if refusal(source, MODES[mode]) is None else "no"), (row[0], mode)
+
+
+@pytest.mark.parametrize(
+    "command", re.findall(r"^    python train\.py (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+)
+def test_a_command_of_the_page_composes_and_its_mode_takes_its_sources(command: str) -> None:
+    with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
+        cfg = compose("train", overrides=["run_dir=run", *command.split()])
+    name = cfg.privacy._target_.rpartition(".")[2]
+    mode = next(mode for mode in MODES.values() if type(mode).__name__ == name)
+    shared = {each: bool(cfg.model.negatives[each].get("shared_in_batch")) for each in cfg.model.negatives or ()}
+    for each in shared:
+        check_sources([made(each, **({"shared_in_batch": True} if shared[each] else {}))], mode)
