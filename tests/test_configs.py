@@ -73,6 +73,8 @@ NEEDED = {
     "datamodule.synthetic": ["datamodule.folder=x"],
     "datamodule.pairs": ["datamodule.pairs=x.jsonl"],
     "datamodule.beir": ["datamodule.name=scifact", "datamodule.root=x"],
+    "datamodule.msmarco": ["datamodule.folder=x"],
+    "datamodule.squad": ["datamodule.folder=x"],
     "datamodule.cifar10": ["datamodule.folder=x"],
     "datamodule.cifar100": ["datamodule.folder=x"],
     "datamodule.vision_folder": ["datamodule.folder=x"],
