@@ -94,6 +94,13 @@ class InsuranceQADataModule(PairsDataModule):
                 raise DataError(f"{folder / name}.json.gz does not exist; check datamodule.folder.")
         return {name: folder / f"{name}.json.gz" for name in names}
 
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        """What is read of each file."""
+        files = self._sources()
+        if "answers" not in files:
+            return super().columns()
+        return {name: ("en",) if name == "answers" else ("en", "domain", "answers") for name in files}
+
     def read_collection(self, complain: Complain = refuse) -> Collection:
         """The package's files as a collection: ids ``train-0``, ``dev-0``, ``test-0``, ``a1``."""
         files = self._sources()

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.datamodules.complaints import Complain, refuse
-from lit_dpret.datamodules.readers import Fields, RecordFile, as_id
+from lit_dpret.datamodules.fields import Fields, as_id
+from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.datamodules.records import SPLIT_NAMES
 from lit_dpret.errors import DataError
 

@@ -91,6 +91,10 @@ class MSMarcoDataModule(PairsDataModule):
             )
         return found
 
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        """The columns that the files have by their layout."""
+        return {part: _QRELS_COLUMNS if part.startswith("qrels") else _TEXT_COLUMNS for part in self._sources()}
+
     def read_collection(self, complain: Complain = refuse) -> Collection:
         """The data as it stands in the files, without the queries that no judgement names."""
         files = self._sources()

@@ -26,9 +26,10 @@ from typing import Any
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.complaints import Complain, refuse
 from lit_dpret.datamodules.corpus import InMemory, open_corpus
+from lit_dpret.datamodules.fields import Fields, Records, as_id
 from lit_dpret.datamodules.layouts import Passages, keep, query_text, split_name
 from lit_dpret.datamodules.passage_store import PassageStore
-from lit_dpret.datamodules.readers import Fields, RecordFile, Records, as_id
+from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.datamodules.records import stable_hash
 from lit_dpret.errors import ConfigurationError, DataError
 

@@ -18,6 +18,7 @@ from lit_dpret.datamodules.corpus import InMemory, check_in_memory, is_held, ope
 from lit_dpret.datamodules.layouts import folder_parts, qrels_files
 from lit_dpret.datamodules.pair_file import read_pairs
 from lit_dpret.datamodules.passage_store import PassageStore
+from lit_dpret.datamodules.readers import columns_of
 from lit_dpret.datamodules.records import Duplicates, Row, Unit
 from lit_dpret.datamodules.sampled import RowsPerUnit, SampledDataModule, SamplingName
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset
@@ -218,6 +219,17 @@ class PairsDataModule(SampledDataModule):
         if self.pairs:
             return read_pairs(found["pairs"], corpus=found.get("corpus"), **stored)
         return read_parts(**found, **stored)
+
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        """The columns of each file, by the name of the part that it holds; the first record shows them.
+
+        Raises:
+            DataError: A file is missing.
+        """
+        found = self._sources()
+        parts = {name: found[name] for name in ("pairs", "corpus", "queries") if found.get(name)}
+        parts |= {f"qrels.{split}": path for split, path in found.get("qrels", {}).items()}
+        return {name: columns_of(path) for name, path in parts.items()}
 
     def setup(self, stage: str | None = None) -> None:
         """Read, check and prepare the data, once; every process ends with the same."""

@@ -22,29 +22,19 @@ import importlib
 import io
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from lit_dpret.datamodules.complaints import Complain, refuse
+from lit_dpret.datamodules.fields import as_id, kind_of, shown_columns
 from lit_dpret.errors import ConfigurationError, DataError
 
 FORMATS = (".jsonl", ".tsv", ".csv", ".parquet")
 _COMPRESSIONS = (".gz", ".zst")
 _LONGEST_FIELD = 2**27  # csv's own limit of 131,072 characters is shorter than real articles
 _MOST_FINDS = 20  # of a reader that collects problems: each find reads the file again
-
-
-class Records(Protocol):
-    """Records in order, each with its place, and what to do about a bad one."""
-
-    complain: Complain
-    format: str
-
-    def where(self, number: int) -> str: ...
-    def place(self, number: int) -> str: ...
-    def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]: ...
 
 
 class RecordFile:
@@ -187,7 +177,7 @@ class RecordFile:
                 continue
             if not isinstance(record, dict):
                 self._note(
-                    f"{self.where(number)}: a JSON object in braces is expected, not {_kind(record)}; "
+                    f"{self.where(number)}: a JSON object in braces is expected, not {kind_of(record)}; "
                     "JSONL holds one object a line.",
                     "malformed JSON",
                 )
@@ -223,11 +213,13 @@ class RecordFile:
                 header = [name.strip() for name in values]
                 repeated = next((name for name in header if header.count(name) > 1), None)
                 if repeated is not None:
-                    raise DataError(f"{self.where(start)}: the header names column {repeated!r} twice.")
+                    raise DataError(
+                        f"{self.where(start)}: the header names column {shown_columns([repeated])[0]!r} twice."
+                    )
             elif len(values) != len(header):
                 self._note(
                     f"{self.where(start)}: {len(values)} columns, but the header on the first line has "
-                    f"{len(header)} ({', '.join(header)}).",
+                    f"{len(header)} ({', '.join(shown_columns(header))}).",
                     "wrong number of columns",
                 )
             else:
@@ -314,73 +306,8 @@ def _optional(package: str, path: Path) -> Any:
         raise ConfigurationError(f"Reading {path} needs {package}: pip install {package}.") from error
 
 
-def _kind(value: object) -> str:
-    names = {list: "a list", dict: "an object", str: "a string", bool: "true or false", int: "a number"}
-    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
-
-
-def as_id(value: object) -> str | None:
-    """An id as a string; whole numbers are ids too. None for what cannot be an id."""
-    if isinstance(value, str) and value.strip():
-        return value
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    return None
-
-
-class Fields:
-    """Picks columns out of records by any of their accepted names, and complains precisely."""
-
-    def __init__(self, file: Records) -> None:
-        self.file = file
-
-    def name(self, number: int, record: Mapping[str, Any], names: tuple[str, ...]) -> str:
-        """The first of ``names`` that ``record`` has.
-
-        Raises:
-            DataError: It has none; the message lists those it has.
-        """
-        for name in names:
-            if name in record:
-                return name
-        wanted = " or ".join(repr(name) for name in names)
-        word = "key" if self.file.format == ".jsonl" else "column"
-        raise DataError(
-            f"{self.file.where(number)}: no {word} {wanted}; found: {', '.join(map(str, record)) or 'none'}.",
-            kind="missing column",
-        )
-
-    def id(self, number: int, record: Mapping[str, Any], names: tuple[str, ...]) -> str:
-        """The id under one of ``names``; a missing, empty or non-id value raises DataError."""
-        name = self.name(number, record, names)
-        found = as_id(record[name])
-        if found is None:
-            kind = "empty" if isinstance(record[name], str) else _kind(record[name])
-            raise DataError(f"{self.file.where(number)}: {name!r} is {kind}; an id is expected.", kind="no id")
-        return found
-
-    def text(self, number: int, record: Mapping[str, Any], names: tuple[str, ...], *, optional: bool = False) -> str:
-        """The text under one of ``names``; ``""`` where it is optional and missing or null."""
-        if optional and all(record.get(name) is None for name in names):
-            return ""
-        name = self.name(number, record, names)
-        value = record[name]
-        if not isinstance(value, str):
-            raise DataError(
-                f"{self.file.where(number)}: {name!r} is {_kind(value)}; a text is expected.", kind="no text"
-            )
-        return value
-
-    def grade(self, number: int, record: Mapping[str, Any], names: tuple[str, ...]) -> int:
-        """The relevance grade under one of ``names``: a whole number."""
-        name = self.name(number, record, names)
-        value = record[name]
-        try:
-            if isinstance(value, bool) or value is None or (isinstance(value, float) and not value.is_integer()):
-                raise ValueError
-            return int(value)
-        except (ValueError, TypeError):
-            raise DataError(
-                f"{self.file.where(number)}: grade {name}={str(value)[:40]!r} is not a whole number.",
-                kind="no whole-number grade",
-            ) from None
+def columns_of(path: str | Path) -> tuple[str, ...]:
+    """The columns of the first record of a file that is one, as they may be shown; () where there is none."""
+    for _, record in RecordFile(path, complain=_say_nothing):
+        return shown_columns(record)
+    return ()

@@ -72,6 +72,11 @@ class SquadDataModule(PairsDataModule):
             )
         return files
 
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        """What is read of each file."""
+        files = self._sources()
+        return super().columns() if "corpus" in files else dict.fromkeys(files, ("title", "context", "id", "question"))
+
     def read_collection(self, complain: Complain = refuse) -> Collection:
         """The paragraphs, and the questions that have an answer among them."""
         files = self._sources()
