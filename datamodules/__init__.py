@@ -1,6 +1,7 @@
 """DataModules. Import them as ``lit_dpret.datamodules``."""
 
 from lit_dpret.datamodules.beir import BeirDataModule
+from lit_dpret.datamodules.huggingface import HuggingFaceDataModule
 from lit_dpret.datamodules.images import ImagesDataModule
 from lit_dpret.datamodules.insuranceqa import InsuranceQADataModule
 from lit_dpret.datamodules.msmarco import MSMarcoDataModule
@@ -10,6 +11,7 @@ from lit_dpret.datamodules.synthetic import SyntheticDataModule
 
 __all__ = [
     "BeirDataModule",
+    "HuggingFaceDataModule",
     "ImagesDataModule",
     "InsuranceQADataModule",
     "MSMarcoDataModule",

@@ -41,11 +41,11 @@ class PairColumns:
     Args:
         query: Texts of queries.
         passage: Texts of passages.
-        query_id: Optional.
-        passage_id: Optional.
-        user: Optional.
-        domain: Optional.
-        split: Optional.
+        query_id: Optional, as are all that follow; an empty name stands for no column.
+        passage_id: Ids of passages.
+        user: Ids of users.
+        domain: Domains of queries.
+        split: Names of splits.
         required: Those of the optional columns that no record may lack.
     """
 
@@ -109,8 +109,8 @@ class PairReader:
         self.qrels: dict[str, dict[str, dict[str, int]]] = {}
         self._sources: list[Records] = []
 
-    def add(self, records: Records, *, split: str | None = None, limit: int | None = None) -> None:
-        """Take the records of one source.
+    def add(self, records: Records, *, split: str | None = None, limit: int | None = None) -> int:
+        """Take the records of one source; returns how many there were.
 
         Args:
             records: What to read; problems go to its ``complain``, and the record is then left out.
@@ -122,11 +122,13 @@ class PairReader:
         """
         self._sources.append(records)
         self._fields = Fields(records)
-        for number, record in islice(records, limit):
+        count = 0
+        for count, (number, record) in enumerate(islice(records, limit), start=1):  # noqa: B007
             try:
                 self._take(number, record, split or "train")
             except DataError as error:
                 records.complain(error)
+        return count
 
     def collection(self, source: str) -> Collection:
         """Everything that was taken.

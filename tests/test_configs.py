@@ -74,6 +74,7 @@ NEEDED = {
     "datamodule.pairs": ["datamodule.pairs=x.jsonl"],
     "datamodule.beir": ["datamodule.name=scifact", "datamodule.root=x"],
     "datamodule.msmarco": ["datamodule.folder=x"],
+    "datamodule.hf": ["datamodule.path=x"],
     "datamodule.squad": ["datamodule.folder=x"],
     "datamodule.cifar10": ["datamodule.folder=x"],
     "datamodule.cifar100": ["datamodule.folder=x"],
