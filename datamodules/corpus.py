@@ -76,7 +76,7 @@ def open_corpus(
         path: The file.
         in_memory: ``auto`` holds a corpus of up to half a gigabyte of text.
         cache_dir: Where stores are kept; None for ``~/.cache/lit-dpret/passages``. A store takes as much disk as the
-            plain text, and 20 bytes for each passage.
+            plain text, and about 30 bytes for each passage.
         allow_empty: Accept passages with neither title nor text.
         knob: What the user set to name the file, for messages.
         columns: The names of the columns of a TSV file without a header line.

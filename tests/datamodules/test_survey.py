@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+from lit_dpret.datamodules import InsuranceQADataModule
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.survey import (
     count_splits,
@@ -78,3 +80,9 @@ def test_what_a_cap_keeps_is_what_training_keeps() -> None:
 def test_without_users_there_is_nothing_to_say_about_them() -> None:
     assert count_users(replace(DATA, users={})) is None
     assert count_users(replace(DATA, qrels={"test": DATA.qrels["test"]})) is None
+
+
+def test_what_insuranceqa_is_known_to_repeat_is_found(shared_data: Path) -> None:
+    data = InsuranceQADataModule(folder=shared_data / "insuranceqa").read_collection()
+    shared = find_duplicates(data, examples=1)["shared_with_train"]["test"]
+    assert shared == {"queries": 6, "positive_passages": 98}
