@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from lit_dpret.datamodules.beir_sets import BeirSet, beir_set
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.complaints import Complain, refuse
 from lit_dpret.datamodules.corpus import InMemory
+from lit_dpret.datamodules.ir_source import ir_datasets_library
 from lit_dpret.datamodules.layouts import find_part, folder_parts
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.readers import one_line
@@ -166,13 +166,7 @@ def beir_folder(root: str | Path, wanted: BeirSet) -> Path | None:
 
 def _from_ir_datasets(wanted: BeirSet) -> Collection:
     """The evaluation split out of ir-datasets, which keeps what it has downloaded and checks its hashes."""
-    try:
-        library = importlib.import_module("ir_datasets")
-    except ImportError as error:
-        raise ConfigurationError(
-            'datamodule.download=true needs ir-datasets: pip install "lit-dpret[beir]". Or name a folder in '
-            "datamodule.root."
-        ) from error
+    library = ir_datasets_library()
     try:
         found = library.load(wanted.source)
         passages = {doc.doc_id: f"{getattr(doc, 'title', '')} {doc.text}".strip() for doc in found.docs_iter()}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import time
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +31,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 InMemory = bool | Literal["auto"]
 
 _LARGE = 2**29  # bytes of plain text; as Python strings it is about two and a half times that
+_ABANDONED = 3600.0  # seconds
 _PACKED = 4  # bytes of text in a byte of a compressed file, roughly
 _log = logging.getLogger(__name__)
 
@@ -89,27 +91,64 @@ def open_corpus(
     file = RecordFile(path, knob=knob, columns=columns, complain=complain)
     if is_held(file.path, in_memory):
         return read_corpus(path, allow_empty=allow_empty, knob=knob, columns=columns, complain=complain)
-    cache = default_cache() if cache_dir is None else Path(cache_dir)
     # The name decides how the bytes are read, so it is part of what the file is.
     key = file_key(file.path, "".join(file.path.suffixes).lower(), columns, allow_empty)
-    folder = cache / f"{file.path.name.split('.')[0]}-{key}"
+
+    def draft(folder: Path) -> bool:
+        return _draft(file, folder, allow_empty=allow_empty, complain=complain)
+
+    return Passages(_stored(f"{file.path.name.split('.')[0]}-{key}", draft, cache_dir))
+
+
+def store_passages(
+    name: str, passages: Callable[[], Iterable[tuple[str, str]]], *, cache_dir: str | Path | None = None
+) -> PassageStore:
+    """Ids and texts out of any source, in the store of this name; the source is asked only where there is none yet.
+
+    Raises:
+        DataError: The source gives nothing, or an id twice.
+        StorageError: The cache cannot be written.
+    """
+
+    def draft(folder: Path) -> bool:
+        if repeated := build_store(folder, passages()):
+            raise DataError(f"{name}: {len(repeated)} passages have an id that an earlier one has.", kind="repeated id")
+        if not len(PassageStore(folder)):
+            raise DataError(f"{name} holds no passages.", kind="empty file")
+        return True
+
+    return _stored(name, draft, cache_dir)
+
+
+def _stored(name: str, draft: Callable[[Path], bool], cache_dir: str | Path | None) -> PassageStore:
+    """The store of this name; where there is none, what ``draft`` builds, kept if that says that it is whole."""
+    folder = (default_cache() if cache_dir is None else Path(cache_dir)) / name
     if folder.exists():
         try:
-            return Passages(PassageStore(folder))
+            return PassageStore(folder)
         except DataError:  # damaged
             shutil.rmtree(folder, ignore_errors=True)
-    _log.info("Copying %s into %s, to be read from there.", file.path, folder)
-    draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
+    _log.info("Copying passages into %s, to be read from there.", folder)
+    _remove_abandoned(folder)
+    drafted = folder.with_name(f".{name}.{uuid.uuid4().hex[:8]}")
     try:
-        whole = _draft(file, draft, allow_empty=allow_empty, complain=complain)
+        whole = draft(drafted)
     except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(drafted, ignore_errors=True)
         raise
     if whole:
-        return Passages(published_store(folder, draft))
-    store = PassageStore(draft)
-    weakref.finalize(store, shutil.rmtree, draft, ignore_errors=True)
-    return Passages(store)
+        return published_store(folder, drafted)
+    store = PassageStore(drafted)
+    weakref.finalize(store, shutil.rmtree, drafted, ignore_errors=True)
+    return store
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Delete drafts of this store to which nobody has written for an hour: whoever built them was killed."""
+    for draft in folder.parent.glob(f".{folder.name}.*"):
+        newest = max((path.stat().st_mtime for path in (draft, *draft.glob("*.*"))), default=0.0)
+        if time.time() - newest > _ABANDONED:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def read_parts(

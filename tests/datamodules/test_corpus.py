@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,25 @@ def test_a_damaged_store_is_built_anew(write: Write, tmp_path: Path) -> None:
     assert isinstance(store, PassageStore)
     (store.folder / "order.u32").write_bytes(b"")
     assert len(open_corpus(path, in_memory=False, cache_dir=tmp_path / "cache").texts) == len(RECORDS)
+
+
+def test_what_a_killed_process_left_is_cleared_away_and_what_another_writes_is_not(
+    write: Write, tmp_path: Path
+) -> None:
+    path, cache = write("corpus.jsonl", RECORDS), tmp_path / "cache"
+    store = open_corpus(path, in_memory=False, cache_dir=cache).texts
+    assert isinstance(store, PassageStore)
+    store.folder.rename(cache / "elsewhere")
+    for name, age in (("left", 7200), ("written", 10)):
+        draft = cache / f".{store.folder.name}.{name}"
+        draft.mkdir()
+        (draft / "texts.bin").touch()
+        for place in (draft / "texts.bin", draft):
+            os.utime(place, (time.time() - age, time.time() - age))
+    open_corpus(path, in_memory=False, cache_dir=cache)
+    assert sorted(path.name for path in cache.iterdir()) == sorted(
+        [f".{store.folder.name}.written", "elsewhere", store.folder.name]
+    )
 
 
 def test_auto_holds_what_is_small(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

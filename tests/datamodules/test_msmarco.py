@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -110,3 +114,68 @@ def test_a_query_with_two_texts_in_two_splits_is_refused(folder: Path) -> None:
             file.write(line)
     with pytest.raises(DataError, match="query '121352' has another text in the train split"):
         MSMarcoDataModule(folder=folder).setup("fit")
+
+
+# -- download --------------------------------------------------------------------------------------
+
+
+class Library:
+    """A stand-in for ir-datasets over the same files."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails, self.collections = fails, 0
+
+    def load(self, name: str) -> SimpleNamespace:
+        part = name.removeprefix("msmarco-passage").removeprefix("/").replace("/", ".")
+
+        def rows(file: str, *names: str) -> Iterator[SimpleNamespace]:
+            self.collections += file == "collection"
+            for line in FILES[file].splitlines():
+                if self.fails == file:
+                    raise ConnectionError("no route\nto host")
+                yield SimpleNamespace(**dict(zip(names, line.split("\t"), strict=True)))
+
+        return SimpleNamespace(
+            docs_iter=lambda: rows("collection", "doc_id", "text"),
+            queries_iter=lambda: rows(f"queries.{part}", "query_id", "text"),
+            qrels_iter=lambda: rows(f"qrels.{part}", "query_id", "iteration", "doc_id", "relevance"),
+        )
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+@pytest.mark.parametrize("dev", ["small", "full"])
+def test_what_ir_datasets_gives_is_what_the_files_hold(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool, dev: Any
+) -> None:
+    library = Library()
+    monkeypatch.setitem(sys.modules, "ir_datasets", library)  # type: ignore[arg-type]
+    wanted = MSMarcoDataModule(folder=folder, dev=dev).collection
+    for _ in range(2):
+        data = MSMarcoDataModule(download=True, dev=dev, in_memory=in_memory, cache_dir=tmp_path / "cache")
+        data.prepare_data()
+        found = data.collection
+        assert (found.passages, found.queries, found.qrels) == (wanted.passages, wanted.queries, wanted.qrels)
+    assert library.collections == (4 if in_memory else 1), "a store is filled once"
+
+
+@pytest.mark.parametrize("fails", ["collection", "qrels.train"])
+def test_what_ir_datasets_does_not_give_is_one_line_and_leaves_no_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "ir_datasets", Library(fails))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"ir-datasets could not give msmarco-passage.*: no route$"):
+        MSMarcoDataModule(download=True, in_memory=False, cache_dir=tmp_path / "cache").setup("fit")
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == (
+        [] if fails == "collection" else ["msmarco-passage-ir-datasets"]
+    )
+
+
+def test_a_folder_or_a_download_is_needed_and_ir_datasets_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for wrong in ({}, {"folder": tmp_path, "download": True}):
+        with pytest.raises(ConfigurationError, match="let download=true fetch them, and not both"):
+            MSMarcoDataModule(**wrong)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "ir_datasets", None)
+    with pytest.raises(ConfigurationError, match=r"lit-dpret\[beir\]"):
+        MSMarcoDataModule(download=True).prepare_data()
