@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import shutil
@@ -145,7 +146,7 @@ def _stored(name: str, draft: Callable[[Path], bool], cache_dir: str | Path | No
 
 def _remove_abandoned(folder: Path) -> None:
     """Delete drafts of this store to which nobody has written for an hour: whoever built them was killed."""
-    for draft in folder.parent.glob(f".{folder.name}.*"):
+    for draft in folder.parent.glob(f".{glob.escape(folder.name)}.*"):
         newest = max((path.stat().st_mtime for path in (draft, *draft.glob("*.*"))), default=0.0)
         if time.time() - newest > _ABANDONED:
             shutil.rmtree(draft, ignore_errors=True)

@@ -21,9 +21,9 @@ import os
 import shutil
 import struct
 from array import array
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -103,8 +103,8 @@ class PassageStore(Mapping[str, str]):
     def __iter__(self) -> Iterator[str]:
         return (_decoded(name) for name, _ in self._records())
 
-    def values(self) -> ValuesView[str]:
-        """The texts, in order, read as one goes."""
+    def values(self) -> _Values:
+        """The texts, in order, read as one goes; parts of them by number, like those of a list."""
         return _Values(self)
 
     def items(self) -> ItemsView[str, str]:
@@ -117,22 +117,39 @@ class PassageStore(Mapping[str, str]):
         data = os.pread(self._file, end - start, start)
         return _unpacked(data, 0)
 
-    def _records(self) -> Iterator[tuple[bytes, bytes]]:
-        """All records in order, read in large pieces."""
+    def _records(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[bytes, bytes]]:
+        """The records from ``start`` to before ``stop`` in order, read in large pieces."""
         piece, begun = b"", 0
-        for row in range(self._count):
-            start = int(self._starts[row])
+        for row in range(start, self._count if stop is None else stop):
+            place = int(self._starts[row])
             end = int(self._starts[row + 1]) if row + 1 < self._count else self._end
-            if end > begun + len(piece):
-                piece, begun = os.pread(self._file, max(_READ, end - start), start), start
-            yield _unpacked(piece, start - begun)
+            if not begun <= place < end <= begun + len(piece):
+                piece, begun = os.pread(self._file, max(_READ, end - place), place), place
+            yield _unpacked(piece, place - begun)
 
 
-class _Values(ValuesView[str]):
+class _Values(ValuesView[str], Sequence[str]):
+    """The texts in order; parts of them can be asked for by number, like those of a list."""
+
     _mapping: PassageStore
 
     def __iter__(self) -> Iterator[str]:
         return (_decoded(text) for _, text in self._mapping._records())
+
+    def __contains__(self, text: object) -> bool:
+        return any(found == text for found in self)
+
+    @overload
+    def __getitem__(self, place: int) -> str: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[str]: ...
+    def __getitem__(self, place: int | slice) -> str | list[str]:
+        rows = range(len(self))[place]
+        if isinstance(rows, int):
+            return _decoded(self._mapping._record(rows)[1])
+        if rows.step == 1:
+            return [_decoded(text) for _, text in self._mapping._records(rows.start, max(rows.start, rows.stop))]
+        return [_decoded(self._mapping._record(row)[1]) for row in rows]
 
 
 class _Items(ItemsView[str, str]):
