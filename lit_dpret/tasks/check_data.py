@@ -31,7 +31,7 @@ _FRACTIONS = {"train": 0.8, "dev": 0.1, "test": 0.1}
 class CheckData:
     """Read the datamodule's files to the end, collect every problem, and report on what is in them.
 
-    The report is written into the run folder under a name that says that it is private, and printed.
+    The report is printed, and written into the run folder for its owner alone; its name says that it is private.
 
     Args:
         examples: How many examples, by id and line, to show of each kind of problem and duplicate.
@@ -95,8 +95,9 @@ class CheckData:
         if collection is not None and not problems.total:
             self._offer_split(parts, data, collection, facts)
         page = format_check(facts)
-        write_text(parts.run_dir / REPORT, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
-        write_text(parts.run_dir / PAGE, page)
+        for name, text in ((REPORT, json.dumps(facts, indent=2, ensure_ascii=False) + "\n"), (PAGE, page)):
+            write_text(parts.run_dir / name, text)
+            (parts.run_dir / name).chmod(0o600)
         sys.stdout.write(page)
         if problems.total:
             kinds = ", ".join(problems.counts)  # how many would be a number of the private data

@@ -17,7 +17,7 @@ from hydra.utils import instantiate
 from tiny_generator import generator
 from tiny_tasks import parts, retriever
 
-from lit_dpret.datamodules import ImagesDataModule, MSMarcoDataModule, PairsDataModule
+from lit_dpret.datamodules import HuggingFaceDataModule, ImagesDataModule, MSMarcoDataModule, PairsDataModule
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.modules import OptimizerSpec, QueryGenerator
 from lit_dpret.tasks import CheckData
@@ -78,7 +78,8 @@ def test_good_data_is_reported_and_nothing_of_its_texts_is(
     assert not any(text in told for text in texts_of(harbour))
     for shown in (page, found["private"]):
         assert "no differential privacy covers them" in shown
-    assert "private" in PAGE and "private" in REPORT
+    for name in (PAGE, REPORT):
+        assert "private" in name and (tmp_path / "run" / name).stat().st_mode & 0o077 == 0
 
 
 def test_lengths_are_in_the_models_own_tokens_and_say_what_it_cuts(tmp_path: Path, harbour: Path) -> None:
@@ -231,6 +232,16 @@ def test_other_datamodules_are_examined_by_their_own_layout(tmp_path: Path) -> N
     CheckData().run(given)
     found = report(tmp_path)
     assert found["columns"]["queries.train"] == ["id", "text"] and set(found["splits"]) == {"train", "dev"}
+
+
+def test_a_user_column_that_is_missing_is_told_by_the_columns_that_there_are(tmp_path: Path) -> None:
+    log = write_log(tmp_path)
+    data = partial(HuggingFaceDataModule, path=log, user_column="author")
+    with pytest.raises(DataError, match="has problems: missing column"):
+        CheckData(examples=1).run(parts(tmp_path, make_datamodule=data, make_module=no_model))
+    problems = report(tmp_path)["problems"]
+    told = f"{log} line 1: no key 'author'; found: query, passage, user_id."
+    assert problems["examples"]["missing column"] == [told] and problems["counts"]["missing column"] == 60
 
 
 def test_images_are_refused(tmp_path: Path) -> None:
