@@ -1,9 +1,21 @@
 """DataModules. Import them as ``lit_dpret.datamodules``."""
 
 from lit_dpret.datamodules.beir import BeirDataModule
+from lit_dpret.datamodules.huggingface import HuggingFaceDataModule
 from lit_dpret.datamodules.images import ImagesDataModule
 from lit_dpret.datamodules.insuranceqa import InsuranceQADataModule
+from lit_dpret.datamodules.msmarco import MSMarcoDataModule
 from lit_dpret.datamodules.pairs import PairsDataModule
+from lit_dpret.datamodules.squad import SquadDataModule
 from lit_dpret.datamodules.synthetic import SyntheticDataModule
 
-__all__ = ["BeirDataModule", "ImagesDataModule", "InsuranceQADataModule", "PairsDataModule", "SyntheticDataModule"]
+__all__ = [
+    "BeirDataModule",
+    "HuggingFaceDataModule",
+    "ImagesDataModule",
+    "InsuranceQADataModule",
+    "MSMarcoDataModule",
+    "PairsDataModule",
+    "SquadDataModule",
+    "SyntheticDataModule",
+]

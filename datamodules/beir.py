@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_dpret.datamodules.beir_sets import BeirSet, beir_set
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.layouts import find_part, folder_parts, read_parts
+from lit_dpret.datamodules.complaints import Complain, refuse
+from lit_dpret.datamodules.corpus import InMemory
+from lit_dpret.datamodules.ir_source import ir_datasets_library
+from lit_dpret.datamodules.layouts import find_part, folder_parts
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.readers import one_line
 from lit_dpret.datamodules.records import Duplicates
@@ -60,6 +62,8 @@ class BeirDataModule(PairsDataModule):
         max_rows_per_unit: int | None = None,
         drop_overlap: bool = False,
         allow_empty_passages: bool = True,
+        in_memory: InMemory = "auto",
+        cache_dir: str | Path | None = None,
         max_passages: int | None = None,
         max_train_queries: int | None = None,
         max_eval_queries: int | None = None,
@@ -92,6 +96,8 @@ class BeirDataModule(PairsDataModule):
             drop_overlap=drop_overlap,
             drop_queries_without_passage=True,
             allow_empty_passages=allow_empty_passages,
+            in_memory=in_memory,
+            cache_dir=cache_dir,
             max_passages=max_passages,
             max_train_queries=max_train_queries,
             max_eval_queries=max_eval_queries,
@@ -126,11 +132,9 @@ class BeirDataModule(PairsDataModule):
             raise DataError(f"{folder} has no qrels of {self.set.split}, the split that BEIR evaluates.")
         return found
 
-    def read_collection(self) -> Collection:
+    def read_collection(self, complain: Complain = refuse) -> Collection:
         """The set as it stands in its folder, or in ir-datasets."""
-        if self.download:
-            return _from_ir_datasets(self.set)
-        return read_parts(**self._sources(), allow_empty_passages=self.allow_empty_passages)
+        return _from_ir_datasets(self.set) if self.download else super().read_collection(complain)
 
     def evaluation_set(self, split: str | None = None) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
         """Queries and graded qrels of one split, by default the one that BEIR evaluates; warns about any other.
@@ -162,13 +166,7 @@ def beir_folder(root: str | Path, wanted: BeirSet) -> Path | None:
 
 def _from_ir_datasets(wanted: BeirSet) -> Collection:
     """The evaluation split out of ir-datasets, which keeps what it has downloaded and checks its hashes."""
-    try:
-        library = importlib.import_module("ir_datasets")
-    except ImportError as error:
-        raise ConfigurationError(
-            'datamodule.download=true needs ir-datasets: pip install "lit-dpret[beir]". Or name a folder in '
-            "datamodule.root."
-        ) from error
+    library = ir_datasets_library()
     try:
         found = library.load(wanted.source)
         passages = {doc.doc_id: f"{getattr(doc, 'title', '')} {doc.text}".strip() for doc in found.docs_iter()}

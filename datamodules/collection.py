@@ -1,4 +1,4 @@
-"""Passages, queries, and which passage answers which query: one data set in memory.
+"""Passages, queries, and which passage answers which query: one data set.
 
 Passages are public. Queries, and the qrels that pair them with passages, are private wherever
 their split is trained on. The ``repr`` therefore shows no query, no id and no count of queries.
@@ -7,7 +7,7 @@ their split is trained on. The ``repr`` therefore shows no query, no id and no c
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lit_dpret.datamodules.records import SPLITS
@@ -23,7 +23,8 @@ class Collection:
     """A retrieval data set.
 
     Args:
-        passages: Text of each passage (title and text joined) by id.
+        passages: Text of each passage (title and text joined) by id: a dictionary, or a
+            `lit_dpret.datamodules.passage_store.PassageStore` for more than memory should hold.
         queries: Text of each query of every split by id.
         qrels: For each split (``train``, ``dev``, ``test``) the graded judgements
             ``{query_id: {passage_id: grade}}``. A grade above 0 makes the passage a positive.
@@ -57,66 +58,82 @@ class Collection:
         Raises:
             DataError: One line with the ids concerned; never a text.
         """
-        if not self.passages:
-            raise DataError(f"{self.source} holds no passages.")
-        if not self.queries:
-            raise DataError(f"{self.source} holds no queries.")
-        if not any(self.qrels.values()):
-            raise DataError(f"{self.source} holds no qrels: no query is paired with a passage.")
-        self._check_texts(allow_empty_passages)
-        self._check_qrels()
-        self._check_queries()
+        for contradiction in self.contradictions(allow_empty_passages=allow_empty_passages):
+            raise contradiction
         return self
 
-    def _check_texts(self, allow_empty_passages: bool) -> None:
-        for passage_id, text in self.passages.items():
-            if not allow_empty_passages and not text.strip():
-                raise DataError(
+    def contradictions(self, *, allow_empty_passages: bool = False) -> Iterator[DataError]:
+        """Every contradiction, in the order in which `check` would meet them."""
+        for problem, found in (
+            ("holds no passages", self.passages),
+            ("holds no queries", self.queries),
+            ("holds no qrels: no query is paired with a passage", any(self.qrels.values())),
+        ):
+            if not found:
+                yield DataError(f"{self.source} {problem}.", kind="empty part")
+                return
+        yield from self._bad_texts(allow_empty_passages)
+        yield from self._bad_qrels()
+        yield from self._bad_queries()
+
+    def _bad_texts(self, allow_empty_passages: bool) -> Iterator[DataError]:
+        for passage_id, text in self.passages.items() if not allow_empty_passages else ():
+            if not text.strip():
+                yield DataError(
                     f"{self.source}: passage {passage_id!r} has an empty text; mend the corpus or set "
-                    "datamodule.allow_empty_passages=true."
+                    "datamodule.allow_empty_passages=true.",
+                    kind="empty passage",
                 )
         for query_id, text in self.queries.items():
             if not text.strip():
-                raise DataError(f"{self.source}: query {query_id!r} has an empty text.")
+                yield DataError(f"{self.source}: query {query_id!r} has an empty text.", kind="empty query")
 
-    def _check_qrels(self) -> None:
+    def _bad_qrels(self) -> Iterator[DataError]:
         for split, qrels in self.qrels.items():
             if split not in SPLITS:
-                raise DataError(f"{self.source}: split {split!r} is not one of {', '.join(SPLITS)}.")
+                yield DataError(
+                    f"{self.source}: split {split!r} is not one of {', '.join(SPLITS)}.", kind="unknown split"
+                )
             for query_id, judged in qrels.items():
                 if query_id not in self.queries:
-                    raise DataError(f"{self.source}: qrels of {split} name an unknown query {query_id!r}.")
+                    yield DataError(
+                        f"{self.source}: qrels of {split} name an unknown query {query_id!r}.", kind="unknown query"
+                    )
                 for passage_id, grade in judged.items():
                     if passage_id not in self.passages:
-                        raise DataError(
+                        yield DataError(
                             f"{self.source}: qrels of {split} pair query {query_id!r} with an unknown "
-                            f"passage {passage_id!r}."
+                            f"passage {passage_id!r}.",
+                            kind="unknown passage",
                         )
                     if not isinstance(grade, int) or isinstance(grade, bool):
-                        raise DataError(
+                        yield DataError(
                             f"{self.source}: qrels of {split}: the grade of query {query_id!r} and passage "
-                            f"{passage_id!r} is {grade!r}, not a whole number."
+                            f"{passage_id!r} is {grade!r}, not a whole number.",
+                            kind="no whole-number grade",
                         )
 
-    def _check_queries(self) -> None:
+    def _bad_queries(self) -> Iterator[DataError]:
         for query_id in self.queries:
             if not any(qrels.get(query_id) for qrels in self.qrels.values()):
-                raise DataError(
+                yield DataError(
                     f"{self.source}: query {query_id!r} has no passage: no qrel names it. Add one, or set "
-                    "datamodule.drop_queries_without_passage=true."
+                    "datamodule.drop_queries_without_passage=true.",
+                    kind="query without passage",
                 )
-        train = self.qrels.get("train", {})
-        for query_id, judged in train.items():
-            if not any(grade > 0 for grade in judged.values()):
-                raise DataError(
+        for query_id, judged in self.qrels.get("train", {}).items():
+            if not any(isinstance(grade, int) and grade > 0 for grade in judged.values()):
+                yield DataError(
                     f"{self.source}: query {query_id!r} has no passage: all its grades in train are below 1. "
-                    "Set datamodule.drop_queries_without_passage=true to leave such queries out."
+                    "Set datamodule.drop_queries_without_passage=true to leave such queries out.",
+                    kind="query without passage",
                 )
             for split in ("dev", "test"):
                 if query_id in self.qrels.get(split, {}):
-                    raise DataError(
+                    yield DataError(
                         f"{self.source}: query {query_id!r} is in train and in {split}: what is trained on "
-                        "cannot be evaluated on."
+                        "cannot be evaluated on.",
+                        kind="query in two splits",
                     )
 
     def split(self, name: str) -> Qrels:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.datamodules.collection import Collection
+from lit_dpret.datamodules.complaints import Complain, refuse
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.records import Duplicates, collapse_whitespace
 from lit_dpret.datamodules.sampled import RowsPerUnit, SamplingName
@@ -77,6 +78,7 @@ class InsuranceQADataModule(PairsDataModule):
             drop_overlap=drop_overlap,
             max_passages=max_passages,
             max_train_queries=max_train_queries,
+            in_memory=True,
             max_eval_queries=max_eval_queries,
             seed=seed,
             num_workers=num_workers,
@@ -92,11 +94,18 @@ class InsuranceQADataModule(PairsDataModule):
                 raise DataError(f"{folder / name}.json.gz does not exist; check datamodule.folder.")
         return {name: folder / f"{name}.json.gz" for name in names}
 
-    def read_collection(self) -> Collection:
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        """What is read of each file."""
+        files = self._sources()
+        if "answers" not in files:
+            return super().columns()
+        return {name: ("en",) if name == "answers" else ("en", "domain", "answers") for name in files}
+
+    def read_collection(self, complain: Complain = refuse) -> Collection:
         """The package's files as a collection: ids ``train-0``, ``dev-0``, ``test-0``, ``a1``."""
         files = self._sources()
         if "answers" not in files:
-            return super().read_collection()
+            return super().read_collection(complain)
         passages = {
             f"a{number}": collapse_whitespace(_field(answer, "en", str, files["answers"], number))
             for number, answer in _load(files["answers"]).items()

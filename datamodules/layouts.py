@@ -1,4 +1,4 @@
-"""How files become a `Collection`: three parts, in a BEIR folder or wherever they are.
+"""Three parts of a data set, in a BEIR folder or wherever they are: corpus, queries, qrels.
 
 Columns (JSONL keys, table headers and parquet columns alike; others are ignored):
 
@@ -20,13 +20,14 @@ The other layout, one file of pairs, is in `lit_dpret.datamodules.pair_file`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.readers import Fields, RecordFile, as_id
+from lit_dpret.datamodules.complaints import Complain, refuse
+from lit_dpret.datamodules.fields import Fields, as_id
+from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.datamodules.records import SPLIT_NAMES
 from lit_dpret.errors import DataError
 
@@ -42,9 +43,9 @@ _GRADE = ("score", "grade")
 
 @dataclass
 class Passages:
-    """What a corpus file holds."""
+    """What a corpus file holds; a corpus that is kept on disk has no domains."""
 
-    texts: dict[str, str] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
     domains: dict[str, str] = field(default_factory=dict)
 
 
@@ -57,86 +58,136 @@ class Queries:
     domains: dict[str, str] = field(default_factory=dict)
 
 
-def read_corpus(path: str | Path, *, allow_empty: bool = False, knob: str = "datamodule.corpus") -> Passages:
+def corpus_records(file: RecordFile, *, allow_empty: bool = False) -> Iterator[tuple[int, str, str, object]]:
+    """Line, id, text (title and text joined) and domain of each passage of a corpus file, in order."""
+    fields = Fields(file)
+    for number, record in file:
+        try:
+            passage_id = fields.id(number, record, _ID)
+            title = fields.text(number, record, _TITLE, optional=True)
+            text = f"{title} {fields.text(number, record, _TEXT)}".strip()
+            if not text and not allow_empty:
+                raise DataError(
+                    f"{file.where(number)}: passage {passage_id!r} has an empty text; mend it or set "
+                    "datamodule.allow_empty_passages=true.",
+                    kind="empty passage",
+                )
+        except DataError as error:
+            file.complain(error)
+            continue
+        yield number, passage_id, text, record.get("domain")
+
+
+def read_corpus(
+    path: str | Path,
+    *,
+    allow_empty: bool = False,
+    knob: str = "datamodule.corpus",
+    columns: Sequence[str] | None = None,
+    complain: Complain = refuse,
+) -> Passages:
     """All passages of a corpus file; see the module's table for its columns.
+
+    Args:
+        path: The file.
+        allow_empty: Accept passages with neither title nor text.
+        knob: What the user set to name it, for messages.
+        columns: The names of the columns of a TSV file without a header line.
+        complain: Gets every problem. By default the first one is raised; else the record is left out.
 
     Raises:
         DataError: A record is malformed, repeats an id or, unless ``allow_empty``, has neither title
-            nor text; the message names the lines.
+            nor text; the message names the lines. There is no passage.
     """
-    file = RecordFile(path, knob=knob)
-    fields = Fields(file)
-    found = Passages()
-    for number, record in file:
-        passage_id = fields.id(number, record, _ID)
-        if passage_id in found.texts:
-            raise _repeated(file, number, passage_id)
-        title = fields.text(number, record, _TITLE, optional=True)
-        text = f"{title} {fields.text(number, record, _TEXT)}".strip()
-        if not text and not allow_empty:
-            raise DataError(
-                f"{file.where(number)}: passage {passage_id!r} has an empty text; mend it or set "
-                "datamodule.allow_empty_passages=true."
-            )
-        found.texts[passage_id] = text
-        keep(found.domains, passage_id, record.get("domain"))
-    if not found.texts:
-        raise DataError(f"{file.path} holds no passages.")
-    return found
+    file = RecordFile(path, knob=knob, columns=columns, complain=complain)
+    texts: dict[str, str] = {}
+    domains: dict[str, str] = {}
+    for number, passage_id, text, domain in corpus_records(file, allow_empty=allow_empty):
+        if passage_id in texts:
+            complain(repeated_id(file, number, passage_id))
+            continue
+        texts[passage_id] = text
+        keep(domains, passage_id, domain)
+    if not texts:
+        raise no_passages(file)
+    return Passages(texts, domains)
 
 
-def read_queries(path: str | Path, *, knob: str = "datamodule.queries") -> Queries:
-    """All queries of a file; see the module's table for its columns.
+def read_queries(
+    path: str | Path,
+    *,
+    knob: str = "datamodule.queries",
+    columns: Sequence[str] | None = None,
+    complain: Complain = refuse,
+) -> Queries:
+    """All queries of a file; see the module's table for its columns, and `read_corpus` for the arguments.
 
     Raises:
-        DataError: A record is malformed or repeats an id; the message names the lines.
+        DataError: A record is malformed or repeats an id; the message names the lines. There is no query.
     """
-    file = RecordFile(path, knob=knob)
+    file = RecordFile(path, knob=knob, columns=columns, complain=complain)
     fields = Fields(file)
     found = Queries()
     for number, record in file:
-        query_id = fields.id(number, record, _ID)
-        if query_id in found.texts:
-            raise _repeated(file, number, query_id)
-        found.texts[query_id] = query_text(fields, number, record, _TEXT, query_id)
+        try:
+            query_id = fields.id(number, record, _ID)
+            if query_id in found.texts:
+                raise repeated_id(file, number, query_id)
+            found.texts[query_id] = query_text(fields, number, record, _TEXT, query_id)
+        except DataError as error:
+            complain(error)
+            continue
         metadata = record.get("metadata")
         more = metadata if isinstance(metadata, Mapping) else {}
         keep(found.users, query_id, record.get("user_id", more.get("user_id")))
         keep(found.domains, query_id, record.get("domain", more.get("domain")))
     if not found.texts:
-        raise DataError(f"{file.path} holds no queries.")
+        raise DataError(f"{file.path} holds no queries.", kind="empty file")
     return found
 
 
 def read_qrels(
-    path: str | Path, *, passages: Mapping[str, str], queries: Mapping[str, str], knob: str = "datamodule.qrels"
+    path: str | Path,
+    *,
+    passages: Mapping[str, str],
+    queries: Mapping[str, str],
+    knob: str = "datamodule.qrels",
+    columns: Sequence[str] | None = None,
+    complain: Complain = refuse,
 ) -> dict[str, dict[str, int]]:
-    """The judgements of one split, ``{query_id: {passage_id: grade}}``.
+    """The judgements of one split, ``{query_id: {passage_id: grade}}``; `read_corpus` tells the arguments.
 
     Raises:
         DataError: A record is malformed, repeats a pair, or names a passage or query that
-            ``passages`` or ``queries`` do not hold; the message names the line.
+            ``passages`` or ``queries`` do not hold; the message names the line. There is no judgement.
     """
-    file = RecordFile(path, knob=knob)
+    file = RecordFile(path, knob=knob, columns=columns, complain=complain)
     fields = Fields(file)
     qrels: dict[str, dict[str, int]] = {}
     for number, record in file:
-        query_id = fields.id(number, record, _QUERY_ID)
-        passage_id = fields.id(number, record, _PASSAGE_ID)
-        if query_id not in queries:
-            raise DataError(f"{file.where(number)}: query {query_id!r} is not among the queries.")
-        if passage_id not in passages:
-            raise DataError(f"{file.where(number)}: passage {passage_id!r} is not in the corpus.")
-        judged = qrels.setdefault(query_id, {})
-        if passage_id in judged:
-            first = file.find(number, (_QUERY_ID, query_id), (_PASSAGE_ID, passage_id))
-            raise DataError(
-                f"{file.where(number)}: query {query_id!r} and passage {passage_id!r} were already paired on "
-                f"{file.place(first)}."
-            )
-        judged[passage_id] = fields.grade(number, record, _GRADE)
+        try:
+            query_id = fields.id(number, record, _QUERY_ID)
+            passage_id = fields.id(number, record, _PASSAGE_ID)
+            if query_id not in queries:
+                raise DataError(
+                    f"{file.where(number)}: query {query_id!r} is not among the queries.", kind="unknown query"
+                )
+            if passage_id not in passages:
+                raise DataError(
+                    f"{file.where(number)}: passage {passage_id!r} is not in the corpus.", kind="unknown passage"
+                )
+            if passage_id in qrels.get(query_id, ()):
+                first = file.find(number, (_QUERY_ID, query_id), (_PASSAGE_ID, passage_id))
+                raise DataError(
+                    f"{file.where(number)}: query {query_id!r} and passage {passage_id!r} were already paired on "
+                    f"{file.place(first)}.",
+                    kind="repeated pair",
+                )
+            qrels.setdefault(query_id, {})[passage_id] = fields.grade(number, record, _GRADE)
+        except DataError as error:
+            complain(error)
     if not qrels:
-        raise DataError(f"{file.path} holds no qrels.")
+        raise DataError(f"{file.path} holds no qrels.", kind="empty file")
     return qrels
 
 
@@ -157,43 +208,17 @@ def qrels_files(folder: Path) -> dict[str, Path]:
     return files
 
 
-def read_parts(
-    *,
-    corpus: str | Path | Passages,
-    queries: str | Path,
-    qrels: Mapping[str, str | Path],
-    source: str,
-    allow_empty_passages: bool = False,
-) -> Collection:
-    """A collection from its separate files (or passages at hand); ``qrels`` gives one file per split."""
-    passages = corpus if isinstance(corpus, Passages) else read_corpus(corpus, allow_empty=allow_empty_passages)
-    asked = read_queries(queries)
-    judged: dict[str, dict[str, dict[str, int]]] = {}
-    for name, path in qrels.items():
-        split = split_name(name, "datamodule.qrels")
-        if split in judged:
-            raise DataError(f"datamodule.qrels names two files for the split {split}; keep one.")
-        judged[split] = read_qrels(path, passages=passages.texts, queries=asked.texts, knob=f"datamodule.qrels.{name}")
-    return Collection(
-        passages=passages.texts,
-        queries=asked.texts,
-        qrels=judged,
-        users=asked.users,
-        domains=asked.domains,
-        passage_domains=passages.domains,
-        source=source,
-    )
-
-
 def folder_parts(folder: str | Path, *, corpus: str | Path | None = None, needs_corpus: bool = True) -> dict[str, Any]:
-    """The files of a BEIR folder, as arguments of `read_parts`; ``corpus`` stands in for the folder's own.
+    """The files of a BEIR folder, as `lit_dpret.datamodules.corpus.read_parts` takes them.
+
+    ``corpus`` stands in for the folder's own.
 
     Raises:
         DataError: The folder or one of its parts is missing.
     """
     root = Path(folder)
     if not root.is_dir():
-        raise DataError(f"{root} does not exist or is not a folder; check datamodule.folder.")
+        raise DataError(f"{root} does not exist or is not a folder; check datamodule.folder.", kind="missing file")
     queries = find_part(root, "queries")
     qrels = qrels_files(root / "qrels")
     corpus = corpus or find_part(root, "corpus")
@@ -204,7 +229,10 @@ def folder_parts(folder: str | Path, *, corpus: str | Path | None = None, needs_
     ):
         if not part:
             present = ", ".join(sorted(path.name for path in root.iterdir())) or "nothing"
-            raise DataError(f"{root} lacks {expected} (.jsonl, .tsv, .csv, .gz, .zst, .parquet); it holds: {present}.")
+            raise DataError(
+                f"{root} lacks {expected} (.jsonl, .tsv, .csv, .gz, .zst, .parquet); it holds: {present}.",
+                kind="missing file",
+            )
     return {"corpus": corpus, "queries": queries, "qrels": qrels, "source": str(root)}
 
 
@@ -226,10 +254,18 @@ def query_text(fields: Fields, number: int, record: Mapping[str, Any], names: tu
     """The text of a query; an empty one raises DataError."""
     text = fields.text(number, record, names)
     if not text.strip():
-        raise DataError(f"{fields.file.where(number)}: query {query_id!r} has an empty text.")
+        raise DataError(f"{fields.file.where(number)}: query {query_id!r} has an empty text.", kind="empty query")
     return text
 
 
-def _repeated(file: RecordFile, number: int, found: str) -> DataError:
+def repeated_id(file: RecordFile, number: int, found: str) -> DataError:
+    """An id that an earlier record of the file has already."""
     first = file.find(number, (_ID, found))
-    return DataError(f"{file.where(number)}: id {found!r} was already given on {file.place(first)}.")
+    return DataError(
+        f"{file.where(number)}: id {found!r} was already given on {file.place(first)}.", kind="repeated id"
+    )
+
+
+def no_passages(file: RecordFile) -> DataError:
+    """A corpus file without a single passage."""
+    return DataError(f"{file.path} holds no passages.", kind="empty file")

@@ -7,14 +7,18 @@ it stands in `lit_dpret.datamodules.sampled`.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from lit_dpret.datamodules import preparation
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.layouts import folder_parts, qrels_files, read_parts
+from lit_dpret.datamodules.complaints import Complain, refuse
+from lit_dpret.datamodules.corpus import InMemory, check_in_memory, is_held, open_corpus, read_parts
+from lit_dpret.datamodules.layouts import folder_parts, qrels_files
 from lit_dpret.datamodules.pair_file import read_pairs
+from lit_dpret.datamodules.passage_store import PassageStore
+from lit_dpret.datamodules.readers import columns_of
 from lit_dpret.datamodules.records import Duplicates, Row, Unit
 from lit_dpret.datamodules.sampled import RowsPerUnit, SampledDataModule, SamplingName
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset
@@ -49,6 +53,9 @@ class PairsDataModule(SampledDataModule):
         duplicates: ``keep`` or ``merge`` equal query texts under different ids; read
             `lit_dpret.datamodules.unit_dataset` before changing it.
         max_rows_per_unit: Keep at most so many rows of a unit, by hash of their ids.
+        in_memory: Whether to hold the texts of the corpus; ``auto`` holds up to half a gigabyte, and reads a larger
+            one from a store on disk (`lit_dpret.datamodules.passage_store`).
+        cache_dir: Where such stores are kept; None for ``~/.cache/lit-dpret/passages``.
         drop_overlap: Leave out train queries that repeat an evaluation query or share a positive
             passage with one.
         drop_queries_without_passage: Leave out queries without a passage instead of refusing them.
@@ -85,6 +92,8 @@ class PairsDataModule(SampledDataModule):
         drop_overlap: bool = False,
         drop_queries_without_passage: bool = False,
         allow_empty_passages: bool = False,
+        in_memory: InMemory = "auto",
+        cache_dir: str | Path | None = None,
         max_passages: int | None = None,
         max_train_queries: int | None = None,
         max_eval_queries: int | None = None,
@@ -109,6 +118,7 @@ class PairsDataModule(SampledDataModule):
         self.drop_overlap = drop_overlap
         self.drop_queries_without_passage = drop_queries_without_passage
         self.allow_empty_passages = allow_empty_passages
+        self.in_memory, self.cache_dir = in_memory, cache_dir
         self.max_passages = max_passages
         self.max_train_queries = max_train_queries
         self.max_eval_queries = max_eval_queries
@@ -116,6 +126,7 @@ class PairsDataModule(SampledDataModule):
         self._collection: Collection | None = None
         self._units: GroupedUnitDataset | None = None
         self._check_choices(duplicates=Duplicates)
+        check_in_memory(in_memory)
         self._check_whole_numbers(
             max_rows_per_unit=1, max_passages=1, max_train_queries=1, max_eval_queries=1, optional=True
         )
@@ -148,8 +159,21 @@ class PairsDataModule(SampledDataModule):
     # -- reading -----------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Look whether the files are there; nothing is downloaded or written."""
-        self._sources()
+        """Look whether the files are there, and store a large corpus; nothing is downloaded."""
+        found = self._sources()
+        if corpus := found.get("corpus"):
+            self._store(corpus)
+
+    def _store(self, corpus: str | Path, columns: Sequence[str] | None = None) -> None:
+        """Build the store of a large corpus where there is none: one process does it before all set up."""
+        if not is_held(corpus, self.in_memory):
+            open_corpus(
+                corpus,
+                in_memory=False,
+                cache_dir=self.cache_dir,
+                allow_empty=self.allow_empty_passages,
+                columns=columns,
+            )
 
     def _sources(self) -> dict[str, Any]:
         """The files of the parts that this configuration names, found and looked at by `setup`."""
@@ -183,14 +207,29 @@ class PairsDataModule(SampledDataModule):
             raise DataError(f"datamodule.qrels={self.qrels} holds none of train.tsv, dev.tsv, test.tsv.")
         return files
 
-    def read_collection(self) -> Collection:
-        """The data as it stands in the files. A subclass for another source overrides this alone."""
+    def read_collection(self, complain: Complain = refuse) -> Collection:
+        """The data as it stands in the files. A subclass for another source overrides this alone.
+
+        Args:
+            complain: Gets every problem of a record; unless it raises it, the record is left out.
+        """
         found = self._sources()
+        stored: dict[str, Any] = {"in_memory": self.in_memory, "cache_dir": self.cache_dir}
+        stored |= {"complain": complain, "allow_empty_passages": self.allow_empty_passages}
         if self.pairs:
-            return read_pairs(
-                found["pairs"], corpus=found.get("corpus"), allow_empty_passages=self.allow_empty_passages
-            )
-        return read_parts(**found, allow_empty_passages=self.allow_empty_passages)
+            return read_pairs(found["pairs"], corpus=found.get("corpus"), **stored)
+        return read_parts(**found, **stored)
+
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        """The columns of each file, by the name of the part that it holds; the first record shows them.
+
+        Raises:
+            DataError: A file is missing.
+        """
+        found = self._sources()
+        parts = {name: found[name] for name in ("pairs", "corpus", "queries") if found.get(name)}
+        parts |= {f"qrels.{split}": path for split, path in found.get("qrels", {}).items()}
+        return {name: columns_of(path) for name, path in parts.items()}
 
     def setup(self, stage: str | None = None) -> None:
         """Read, check and prepare the data, once; every process ends with the same."""
@@ -293,15 +332,21 @@ class PairsDataModule(SampledDataModule):
 
     # -- the public and the evaluation side --------------------------------------------------
 
-    def public_passages(self) -> dict[str, str]:
+    @property
+    def has_public_passages(self) -> bool:
+        """Whether the list of passages is public: it is not where it comes from the private records alone."""
+        return not self.pairs or bool(self.corpus) or self.passages_are_public
+
+    def public_passages(self) -> Mapping[str, str]:
         """The declared public list of passages, text by id; it depends on no query.
 
         Raises:
             ConfigurationError: The list would come from the private records (``pairs`` alone).
         """
-        if self.pairs and not self.corpus and not self.passages_are_public:
+        if not self.has_public_passages:
             raise self._no_public_list("This step")
-        return dict(self.collection.passages)
+        passages = self.collection.passages
+        return passages if isinstance(passages, PassageStore) else dict(passages)
 
     def evaluation_set(self, split: str = "test") -> tuple[dict[str, str], dict[str, dict[str, int]]]:
         """Queries and graded qrels of one split, for the evaluator.

@@ -5,7 +5,7 @@ JSONL, TSV, CSV and parquet files all come out as dictionaries. The format follo
 
 - JSONL: one JSON object a line; blank lines are passed over.
 - TSV: a header line, then fields between tabs. Quote marks are ordinary characters, as in BEIR and
-  MS MARCO files.
+  MS MARCO files. MS MARCO's have no header: there the reader is told the ``columns``.
 - CSV: a header line, then fields between commas, quoted as spreadsheets quote them.
 - Parquet: through pyarrow, where it is installed; complaints name the row, counted from 1.
 
@@ -15,22 +15,26 @@ private query log, and messages end up in logs.
 
 from __future__ import annotations
 
+import copy
 import csv
 import gzip
 import importlib
 import io
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from lit_dpret.datamodules.complaints import Complain, refuse
+from lit_dpret.datamodules.fields import as_id, kind_of, shown_columns
 from lit_dpret.errors import ConfigurationError, DataError
 
 FORMATS = (".jsonl", ".tsv", ".csv", ".parquet")
 _COMPRESSIONS = (".gz", ".zst")
 _LONGEST_FIELD = 2**27  # csv's own limit of 131,072 characters is shorter than real articles
+_MOST_FINDS = 20  # of a reader that collects problems: each find reads the file again
 
 
 class RecordFile:
@@ -42,48 +46,79 @@ class RecordFile:
     Args:
         path: The file; its name decides the format.
         knob: What the user set to name this file, for messages.
+        columns: The names of the columns of a TSV file without a header line.
+        complain: Gets every problem that iterating finds. By default the first one is raised; where it
+            is only noted, a line that is no record is left out.
 
     Raises:
-        DataError: The file is missing, is a folder, has an unknown format, cannot be decompressed
-            or decoded, or holds a line that is no record.
+        DataError: The file is missing, is a folder or has an unknown format; while iterating, unless
+            ``complain`` does otherwise: it cannot be decompressed or decoded, or holds a line that is
+            no record.
         ConfigurationError: The format needs a package that is not installed.
     """
 
-    def __init__(self, path: str | Path, *, knob: str = "the path") -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        knob: str = "the path",
+        columns: Sequence[str] | None = None,
+        complain: Complain = refuse,
+    ) -> None:
         self.path = Path(path)
+        self.columns = columns
+        self.complain = complain
+        self._finds = 0
         suffixes = [suffix.lower() for suffix in self.path.suffixes]
         self._compression = suffixes.pop() if suffixes and suffixes[-1] in _COMPRESSIONS else ""
         self.format = suffixes[-1] if suffixes else ""
         if self.format not in FORMATS or (self.format == ".parquet" and self._compression):
             raise DataError(
                 f"{self.path} is of no known format: name it .jsonl, .tsv or .csv "
-                "(each may end in .gz or .zst), or .parquet."
+                "(each may end in .gz or .zst), or .parquet.",
+                kind="unreadable file",
             )
+        if columns is not None and self.format != ".tsv":
+            raise DataError(f"{self.path} is read without a header line, so it must be a .tsv file; check {knob}.")
         if not self.path.exists():
-            raise DataError(f"{self.path} does not exist; check {knob}.")
+            raise DataError(f"{self.path} does not exist; check {knob}.", kind="missing file")
         if not self.path.is_file():
-            raise DataError(f"{self.path} is not a file; check {knob}.")
+            raise DataError(f"{self.path} is not a file; check {knob}.", kind="missing file")
 
     def where(self, number: int) -> str:
         """The place of record ``number``, in the words of a message."""
         return f"{self.path} {self.place(number)}"
 
     def place(self, number: int) -> str:
-        """``line 3``, or for parquet ``row 3``."""
+        """``line 3``, or for parquet ``row 3``; 0 stands for a place that nobody looked for."""
+        if number == 0:
+            return "an earlier one"
         return f"{'row' if self.format == '.parquet' else 'line'} {number}"
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        if self.format == ".parquet":
-            return self._parquet()
-        return self._jsonl() if self.format == ".jsonl" else self._table()
+        try:
+            if self.format == ".parquet":
+                yield from self._parquet()
+            elif self.format == ".jsonl":
+                yield from self._jsonl()
+            else:
+                yield from self._table() if self.columns is None else self._bare_table(self.columns)
+        except DataError as error:  # the file ends here
+            self.complain(error)
 
     def find(self, before: int, *wanted: tuple[tuple[str, ...], str]) -> int:
         """The number of the first record, before ``before``, with these ids.
 
         Each of ``wanted`` is the names that a column goes by, and the id to look for in it. It reads
-        the file again, so it serves messages alone. Returns 0 for none.
+        the file again, so it serves messages alone, and a few of them where problems are collected.
+        Returns 0 for none.
         """
-        for number, record in self:
+        self._finds += 1
+        if self.complain is not refuse and self._finds > _MOST_FINDS:
+            return 0
+        again = copy.copy(self)
+        again.complain = _say_nothing
+        for number, record in again:
             if number >= before:
                 break
             held = (next((record[name] for name in names if name in record), None) for names, _ in wanted)
@@ -103,25 +138,32 @@ class RecordFile:
                     with self.path.open("rb") as packed:
                         yield io.BufferedReader(_ZstdStream(packed, zstandard))
                 except zstandard.ZstdError as error:
-                    raise DataError(f"{self.path} is not a readable zstd file ({error}).") from error
+                    raise _unreadable(f"{self.path} is not a readable zstd file ({error}).") from error
             else:
                 with self.path.open("rb") as plain:
                     yield plain
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise DataError(f"{self.path} is not a readable gzip file ({error}).") from error
+            raise _unreadable(f"{self.path} is not a readable gzip file ({error}).") from error
         except OSError as error:
-            raise DataError(f"{self.path} cannot be read ({error.strerror or error}).") from error
+            raise _unreadable(f"{self.path} cannot be read ({error.strerror or error}).") from error
 
     def _lines(self) -> Iterator[tuple[int, str]]:
         with self._open() as stream:
             for number, line in enumerate(stream, start=1):
                 if number == 1 and line[:2] == b"\x1f\x8b":
-                    raise DataError(f"{self.path} is compressed with gzip; rename it to {self.path.name}.gz.")
+                    raise _unreadable(f"{self.path} is compressed with gzip; rename it to {self.path.name}.gz.")
                 try:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
-                    raise DataError(f"{self.where(number)}: not UTF-8 text (byte {error.start + 1}).") from error
+                    self._note(f"{self.where(number)}: not UTF-8 text (byte {error.start + 1}).", "not UTF-8", error)
+                    continue
                 yield number, text
+
+    def _note(self, message: str, kind: str, cause: Exception | None = None) -> None:
+        """Complain about one record; returns where the complaint was only noted."""
+        error = DataError(message, kind=kind)
+        error.__cause__ = cause
+        self.complain(error)
 
     def _jsonl(self) -> Iterator[tuple[int, dict[str, Any]]]:
         for number, line in self._lines():
@@ -131,44 +173,70 @@ class RecordFile:
                 record = json.loads(line)
             except (json.JSONDecodeError, RecursionError) as error:
                 reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-                raise DataError(f"{self.where(number)}: malformed JSON ({reason}).") from error
+                self._note(f"{self.where(number)}: malformed JSON ({reason}).", "malformed JSON", error)
+                continue
             if not isinstance(record, dict):
-                raise DataError(
-                    f"{self.where(number)}: a JSON object in braces is expected, not {_kind(record)}; "
-                    "JSONL holds one object a line."
+                self._note(
+                    f"{self.where(number)}: a JSON object in braces is expected, not {kind_of(record)}; "
+                    "JSONL holds one object a line.",
+                    "malformed JSON",
                 )
+                continue
             yield number, record
 
     def _table(self) -> Iterator[tuple[int, dict[str, Any]]]:
         csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_FIELD))
-        lines = (line for _, line in self._lines())
+        last = 0  # the line that csv took last; lines that are no text never reach it
+
+        def lines() -> Iterator[str]:
+            nonlocal last
+            for last, line in self._lines():  # noqa: B007
+                yield line
+
         if self.format == ".tsv":
-            reader = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+            reader = csv.reader(lines(), delimiter="\t", quoting=csv.QUOTE_NONE)
         else:
-            reader = csv.reader(lines, strict=True)
+            reader = csv.reader(lines(), strict=True)
         header: list[str] | None = None
         while True:
-            start = reader.line_num + 1
+            before, begun = last, reader.line_num
             try:
                 values = next(reader)
             except StopIteration:
                 return
             except csv.Error as error:
-                raise DataError(f"{self.where(start)}: not a readable table row ({error}).") from error
+                raise DataError(f"{self.where(before + 1)}: not a readable table row ({error}).") from error
+            start = last + 1 - (reader.line_num - begun)
             if not values:
                 continue
             if header is None:
                 header = [name.strip() for name in values]
                 repeated = next((name for name in header if header.count(name) > 1), None)
                 if repeated is not None:
-                    raise DataError(f"{self.where(start)}: the header names column {repeated!r} twice.")
+                    raise DataError(
+                        f"{self.where(start)}: the header names column {shown_columns([repeated])[0]!r} twice."
+                    )
             elif len(values) != len(header):
-                raise DataError(
+                self._note(
                     f"{self.where(start)}: {len(values)} columns, but the header on the first line has "
-                    f"{len(header)} ({', '.join(header)})."
+                    f"{len(header)} ({', '.join(shown_columns(header))}).",
+                    "wrong number of columns",
                 )
             else:
                 yield start, dict(zip(header, values, strict=True))
+
+    def _bare_table(self, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+        for number, line in self._lines():
+            text = line.rstrip("\r\n")
+            values = text.split("\t")
+            if len(values) == len(columns):
+                yield number, dict(zip(columns, values, strict=True))
+            elif text:
+                self._note(
+                    f"{self.where(number)}: {len(values)} columns, but {len(columns)} are expected "
+                    f"({', '.join(columns)}; tabs between them, no header).",
+                    "wrong number of columns",
+                )
 
     def _parquet(self) -> Iterator[tuple[int, dict[str, Any]]]:
         _optional("pyarrow", self.path)
@@ -183,7 +251,7 @@ class RecordFile:
                         yield number, record
         except (pyarrow.ArrowException, OSError) as error:
             reason = one_line(error)
-            raise DataError(f"{self.path} is not a readable parquet file ({reason}).") from error
+            raise _unreadable(f"{self.path} is not a readable parquet file ({reason}).") from error
 
 
 class _ZstdStream(io.RawIOBase):
@@ -217,6 +285,14 @@ class _ZstdStream(io.RawIOBase):
         return size
 
 
+def _unreadable(message: str) -> DataError:
+    return DataError(message, kind="unreadable file")
+
+
+def _say_nothing(problem: DataError) -> None:
+    """For a second reading of what has been complained about."""
+
+
 def one_line(error: BaseException) -> str:
     """The first line of an exception's message, shortened: messages here are one line."""
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -230,69 +306,8 @@ def _optional(package: str, path: Path) -> Any:
         raise ConfigurationError(f"Reading {path} needs {package}: pip install {package}.") from error
 
 
-def _kind(value: object) -> str:
-    names = {list: "a list", dict: "an object", str: "a string", bool: "true or false", int: "a number"}
-    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
-
-
-def as_id(value: object) -> str | None:
-    """An id as a string; whole numbers are ids too. None for what cannot be an id."""
-    if isinstance(value, str) and value.strip():
-        return value
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    return None
-
-
-class Fields:
-    """Picks columns out of records by any of their accepted names, and complains precisely."""
-
-    def __init__(self, file: RecordFile) -> None:
-        self.file = file
-
-    def name(self, number: int, record: Mapping[str, Any], names: tuple[str, ...]) -> str:
-        """The first of ``names`` that ``record`` has.
-
-        Raises:
-            DataError: It has none; the message lists those it has.
-        """
-        for name in names:
-            if name in record:
-                return name
-        wanted = " or ".join(repr(name) for name in names)
-        word = "key" if self.file.format == ".jsonl" else "column"
-        raise DataError(
-            f"{self.file.where(number)}: no {word} {wanted}; found: {', '.join(map(str, record)) or 'none'}."
-        )
-
-    def id(self, number: int, record: Mapping[str, Any], names: tuple[str, ...]) -> str:
-        """The id under one of ``names``; a missing, empty or non-id value raises DataError."""
-        name = self.name(number, record, names)
-        found = as_id(record[name])
-        if found is None:
-            kind = "empty" if isinstance(record[name], str) else _kind(record[name])
-            raise DataError(f"{self.file.where(number)}: {name!r} is {kind}; an id is expected.")
-        return found
-
-    def text(self, number: int, record: Mapping[str, Any], names: tuple[str, ...], *, optional: bool = False) -> str:
-        """The text under one of ``names``; ``""`` where it is optional and missing or null."""
-        if optional and all(record.get(name) is None for name in names):
-            return ""
-        name = self.name(number, record, names)
-        value = record[name]
-        if not isinstance(value, str):
-            raise DataError(f"{self.file.where(number)}: {name!r} is {_kind(value)}; a text is expected.")
-        return value
-
-    def grade(self, number: int, record: Mapping[str, Any], names: tuple[str, ...]) -> int:
-        """The relevance grade under one of ``names``: a whole number."""
-        name = self.name(number, record, names)
-        value = record[name]
-        try:
-            if isinstance(value, bool) or value is None or (isinstance(value, float) and not value.is_integer()):
-                raise ValueError
-            return int(value)
-        except (ValueError, TypeError):
-            raise DataError(
-                f"{self.file.where(number)}: grade {name}={str(value)[:40]!r} is not a whole number."
-            ) from None
+def columns_of(path: str | Path) -> tuple[str, ...]:
+    """The columns of the first record of a file that is one, as they may be shown; () where there is none."""
+    for _, record in RecordFile(path, complain=_say_nothing):
+        return shown_columns(record)
+    return ()

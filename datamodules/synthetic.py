@@ -15,7 +15,9 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.layouts import Passages, folder_parts, read_corpus, read_parts
+from lit_dpret.datamodules.complaints import Complain, refuse
+from lit_dpret.datamodules.corpus import read_parts
+from lit_dpret.datamodules.layouts import Passages, folder_parts, read_corpus
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.readers import one_line
 from lit_dpret.datamodules.records import Duplicates
@@ -87,6 +89,7 @@ class SyntheticDataModule(PairsDataModule):
             allow_empty_passages=allow_empty_passages,
             max_passages=max_passages,
             max_train_queries=max_train_queries,
+            in_memory=True,
             max_eval_queries=max_eval_queries,
             seed=seed,
             num_workers=num_workers,
@@ -127,26 +130,26 @@ class SyntheticDataModule(PairsDataModule):
             rank_zero_warn(f"{self.folder} has no {CARD}: what is trained on it has no privacy claim to inherit.")
         return found
 
-    def read_collection(self) -> Collection:
+    def read_collection(self, complain: Complain = refuse) -> Collection:
         """The folder's splits and, of the others, those of ``evaluation``."""
-        read = self._whole_collection()
+        read = self._whole_collection(complain)
         return read if self.keep is None else keep_queries(read, Path(self.keep))
 
-    def _whole_collection(self) -> Collection:
+    def _whole_collection(self, complain: Complain) -> Collection:
         found = self._sources()
         passages = Passages()
         if found["corpus"]:
-            passages = read_corpus(found["corpus"], allow_empty=self.allow_empty_passages)
+            passages = read_corpus(found["corpus"], allow_empty=self.allow_empty_passages, complain=complain)
         if self.evaluation is None:
-            return read_parts(**{**found, "corpus": passages})
-        other = self.evaluation.collection
+            return read_parts(**{**found, "corpus": passages}, complain=complain)
+        other, texts = self.evaluation.collection, dict(passages.texts)
         for passage_id, text in self.evaluation.public_passages().items():
-            if passages.texts.setdefault(passage_id, text) != text:
+            if texts.setdefault(passage_id, text) != text:
                 raise DataError(
                     f"{self.folder}: passage {passage_id!r} has another text in {other.source} (datamodule.evaluation)."
                 )
-        passages.domains.update(other.passage_domains)
-        own = read_parts(**{**found, "corpus": passages})
+        passages = Passages(texts, {**passages.domains, **other.passage_domains})
+        own = read_parts(**{**found, "corpus": passages}, complain=complain)
         qrels, queries, domains = dict(own.qrels), dict(own.queries), dict(own.domains)
         for split, judged in other.qrels.items():
             if split == "train" or split in own.qrels:

@@ -45,9 +45,15 @@ def build_parts(cfg: DictConfig) -> Parts:
         # Hydra takes a dataclass for a configuration and would hand on a DictConfig: those are given afterwards.
         ready = {key: value for key, value in extra.items() if is_dataclass(value)}
         rest = {key: value for key, value in extra.items() if key not in ready}
-        if not ready:
-            return instantiate(cfg[name], **rest)
-        return instantiate(cfg[name], _partial_=True, **rest)(**ready)
+        try:
+            if not ready:
+                return instantiate(cfg[name], **rest)
+            return instantiate(cfg[name], _partial_=True, **rest)(**ready)
+        except HydraException as error:  # which a task does not know; what it wraps, it may
+            refusal = next((cause for cause in _causes(error) if isinstance(cause, LitDpretError)), None)
+            if refusal is None:
+                raise
+            raise refusal from error
 
     def listed(name: str) -> list[Any]:
         chosen = cfg.get(name) or {}

@@ -27,7 +27,17 @@ class ConfigurationError(LitDpretError, ValueError):
 
 
 class DataError(LitDpretError, ValueError):
-    """Input data that is missing, malformed or contradicts itself."""
+    """Input data that is missing, malformed or contradicts itself.
+
+    Args:
+        args: The sentence; it may name files, lines, ids and columns, and never a text.
+        kind: What sort of problem it is, in words; reports count problems by it.
+        trap: As for `LitDpretError`.
+    """
+
+    def __init__(self, *args: object, kind: str = "malformed data", trap: str | None = None) -> None:
+        super().__init__(*args, trap=trap)
+        self.kind = kind
 
 
 class PrivateDataError(LitDpretError, TypeError):

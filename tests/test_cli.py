@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_module
 
-from lit_dpret.cli import explain
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.cli import build_parts, explain
+from lit_dpret.errors import ConfigurationError, LitDpretError
+from lit_dpret.privacy.modes import NoPrivacy
 
+CHECK = ("-m", "lit_dpret", "check_data")
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
     "trainer.max_steps=2",
@@ -110,10 +113,8 @@ def test_the_doctor_reports_and_fails_where_a_fit_would_be_refused(tmp_path: Pat
 
 def test_a_first_word_is_a_task_or_refused(tmp_path: Path) -> None:
     line = refused(call(folder=tmp_path, program=("train.py", "nonsense")))
-    assert (
-        "'nonsense' is neither a setting (name=value) nor a task: compare, compare_modes, compare_negatives, doctor"
-        in line
-    )
+    tasks = ", ".join(sorted(path.stem for path in (ROOT / "configs" / "task").glob("*.yaml")))
+    assert f"'nonsense' is neither a setting (name=value) nor a task: {tasks}" in line
 
 
 def beir(folder: Path, **broken: str) -> Path:
@@ -243,6 +244,22 @@ def test_wandb_works_without_a_network(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_log_is_checked_and_split_and_trained_on_by_the_command_that_is_shown(tmp_path: Path) -> None:
+    settings = [f"datamodule.pairs={write_log(tmp_path)}", *TINY]
+    done = call(f"task.write_split={tmp_path / 'split'}", *settings, folder=tmp_path, program=CHECK)
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.rstrip().splitlines()[-1].split()
+    assert shown[:2] == ["python", "train.py"]
+    (tmp_path / "trained").mkdir()
+    trained = call(*shown[2:], "privacy.noise_multiplier=5.0", folder=tmp_path / "trained")
+    assert trained.returncode == 0, trained.stderr
+    with (tmp_path / "log.jsonl").open("a", encoding="utf-8") as log:
+        log.write("{not json\n" * 2)
+    line = refused(call(*settings, folder=tmp_path, program=CHECK))
+    assert "has problems: malformed JSON. See " in line
+
+
+@pytest.mark.slow
 def test_malformed_jsonl_is_named_with_its_line(tmp_path: Path) -> None:
     log = write_log(tmp_path)
     log.write_text(log.read_text(encoding="utf-8") + "{not json\n", encoding="utf-8")
@@ -349,6 +366,13 @@ def test_an_error_deep_in_a_chain_is_explained_by_its_own_line() -> None:
             raise RuntimeError("wrapped by Hydra") from inner
     except RuntimeError as outer:
         assert explain(outer) == "the knob"
+
+
+def test_a_refusal_in_what_hydra_builds_reaches_the_task_as_itself(tmp_path: Path) -> None:
+    with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
+        cfg = compose("train", overrides=[f"run_dir={tmp_path}", "model.pretrained=/nowhere"])
+    with pytest.raises(LitDpretError, match=r"model\.pretrained=/nowhere is no folder"):
+        build_parts(cfg).make_module(privacy=NoPrivacy())
 
 
 def test_a_full_disk_is_explained_and_a_defect_is_not() -> None:

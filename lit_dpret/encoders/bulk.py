@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol, TypeVar
 
@@ -45,6 +45,12 @@ class Encoding(Protocol):
     def embed(self, ids: Sequence[Any]) -> Tensor:
         """The embeddings of one batch of token ids, on the CPU, ``(rows, dim)``."""
         ...
+
+
+def in_order(texts: Mapping[str, str]) -> Sequence[str]:
+    """The texts of a mapping as a sequence: a list, or what the mapping gives where that reads parts from a disk."""
+    values = texts.values()
+    return values if isinstance(values, Sequence) else list(values)
 
 
 class Window:

@@ -19,6 +19,7 @@ import numpy as np
 
 from lit_dpret.encoders import Progress, Side, cut, load_towers
 from lit_dpret.encoders.backbones import resolve_folder
+from lit_dpret.encoders.bulk import in_order
 from lit_dpret.encoders.embedding_cache import content_hash, encode_to_file
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, StorageError
 from lit_dpret.indexing.folder import EMBEDDINGS, FAISS, MANIFEST, OFFSETS, TEXTS, IndexFolder, Manifest
@@ -107,7 +108,7 @@ def encode_folder(
             _refuse_another(folder, begun)
             encode_to_file(
                 tower.one_side(side, device),
-                list(texts.values()),
+                in_order(texts),
                 folder / EMBEDDINGS,
                 dtype=STORAGES[storage],
                 facts=begun,

@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from lit_dpret.datamodules.fields import Fields
 from lit_dpret.datamodules.layouts import folder_parts, read_corpus
-from lit_dpret.datamodules.readers import Fields, RecordFile
+from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
 from lit_dpret.privacy.card import CARD_NAME, card_sha256, read_card
 

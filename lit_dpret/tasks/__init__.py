@@ -1,5 +1,6 @@
 """What the command line can be asked to do; one class each, chosen by ``task=``."""
 
+from lit_dpret.tasks.check_data import CheckData
 from lit_dpret.tasks.compare import Compare
 from lit_dpret.tasks.compare_modes import CompareModes
 from lit_dpret.tasks.compare_negatives import CompareNegatives
@@ -24,6 +25,7 @@ from lit_dpret.tasks.variant_study import VariantStudy
 from lit_dpret.tasks.zero_shot import ZeroShot
 
 __all__ = [
+    "CheckData",
     "Compare",
     "CompareModes",
     "CompareNegatives",

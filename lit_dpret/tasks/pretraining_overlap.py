@@ -11,7 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.datamodules.readers import Fields, RecordFile
+from lit_dpret.datamodules.fields import Fields
+from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Section, to_html, to_markdown
 from lit_dpret.tasks.parts import Parts, check_run_dir

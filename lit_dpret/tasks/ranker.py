@@ -8,7 +8,7 @@ from typing import Any
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.encoders import Towers, cut, load_towers
-from lit_dpret.encoders.bulk import ahead
+from lit_dpret.encoders.bulk import ahead, in_order
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.retrieval.backends import check_search, make_search
 from lit_dpret.retrieval.bm25 import BM25
@@ -84,7 +84,7 @@ class Ranker:
             self._towers = self._load()
         device = self._how["device"]
         asked = self._towers.query_encoder.encode(list(queries.values()), "query", **self._how)
-        ids, texts, tower = list(passages), list(passages.values()), self._towers.passage_encoder
+        ids, texts, tower = list(passages), in_order(passages), self._towers.passage_encoder
         with ProgressLine("encoding passages") as progress:
             if self._cache_dir is None and self._search == "exact":
                 pieces = tower.encode_stream(texts, "passage", progress=progress, **self._how)

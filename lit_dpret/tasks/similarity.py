@@ -11,8 +11,10 @@ from typing import Any, Literal, get_args
 from rich.console import Console
 
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.datamodules.layouts import folder_parts, read_parts
-from lit_dpret.datamodules.readers import Fields, RecordFile
+from lit_dpret.datamodules.corpus import read_parts
+from lit_dpret.datamodules.fields import Fields
+from lit_dpret.datamodules.layouts import folder_parts
+from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.encoders import Towers, load_towers
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.card_file import CARD_NAME, read_card

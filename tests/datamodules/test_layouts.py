@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lit_dpret.datamodules.layouts import folder_parts, read_corpus, read_parts, read_qrels, read_queries
+from lit_dpret.datamodules.corpus import read_parts
+from lit_dpret.datamodules.layouts import folder_parts, read_corpus, read_qrels, read_queries
 from lit_dpret.datamodules.pair_file import read_pairs
 from lit_dpret.errors import DataError
 

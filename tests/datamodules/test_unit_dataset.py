@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.layouts import folder_parts, read_parts
+from lit_dpret.datamodules.corpus import read_parts
+from lit_dpret.datamodules.layouts import folder_parts
 from lit_dpret.datamodules.records import Row, Unit
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset, UnitItems
 from lit_dpret.errors import ConfigurationError, DataError

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from tiny_models import tiny_bert, tiny_tokenizer
 
+from lit_dpret.datamodules.passage_store import PassageStore, build_store
 from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.encoders.bulk import in_order
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.st_folder import save_sentence_transformer
 from lit_dpret.tasks import Encode, Evaluate, Index, Search
@@ -69,6 +71,23 @@ def test_a_search_that_keeps_no_embeddings_gives_the_numbers_of_one_that_does(en
     ahead = Evaluate(encoder=encoder, top_k=50, device="cpu:0").run(parts(tmp_path / "c"))  # is not "cpu": overlapped
     assert ahead == streamed
     assert streamed["ndcg@10"] > 0.5
+
+
+def test_a_stored_corpus_is_encoded_and_searched_like_one_in_memory_and_is_never_a_list(
+    encoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_store(tmp_path / "store", PASSAGES.items())
+    store = PassageStore(tmp_path / "store")
+    made = []
+    for name, passages in (("held", PASSAGES), ("stored", store)):
+        monkeypatch.setattr(Data, "public_passages", lambda self, passages=passages: passages)
+        scores = Evaluate(encoder=encoder, top_k=50).run(parts(tmp_path / name))
+        cached = Evaluate(encoder=encoder, top_k=50, cache_dir=tmp_path / "cache" / name).run(parts(tmp_path / name))
+        Encode(encoder=encoder).run(parts(tmp_path / name))
+        files = [(tmp_path / name / "embeddings" / file).read_bytes() for file in ("embeddings.bin", "texts.jsonl")]
+        made.append((scores, cached, files))
+    assert made[0] == made[1]
+    assert not isinstance(in_order(store), list) and list(in_order(store)) == in_order(PASSAGES)
 
 
 def test_settings_that_cannot_be_honoured_are_refused_before_any_work() -> None:

@@ -1,0 +1,104 @@
+"""The columns of a record by any of their names, with every complaint naming the place and never showing a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+from lit_dpret.datamodules.complaints import Complain
+from lit_dpret.errors import DataError
+
+
+class Records(Protocol):
+    """Records in order, each with its place, and what to do about a bad one."""
+
+    complain: Complain
+    format: str
+
+    def where(self, number: int) -> str: ...
+    def place(self, number: int) -> str: ...
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]: ...
+
+
+class Fields:
+    """Picks columns out of records by any of their accepted names, and complains precisely."""
+
+    def __init__(self, file: Records) -> None:
+        self.file = file
+
+    def name(self, number: int, record: Mapping[str, Any], names: tuple[str, ...]) -> str:
+        """The first of ``names`` that ``record`` has.
+
+        Raises:
+            DataError: It has none; the message lists those it has.
+        """
+        for name in names:
+            if name in record:
+                return name
+        wanted = " or ".join(repr(name) for name in names)
+        word = "key" if self.file.format == ".jsonl" else "column"
+        raise DataError(
+            f"{self.file.where(number)}: no {word} {wanted}; found: {', '.join(shown_columns(record)) or 'none'}.",
+            kind="missing column",
+        )
+
+    def id(self, number: int, record: Mapping[str, Any], names: tuple[str, ...]) -> str:
+        """The id under one of ``names``; a missing, empty or non-id value raises DataError."""
+        name = self.name(number, record, names)
+        found = as_id(record[name])
+        if found is None:
+            kind = "empty" if isinstance(record[name], str) else kind_of(record[name])
+            raise DataError(f"{self.file.where(number)}: {name!r} is {kind}; an id is expected.", kind="no id")
+        return found
+
+    def text(self, number: int, record: Mapping[str, Any], names: tuple[str, ...], *, optional: bool = False) -> str:
+        """The text under one of ``names``; ``""`` where it is optional and missing or null."""
+        if optional and all(record.get(name) is None for name in names):
+            return ""
+        name = self.name(number, record, names)
+        value = record[name]
+        if not isinstance(value, str):
+            raise DataError(
+                f"{self.file.where(number)}: {name!r} is {kind_of(value)}; a text is expected.", kind="no text"
+            )
+        return value
+
+    def grade(self, number: int, record: Mapping[str, Any], names: tuple[str, ...]) -> int:
+        """The relevance grade under one of ``names``: a whole number."""
+        name = self.name(number, record, names)
+        value = record[name]
+        try:
+            if isinstance(value, bool) or value is None or (isinstance(value, float) and not value.is_integer()):
+                raise ValueError
+            return int(value)
+        except (ValueError, TypeError):
+            raise DataError(
+                f"{self.file.where(number)}: grade {name}={str(value)[:40]!r} is not a whole number.",
+                kind="no whole-number grade",
+            ) from None
+
+
+def as_id(value: object) -> str | None:
+    """An id as a string; whole numbers are ids too. None for what cannot be an id."""
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return None
+
+
+def shown_columns(names: Iterable[object]) -> tuple[str, ...]:
+    """Names of columns for a message. In a table without a header they are private texts, which are not shown.
+
+    Example:
+        >>> shown_columns(["query-id", "user id", "does my policy cover a flood"])
+        ('query-id', 'user id', '(a text)')
+    """
+    found = [str(name) for name in names]
+    return tuple(name if len(name) <= 32 and len(name.split()) <= 2 else "(a text)" for name in found)
+
+
+def kind_of(value: object) -> str:
+    """What a value is, in words that do not show it."""
+    names = {list: "a list", dict: "an object", str: "a string", bool: "true or false", int: "a number"}
+    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")

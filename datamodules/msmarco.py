@@ -1,0 +1,187 @@
+"""MS MARCO passage ranking from its own files: TSV without headers, and a collection of 8.8 million passages.
+
+Nguyen et al., "MS MARCO: A Human Generated MAchine Reading COmprehension Dataset", 2016. The published numbers are
+MRR@10 on the 6,980 queries of ``dev.small``; there is no test split with judgements.
+
+===========================  =====================================================================
+``collection.tsv``           passage id, text
+``queries.train.tsv``        query id, text
+``queries.dev.small.tsv``    query id, text (``queries.dev.tsv`` under ``dev=full``)
+``qrels.train.tsv``          query id, 0, passage id, grade
+``qrels.dev.small.tsv``      query id, 0, passage id, grade (``qrels.dev.tsv`` under ``dev=full``)
+===========================  =====================================================================
+
+Each may end in .gz or .zst. The queries files hold queries without judgements too; those are not kept.
+
+Where there is a network, ``download=true`` takes the same data from ir-datasets (extra ``beir``), which keeps what it
+has downloaded and checks its hashes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, Unpack, get_args
+
+from lit_dpret.datamodules.collection import Collection
+from lit_dpret.datamodules.complaints import Complain, refuse
+from lit_dpret.datamodules.corpus import open_corpus, store_passages
+from lit_dpret.datamodules.ir_source import ir_datasets_library
+from lit_dpret.datamodules.layouts import Queries, find_part, read_qrels, read_queries
+from lit_dpret.datamodules.pairs import PairsDataModule
+from lit_dpret.datamodules.readers import one_line
+from lit_dpret.datamodules.settings import PairSettings
+from lit_dpret.errors import ConfigurationError, DataError
+
+Dev = Literal["small", "full"]
+
+_SOURCE = "msmarco-passage"
+_SUFFIXES = (".tsv", ".tsv.gz", ".tsv.zst")
+_TEXT_COLUMNS = ("id", "text")
+_QRELS_COLUMNS = ("query_id", "iteration", "passage_id", "grade")
+
+
+class MSMarcoDataModule(PairsDataModule):
+    """MS MARCO passage ranking: ``train`` and ``dev``.
+
+    The collection is larger than ``in_memory=auto`` holds, so it is copied once into a store on disk.
+
+    Args:
+        folder: The folder with the files named above.
+        download: Take the data from ir-datasets instead, which downloads what it does not have yet.
+        dev: Which development queries: ``small``, on which numbers are published, or ``full``.
+        only_evaluation: Read no train queries.
+        settings: As for `PairsDataModule`.
+
+    Raises:
+        ConfigurationError: Settings that contradict each other; neither or both of ``folder`` and ``download``.
+    """
+
+    evaluation_split = "dev"
+
+    def __init__(
+        self,
+        *,
+        folder: str | Path | None = None,
+        download: bool = False,
+        dev: Dev = "small",
+        only_evaluation: bool = False,
+        **settings: Unpack[PairSettings],
+    ) -> None:
+        if (folder is None) == (not download):
+            raise ConfigurationError(
+                f"datamodule.folder={folder} and datamodule.download={str(download).lower()}: name the folder with "
+                "MS MARCO's files, or let download=true fetch them, and not both."
+            )
+        self.download = download
+        self.dev = dev
+        self.only_evaluation = only_evaluation
+        super().__init__(folder=folder or _SOURCE, **settings)
+        self._check_choices(dev=Dev)
+
+    def prepare_data(self) -> None:
+        """Look whether the files are there, or fetch them where that is asked for, and store the collection."""
+        if self.download:
+            self.read_collection()
+            return
+        self._store(self._sources()["collection"], _TEXT_COLUMNS)
+
+    def _splits(self) -> dict[str, str]:
+        """What the files, and ir-datasets with another mark between the words, call the splits."""
+        dev = {"dev": "dev.small" if self.dev == "small" else "dev"}
+        return dev if self.only_evaluation else {"train": "train", **dev}
+
+    def _sources(self) -> dict[str, Any]:
+        root = Path(str(self.folder))
+        if not root.is_dir():
+            raise DataError(f"{root} does not exist or is not a folder; check datamodule.folder.", kind="missing file")
+        splits = {"dev": "dev.small" if self.dev == "small" else "dev"}
+        if not self.only_evaluation:
+            splits["train"] = "train"
+        names = {"collection": "collection"}
+        names |= {
+            f"{part}.{split}": f"{part}.{name}" for split, name in splits.items() for part in ("queries", "qrels")
+        }
+        found = {part: find_part(root, name, _SUFFIXES) for part, name in names.items()}
+        if missing := [f"{names[part]}.tsv" for part, path in found.items() if path is None]:
+            other = next(value for value in get_args(Dev) if value != self.dev)
+            raise DataError(
+                f"{root} lacks {', '.join(missing)} (or .gz, .zst); it holds: "
+                f"{', '.join(sorted(path.name for path in root.iterdir())) or 'nothing'}. "
+                f"datamodule.dev={other} reads the other development queries, datamodule.only_evaluation=true no train "
+                "queries.",
+                kind="missing file",
+            )
+        return found
+
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        """The columns that the files have by their layout."""
+        return (
+            {}
+            if self.download
+            else {part: _QRELS_COLUMNS if part.startswith("qrels") else _TEXT_COLUMNS for part in self._sources()}
+        )
+
+    def read_collection(self, complain: Complain = refuse) -> Collection:
+        """The data as it stands in the files, without the queries that no judgement names."""
+        if self.download:
+            return self._downloaded()
+        files = self._sources()
+        passages = open_corpus(
+            files["collection"],
+            in_memory=self.in_memory,
+            cache_dir=self.cache_dir,
+            allow_empty=self.allow_empty_passages,
+            knob="datamodule.folder",
+            columns=_TEXT_COLUMNS,
+            complain=complain,
+        )
+        queries: dict[str, str] = {}
+        qrels: dict[str, dict[str, dict[str, int]]] = {}
+        for split in self._splits():
+            asked: Queries = read_queries(files[f"queries.{split}"], columns=_TEXT_COLUMNS, complain=complain)
+            qrels[split] = read_qrels(
+                files[f"qrels.{split}"],
+                passages=passages.texts,
+                queries=asked.texts,
+                columns=_QRELS_COLUMNS,
+                complain=complain,
+            )
+            for query_id in qrels[split]:
+                if queries.setdefault(query_id, asked.texts[query_id]) != asked.texts[query_id]:
+                    complain(
+                        DataError(
+                            f"{files[f'queries.{split}']}: query {query_id!r} has another text in the train split.",
+                            kind="query with two texts",
+                        )
+                    )
+        return Collection(passages=passages.texts, queries=queries, qrels=qrels, source=str(self.folder))
+
+    def _downloaded(self) -> Collection:
+        library = ir_datasets_library()
+
+        def passages() -> Iterator[tuple[str, str]]:
+            for doc in _given(library, "", "docs_iter"):
+                yield doc.doc_id, doc.text
+
+        if self.in_memory is True:
+            texts: Mapping[str, str] = dict(passages())
+        else:
+            texts = store_passages(f"{_SOURCE}-ir-datasets", passages, cache_dir=self.cache_dir)
+        queries: dict[str, str] = {}
+        qrels: dict[str, dict[str, dict[str, int]]] = {}
+        for split, theirs in self._splits().items():
+            part = "/" + theirs.replace(".", "/")
+            judged = qrels.setdefault(split, {})
+            for row in _given(library, part, "qrels_iter"):
+                judged.setdefault(row.query_id, {})[row.doc_id] = int(row.relevance)
+            queries |= {r.query_id: r.text for r in _given(library, part, "queries_iter") if r.query_id in judged}
+        return Collection(passages=texts, queries=queries, qrels=qrels, source=_SOURCE)
+
+
+def _given(library: Any, part: str, records: str) -> Iterator[Any]:
+    """Records as ir-datasets gives them, or one line about why it does not."""
+    try:
+        yield from getattr(library.load(_SOURCE + part), records)()
+    except Exception as error:  # of whichever kind: a network, a disk, a hash that differs
+        raise DataError(f"ir-datasets could not give {_SOURCE}{part}: {one_line(error)}") from error

@@ -1,0 +1,198 @@
+"""A split for data that came without one: by user where users are known, else by query text.
+
+Which side a query falls on is a hash of its user or of its text with a public seed. It is therefore the same in
+any order of the file and on any machine, and one query's side does not depend on any other query: adding or
+removing a record moves no other one. All queries of a user, or all copies of a text (casefolded, whitespace
+collapsed), stay on one side. Splitting by user does not keep a text that two users asked on one side;
+``datamodule.drop_overlap=true`` leaves such train queries out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from lit_dpret.datamodules.collection import Collection
+from lit_dpret.datamodules.records import SPLITS, normalise, stable_hash
+from lit_dpret.errors import ConfigurationError, DataError, StorageError
+
+SplitBy = Literal["auto", "user", "text"]
+PAIRS_FILE = "pairs.jsonl"
+_TINY = 1e-9
+
+
+def checked_fractions(fractions: Mapping[str, float]) -> dict[str, float]:
+    """The share of each split, in the order train, dev, test; those of 0 are left out.
+
+    Raises:
+        ConfigurationError: A name or a number is impossible, or the shares do not add up to 1.
+    """
+    knob = f"task.fractions={dict(fractions)}"
+    if unknown := sorted(set(fractions) - set(SPLITS)):
+        raise ConfigurationError(f"{knob}: {unknown[0]!r} is not one of {', '.join(SPLITS)}.")
+    for name, share in fractions.items():
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+            raise ConfigurationError(f"{knob}: the share of {name} is not a number from 0 to 1.")
+    if not math.isclose(sum(fractions.values()), 1.0, abs_tol=_TINY):
+        raise ConfigurationError(f"{knob} must add up to 1, not to {sum(fractions.values()):g}.")
+    if not fractions.get("train"):
+        raise ConfigurationError(f"{knob} leaves nothing to train on; give train a share.")
+    return {name: float(fractions[name]) for name in SPLITS if fractions.get(name)}
+
+
+def split_collection(
+    collection: Collection, *, fractions: Mapping[str, float], seed: int = 0, by: SplitBy = "auto"
+) -> Collection:
+    """The same queries, all splits taken together, in new splits; see the module's text.
+
+    Args:
+        collection: The data.
+        fractions: The share of ``train``, ``dev`` and ``test`` among users or texts; they add up to 1.
+        seed: Of the hash; public.
+        by: ``user``, ``text``, or ``auto`` for users where any query has one. A query without a user is split by
+            its text.
+
+    Raises:
+        ConfigurationError: The fractions are impossible, or there are no users to split by.
+        DataError: A split that was asked for would be empty.
+    """
+    shares = checked_fractions(fractions)
+    if by == "user" and not collection.users:
+        raise ConfigurationError(
+            f"task.split_by=user: no query of {collection.source} has a user id. Give a user_id column, or set "
+            "task.split_by=text."
+        )
+    by_user = by == "user" or (by == "auto" and bool(collection.users))
+    qrels: dict[str, dict[str, dict[str, int]]] = {name: {} for name in shares}
+    for judgements in collection.qrels.values():
+        for query_id, judged in judgements.items():
+            user = collection.users.get(query_id) if by_user else None
+            key = ("user", user) if user is not None else ("text", normalise(collection.queries[query_id]))
+            side = qrels[_side(shares, seed, key)]
+            side[query_id] = {**side.get(query_id, {}), **judged}
+    for name, made in qrels.items():
+        if not any(grade > 0 for grades in made.values() for grade in grades.values()):
+            raise DataError(
+                f"{collection.source}: a split by {'user' if by_user else 'text'} leaves {name} empty. Change "
+                "task.fractions or task.split_seed, or leave data this small unsplit.",
+                kind="empty split",
+            )
+    return replace(collection, qrels=qrels)
+
+
+def write_split(collection: Collection, folder: Path, *, public_passages: bool) -> dict[str, str]:
+    """Write a data set to train on into the new folder ``folder``, which its owner alone can read.
+
+    Where the list of passages is public this is a BEIR folder. Where it comes from private records it is one file of
+    pairs with a column ``split``, so that the list does not become public by having been copied.
+
+    Guarantees:
+        - What is written reads back as the same passages, queries, users, domains and qrels.
+        - The folder appears whole or not at all, and nothing is ever overwritten.
+
+    Returns:
+        The settings of ``datamodule=pairs`` that read it.
+
+    Raises:
+        ConfigurationError: The folder exists.
+        DataError: An id cannot stand in a TSV file.
+        StorageError: The folder cannot be written.
+    """
+    if folder.exists():
+        raise ConfigurationError(f"task.write_split={folder} exists, and nothing is overwritten. Name a new folder.")
+    draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        draft.mkdir(parents=True, mode=0o700)
+        if public_passages:
+            _write_beir(collection, draft)
+        else:
+            _write_pairs(collection, draft / PAIRS_FILE)
+        os.rename(draft, folder)
+    except OSError as error:
+        raise StorageError(f"task.write_split={folder} cannot be written: {error.strerror or error}.") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    if public_passages:
+        return {"folder": str(folder)}
+    return {"pairs": str(folder / PAIRS_FILE)}
+
+
+def _side(shares: dict[str, float], seed: int, key: tuple[str, str]) -> str:
+    """The split of a user or a text: where its hash, read as a number from 0 to 1, falls."""
+    place = int.from_bytes(stable_hash("lit-dpret split", str(seed), *key)[:8], "big") / 2**64
+    reached = 0.0
+    for name, share in shares.items():
+        reached += share
+        if place < reached:
+            return name
+    return next(reversed(shares))
+
+
+def _write_beir(collection: Collection, folder: Path) -> None:
+    for passage_id in (p for qrels in collection.qrels.values() for judged in qrels.values() for p in judged):
+        _check_id(passage_id)
+    domains = collection.passage_domains
+    _write_lines(
+        folder / "corpus.jsonl",
+        (
+            {"_id": name, "title": "", "text": text} | ({"domain": domains[name]} if name in domains else {})
+            for name, text in collection.passages.items()
+        ),
+        json.dumps,
+    )
+    named = {query_id for qrels in collection.qrels.values() for query_id in qrels}
+    _write_lines(
+        folder / "queries.jsonl",
+        (
+            {"_id": name, "text": text, "metadata": _metadata(collection, name)}
+            for name, text in collection.queries.items()
+            if name in named
+        ),
+        json.dumps,
+    )
+    (folder / "qrels").mkdir()
+    for split, qrels in collection.qrels.items():
+        rows = [("query-id", "corpus-id", "score")]
+        rows += [
+            (_check_id(query), passage, str(grade))
+            for query, judged in qrels.items()
+            for passage, grade in judged.items()
+        ]
+        _write_lines(folder / "qrels" / f"{split}.tsv", rows, "\t".join)
+
+
+def _write_pairs(collection: Collection, path: Path) -> None:
+    _write_lines(
+        path,
+        (
+            {"query_id": query_id, "query": collection.queries[query_id], "passage_id": passage_id}
+            | {"passage": collection.passages[passage_id], **_metadata(collection, query_id), "split": split}
+            for split, qrels in collection.qrels.items()
+            for query_id, judged in qrels.items()
+            for passage_id in judged
+        ),
+        json.dumps,
+    )
+
+
+def _metadata(collection: Collection, query_id: str) -> dict[str, str]:
+    known = {"user_id": collection.users, "domain": collection.domains}
+    return {name: found[query_id] for name, found in known.items() if query_id in found}
+
+
+def _check_id(name: str) -> str:
+    if any(mark in name for mark in "\t\n\r"):
+        raise DataError(f"The id {name!r} cannot stand in a qrels file: it holds a tab or a line end.", kind="no id")
+    return name
+
+
+def _write_lines(path: Path, records: Iterable[Any], line: Callable[[Any], str]) -> None:
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        file.writelines(line(record) + "\n" for record in records)

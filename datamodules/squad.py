@@ -1,0 +1,188 @@
+"""SQuAD as retrieval: which paragraph does this question ask about?
+
+Rajpurkar et al., "SQuAD: 100,000+ Questions for Machine Comprehension of Text", 2016, and the second version's
+questions without an answer (Rajpurkar, Jia and Liang, 2018). Passages are the paragraphs, equal texts once; the queries
+are the questions, each judged 1 for its paragraph; the domain of both is the title of their article. Answer spans
+are not kept: retrieval has no use for them.
+
+Ids: questions keep theirs, a paragraph's comes from its text.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, Unpack
+
+from lit_dpret.datamodules.collection import Collection
+from lit_dpret.datamodules.complaints import Complain, refuse
+from lit_dpret.datamodules.layouts import find_part
+from lit_dpret.datamodules.pairs import PairsDataModule
+from lit_dpret.datamodules.records import collapse_whitespace, stable_hash
+from lit_dpret.datamodules.settings import PairSettings
+from lit_dpret.errors import DataError
+
+Unanswerable = Literal["drop", "refuse"]
+
+_VERSIONS = ("v1.1", "v2.0")
+
+
+class SquadDataModule(PairsDataModule):
+    """SQuAD out of its JSON files, or a BEIR folder made from them.
+
+    Args:
+        folder: A folder with ``train-v1.1.json`` and ``dev-v1.1.json`` (or v2.0, or one of the two; each may end in
+            .gz), or a BEIR folder; or one such JSON file, which is the dev split if its name begins with ``dev``, else
+            the train split.
+        unanswerable: What to do about questions that version 2 marks as impossible: ``drop`` or ``refuse`` them.
+        settings: As for `PairsDataModule`.
+
+    Raises:
+        ConfigurationError: Settings that contradict each other.
+    """
+
+    def __init__(
+        self, *, folder: str | Path, unanswerable: Unanswerable = "drop", **settings: Unpack[PairSettings]
+    ) -> None:
+        self.unanswerable = unanswerable
+        super().__init__(folder=folder, **settings)
+        self._check_choices(unanswerable=Unanswerable)
+
+    @property
+    def evaluation_split(self) -> str:
+        """``dev``, since the test questions were never published; ``test`` of a BEIR folder that has one."""
+        return "test" if self.collection.qrels.get("test") else "dev"
+
+    def _sources(self) -> dict[str, Any]:
+        root = Path(str(self.folder))
+        if root.is_file():
+            return {"dev" if root.name.startswith("dev") else "train": root}
+        if root.is_dir() and find_part(root, "corpus") is not None:
+            return super()._sources()
+        found = {split: _newest(root, split) for split in ("train", "dev")}
+        files = {split: path for split, path in found.items() if path is not None}
+        if not files:
+            raise DataError(
+                f"{root} holds neither train-v1.1.json, dev-v1.1.json (or v2.0, or .gz) nor a BEIR corpus; check "
+                "datamodule.folder.",
+                kind="missing file",
+            )
+        return files
+
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        """What is read of each file."""
+        files = self._sources()
+        return super().columns() if "corpus" in files else dict.fromkeys(files, ("title", "context", "id", "question"))
+
+    def read_collection(self, complain: Complain = refuse) -> Collection:
+        """The paragraphs, and the questions that have an answer among them."""
+        files = self._sources()
+        if "corpus" in files:
+            return super().read_collection(complain)
+        passages: dict[str, str] = {}
+        queries: dict[str, str] = {}
+        domains: dict[str, str] = {}
+        passage_domains: dict[str, str] = {}
+        qrels: dict[str, dict[str, dict[str, int]]] = {}
+        for split, path in files.items():
+            judged = qrels.setdefault(split, {})
+            for title, context, questions in _paragraphs(path, complain):
+                passage_id = f"p-{stable_hash(context).hex()[:20]}"
+                passages[passage_id] = context
+                passage_domains.setdefault(passage_id, title)
+                for question in questions:
+                    try:
+                        query_id, text = self._question(path, question)
+                        if query_id in queries:
+                            raise DataError(f"{path}: question {query_id!r} comes twice.", kind="repeated id")
+                    except DataError as error:
+                        complain(error)
+                        continue
+                    if text is not None:
+                        queries[query_id], domains[query_id], judged[query_id] = text, title, {passage_id: 1}
+        return Collection(
+            passages=passages,
+            queries=queries,
+            qrels=qrels,
+            domains=domains,
+            passage_domains=passage_domains,
+            source=str(self.folder),
+        )
+
+    def _question(self, path: Path, question: Any) -> tuple[str, str | None]:
+        """Id and text of a question; no text for one that is left out."""
+        query_id, text = _text(path, question, "id", "a question"), _text(path, question, "question", "a question")
+        if not text.strip():
+            raise DataError(f"{path}: question {query_id!r} has an empty text.", kind="empty query")
+        if not question.get("is_impossible", False):
+            return query_id, collapse_whitespace(text)
+        if self.unanswerable == "refuse":
+            raise DataError(
+                f"{path}: question {query_id!r} has no answer in its paragraph (is_impossible); "
+                "datamodule.unanswerable=drop leaves such questions out.",
+                kind="unanswerable question",
+            )
+        return query_id, None
+
+
+def _newest(folder: Path, split: str) -> Path | None:
+    """The file of a split; two versions of it are refused."""
+    names = [f"{split}-{version}.json{packed}" for version in _VERSIONS for packed in ("", ".gz")]
+    found = [folder / name for name in names if (folder / name).is_file()]
+    if len(found) > 1:
+        raise DataError(f"{folder} holds both {found[0].name} and {found[1].name}; keep one, or name the file itself.")
+    return found[0] if found else None
+
+
+def _paragraphs(path: Path, complain: Complain) -> Iterator[tuple[str, str, list[Any]]]:
+    """Title of the article, text and questions of each paragraph that has a text."""
+    content = _load(path)
+    articles = content.get("data") if isinstance(content, dict) else None
+    if not isinstance(articles, list):
+        raise DataError(f"{path} is not in SQuAD's format: an object with a list 'data' is expected.")
+    for number, article in enumerate(articles, start=1):
+        try:
+            title = _text(path, article, "title", f"article {number}")
+            paragraphs = _list(path, article, "paragraphs", f"article {number}")
+        except DataError as error:
+            complain(error)
+            continue
+        for place, paragraph in enumerate(paragraphs, start=1):
+            named = f"paragraph {place} of article {number}"
+            try:
+                context = _text(path, paragraph, "context", named).strip()
+                questions = _list(path, paragraph, "qas", named)
+                if not context:
+                    raise DataError(f"{path}: {named} has an empty text.", kind="empty passage")
+            except DataError as error:
+                complain(error)
+                continue
+            yield title.replace("_", " "), context, questions
+
+
+def _load(path: Path) -> Any:
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as stream:
+            return json.load(stream)
+    except (json.JSONDecodeError, RecursionError) as error:
+        where = f" line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise DataError(f"{path}{where}: malformed JSON.", kind="malformed JSON") from error
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read ({type(error).__name__}).", kind="unreadable file") from error
+
+
+def _text(path: Path, found: Any, key: str, named: str) -> str:
+    value = found.get(key) if isinstance(found, dict) else None
+    if not isinstance(value, str) or (key == "id" and not value.strip()):
+        raise DataError(f"{path}: {named} has no text {key!r}.", kind="missing column")
+    return value
+
+
+def _list(path: Path, found: Any, key: str, named: str) -> list[Any]:
+    value = found.get(key) if isinstance(found, dict) else None
+    if not isinstance(value, list):
+        raise DataError(f"{path}: {named} has no list {key!r}.", kind="missing column")
+    return value

@@ -1,0 +1,130 @@
+"""What is in a data set, as numbers: splits, duplicates, leakage, lengths, users.
+
+Every number here comes from the private data as it is and is covered by no guarantee. It is for the owner of the data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from lit_dpret.datamodules.collection import Collection
+from lit_dpret.datamodules.preparation import report_overlap
+from lit_dpret.datamodules.records import collapse_whitespace, normalise
+
+CAPS = (1, 2, 5, 10, 20)
+ENOUGH = 0.8  # of the rows: the smallest cap that keeps so many is the one recommended
+_BATCH = 1024
+
+Count = Callable[[Sequence[str]], Sequence[int]]
+
+
+def count_splits(collection: Collection) -> dict[str, dict[str, int]]:
+    """Of each split: queries, judgements, those above 0, and the passages that these name."""
+    return {
+        split: {
+            "queries": len(qrels),
+            "judgements": sum(map(len, qrels.values())),
+            "positives": sum(grade > 0 for judged in qrels.values() for grade in judged.values()),
+            "positive_passages": len({p for judged in qrels.values() for p, grade in judged.items() if grade > 0}),
+        }
+        for split, qrels in collection.qrels.items()
+    }
+
+
+def find_duplicates(collection: Collection, *, examples: int) -> dict[str, Any]:
+    """Texts that stand under several ids, and what evaluation splits share with train.
+
+    Query texts compare casefolded, all texts with whitespace collapsed. ``texts`` are distinct repeated texts,
+    ``ids`` the ids that they stand under, ``examples`` some of those ids, equal ones together.
+    """
+    return {
+        "queries": _repeated(collection.queries, normalise, examples),
+        "passages": _repeated(collection.passages, collapse_whitespace, examples),
+        "shared_with_train": {
+            split: {"queries": overlap.queries, "positive_passages": overlap.passages}
+            for split, overlap in report_overlap(collection).items()
+            if collection.qrels.get("train")
+        },
+    }
+
+
+def measure_lengths(texts: Iterable[str], *, count: Count, limit: int | None, at_most: int) -> dict[str, Any]:
+    """Lengths of texts by ``count``: quantiles, and the share that ``limit`` cuts.
+
+    Of more than ``at_most`` texts, every so manyth is measured.
+    """
+    total = len(texts) if isinstance(texts, Sized) else 0
+    chosen = islice(texts, 0, None, max(1, -(-total // at_most)))
+    lengths: list[int] = []
+    while batch := list(islice(chosen, _BATCH)):
+        lengths += count(batch)
+    found = np.array(lengths, dtype=np.int64)
+    facts: dict[str, Any] = {"texts": total, "measured": len(found)}
+    facts |= {f"p{q}": int(np.percentile(found, q, method="higher")) for q in (50, 90, 99) if len(found)}
+    facts |= {"max": int(found.max(initial=0)), "mean": round(float(found.mean()), 1) if len(found) else 0.0}
+    cut = float((found > limit).mean()) if limit is not None and len(found) else None
+    return {**facts, "limit": limit, "share_cut": cut}
+
+
+def count_users(collection: Collection, split: str = "train") -> dict[str, Any] | None:
+    """How many rows each user contributes to a split, and what caps would keep; None where no user is known.
+
+    A row is a query with one positive passage, which is what `max_rows_per_unit` counts under ``unit=user``.
+    """
+    qrels = collection.qrels.get(split, {})
+    rows: Counter[str] = Counter()
+    for query_id, judged in qrels.items():
+        if query_id in collection.users:
+            rows[collection.users[query_id]] += sum(grade > 0 for grade in judged.values())
+    if not rows:
+        return None
+    found = np.array(list(rows.values()), dtype=np.int64)
+    total = int(found.sum())
+    caps = [
+        {
+            "cap": cap,
+            "rows_kept": int(np.minimum(found, cap).sum()),
+            "share_kept": round(float(np.minimum(found, cap).sum() / max(1, total)), 4),
+            "users_cut": int((found > cap).sum()),
+        }
+        for cap in CAPS
+    ]
+    return {
+        "split": split,
+        "users": len(rows),
+        "rows": total,
+        "queries_without_user": sum(query_id not in collection.users for query_id in qrels),
+        "rows_per_user": {f"p{q}": int(np.percentile(found, q, method="higher")) for q in (50, 90, 99)}
+        | {"max": int(found.max())},
+        "caps": caps,
+        "recommended_cap": next((c["cap"] for c in caps if c["share_kept"] >= ENOUGH), CAPS[-1]),
+    }
+
+
+def count_words(texts: Sequence[str]) -> list[int]:
+    """How many words, between white space, each text has."""
+    return [len(text.split()) for text in texts]
+
+
+def _repeated(texts: Mapping[str, str], normal: Callable[[str], str], examples: int) -> dict[str, Any]:
+    """By 64-bit hashes alone, so that a large corpus is gone through and not held."""
+    hashes = np.array(array("Q", (_hash(normal(text)) for text in texts.values())), dtype=np.uint64)
+    distinct, counts = np.unique(hashes, return_counts=True)
+    several = distinct[counts > 1]
+    wanted: dict[int, list[str]] = {int(value): [] for value in several[:examples]}
+    if wanted:
+        for name, value in zip(texts, hashes.tolist(), strict=True):
+            if value in wanted and len(wanted[value]) < examples:
+                wanted[value].append(name)
+    return {"texts": len(several), "ids": int(counts[counts > 1].sum()), "examples": list(wanted.values())}
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

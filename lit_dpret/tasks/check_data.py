@@ -1,0 +1,183 @@
+"""`task=check_data`: what is in this data, what is wrong with it, and how to train on it. Nothing is trained."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from lit_dpret.datamodules.collection import Collection
+from lit_dpret.datamodules.complaints import Problems
+from lit_dpret.datamodules.pairs import PairsDataModule
+from lit_dpret.datamodules.settings import PairSettings
+from lit_dpret.datamodules.splitting import SplitBy, checked_fractions, split_collection, write_split
+from lit_dpret.datamodules.survey import count_splits, count_users, find_duplicates, measure_lengths
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.report.data_check import PRIVATE, format_check
+from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.run_files import write_text
+from lit_dpret.tasks.token_lengths import make_rulers
+
+SCHEMA = "lit-dpret/data-check/1"
+REPORT = "check_data.private.json"
+PAGE = "check_data.private.md"
+_FRACTIONS = {"train": 0.8, "dev": 0.1, "test": 0.1}
+
+
+class CheckData:
+    """Read the datamodule's files to the end, collect every problem, and report on what is in them.
+
+    The report is printed, and written into the run folder for its owner alone; its name says that it is private.
+
+    Args:
+        examples: How many examples, by id and line, to show of each kind of problem and duplicate.
+        max_texts: How many texts of each side to measure; of more, every so manyth is.
+        write_split: A new folder for the data with a split into train, dev and test; null writes none.
+        fractions: The share of each split.
+        split_by: ``user``, ``text``, or ``auto`` for users where they are known.
+        split_seed: Public seed of the split.
+        resplit: Whether data that has evaluation queries already may be split anew.
+
+    Raises:
+        ConfigurationError: A setting is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        examples: int = 5,
+        max_texts: int = 20_000,
+        write_split: str | Path | None = None,
+        fractions: Mapping[str, float] | None = None,
+        split_by: SplitBy = "auto",
+        split_seed: int = 0,
+        resplit: bool = False,
+    ) -> None:
+        for name, value, least in (
+            ("examples", examples, 0),
+            ("max_texts", max_texts, 1),
+            ("split_seed", split_seed, 0),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigurationError(f"task.{name}={value} must be a whole number of at least {least}.")
+        if split_by not in get_args(SplitBy):
+            raise ConfigurationError(f"task.split_by={split_by!r} is not one of {', '.join(get_args(SplitBy))}.")
+        self.examples, self.max_texts, self.resplit = examples, max_texts, resplit
+        self.write_split = None if write_split is None else Path(write_split)
+        self.fractions = checked_fractions(_FRACTIONS if fractions is None else fractions)
+        self.split_by, self.split_seed = split_by, split_seed
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Write and print the report, and the split where one is asked for; returns how many problems there are.
+
+        Raises:
+            DataError: There are problems; the exit status of the command line is then not 0.
+            ConfigurationError: The datamodule has no texts, or the split cannot be written.
+        """
+        check_run_dir(parts.run_dir, min_free_mb=1)
+        if self.write_split is not None and self.write_split.exists():
+            raise ConfigurationError(f"task.write_split={self.write_split} exists already. Name a new folder.")
+        data = parts.make_datamodule()
+        if not isinstance(data, PairsDataModule):
+            raise ConfigurationError(
+                f"task=check_data examines queries and passages, and {type(data).__name__} has none."
+            )
+        problems = Problems(examples=self.examples)
+        facts: dict[str, Any] = {"schema": SCHEMA, "private": PRIVATE, "source": _source(data)}
+        collection = self._read(data, problems, facts)
+        if collection is not None:
+            self._examine(parts, data, collection, problems, facts)
+        facts["problems"] = {"total": problems.total, "counts": problems.counts, "examples": problems.shown}
+        if collection is not None and not problems.total:
+            self._offer_split(parts, data, collection, facts)
+        page = format_check(facts)
+        for name, text in ((REPORT, json.dumps(facts, indent=2, ensure_ascii=False) + "\n"), (PAGE, page)):
+            write_text(parts.run_dir / name, text)
+            (parts.run_dir / name).chmod(0o600)
+        sys.stdout.write(page)
+        if problems.total:
+            kinds = ", ".join(problems.counts)  # how many would be a number of the private data
+            raise DataError(f"{facts['source']} has problems: {kinds}. See {parts.run_dir / PAGE}.")
+        return {"problems": 0.0}
+
+    def _read(self, data: PairsDataModule, problems: Problems, facts: dict[str, Any]) -> Collection | None:
+        """Everything readable, and every problem; None where there is nothing to examine."""
+        try:
+            facts["columns"] = {part: list(names) for part, names in data.columns().items()}
+            return data.read_collection(problems)
+        except DataError as error:
+            problems(error)
+            return None
+
+    def _examine(
+        self, parts: Parts, data: PairsDataModule, collection: Collection, problems: Problems, facts: dict[str, Any]
+    ) -> None:
+        for contradiction in collection.contradictions(allow_empty_passages=data.allow_empty_passages):
+            if not (data.drop_queries_without_passage and contradiction.kind == "query without passage"):
+                problems(contradiction)
+        rulers, by = make_rulers(parts, NoPrivacy())
+        texts: dict[Any, Any] = {"query": collection.queries.values(), "passage": collection.passages.values()}
+        facts["passages"], facts["queries"] = len(collection.passages), len(collection.queries)
+        facts["splits"] = count_splits(collection)
+        facts["duplicates"] = find_duplicates(collection, examples=self.examples)
+        facts["lengths"] = {"by": by} | {
+            side: measure_lengths(texts[side], count=ruler.count, limit=ruler.limit, at_most=self.max_texts)
+            for side, ruler in rulers.items()
+        }
+        facts["users"] = count_users(collection)
+
+    def _offer_split(self, parts: Parts, data: PairsDataModule, collection: Collection, facts: dict[str, Any]) -> None:
+        """Split what is unsplit, write it where that is asked for, and say how to train."""
+        cap = facts["users"] and facts["users"]["recommended_cap"]
+        unit = {"privacy.unit": "user", "datamodule.max_rows_per_unit": str(cap)} if cap else {}
+        is_split = set(collection.qrels) != {"train"}
+        facts["command"] = _command(parts.command, {}, unit)
+        if is_split and self.write_split is None:
+            return
+        if is_split and not self.resplit:
+            raise ConfigurationError(
+                f"task.write_split={self.write_split}: {facts['source']} is split already, into "
+                f"{', '.join(collection.qrels)}. Set task.resplit=true to take all of it together and split it anew."
+            )
+        try:
+            new = split_collection(collection, fractions=self.fractions, seed=self.split_seed, by=self.split_by)
+        except DataError as error:
+            if self.write_split is not None:
+                raise
+            facts["split"] = {"refused": str(error)}
+            return
+        by = "user" if collection.users and self.split_by != "text" else "text"
+        sizes = {split: len(qrels) for split, qrels in new.qrels.items()}
+        facts["split"] = {"by": by, "seed": self.split_seed, "queries": sizes, "written": None}
+        if self.write_split is not None:
+            read_by = write_split(new, self.write_split, public_passages=data.has_public_passages)
+            facts["split"]["written"] = str(self.write_split)
+            facts["command"] = _command(parts.command, read_by, unit)
+
+
+def _source(data: PairsDataModule) -> str:
+    return str(data.folder or data.pairs or data.queries)
+
+
+def _command(given: str, read_by: Mapping[str, str], more: Mapping[str, str]) -> str:
+    """The command that trains: the given one without its task, reading ``read_by`` where that is not empty."""
+    shown = ["python", "train.py"]
+    try:
+        overrides = shlex.split(given)[2:]
+    except ValueError:  # a lone quote mark in a value
+        overrides = given.split()[2:]
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0]
+        if key.partition(".")[0] in ("task", "hydra", "run_dir") or key in more:
+            continue
+        group, _, name = key.partition(".")
+        if read_by and group == "datamodule" and name not in PairSettings.__annotations__:
+            continue
+        shown.append(override)
+    if read_by:
+        shown[2:2] = ["datamodule=pairs", *(f"datamodule.{key}={value}" for key, value in read_by.items())]
+    return shlex.join([*shown, *(f"{key}={value}" for key, value in more.items())])

@@ -1,0 +1,152 @@
+"""A store of passages is the dictionary of the same passages, without holding them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tracemalloc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lit_dpret.datamodules import passage_store
+from lit_dpret.datamodules.passage_store import PassageStore, build_store, file_key
+from lit_dpret.errors import DataError, StorageError
+
+PASSAGES = {f"p{i}": f"Passage {i}: größer\t{'x' * (i % 7)}\n" for i in range(500)} | {"": "", "10": "ten"}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> PassageStore:
+    assert build_store(tmp_path / "store", PASSAGES.items()) == []
+    return PassageStore(tmp_path / "store")
+
+
+def test_a_store_is_the_dictionary_of_its_passages_in_its_order(store: PassageStore) -> None:
+    assert store == PASSAGES and len(store) == len(PASSAGES)
+    assert list(store) == list(PASSAGES)
+    assert list(store.values()) == list(PASSAGES.values())
+    assert list(store.items()) == list(PASSAGES.items())
+    assert all(store[name] == text for name, text in PASSAGES.items())
+
+
+@pytest.mark.parametrize(
+    "part",
+    [slice(3), slice(2, 9), slice(490, 600), slice(9, 2), slice(None, None, 3), slice(5, None, -1), slice(-2, None)],
+    ids=str,
+)
+def test_parts_of_the_texts_can_be_asked_for_like_those_of_a_list(
+    store: PassageStore, part: slice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passage_store, "_READ", 100)
+    texts = list(PASSAGES.values())
+    assert store.values()[part] == texts[part]
+    assert store.values()[7] == texts[7] and store.values()[-1] == texts[-1]
+    with pytest.raises(IndexError):
+        store.values()[len(texts)]
+    assert "ten" in store.values() and "eleven" not in store.values()
+
+
+def test_what_is_not_in_a_store_is_a_missing_key(store: PassageStore) -> None:
+    assert "p500" not in store and store.get("p500") is None
+    with pytest.raises(KeyError, match="p500"):
+        store["p500"]
+    assert 10 not in store  # type: ignore[comparison-overlap]
+
+
+@settings(max_examples=40, deadline=None)
+@given(passages=st.dictionaries(st.text(), st.text(), max_size=12), digits=st.integers(1, 3))
+def test_ids_whose_hashes_collide_are_told_apart(
+    tmp_path_factory: pytest.TempPathFactory, passages: dict[str, str], digits: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passage_store, "_hash", lambda name: len(name) % digits)
+        folder = tmp_path_factory.mktemp("collisions") / "store"
+        build_store(folder, passages.items())
+        store = PassageStore(folder)
+        assert dict(store.items()) == passages
+        assert all(store[name] == text for name, text in passages.items())
+        assert "not there" not in store or "not there" in passages
+
+
+def test_an_id_that_comes_again_is_left_out_and_reported(tmp_path: Path) -> None:
+    given = [("a", "one"), ("b", "two"), ("a", "three"), ("c", "four"), ("b", "five"), ("a", "six")]
+    assert build_store(tmp_path / "store", given) == [2, 4, 5]
+    store = PassageStore(tmp_path / "store")
+    assert dict(store.items()) == {"a": "one", "b": "two", "c": "four"} == {name: store[name] for name in "abc"}
+
+
+def test_pieces_of_the_file_that_end_inside_a_record_are_put_together(
+    store: PassageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passage_store, "_READ", 61)
+    assert dict(store.items()) == PASSAGES
+
+
+def test_threads_and_other_processes_read_the_same_store(store: PassageStore) -> None:
+    names = list(PASSAGES)
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(store.__getitem__, names)) == list(PASSAGES.values())
+    with get_context("fork").Pool(2) as forked:
+        assert forked.map(store.__getitem__, names) == list(PASSAGES.values())
+    assert pickle.loads(pickle.dumps(store)) == PASSAGES  # as a spawned process gets it
+
+
+def test_texts_are_not_held(tmp_path: Path) -> None:
+    """What four times the passages take more is a few numbers for each, and not their texts."""
+
+    def passages(count: int) -> Iterator[tuple[str, str]]:
+        return ((f"p{i}", f"{i} " + "word " * 80) for i in range(count))
+
+    def peak(count: int) -> int:
+        tracemalloc.start()
+        build_store(tmp_path / str(count), passages(count))
+        store = PassageStore(tmp_path / str(count))
+        assert sum(len(text) for text in store.values()) > 400 * count
+        assert len(store["p17"]) > 400
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found
+
+    small, large = peak(10_000), peak(40_000)
+    assert large - small < 30_000 * 400 / 8, "at most 50 bytes of numbers for each passage"
+    assert large < 40_000 * 400 / 4
+
+
+def test_an_unfinished_or_damaged_store_is_refused(store: PassageStore, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is no store of passages"):
+        PassageStore(tmp_path / "nowhere")
+    texts = store.folder / "texts.bin"
+    texts.write_bytes(texts.read_bytes()[:-1])
+    with pytest.raises(DataError, match="is a damaged store"):
+        PassageStore(store.folder)
+    (store.folder / "store.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(DataError, match="delete it to have it built anew"):
+        PassageStore(store.folder)
+
+
+def test_a_folder_that_cannot_be_made_is_told_with_the_knob(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    with pytest.raises(StorageError, match=r"cannot be written.*datamodule\.cache_dir"):
+        build_store(tmp_path / "file" / "store", PASSAGES.items())
+
+
+def test_a_file_that_was_changed_has_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passage_store, "_READ", 4)
+    path = tmp_path / "corpus.tsv"
+    path.write_bytes(b"0123456789")
+    first = file_key(path)
+    assert file_key(path) == first != file_key(path, "read in another way")
+    for content in (b"0123456780", b"x123456789", b"0123456789\n"):
+        stamp = path.stat()
+        path.write_bytes(content)
+        os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+        assert file_key(path) != first
+    path.write_bytes(b"0123456789")
+    os.utime(path, ns=(0, 0))
+    assert file_key(path) != first, "the middle may have changed"

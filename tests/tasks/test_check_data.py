@@ -1,0 +1,375 @@
+"""`task=check_data`: every problem in one report, numbers for the owner, a split for a log that has none."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shlex
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.utils import instantiate
+from tiny_generator import generator
+from tiny_tasks import parts, retriever
+
+from lit_dpret.datamodules import HuggingFaceDataModule, ImagesDataModule, MSMarcoDataModule, PairsDataModule
+from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
+from lit_dpret.modules import OptimizerSpec, QueryGenerator
+from lit_dpret.tasks import CheckData
+from lit_dpret.tasks.check_data import PAGE, REPORT
+from lit_dpret.tasks.parts import Parts
+
+HARBOUR = Path(__file__).resolve().parents[1] / "data" / "harbour"
+Spoil = Callable[[Path], None]
+
+
+@pytest.fixture
+def harbour(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(HARBOUR, tmp_path / "harbour"))
+
+
+def job(tmp_path: Path, **data: Any) -> Parts:
+    return parts(tmp_path, make_datamodule=partial(PairsDataModule, **data), make_module=no_model)
+
+
+def no_model(privacy: Any) -> Any:
+    raise UnsupportedModelError("model.encoder=nowhere cannot be loaded.")
+
+
+def report(tmp_path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((tmp_path / "run" / REPORT).read_text(encoding="utf-8"))
+    return found
+
+
+def write_log(folder: Path, *, users: bool = True) -> Path:
+    """An unsplit log of pairs: 60 queries of 20 users, one text asked twice."""
+    rows = [
+        {"query": f"secret {i % 59}", "passage": f"Passage {i % 7}."} | ({"user_id": f"u{i % 20}"} if users else {})
+        for i in range(60)
+    ]
+    path = folder / "log.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def texts_of(folder: Path) -> list[str]:
+    lines = [json.loads(line) for name in ("queries", "corpus") for line in (folder / f"{name}.jsonl").open()]
+    return [line["text"] for line in lines if line["text"]]
+
+
+# -- what is in it -------------------------------------------------------------------------------
+
+
+def test_good_data_is_reported_and_nothing_of_its_texts_is(
+    tmp_path: Path, harbour: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert CheckData().run(job(tmp_path, folder=harbour)) == {"problems": 0.0}
+    found, page = report(tmp_path), (tmp_path / "run" / PAGE).read_text(encoding="utf-8")
+    assert found["problems"]["total"] == 0 and "No problems" in page
+    assert found["columns"]["qrels.train"] == ["query-id", "corpus-id", "score"]
+    assert {split: counts["queries"] for split, counts in found["splits"].items()} == {"train": 5, "dev": 1, "test": 2}
+    assert capsys.readouterr().out == page
+    told = page + (tmp_path / "run" / REPORT).read_text(encoding="utf-8")
+    assert not any(text in told for text in texts_of(harbour))
+    for shown in (page, found["private"]):
+        assert "no differential privacy covers them" in shown
+    for name in (PAGE, REPORT):
+        assert "private" in name and (tmp_path / "run" / name).stat().st_mode & 0o077 == 0
+
+
+def test_lengths_are_in_the_models_own_tokens_and_say_what_it_cuts(tmp_path: Path, harbour: Path) -> None:
+    models = {
+        "QueryGenerator": lambda privacy: generator(privacy=privacy, max_passage_length=8, max_query_length=5),
+        "FrozenDualEncoder": lambda privacy: retriever(privacy=privacy),
+    }
+    for number, (name, make) in enumerate(models.items()):
+        given = parts(tmp_path, make_datamodule=partial(PairsDataModule, folder=harbour), make_module=make)
+        CheckData().run(given)
+        lengths = report(tmp_path)["lengths"]
+        assert lengths["by"].startswith(f"tokens of {name}")
+        assert lengths["passage"]["limit"] == (8, 10)[number] and lengths["query"]["limit"] == (5, 8)[number]
+        assert lengths["passage"]["max"] > lengths["passage"]["limit"] and 0 < lengths["passage"]["share_cut"] <= 1
+
+
+def test_without_a_model_lengths_are_in_words_and_say_why(tmp_path: Path, harbour: Path) -> None:
+    CheckData().run(job(tmp_path, folder=harbour))
+    lengths = report(tmp_path)["lengths"]
+    assert lengths["by"] == "words between white space (model.encoder=nowhere cannot be loaded.)"
+    assert lengths["passage"]["limit"] is None and lengths["passage"]["share_cut"] is None
+
+
+def test_a_stored_corpus_gives_the_same_report(tmp_path: Path, harbour: Path) -> None:
+    CheckData().run(job(tmp_path, folder=harbour))
+    held = report(tmp_path)
+    CheckData().run(job(tmp_path, folder=harbour, in_memory=False, cache_dir=tmp_path / "cache"))
+    assert report(tmp_path) == held
+
+
+def test_queries_that_are_trained_and_evaluated_on_are_told(tmp_path: Path, harbour: Path) -> None:
+    CheckData().run(job(tmp_path, folder=harbour))
+    found, page = report(tmp_path)["duplicates"], (tmp_path / "run" / PAGE).read_text(encoding="utf-8")
+    assert sorted(found["queries"]["examples"]) == [["t1", "t3"], ["t4", "e1"]]
+    assert found["shared_with_train"]["test"] == {"queries": 1, "positive_passages": 1}
+    assert "test and train: queries that repeat a train query: 1;" in page and "datamodule.drop_overlap=true" in page
+
+
+# -- what is wrong with it -----------------------------------------------------------------------
+
+
+def append(name: str, content: bytes) -> Spoil:
+    def spoil(folder: Path) -> None:
+        with (folder / name).open("ab") as file:
+            file.write(content)
+
+    return spoil
+
+
+BAD_LINES: dict[str, tuple[Spoil, str, str]] = {
+    "unknown passage": (append("qrels/train.tsv", b"t1\tp99\t1\n"), "unknown passage", "passage 'p99' is not in"),
+    "unknown query": (append("qrels/test.tsv", b"q99\tp1\t1\n"), "unknown query", "query 'q99' is not among"),
+    "no JSON": (append("corpus.jsonl", b"{secret\n"), "malformed JSON", "corpus.jsonl line 9: malformed JSON"),
+    "repeated id": (append("corpus.jsonl", b'{"_id": "p1", "text": "secret"}\n'), "repeated id", "id 'p1' was already"),
+    "columns": (append("qrels/dev.tsv", b"t1\tp1\n"), "wrong number of columns", "2 columns, but the header"),
+    "not UTF-8": (append("queries.jsonl", b'{"_id": "x", "text": "\xff"}\n'), "not UTF-8", "not UTF-8 text"),
+    "both splits": (append("qrels/test.tsv", b"t1\tp1\t1\n"), "query in two splits", "'t1' is in train and in test"),
+    "no passage": (append("queries.jsonl", b'{"_id": "x", "text": "secret"}\n'), "query without passage", "query 'x'"),
+    "empty query": (append("queries.jsonl", b'{"_id": "y", "text": " "}\n'), "empty query", "query 'y' has an empty"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_a_bad_line_is_one_clear_line_of_the_report(name: str, tmp_path: Path, harbour: Path) -> None:
+    spoil, kind, told = BAD_LINES[name]
+    spoil(harbour)
+    with pytest.raises(DataError, match=f"has problems: {kind}"):
+        CheckData().run(job(tmp_path, folder=harbour))
+    problems = report(tmp_path)["problems"]
+    assert problems["counts"][kind] >= 1 and any(told in message for message in problems["examples"][kind])
+    for message in problems["examples"][kind]:
+        assert "\n" not in message and "secret" not in message
+
+
+def test_all_problems_are_in_one_report(tmp_path: Path, harbour: Path) -> None:
+    for spoil, _, _ in BAD_LINES.values():
+        spoil(harbour)
+    with pytest.raises(DataError):
+        CheckData().run(job(tmp_path, folder=harbour))
+    found, page = report(tmp_path), (tmp_path / "run" / PAGE).read_text(encoding="utf-8")
+    wanted = {kind for _, kind, _ in BAD_LINES.values()}
+    assert wanted <= set(found["problems"]["counts"]) and "split" not in found
+    assert all(f"* {kind}: " in page for kind in wanted) and "secret" not in page
+    assert found["splits"]["train"]["queries"] == 5, "what can be read is still examined"
+
+
+def test_of_many_problems_of_a_kind_a_few_are_shown(tmp_path: Path, harbour: Path) -> None:
+    append("qrels/train.tsv", b"".join(b"t1\tx%d\t1\n" % i for i in range(30)))(harbour)
+    with pytest.raises(DataError, match=r"has problems: unknown passage\. See"):
+        CheckData(examples=3).run(job(tmp_path, folder=harbour))
+    page = (tmp_path / "run" / PAGE).read_text(encoding="utf-8")
+    assert page.count("is not in the corpus") == 3 and "... and 27 more" in page
+
+
+def empty_corpus(folder: Path) -> None:
+    (folder / "corpus.jsonl").write_text("")
+
+
+def no_queries(folder: Path) -> None:
+    (folder / "queries.jsonl").unlink()
+
+
+def broken_parquet(folder: Path) -> None:
+    pytest.importorskip("pyarrow", reason="parquet needs pyarrow")
+    (folder / "corpus.jsonl").unlink()
+    (folder / "corpus.parquet").write_bytes(b"PAR1 this is no parquet file PAR1")
+
+
+def cut_gzip(folder: Path) -> None:
+    content = gzip.compress((folder / "corpus.jsonl").read_bytes())
+    (folder / "corpus.jsonl").unlink()
+    (folder / "corpus.jsonl.gz").write_bytes(content[: len(content) // 2])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind", "told"),
+    [
+        (empty_corpus, "empty file", "corpus.jsonl holds no passages"),
+        (no_queries, "missing file", "lacks queries.jsonl"),
+        (broken_parquet, "unreadable file", "corpus.parquet is not a readable parquet file"),
+        (cut_gzip, "unreadable file", "corpus.jsonl.gz is not a readable gzip file"),
+    ],
+)
+def test_data_that_cannot_be_read_at_all_is_one_clear_line(
+    tmp_path: Path, harbour: Path, spoil: Spoil, kind: str, told: str
+) -> None:
+    spoil(harbour)
+    with pytest.raises(DataError, match=kind):
+        CheckData().run(job(tmp_path, folder=harbour))
+    assert any(told in message for message in report(tmp_path)["problems"]["examples"][kind])
+
+
+def test_the_first_line_of_a_table_without_a_header_is_not_shown(tmp_path: Path) -> None:
+    (tmp_path / "log.tsv").write_text("does my policy cover floods\tIt does not, unless you ask.\n" * 3)
+    with pytest.raises(DataError):
+        CheckData().run(job(tmp_path, pairs=tmp_path / "log.tsv"))
+    assert "floods" not in json.dumps(report(tmp_path))
+    assert "no column 'passage'; found: (a text), (a text)" in json.dumps(report(tmp_path))
+
+
+def test_other_datamodules_are_examined_by_their_own_layout(tmp_path: Path) -> None:
+    folder = tmp_path / "msmarco"
+    folder.mkdir()
+    for name, line in {
+        "collection": "0\tsome text", "queries.train": "1\tsome query", "qrels.train": "1\t0\t0\t1",
+        "queries.dev.small": "2\tanother", "qrels.dev.small": "2\t0\t0\t1",
+    }.items():  # fmt: skip
+        (folder / f"{name}.tsv").write_text(f"{line}\n", encoding="utf-8")
+    given = parts(tmp_path, make_datamodule=partial(MSMarcoDataModule, folder=folder), make_module=no_model)
+    CheckData().run(given)
+    found = report(tmp_path)
+    assert found["columns"]["queries.train"] == ["id", "text"] and set(found["splits"]) == {"train", "dev"}
+
+
+def test_a_user_column_that_is_missing_is_told_by_the_columns_that_there_are(tmp_path: Path) -> None:
+    log = write_log(tmp_path)
+    data = partial(HuggingFaceDataModule, path=log, user_column="author")
+    with pytest.raises(DataError, match="has problems: missing column"):
+        CheckData(examples=1).run(parts(tmp_path, make_datamodule=data, make_module=no_model))
+    problems = report(tmp_path)["problems"]
+    told = f"{log} line 1: no key 'author'; found: query, passage, user_id."
+    assert problems["examples"]["missing column"] == [told] and problems["counts"]["missing column"] == 60
+
+
+def test_images_are_refused(tmp_path: Path) -> None:
+    images = ImagesDataModule.__new__(ImagesDataModule)
+    with pytest.raises(ConfigurationError, match="ImagesDataModule has none"):
+        CheckData().run(parts(tmp_path, make_datamodule=lambda: images))
+
+
+EXAMPLE = """what is a water butt	A water butt collects rain from a roof for the garden.	ann
+how long do tyres last	Tyres last about five years, less on gravel roads.	ben
+when do swifts leave	Swifts leave in early August, most of them within a week.	cat
+how long do tyres last	Tyres last about five years, less on gravel roads.	dan
+who mends clocks	A horologist mends clocks and watches.	eve
+what is a horologist	A horologist mends clocks and watches.	eve
+why is the sea salt	Rivers carry salt to the sea, and only the water leaves again.	ann
+do swifts sleep in the air	Swifts sleep on the wing, one half of the brain at a time.	ann
+how is chalk made	Chalk is made of the shells of small animals that lived in the sea.	fay
+can ravens count	Ravens tell apart up to six dots, and learn it in a few days.	val
+what do moles eat	Moles eat worms, and keep some of them for the winter.	han
+how deep do moles dig	Mole tunnels lie between five and twenty centimetres deep.	ann
+when was tea first drunk	Tea was drunk in the south-west of China two thousand years ago.	ida
+is green tea black tea	Green and black tea come from the same plant; black tea is oxidised.	ida
+"""
+
+
+def test_the_example_of_the_page_on_data_is_what_the_task_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("log.tsv").write_text(f"query\tpassage\tuser_id\n{EXAMPLE}", encoding="utf-8")
+    given = parts(
+        tmp_path,
+        make_datamodule=partial(PairsDataModule, pairs="log.tsv"),
+        make_module=partial(
+            QueryGenerator,
+            pretrained="public_t5",
+            optimizer=OptimizerSpec(),
+            max_passage_length=16,
+            max_query_length=8,
+            lower_case=True,
+        ),
+        command="python train.py task=check_data model.max_passage_length=16 model.max_query_length=8 "
+        "datamodule=pairs datamodule.pairs=log.tsv",
+    )
+    CheckData().run(given)
+    page = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    assert f"```text\n{capsys.readouterr().out}```\n" in page
+
+
+# -- users and splits ----------------------------------------------------------------------------
+
+
+def test_users_and_a_cap_are_told_and_stand_in_the_command(tmp_path: Path) -> None:
+    log = write_log(tmp_path)
+    given = job(tmp_path, pairs=log)
+    CheckData().run(Parts(**{**vars(given), "command": f"python train.py task=check_data datamodule.pairs={log}"}))
+    found = report(tmp_path)
+    assert found["users"]["users"] == 20 and found["users"]["recommended_cap"] == 5
+    assert found["split"]["by"] == "user" and found["split"]["written"] is None
+    assert found["command"] == (
+        f"python train.py datamodule.pairs={log} privacy.unit=user datamodule.max_rows_per_unit=5"
+    )
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_written_split_is_trained_on_by_the_command_that_is_shown(tmp_path: Path, declared: bool) -> None:
+    log, new = write_log(tmp_path), tmp_path / "new split"
+    command = f"python train.py task=check_data task.write_split='{new}' datamodule=pairs datamodule.pairs={log} "
+    command += "model=generator datamodule.lower_case_queries=true hydra.run.dir=x"
+    given = job(tmp_path, pairs=log, passages_are_public=declared)
+    CheckData(write_split=new).run(Parts(**{**vars(given), "command": command}))
+    shown = report(tmp_path)["command"]
+    overrides = shlex.split(shown)[2:]
+    assert "model=generator" in overrides and "privacy.unit=user" in overrides
+    with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
+        cfg = compose("train", overrides=["run_dir=run", *(o for o in overrides)])
+    data = instantiate(cfg.datamodule)
+    data.use_unit("user")
+    assert data.lower_case_queries and data.max_rows_per_unit == 5 and data.n_units > 0
+    assert {split: len(qrels) for split, qrels in data.collection.qrels.items()} == report(tmp_path)["split"]["queries"]
+    assert data.has_public_passages is declared
+
+
+def test_without_users_a_split_is_by_text_and_the_report_says_what_that_protects(tmp_path: Path) -> None:
+    CheckData().run(job(tmp_path, pairs=write_log(tmp_path, users=False)))
+    assert report(tmp_path)["split"]["by"] == "text" and report(tmp_path)["users"] is None
+    assert "A user_id column makes privacy.unit=user possible" in (tmp_path / "run" / PAGE).read_text()
+
+
+def test_a_split_that_would_leave_a_side_empty_is_told_and_refused_where_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"query": "q", "passage": "p"}\n')
+    CheckData().run(job(tmp_path, pairs=path))
+    assert "empty. Change task.fractions" in (tmp_path / "run" / PAGE).read_text()
+    with pytest.raises(DataError, match=r"empty\. Change task\.fractions"):
+        CheckData(write_split=tmp_path / "new").run(job(tmp_path, pairs=path))
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_is_split_is_split_anew_only_where_that_is_said(tmp_path: Path, harbour: Path) -> None:
+    new = tmp_path / "new"
+    with pytest.raises(ConfigurationError, match=r"is split already, into train, dev, test\. Set task\.resplit=true"):
+        CheckData(write_split=new).run(job(tmp_path, folder=harbour))
+    half = {"train": 0.5, "test": 0.5}
+    CheckData(write_split=new, resplit=True, fractions=half, split_by="text").run(job(tmp_path, folder=harbour))
+    again = PairsDataModule(folder=new).collection
+    assert sorted(again.qrels) == ["test", "train"] and len(again.queries) == 8
+
+
+def test_a_split_is_not_written_over_a_folder_or_from_bad_data(tmp_path: Path, harbour: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"task\.write_split=.*harbour exists already"):
+        CheckData(write_split=harbour).run(job(tmp_path, folder=harbour))
+    append("corpus.jsonl", b"{\n")(harbour)
+    with pytest.raises(DataError, match="has problems"):
+        CheckData(write_split=tmp_path / "new", resplit=True).run(job(tmp_path, folder=harbour))
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"examples": -1}, "task.examples=-1"),
+        ({"max_texts": 0}, "task.max_texts=0"),
+        ({"split_seed": 1.5}, "task.split_seed=1.5"),
+        ({"split_by": "query"}, "task.split_by='query' is not one of auto, user, text"),
+        ({"fractions": {"test": 1.0}}, "task.fractions="),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        CheckData(**settings)
