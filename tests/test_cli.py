@@ -110,7 +110,10 @@ def test_the_doctor_reports_and_fails_where_a_fit_would_be_refused(tmp_path: Pat
 
 def test_a_first_word_is_a_task_or_refused(tmp_path: Path) -> None:
     line = refused(call(folder=tmp_path, program=("train.py", "nonsense")))
-    assert "'nonsense' is neither a setting (name=value) nor a task: compare, compare_modes, doctor" in line
+    assert (
+        "'nonsense' is neither a setting (name=value) nor a task: compare, compare_modes, compare_negatives, doctor"
+        in line
+    )
 
 
 def beir(folder: Path, **broken: str) -> Path:

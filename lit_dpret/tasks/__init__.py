@@ -2,6 +2,7 @@
 
 from lit_dpret.tasks.compare import Compare
 from lit_dpret.tasks.compare_modes import CompareModes
+from lit_dpret.tasks.compare_negatives import CompareNegatives
 from lit_dpret.tasks.doctor import Doctor
 from lit_dpret.tasks.encode import Encode
 from lit_dpret.tasks.evaluate import Evaluate
@@ -20,6 +21,7 @@ from lit_dpret.tasks.zero_shot import ZeroShot
 __all__ = [
     "Compare",
     "CompareModes",
+    "CompareNegatives",
     "Doctor",
     "Encode",
     "Evaluate",

@@ -156,7 +156,7 @@ class Pipeline:
         return made
 
     def _callbacks(self, folder: Path, resume: bool, label: str) -> list[Any]:
-        tuning = {"tuning_note": self.tuning_note, "tuning_data": self.tuning_data}
+        tuning: dict[str, Any] = {"tuning_note": self.tuning_note, "tuning_data": self.tuning_data}
         return stage_callbacks(folder, resume=resume, label=label, **tuning)
 
     def _trainer(self, steps: int) -> Callable[..., Any]:
