@@ -89,6 +89,14 @@ def test_judged_negatives_belong_to_a_query_and_to_no_pair() -> None:
     check_sources([made("bm25")], by_pair)
 
 
+def test_a_file_of_hard_negatives_must_be_declared_to_be_made_row_by_row() -> None:
+    for name in ("public_passages", "dp_sgd", "batch_clip"):
+        with pytest.raises(ConfigurationError, match=r"set model\.negatives\.gold\.lines_are_independent=true"):
+            check_sources([made("gold", file="hard.jsonl")], MODES[name])
+        check_sources([made("gold", file="hard.jsonl", lines_are_independent=True)], MODES[name])
+    check_sources([made("gold", file="hard.jsonl")], MODES["none"])
+
+
 def test_the_pages_table_is_what_the_code_does() -> None:
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
