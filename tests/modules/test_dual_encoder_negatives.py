@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses import SigmoidPairLoss
-from lit_dpret.modules import DualEncoder
+from lit_dpret.modules import DualEncoder, FrozenDualEncoder, OptimizerSpec
 from lit_dpret.negatives import (
     BM25Negatives,
     DynamicNegatives,
@@ -200,6 +200,11 @@ def test_a_loss_of_the_table_of_similarities_takes_no_further_negatives() -> Non
         ConfigurationError, match=r"no place for model\.negatives=in_batch,bm25\. Set model\.loss to null"
     ):
         dual(loss=SigmoidPairLoss(temperature=1.0), negatives=[InBatchNegatives(), BM25Negatives()])
+
+
+def test_a_frozen_dual_encoder_says_whom_sources_are_for() -> None:
+    with pytest.raises(ConfigurationError, match=r"are for model=dual_encoder"):
+        FrozenDualEncoder(privacy=NoPrivacy(), optimizer=OptimizerSpec(), negatives={"bm25": BM25Negatives()})  # type: ignore[arg-type]
 
 
 def test_sources_may_be_given_by_name() -> None:
