@@ -53,6 +53,8 @@ def lines(*numbers: int, queries: Mapping[str, str] = QUERIES) -> list[Line]:
 class WordTowers:
     """Embeds a text by the words in it, and counts how many it was asked for."""
 
+    device = None
+
     def __init__(self, weights: str = "first") -> None:
         self.weights, self.asked = weights, 0
 

@@ -90,3 +90,16 @@ def test_search_is_compared_with_what_is_installed_and_finds_the_same(tmp_path: 
     assert all(run["shared_with_ours"] > 0.99 for runs in report["speed"]["runs"].values() for run in runs)
     assert sum(report["speed"]["shares_of_ours"].values()) == pytest.approx(1.0)
     assert [row["vectors"] for row in report["memory"]["sizes"]] == [3000, 9000]
+
+
+@pytest.mark.slow
+def test_grad_cache_takes_less_memory_for_the_same_loss(tmp_path: Path) -> None:
+    out = tmp_path / "grad_cache.json"
+    small = ["--rows", "48", "--at-once", "4", "--width", "192", "--layers", "3", "--threads", "1"]
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "grad_cache.py"), *small, "--out", str(out)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    whole, chunks = json.loads(out.read_text())["rows"]
+    assert whole["loss"] == pytest.approx(chunks["loss"], rel=1e-4)
+    assert chunks["peak_bytes"] < whole["peak_bytes"] / 2

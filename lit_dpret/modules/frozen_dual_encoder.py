@@ -124,6 +124,11 @@ class FrozenDualEncoder(PairModule):
         super().__init__(privacy=privacy, optimizer=optimizer, log_private_loss=log_private_loss)
         self.keep_settings(settings)
         require_choice("model.head", head, get_args(Head))
+        if not isinstance(negatives, str):
+            raise ConfigurationError(
+                "model.negatives of model=frozen_dual_encoder is auto, pool or batch; sources of negatives "
+                "(negatives=bm25 and others) are for model=dual_encoder."
+            )
         require_choice("model.negatives", negatives, get_args(Negatives))
         if isinstance(privacy, PublicPassages):
             _refuse_passage_gradient(privacy)

@@ -186,7 +186,7 @@ class ModuleTowers:
     """
 
     def __init__(self, module: Any, device: torch.device | None, passage_cache_dir: Path | None, *, keep: bool) -> None:
-        self._module, self._device, self._cache_dir, self._keep = module, device, passage_cache_dir, keep
+        self._module, self.device, self._cache_dir, self._keep = module, device, passage_cache_dir, keep
         self._passages: Tensor | None = None
 
     def embeddings(self, texts: Sequence[str], side: Any, folder: Path | None) -> Tensor:
@@ -201,7 +201,7 @@ class ModuleTowers:
         tower = self._module.tower(side)
         found: Tensor
         with ProgressLine(f"encoding {side}s for negatives") as line:
-            settings = {"device": self._device, "progress": line if side == "passage" else None}
+            settings = {"device": self.device, "progress": line if side == "passage" else None}
             if folder is None:
                 found = tower.encode(texts, side, **settings)
             else:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import ClassVar, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError
@@ -38,6 +39,11 @@ class NegativeSource(ABC):
 
 class Towers(Protocol):
     """The encoders as a source may use them: without gradient and dropout, with the weights as they are."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where to compute; None for where the embeddings are."""
+        ...
 
     def embeddings(self, texts: Sequence[str], side: str, folder: Path | None) -> Tensor:
         """float32 on the CPU, ``(texts, dim)``, whose dot product ranks; kept in ``folder`` until it is finished."""

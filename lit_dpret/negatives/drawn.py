@@ -39,12 +39,14 @@ class GoldNegatives(PassageSource):
     GPL's ``{"qid": ..., "pos": [ids], "neg": {"<miner>": [ids]}}``, or that of msmarco-hard-negatives, whose
     entries are objects ``{"pid": id, ...}``.
 
-    **Under a private mode this rests on an assumption:** the line of a query in the file was made of
-    that query and of public data alone.
+    **Under a private mode a file rests on an assumption** that has to be declared: the line of a query was made
+    of that query and of public data alone. A file that was mined with a model trained on all queries, or
+    cleaned by what other queries were answered by, is none.
 
     Args:
         per_query: How many passages a row gets.
         file: Of hard negatives, ``.jsonl`` or ``.jsonl.gz``; null for the qrels.
+        lines_are_independent: Declares the assumption; nothing can check it.
         shared_in_batch: Let each of them be a negative of every row of the batch; this couples rows.
         seed: Of the draws among them; public.
 
@@ -55,10 +57,17 @@ class GoldNegatives(PassageSource):
     name: ClassVar[str] = "gold"
 
     def __init__(
-        self, *, per_query: int = 1, file: str | Path | None = None, shared_in_batch: bool = False, seed: int = 0
+        self,
+        *,
+        per_query: int = 1,
+        file: str | Path | None = None,
+        lines_are_independent: bool = False,
+        shared_in_batch: bool = False,
+        seed: int = 0,
     ) -> None:
         super().__init__(per_query=per_query, shared_in_batch=shared_in_batch, seed=seed)
         self.file = None if file is None else Path(file)
+        self.is_declared = self.file is None or lines_are_independent
 
     def prepare(self, texts: TrainTexts, towers: Towers, *, private: bool) -> None:
         super().prepare(texts, towers, private=private)

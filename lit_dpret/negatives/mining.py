@@ -95,7 +95,7 @@ def dense_ranker(texts: TrainTexts, towers: Towers, *, depth: int, store: ShardS
         filled = torch.tensor([[*a, *[MISSING] * (width - len(a))] for a in answers], dtype=torch.long)
         scores = canonical_scores(some.double(), TensorRows(passages), filled.view(len(answers), width), cosine=False)
         scored = [row[: len(a)] for row, a in zip(scores, answers, strict=True)]
-        return search(some, passages, depth, tie_rank=tie_rank), scored
+        return search(some, passages, depth, tie_rank=tie_rank, device=towers.device), scored
 
     return rank
 

@@ -33,6 +33,8 @@ def refusal(source: NegativeSource, mode: PrivacyMode | type[PrivacyMode]) -> st
         return "it gathers rows from other processes, and the batch that the mode bounds is that of one process"
     if source.name == "gold" and mode.unit == "pair":
         return "a judgement that a passage does not answer is part of no pair, so nothing that is claimed covers it"
+    if not getattr(source, "is_declared", True):
+        return "nobody declared that each line of its file was made of its own query and of public data alone"
     if mode.candidates in ("rows", "pool"):
         if source.couples_rows:
             return "it makes the loss of a row depend on other rows, so that clipping each row bounds nothing"
@@ -75,6 +77,8 @@ def _way_out(source: NegativeSource, mode: PrivacyMode) -> str:
         return f"Set model.negatives.{source.name}.shared_in_batch=false."
     if getattr(source, "gather", False):
         return f"Set model.negatives.{source.name}.gather=false."
+    if not getattr(source, "is_declared", True):
+        return "If it was, set model.negatives.gold.lines_are_independent=true."
     if source.name == "gold" and mode.unit == "pair":
         return "Set privacy.unit=query."
     if mode.candidates in ("rows", "pool"):

@@ -99,7 +99,7 @@ class ShardStore:
     def missing(self, size: int) -> Iterator[range]:
         """The queries that no shard covers, in ranges of at most ``size``."""
         at = 0
-        for start, stop in [*((p.start, p.stop) for p in self._ranges()), (self._count, self._count)]:
+        for start, stop in [*((span.start, span.stop) for span, _ in self._shards()), (self._count, self._count)]:
             while at < start:
                 yield range(at, min(at + size, start))
                 at = min(at + size, start)
@@ -127,7 +127,7 @@ class ShardStore:
 
     def read(self) -> Mined:
         """All shards as one mining; none is missing."""
-        return Mined.join([part for part in map(self._read, self._ranges()) if part is not None])
+        return Mined.join([part for _, part in self._shards()])
 
     def tidy(self) -> None:
         """Remove what was kept beside the shards while they were mined: embeddings, as private as the queries."""
@@ -135,15 +135,15 @@ class ShardStore:
             if path.suffix not in (".npz", ".txt"):
                 path.unlink(missing_ok=True)
 
-    def _ranges(self) -> list[range]:
-        """The ranges of readable shards, in order, none overlapping the one before."""
-        found: list[range] = []
+    def _shards(self) -> Iterator[tuple[range, Mined]]:
+        """The readable shards in order, none overlapping the one before."""
         names = [path.stem.partition("-") for path in self.folder.glob("*.npz")]
-        spans = sorted((int(a), int(b)) for a, _, b in names if a.isdigit() and b.isdigit())
-        for start, stop in spans:
-            if start >= (found[-1].stop if found else 0) and self._read(range(start, stop)) is not None:
-                found.append(range(start, stop))
-        return found
+        stop = 0
+        for first, last in sorted((int(a), int(b)) for a, _, b in names if a.isdigit() and b.isdigit()):
+            part = self._read(range(first, last)) if first >= stop else None
+            if part is not None:
+                yield range(first, last), part
+                stop = last
 
     def _read(self, span: range) -> Mined | None:
         try:

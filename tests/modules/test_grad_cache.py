@@ -75,7 +75,9 @@ def one_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("at_once", [1, 2, 5])
+@pytest.mark.parametrize(
+    "at_once", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_gradients_are_those_of_one_graph_with_dropout_on(name: str, at_once: int, one_graph: Any) -> None:
     module = with_dropout(CASES[name], at_once)
     found, expected = gradients(module), one_graph(module, at_once)

@@ -89,6 +89,14 @@ def test_judged_negatives_belong_to_a_query_and_to_no_pair() -> None:
     check_sources([made("bm25")], by_pair)
 
 
+def test_a_file_of_hard_negatives_must_be_declared_to_be_made_row_by_row() -> None:
+    for name in ("public_passages", "dp_sgd", "batch_clip"):
+        with pytest.raises(ConfigurationError, match=r"set model\.negatives\.gold\.lines_are_independent=true"):
+            check_sources([made("gold", file="hard.jsonl")], MODES[name])
+        check_sources([made("gold", file="hard.jsonl", lines_are_independent=True)], MODES[name])
+    check_sources([made("gold", file="hard.jsonl")], MODES["none"])
+
+
 def test_the_pages_table_is_what_the_code_does() -> None:
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
@@ -107,14 +115,15 @@ def test_the_pages_table_is_what_the_code_does() -> None:
             assert cell == ("yes" if refusal(source, MODES[mode]) is None else "no"), (row[0], mode)
 
 
-@pytest.mark.parametrize(
-    "command", re.findall(r"^    python train\.py (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-)
-def test_a_command_of_the_page_composes_and_its_mode_takes_its_sources(command: str) -> None:
+COMMANDS = re.findall(r"^    python train\.py (model=dual_encoder .*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_page_names_sources_that_its_mode_takes(command: str) -> None:
     with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
         cfg = compose("train", overrides=["run_dir=run", *command.split()])
     name = cfg.privacy._target_.rpartition(".")[2]
     mode = next(mode for mode in MODES.values() if type(mode).__name__ == name)
-    shared = {each: bool(cfg.model.negatives[each].get("shared_in_batch")) for each in cfg.model.negatives or ()}
-    for each in shared:
-        check_sources([made(each, **({"shared_in_batch": True} if shared[each] else {}))], mode)
+    for each, settings in (cfg.model.negatives or {}).items():
+        shared = {"shared_in_batch": True} if settings.get("shared_in_batch") else {}
+        check_sources([made(each, **shared)], mode)

@@ -1,0 +1,117 @@
+"""Peak memory and processor time of one training step, with `model.grad_cache_rows` and without.
+
+    python benchmarks/grad_cache.py
+
+A BERT of six layers with random weights, batches of several sizes, in-batch softmax, no dropout. Every step runs in a
+process of its own, since a process does not give its memory back: peak memory is that of the process, less
+what it had before the step. The load of the machine is written down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+OUT = Path(__file__).resolve().parent / "results" / "grad_cache_cpu.json"
+UNIT = 1 if sys.platform == "darwin" else 1024
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[32, 64, 128])
+    parser.add_argument("--at-once", type=int, default=16)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--step", type=json.loads, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    shape = {"width": arguments.width, "layers": arguments.layers, "tokens": arguments.tokens}
+    if arguments.step is not None:
+        sys.stdout.write(json.dumps(measure(**arguments.step)) + "\n")
+        return 0
+    rows: list[dict[str, Any]] = []
+    for count in arguments.rows:
+        for at_once in (None, arguments.at_once):
+            load = os.getloadavg()[0]
+            step = json.dumps({"rows": count, "at_once": at_once, **shape})
+            command = [sys.executable, __file__, "--threads", str(arguments.threads), "--step", step]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            found = {"rows": count, "grad_cache_rows": at_once, "load": load, **json.loads(done.stdout)}
+            rows.append(found)
+            sys.stdout.write(
+                f"{count:5d} rows, grad_cache_rows {at_once!s:>5}: {found['peak_bytes'] / 2**20:7.0f} MiB, "
+                f"{found['processor_seconds']:6.2f} s of processor\n"
+            )
+            sys.stdout.flush()
+    report = {
+        **shape,
+        "threads": arguments.threads,
+        "machine": platform.machine(),
+        "torch": version("torch"),
+        "rows": rows,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def measure(*, rows: int, at_once: int | None, width: int, layers: int, tokens: int) -> dict[str, float]:
+    """One step's loss, peak memory above what was there before it, and processor time."""
+    from transformers import BertConfig, BertModel
+
+    from lit_dpret.losses import InBatchSoftmaxLoss
+    from lit_dpret.modules.grad_cache import embed_in_chunks
+    from lit_dpret.pooling import get_pooling
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": 4 * width}
+    config = BertConfig(
+        num_attention_heads=12 if width % 12 == 0 else 2,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        **sizes,
+    )
+    model, pool = BertModel(config, add_pooling_layer=False).train(), get_pooling("mean")
+
+    def embed(features: dict[str, torch.Tensor]) -> torch.Tensor:
+        return pool(model(**features).last_hidden_state, features["attention_mask"])
+
+    def step(count: int) -> torch.Tensor:
+        sides = []
+        for _ in range(2):
+            ids = torch.randint(5, config.vocab_size, (count, tokens))
+            features = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            if at_once is None:
+                sides.append(embed(features))
+            else:
+                sides.append(embed_in_chunks(embed, features, count=count, rows_at_once=at_once))
+        loss = InBatchSoftmaxLoss(0.05)(*sides).mean()
+        loss.backward()
+        return loss.detach()
+
+    step(2)  # gradients are there, and what a library keeps for itself
+    before, cpu = _peak(), time.process_time()
+    loss = step(rows)
+    return {"loss": float(loss), "peak_bytes": _peak() - before, "processor_seconds": time.process_time() - cpu}
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * UNIT
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
