@@ -29,7 +29,9 @@ ALLOWED: dict[str, set[str]] = {
         "vision", "negatives", "progress",
     },
     "generation": {"errors", "privacy", "modules"},
-    "postprocessing": {"errors", "privacy", "retrieval", "encoders", "modules", "generation", "datamodules", "losses"},
+    "postprocessing": {
+        "errors", "privacy", "retrieval", "encoders", "modules", "generation", "datamodules", "negatives",
+    },
     "datamodules": {"errors", "privacy.sampling"},
     "vision": {"errors", "evaluation_mode"},
     "report": {"errors", "retrieval", "privacy", "textsim"},

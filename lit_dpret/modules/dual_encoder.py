@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lit_dpret.encoders import Side, TextEncoder
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.losses import HardNegativeSoftmaxLoss, InBatchSoftmaxLoss, PairwiseLoss, false_negatives
+from lit_dpret.losses import HardNegativeSoftmaxLoss, InBatchSoftmaxLoss, MarginMSELoss, PairwiseLoss, false_negatives
 from lit_dpret.modules.adapters import add_lora, merged
 from lit_dpret.modules.grad_cache import embed_in_chunks
 from lit_dpret.modules.new_encoder import make_encoder
@@ -63,8 +63,8 @@ class DualEncoder(PairModule):
         passage_tower: ``trained``, or ``frozen`` where the towers are separate.
         lora: Arguments of ``peft.LoraConfig`` (``r``, ``lora_alpha``, ``target_modules`` and so on): train
             low-rank adapters instead of the weights. Null trains all weights.
-        loss: A loss of the table of similarities (`lit_dpret.losses.pairs`), which then holds its own
-            temperature; null for the softmax over the passages.
+        loss: A loss of the table of similarities (`lit_dpret.losses.pairs`), or `MarginMSELoss` for labelled
+            negatives, which then holds its own temperature; null for the softmax over the passages.
         negatives: Sources of negatives (`lit_dpret.negatives`), listed or by name; null for what the privacy mode
             takes by itself, the passages of the batch or a public pool. Others than ``in_batch`` go with the
             softmax.
@@ -97,7 +97,7 @@ class DualEncoder(PairModule):
         towers: TowerChoice = "shared",
         passage_tower: PassageTower = "trained",
         lora: Mapping[str, Any] | None = None,
-        loss: PairwiseLoss | None = None,
+        loss: PairwiseLoss | MarginMSELoss | None = None,
         negatives: Sources | None = None,
         passage_cache_dir: str | Path | None = None,
         temperature: float = 0.05,
@@ -171,6 +171,10 @@ class DualEncoder(PairModule):
 
     def _make_negatives(self, sources: Sources | None) -> StepNegatives | None:
         """Sources that ask for more than the privacy mode does by itself; None where there are none."""
+        if isinstance(self.loss, MarginMSELoss):
+            listed = sources.values() if isinstance(sources, Mapping) else sources or ()
+            if [source.name for source in listed] != ["labelled"]:
+                raise _needs_labels(",".join(source.name for source in listed) or "null")
         if sources is None:
             return None
         made = StepNegatives(
@@ -182,7 +186,7 @@ class DualEncoder(PairModule):
         pairs = self.privacy.guarantee == "dp" and self.privacy.name != "batch_clip"  # it takes the batch apart itself
         if made.of_rows.only_in_batch and (pairs or not made.looks_up):
             return None
-        if not isinstance(self.loss, InBatchSoftmaxLoss):
+        if not isinstance(self.loss, (InBatchSoftmaxLoss, MarginMSELoss)):
             raise ConfigurationError(
                 f"model.loss={type(self.loss).__name__} is a loss of the batch's table of similarities, which has no "
                 f"place for model.negatives={','.join(source.name for source in made.of_rows.sources)}. Set model.loss "
@@ -305,7 +309,10 @@ class DualEncoder(PairModule):
         return self._all_passages if chosen is None else self._all_passages[chosen]
 
     def per_row_loss(self, rows: dict[str, Any]) -> Tensor:
-        """Cross entropy in nats of each query's own passage among its candidates, ``(rows,)``."""
+        """The loss of every row, ``(rows,)``: cross entropy in nats of its own passage among its candidates.
+
+        Under `MarginMSELoss` the squared error of its margins.
+        """
         negatives = self._negatives
         if negatives is None and self._candidates is None:
             return super().per_row_loss(rows)
@@ -319,7 +326,13 @@ class DualEncoder(PairModule):
                 compared = negatives.compare(self, rows, own)
         if self._candidates is not None:
             self._candidates.add_to(compared, rows["answers"], lambda features: self.embed(features, "passage"))
-        losses: Tensor = self._listwise(queries, own, **compared.arguments())
+        losses: Tensor
+        if isinstance(self.loss, MarginMSELoss):
+            ((embeddings, left_out),) = compared.own
+            margins = rows["own_margins"]
+            losses = self.loss(queries, own, embeddings, margins, left_out | margins.isnan())
+        else:
+            losses = self._listwise(queries, own, **compared.arguments())
         return losses
 
     # -- checkpoints --------------------------------------------------------------------------
@@ -355,6 +368,13 @@ class DualEncoder(PairModule):
         towers = [merged(tower) for tower in (self.encoder, self.passage_encoder) if tower is not None]
         save_sentence_transformer(folder, *towers)
         return Path(folder)
+
+
+def _needs_labels(found: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"model.negatives={found} cannot go with model.loss=MarginMSELoss, which learns the labels of one source. Set "
+        "negatives=labelled and model.negatives.labelled.file, and no other source."
+    )
 
 
 def _checked_grad_cache(rows: int | None, privacy: PrivacyMode) -> int | None:

@@ -3,6 +3,7 @@
 from lit_dpret.negatives.base import NegativeSource, PassageSource
 from lit_dpret.negatives.drawn import GoldNegatives, RandomNegatives
 from lit_dpret.negatives.filters import MarginFilter
+from lit_dpret.negatives.labelled import LabelledNegatives
 from lit_dpret.negatives.mined import BM25Negatives, DynamicNegatives, MinedSource, StaticNegatives
 from lit_dpret.negatives.of_batch import InBatchNegatives, PreBatchNegatives
 from lit_dpret.negatives.row_negatives import RowNegatives
@@ -19,6 +20,7 @@ SOURCES: dict[str, type[NegativeSource]] = {
         BM25Negatives,
         StaticNegatives,
         DynamicNegatives,
+        LabelledNegatives,
     )
 }
 
@@ -28,6 +30,7 @@ __all__ = [
     "DynamicNegatives",
     "GoldNegatives",
     "InBatchNegatives",
+    "LabelledNegatives",
     "MarginFilter",
     "MinedSource",
     "NegativeSource",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.negatives.base import NegativeSource, PassageSource, Seat, Towers, coins, uniform_places
+from lit_dpret.negatives.labelled import LabelledNegatives
 from lit_dpret.negatives.mined import DynamicNegatives, MinedSource, StaticNegatives
 from lit_dpret.negatives.of_batch import InBatchNegatives, PreBatchNegatives
 from lit_dpret.negatives.rules import check_sources
@@ -51,6 +52,7 @@ class RowNegatives:
         self.pre_batch = next((s for s in listed if isinstance(s, PreBatchNegatives)), None)
         self.dynamic = next((s for s in listed if isinstance(s, DynamicNegatives)), None)
         self.static = next((s for s in listed if isinstance(s, StaticNegatives)), None)
+        self.labelled = next((s for s in listed if isinstance(s, LabelledNegatives)), None)
         named = [s for s in listed if isinstance(s, PassageSource)]
         self._own = [s for s in named if not s.shared_in_batch]
         self._shared = [s for s in named if s.shared_in_batch]
@@ -114,7 +116,8 @@ class RowNegatives:
 
         Returns:
             ``own_at``, the places of those for each row alone, and ``shared_at``, of those that every row is told
-            from, both ``(rows, as many as the sources say)``, -1 where two sources named the same.
+            from, both ``(rows, as many as the sources say)``, -1 where two sources named the same; and where a source
+            has labels ``own_margins``, those of ``own_at``, NaN where there is none.
         """
         texts = self._known()
         query_at, answers_at = keys["query_at"].cpu(), keys["answers_at"].cpu()
@@ -125,6 +128,7 @@ class RowNegatives:
             top = self.dynamic.nearest(queries, int(texts.copies(groups).max()))
         own: list[list[int]] = []
         shared: list[list[int]] = []
+        margins: list[list[float]] = []
         for row, query in enumerate(query_at.tolist()):
             answers = frozenset(g for g in groups[row].tolist() if g != NOBODY)
             seat = Seat(query, texts.query_ids[query], int(answers_at[row, 0]), answers)
@@ -138,11 +142,14 @@ class RowNegatives:
                         chosen = source.choose(seat, step=step, epoch=epoch)
                     places += self._filled(chosen, source, seat, step, taken)
                 found.append(places)
+            if self.labelled is not None:
+                margins.append(self.labelled.margins(seat, own[-1]))
         device = keys["query_at"].device
-        return {
+        made = {
             name: torch.tensor(found, dtype=torch.long, device=device).reshape(len(query_at), -1)
             for name, found in (("own_at", own), ("shared_at", shared))
         }
+        return made if self.labelled is None else made | {"own_margins": torch.tensor(margins, device=device)}
 
     def _filled(self, chosen: list[int], source: PassageSource, seat: Seat, step: int, taken: set[int]) -> list[int]:
         """``per_query`` places: those chosen that no source named before, random ones, and -1 where all are taken."""

@@ -78,11 +78,11 @@ def _way_out(source: NegativeSource, mode: PrivacyMode) -> str:
     if getattr(source, "gather", False):
         return f"Set model.negatives.{source.name}.gather=false."
     if not getattr(source, "is_declared", True):
-        return "If it was, set model.negatives.gold.lines_are_independent=true."
+        return f"If it was, set model.negatives.{source.name}.lines_are_independent=true."
     if source.name == "gold" and mode.unit == "pair":
         return "Set privacy.unit=query."
     if mode.candidates in ("rows", "pool"):
-        return "Choose among random, gold, bm25, static and dynamic."
+        return "Choose among random, gold, bm25, static, dynamic and labelled."
     if mode.name == "batch_clip":
-        return "Choose among in_batch, random, gold, bm25, static and dynamic."
+        return "Choose among in_batch, random, gold, bm25, static, dynamic and labelled."
     return "Set model.negatives to null, or choose privacy=batch_clip or privacy=public_passages."

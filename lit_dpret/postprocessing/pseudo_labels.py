@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +19,13 @@ import numpy as np
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.generation.shards import ShardStore, json_line, write_whole
+from lit_dpret.negatives.labels import LabelledNegative
 from lit_dpret.postprocessing.cross_encoder import CrossEncoder
 from lit_dpret.postprocessing.filters import Progress, Ranks
 from lit_dpret.postprocessing.released import ReleasedQueries, require_covered, require_released, shown
 
 LABELS = "gpl-training-data.tsv"
 NEGATIVES = "hard-negatives.jsonl"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LabelledNegative:
-    """A query's own passage, another one, and by how much the first is more relevant (logits)."""
-
-    query_id: str
-    passage_id: str
-    negative_id: str
-    margin: float
 
 
 def mine(released: ReleasedQueries, ranker: Ranks, *, depth: int, per_query: int, seed: int) -> dict[str, list[str]]:
@@ -129,7 +119,7 @@ def label(
             progress(done, len(released))
     store.seal()
     records = [LabelledNegative(**record) for record in store.records()]
-    write_whole(folder / LABELS, (f"{r.query_id}\t{r.passage_id}\t{r.negative_id}\t{r.margin!r}\n" for r in records))
+    write_whole(folder / LABELS, (record.line() for record in records))
     write_whole(folder / NEGATIVES, _by_query(released, mined, shown(ranker.encoder)))
     return folder
 
@@ -173,29 +163,3 @@ def _digest(released: ReleasedQueries, mined: dict[str, list[str]]) -> str:
         record = [query.query_id, query.text, *((name, released.passages[name]) for name in names)]
         digest.update(json.dumps(record).encode() + b"\n")
     return digest.hexdigest()
-
-
-def read_labels(path: str | Path) -> list[LabelledNegative]:
-    """Read GPL's ``qid pos neg margin`` file.
-
-    Raises:
-        DataError: It cannot be read, or a line is malformed; the message names the line.
-    """
-    place = Path(path)
-    try:
-        lines = place.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{place} cannot be read as labels: {error}.") from error
-    found = []
-    for number, line in enumerate(lines, start=1):
-        fields = line.split("\t")
-        try:
-            if len(fields) != 4 or not np.isfinite(margin := float(fields[3])):
-                raise ValueError
-        except ValueError:
-            raise DataError(
-                f"{place} line {number}: query id, passage id, negative id and a finite margin are expected, between "
-                "tabs."
-            ) from None
-        found.append(LabelledNegative(query_id=fields[0], passage_id=fields[1], negative_id=fields[2], margin=margin))
-    return found

@@ -36,7 +36,7 @@ MODES: dict[str, PrivacyMode] = {
         PerExampleDuplicated(max_grad_norm=1.0, **NOISE),
     )
 }
-ROWS_ALONE = {"random", "gold", "bm25", "static", "dynamic"}
+ROWS_ALONE = {"random", "gold", "bm25", "static", "dynamic", "labelled"}
 #: Written out again here, by what each mode proves.
 ALLOWED = {
     "none": set(SOURCES),
@@ -50,7 +50,8 @@ ALLOWED = {
 
 
 def made(name: str, **settings: Any) -> NegativeSource:
-    return SOURCES[name](**settings)
+    needed = {"labelled": {"file": "labels.tsv", "lines_are_independent": True}}
+    return SOURCES[name](**needed.get(name, {}), **settings)
 
 
 @pytest.mark.parametrize("mode", MODES)

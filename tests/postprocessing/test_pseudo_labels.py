@@ -13,9 +13,10 @@ from tiny_generator import lines
 
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError
+from lit_dpret.negatives.labels import read_labels
 from lit_dpret.postprocessing import ReleasedQueries
 from lit_dpret.postprocessing.cross_encoder import CrossEncoder
-from lit_dpret.postprocessing.pseudo_labels import LABELS, NEGATIVES, label, mine, read_labels
+from lit_dpret.postprocessing.pseudo_labels import LABELS, NEGATIVES, label, mine
 from lit_dpret.retrieval.runs import Ranking
 from lit_dpret.retrieval.topk import TopK
 
