@@ -11,9 +11,12 @@ import torch
 from negative_cases import JUDGED, NOISE, PASSAGES, QUERIES, dual, in_double, lines, texts
 from pair_stand_ins import batch_of, clipped_sum, data_module, plan_of
 from stand_ins import KillAt, Killed, dp, fit
+from tiny_models import WORDS
+from tiny_tasks import write_log, write_synthetic
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses import SigmoidPairLoss
 from lit_dpret.modules import DualEncoder, FrozenDualEncoder, OptimizerSpec
@@ -35,6 +38,7 @@ from lit_dpret.privacy.modes import (
     PerExampleDuplicated,
     PrivacyMode,
     PublicPassages,
+    SyntheticData,
 )
 from lit_dpret.privacy.sampling import UnitBatch, take_rows
 
@@ -337,6 +341,18 @@ def test_a_run_trains_with_its_sources_mined_from_the_datamodule(name: str, tmp_
     fit(tmp_path / "run", module, data_module(tmp_path / "data", **sampling), steps=3)
     for key, value in module.named_parameters():
         assert torch.equal(value, before[key]) != value.requires_grad, key
+
+
+def test_synthetic_queries_are_mined_for_and_their_rankings_are_public(tmp_path: Path) -> None:
+    log = PairsDataModule(folder=write_log(tmp_path / "log", WORDS))
+    data = SyntheticDataModule(
+        folder=write_synthetic(tmp_path / "made", log), evaluation=log, expected_batch_size=8, physical_batch_size=24
+    )
+    source = BM25Negatives(cache_dir=tmp_path / "rankings")
+    module = dual(SyntheticData(), negatives=[InBatchNegatives(), source])
+    fit(tmp_path / "run", module, data, steps=2)
+    assert [path.name[:12] for path in (tmp_path / "rankings").iterdir()] == ["public-bm25-"]
+    assert len(source.mined) == len(module._negatives.of_rows.texts.queries) > 0  # type: ignore[union-attr]
 
 
 def test_without_coupling_a_logical_batch_may_be_cut(tmp_path: Path) -> None:
