@@ -93,6 +93,24 @@ def test_the_loss_is_the_cross_entropy_of_the_passage_among_all_that_was_named(s
     torch.testing.assert_close(module.per_row_loss(batch.rows), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_where_the_corpus_is_too_small_empty_places_count_for_nothing(shared: bool) -> None:
+    few = {name: PASSAGES[name] for name in ("p0", "p2", "p5")}
+    module = dual(negatives=[RandomNegatives(per_query=3, shared_in_batch=shared)]).double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module.learn_negatives(texts(passages=few))
+        batch = ready(module, 0, 1)
+    found = module.per_row_loss(batch.rows)
+    for loss, row in zip(found, lines(0, 1), strict=True):
+        others = [p for p in few if p not in row.positives] * (2 if shared else 1)
+        if shared:  # each row named what does not answer it: p5 by both, and p0 and p2 by one
+            others = ["p5", "p5", "p2" if row.passage_id == "p0" else "p0"]
+        passages = module.encode_passages([PASSAGES[p] for p in [row.passage_id, *others]])
+        logits = passages @ module.encode_queries([row.query])[0] / 0.5
+        torch.testing.assert_close(loss, cross_entropy(logits.unsqueeze(0), torch.tensor([0])), rtol=1e-6, atol=1e-6)
+
+
 def test_in_batch_alone_is_what_null_is_bit_for_bit() -> None:
     plain, named = dual(), dual(negatives=[InBatchNegatives()])
     rows = lines(0, 1, 2, 3)
@@ -285,6 +303,17 @@ def test_changing_what_another_query_is_answered_by_changes_no_gradient_of_a_row
     others = JUDGED | {"q5": {"p1": 1, "p17": 1, "p4": 0}, "q6": {"p19": 1}}
     module.learn_negatives(texts(judged=others))
     torch.testing.assert_close(gradients_of_rows(module, QUERIES), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["public none", "public own", "public full", "dp_sgd"])
+def test_each_row_is_clipped_as_if_it_were_alone(mode: str) -> None:
+    module = row_case(mode, "bm25")
+    module.privacy.max_grad_norm = 0.05  # type: ignore[attr-defined]
+    alone = gradients_of_rows(module, QUERIES)
+    torch.testing.assert_close(alone.norm(dim=1), torch.full((4,), 0.05, dtype=torch.float64), rtol=1e-4, atol=0)
+    plan = plan_of(module.privacy, module, n_max=8)
+    together = clipped_sum(module, plan, module.collate_rows(lines(*range(4))))
+    torch.testing.assert_close(together, alone.sum(0), rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("gradient", ["none", "own", "full"])
