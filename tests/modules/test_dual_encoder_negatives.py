@@ -316,6 +316,16 @@ def test_each_row_is_clipped_as_if_it_were_alone(mode: str) -> None:
     torch.testing.assert_close(together, alone.sum(0), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+def test_every_engine_clips_a_row_with_its_own_negatives_alike(engine: Any) -> None:
+    sums = []
+    for name in ("ghost", engine):
+        mode = DPSGD(max_grad_norm=0.05, engine=name, **NOISE)
+        module = in_double(mode, negatives=[BM25Negatives(per_query=3, depth=8), RandomNegatives()])
+        sums.append(clipped_sum(module, plan_of(mode, module, n_max=8), module.collate_rows(lines(*range(5)))))
+    torch.testing.assert_close(*sums, rtol=1e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize("gradient", ["none", "own", "full"])
 def test_the_clipped_sum_is_that_of_the_softmax_with_pool_and_own_negatives(gradient: Any) -> None:
     mode = PublicPassages(max_grad_norm=1e6, pool_size=5, passage_gradient=gradient, **NOISE)
