@@ -75,7 +75,6 @@ class StepNegatives:
                 "model.negatives=dynamic searches an index of passages that must not change while the query tower "
                 "learns. Set model.towers=separate and model.passage_tower=frozen."
             )
-        self._row_by_row = privacy.candidates in ("rows", "pool") and privacy.guarantee == "dp"
         self._cache_dir = passage_cache_dir
         self.looks_up = self.of_rows.dynamic is not None or self._cache_dir is not None
         self.index: Tensor | None = None
@@ -157,10 +156,7 @@ class StepNegatives:
         """``(rows, each, dim)``."""
         if features is None:
             return self._looked_up(places)
-        if self._row_by_row and torch.is_grad_enabled():
-            # An engine that keeps the rows apart knows them by the first axis of every layer's input.
-            slots = [{name: tokens[:, j] for name, tokens in features.items()} for j in range(places.shape[1])]
-            return torch.stack([module.embed(slot, "passage") for slot in slots], dim=1)
+        # All of the first row first, which engines that keep the rows apart can tell from the length of the axis.
         flat = map_rows(lambda t: t.flatten(0, 1), features)
         found: Tensor = module.embed(flat, "passage").view(*places.shape, -1)
         return found

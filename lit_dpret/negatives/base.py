@@ -30,11 +30,18 @@ class NegativeSource(ABC):
         name: On the command line, ``negatives=NAME``, and in messages.
         couples_rows: Whether a row's loss depends on other rows of the batch, or of earlier ones.
         keeps_private_state: Whether something of private rows outlives the step.
+        shared_in_batch: Whether what it finds for one row is a negative of every row; then it couples them.
+        gather: Whether it takes rows of other processes.
+        is_declared: Whether what nothing can check, that a row's negatives were made of its own record and of
+            public data alone, is declared where it has to be.
     """
 
     name: ClassVar[str]
     couples_rows: bool = False
     keeps_private_state: bool = False
+    shared_in_batch: bool = False
+    gather: bool = False
+    is_declared: bool = True
 
 
 class Towers(Protocol):

@@ -29,11 +29,11 @@ def refusal(source: NegativeSource, mode: PrivacyMode | type[PrivacyMode]) -> st
             "it keeps embeddings of rows that were drawn in earlier steps, so that a step would no longer be a "
             "function of released weights and of the rows drawn in it"
         )
-    if getattr(source, "gather", False):
+    if source.gather:
         return "it gathers rows from other processes, and the batch that the mode bounds is that of one process"
     if source.name == "gold" and mode.unit == "pair":
         return "a judgement that a passage does not answer is part of no pair, so nothing that is claimed covers it"
-    if not getattr(source, "is_declared", True):
+    if not source.is_declared:
         return "nobody declared that each line of its file was made of its own query and of public data alone"
     if mode.candidates in ("rows", "pool"):
         if source.couples_rows:
@@ -61,23 +61,19 @@ def check_sources(sources: Sequence[NegativeSource], mode: PrivacyMode) -> None:
     for source in sources:
         reason = refusal(source, mode)
         if reason is not None:
-            couples = " with shared_in_batch=true" if getattr(source, "shared_in_batch", False) else ""
+            couples = " with shared_in_batch=true" if source.shared_in_batch else ""
             raise ConfigurationError(
                 f"model.negatives={source.name}{couples} cannot go with privacy={mode.name}: {reason}. "
                 f"{_way_out(source, mode)}"
             )
-    if mode.guarantee == "dp" and mode.candidates == "copies" and "in_batch" not in names:
-        raise ConfigurationError(
-            f"privacy={mode.name} takes its negatives from the batch. Set model.negatives to null."
-        )
 
 
 def _way_out(source: NegativeSource, mode: PrivacyMode) -> str:
-    if getattr(source, "shared_in_batch", False) and mode.candidates in ("rows", "pool"):
+    if source.shared_in_batch and mode.candidates in ("rows", "pool"):
         return f"Set model.negatives.{source.name}.shared_in_batch=false."
-    if getattr(source, "gather", False):
+    if source.gather:
         return f"Set model.negatives.{source.name}.gather=false."
-    if not getattr(source, "is_declared", True):
+    if not source.is_declared:
         return f"If it was, set model.negatives.{source.name}.lines_are_independent=true."
     if source.name == "gold" and mode.unit == "pair":
         return "Set privacy.unit=query."

@@ -32,23 +32,32 @@ class NegativesVariant:
     """Sources of negatives that are tried together.
 
     Args:
-        label: Name in the table.
+        label: What the table calls the sources; it names what they stand beside by itself. Null where there are none.
         negatives: Makes each source, by a name of your choice; empty for what the privacy mode takes by itself.
         alone: Without the passages of the batch beside them.
         trials: How many settings of this variant were tried.
     """
 
-    label: str
+    label: str | None = None
     negatives: Mapping[str, partial[NegativeSource]] = field(default_factory=dict)
     alone: bool = False
     trials: int | None = None
 
     def __post_init__(self) -> None:
+        if (self.label is None) == bool(self.negatives):
+            raise ConfigurationError(f"task.variants: label={self.label!r} goes with negatives, and with them alone.")
         for name, source in self.negatives.items():
             if not _makes(source, NegativeSource):
                 raise ConfigurationError(
                     f"task.variants: negatives.{name} must make a source of negatives; set its _partial_ to true."
                 )
+
+    def name(self, privacy: PrivacyMode) -> str:
+        """The row's name in the table: what the mode takes by itself, and what came beside it."""
+        own = "public pool" if privacy.candidates == "pool" else "in-batch"
+        if self.label is None:
+            return own
+        return self.label if self.alone and privacy.candidates != "pool" else f"{own} and {self.label}"
 
     def make(self, privacy: PrivacyMode, *, seed: int) -> list[NegativeSource] | None:
         """The sources of one training run, whose draws are those of its seed; None for a mode's own pool."""
@@ -188,7 +197,7 @@ class CompareNegatives(Comparison[_Cell]):
         sources = variant.make(privacy, seed=0)
         mechanism = card["mechanism"]
         return {
-            "name": variant.label,
+            "name": variant.name(privacy),
             "privacy": privacy_line(card),
             "variant": cell.variant,
             "settings": {
@@ -208,8 +217,9 @@ class CompareNegatives(Comparison[_Cell]):
         return f"{len(self._queries)} {self.split} questions over {len(self._searched.public_passages())} passages"
 
     def notes(self) -> Iterable[str]:
+        privacy: PrivacyMode = self._parts.make_privacy()
         for name, reason in self._refused.items():
-            yield f"{self.variants[name].label} is left out: {reason}."
+            yield f"{self.variants[name].name(privacy)} is left out: {reason}."
 
 
 def _makes(source: object, kind: type[NegativeSource]) -> bool:

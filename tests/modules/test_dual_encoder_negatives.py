@@ -11,9 +11,12 @@ import torch
 from negative_cases import JUDGED, NOISE, PASSAGES, QUERIES, dual, in_double, lines, texts
 from pair_stand_ins import batch_of, clipped_sum, data_module, plan_of
 from stand_ins import KillAt, Killed, dp, fit
+from tiny_models import WORDS
+from tiny_tasks import write_log, write_synthetic
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses import SigmoidPairLoss
 from lit_dpret.modules import DualEncoder, FrozenDualEncoder, OptimizerSpec
@@ -35,6 +38,7 @@ from lit_dpret.privacy.modes import (
     PerExampleDuplicated,
     PrivacyMode,
     PublicPassages,
+    SyntheticData,
 )
 from lit_dpret.privacy.sampling import UnitBatch, take_rows
 
@@ -87,6 +91,24 @@ def test_the_loss_is_the_cross_entropy_of_the_passage_among_all_that_was_named(s
     batch = ready(module, 0, 1, 3, 4)
     expected = by_hand(module, batch, 0, 1, 3, 4, in_batch=in_batch, shared=source.shared_in_batch)
     torch.testing.assert_close(module.per_row_loss(batch.rows), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_where_the_corpus_is_too_small_empty_places_count_for_nothing(shared: bool) -> None:
+    few = {name: PASSAGES[name] for name in ("p0", "p2", "p5")}
+    module = dual(negatives=[RandomNegatives(per_query=3, shared_in_batch=shared)]).double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module.learn_negatives(texts(passages=few))
+        batch = ready(module, 0, 1)
+    found = module.per_row_loss(batch.rows)
+    for loss, row in zip(found, lines(0, 1), strict=True):
+        others = [p for p in few if p not in row.positives] * (2 if shared else 1)
+        if shared:  # each row named what does not answer it: p5 by both, and p0 and p2 by one
+            others = ["p5", "p5", "p2" if row.passage_id == "p0" else "p0"]
+        passages = module.encode_passages([PASSAGES[p] for p in [row.passage_id, *others]])
+        logits = passages @ module.encode_queries([row.query])[0] / 0.5
+        torch.testing.assert_close(loss, cross_entropy(logits.unsqueeze(0), torch.tensor([0])), rtol=1e-6, atol=1e-6)
 
 
 def test_in_batch_alone_is_what_null_is_bit_for_bit() -> None:
@@ -283,6 +305,27 @@ def test_changing_what_another_query_is_answered_by_changes_no_gradient_of_a_row
     torch.testing.assert_close(gradients_of_rows(module, QUERIES), before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("mode", ["public none", "public own", "public full", "dp_sgd"])
+def test_each_row_is_clipped_as_if_it_were_alone(mode: str) -> None:
+    module = row_case(mode, "bm25")
+    module.privacy.max_grad_norm = 0.05  # type: ignore[attr-defined]
+    alone = gradients_of_rows(module, QUERIES)
+    torch.testing.assert_close(alone.norm(dim=1), torch.full((4,), 0.05, dtype=torch.float64), rtol=1e-4, atol=0)
+    plan = plan_of(module.privacy, module, n_max=8)
+    together = clipped_sum(module, plan, module.collate_rows(lines(*range(4))))
+    torch.testing.assert_close(together, alone.sum(0), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+def test_every_engine_clips_a_row_with_its_own_negatives_alike(engine: Any) -> None:
+    sums = []
+    for name in ("ghost", engine):
+        mode = DPSGD(max_grad_norm=0.05, engine=name, **NOISE)
+        module = in_double(mode, negatives=[BM25Negatives(per_query=3, depth=8), RandomNegatives()])
+        sums.append(clipped_sum(module, plan_of(mode, module, n_max=8), module.collate_rows(lines(*range(5)))))
+    torch.testing.assert_close(*sums, rtol=1e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize("gradient", ["none", "own", "full"])
 def test_the_clipped_sum_is_that_of_the_softmax_with_pool_and_own_negatives(gradient: Any) -> None:
     mode = PublicPassages(max_grad_norm=1e6, pool_size=5, passage_gradient=gradient, **NOISE)
@@ -337,6 +380,18 @@ def test_a_run_trains_with_its_sources_mined_from_the_datamodule(name: str, tmp_
     fit(tmp_path / "run", module, data_module(tmp_path / "data", **sampling), steps=3)
     for key, value in module.named_parameters():
         assert torch.equal(value, before[key]) != value.requires_grad, key
+
+
+def test_synthetic_queries_are_mined_for_and_their_rankings_are_public(tmp_path: Path) -> None:
+    log = PairsDataModule(folder=write_log(tmp_path / "log", WORDS))
+    data = SyntheticDataModule(
+        folder=write_synthetic(tmp_path / "made", log), evaluation=log, expected_batch_size=8, physical_batch_size=24
+    )
+    source = BM25Negatives(cache_dir=tmp_path / "rankings")
+    module = dual(SyntheticData(), negatives=[InBatchNegatives(), source])
+    fit(tmp_path / "run", module, data, steps=2)
+    assert [path.name[:12] for path in (tmp_path / "rankings").iterdir()] == ["public-bm25-"]
+    assert len(source.mined) == len(module._negatives.of_rows.texts.queries) > 0  # type: ignore[union-attr]
 
 
 def test_without_coupling_a_logical_batch_may_be_cut(tmp_path: Path) -> None:

@@ -119,6 +119,18 @@ def test_a_torn_shard_is_mined_again(tmp_path: Path) -> None:
         assert same(whole, mined(BM25Negatives(cache_dir=tmp_path, shard_size=3)))
 
 
+def test_a_shard_of_another_version_is_mined_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer version has other entries; one that came under our name is not trusted."""
+    whole = mined(BM25Negatives(cache_dir=tmp_path, shard_size=4))
+    with monkeypatch.context() as patch:
+        patch.setattr("lit_dpret.negatives.store.SCHEMA", "lit-dpret/mined-negatives/2")
+        (folder,) = stores(tmp_path)
+        store = ShardStore(tmp_path, name="bm25", key=folder.name.rpartition("-")[2], count=8, private=True)
+        wrong = Mined(whole.places[:4] * 0, whole.scores[:4], *_answers(whole, 0, 4))
+        store.write(range(4), wrong)
+    assert same(whole, mined(BM25Negatives(cache_dir=tmp_path, shard_size=4)))
+
+
 def test_overlapping_shards_are_not_counted_twice(tmp_path: Path) -> None:
     whole = mined(BM25Negatives(cache_dir=tmp_path, shard_size=4))
     (folder,) = stores(tmp_path)

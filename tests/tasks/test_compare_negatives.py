@@ -35,8 +35,8 @@ def variants(run: Path) -> dict[str, NegativesVariant]:
         "pre_batch": partial(PreBatchNegatives),
         "dynamic": partial(DynamicNegatives, depth=4),
     }
-    found = {name: NegativesVariant(label=f"+ {name}", negatives={name: source}) for name, source in made.items()}
-    return {"in_batch": NegativesVariant(label="in-batch"), **found}
+    found = {name: NegativesVariant(label=name, negatives={name: source}) for name, source in made.items()}
+    return {"in_batch": NegativesVariant(), **found}
 
 
 def compare(folder: Path, **changes: Any) -> CompareNegatives:
@@ -58,10 +58,11 @@ def results(folder: Path) -> dict[str, Any]:
 
 def test_every_source_is_trained_several_times_and_stands_in_one_table(tmp_path: Path) -> None:
     told = compare(tmp_path, only=None).run(tiny_parts(tmp_path))
-    names = ["BM25", "zero-shot", "in-batch", "+ random", "+ bm25", "+ static", "+ pre_batch", "+ dynamic"]
+    names = ["BM25", "zero-shot", "in-batch"]
+    names += [f"in-batch and {name}" for name in ("random", "bm25", "static", "pre_batch", "dynamic")]
     assert list(told) == names
     rows = {row["system"]: row for row in results(tmp_path)["rows"]}
-    assert rows["+ bm25"]["settings"]["negatives"] == "in_batch, bm25 1 of 6"
+    assert rows["in-batch and bm25"]["settings"]["negatives"] == "in_batch, bm25 1 of 6"
     assert rows["in-batch"]["settings"]["negatives"] == "in_batch"
     for row in list(rows.values())[2:]:
         for metric in ("nDCG@10", "Recall@10"):
@@ -94,7 +95,7 @@ def test_a_comparison_grows_by_variants_and_refuses_other_settings(tmp_path: Pat
     with pytest.raises(ResumeError, match="other settings"):
         compare(tmp_path, steps=3).run(tiny_parts(tmp_path, resume=True))
     told = compare(tmp_path, only=["in_batch", "bm25", "random"]).run(tiny_parts(tmp_path, resume=True))
-    assert list(told)[2:] == ["in-batch", "+ random", "+ bm25"]
+    assert list(told)[2:] == ["in-batch", "in-batch and random", "in-batch and bm25"]
 
 
 def test_what_the_privacy_mode_refuses_is_left_out_and_told(tmp_path: Path) -> None:
@@ -102,13 +103,22 @@ def test_what_the_privacy_mode_refuses_is_left_out_and_told(tmp_path: Path) -> N
         PublicPassages, eps=8.0, max_grad_norm=0.1, pool_size=8, noise_multiplier=2.0, secret_file=tmp_path / "secret"
     )
     told = compare(tmp_path, only=["in_batch", "bm25", "pre_batch"]).run(tiny_parts(tmp_path, privacy=private))
-    assert list(told)[2:] == ["in-batch", "+ bm25"]
+    assert list(told)[2:] == ["public pool", "public pool and bm25"]
     found = results(tmp_path)
     rows = {row["system"]: row for row in found["rows"]}
-    assert rows["in-batch"]["settings"]["negatives"] == "public pool"
-    assert rows["+ bm25"]["settings"]["negatives"] == "bm25 1 of 6"
-    assert rows["+ bm25"]["privacy"].startswith("epsilon = ") and found["private_runs"] == 4
-    assert any(note.startswith("+ pre_batch is left out: pre_batch cannot go with") for note in found["notes"])
+    assert rows["public pool"]["settings"]["negatives"] == "public pool"
+    assert rows["public pool and bm25"]["settings"]["negatives"] == "bm25 1 of 6"
+    assert rows["public pool and bm25"]["privacy"].startswith("epsilon = ") and found["private_runs"] == 4
+    assert any(
+        note.startswith("public pool and pre_batch is left out: pre_batch cannot go with") for note in found["notes"]
+    )
+
+
+def test_sources_that_stand_alone_are_named_so() -> None:
+    alone = NegativesVariant(label="dynamic", negatives={"dynamic": partial(DynamicNegatives)}, alone=True)
+    assert alone.name(NoPrivacy()) == "dynamic" and [s.name for s in alone.make(NoPrivacy(), seed=0) or ()] == [
+        "dynamic"
+    ]
 
 
 def test_the_draws_of_a_run_are_those_of_its_seed() -> None:
@@ -120,6 +130,7 @@ def test_the_draws_of_a_run_are_those_of_its_seed() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda folder: NegativesVariant(label="x"), "label='x' goes with negatives"),
         (lambda folder: compare(folder, only=["gold"]), r"task\.only: 'gold' is not one of in_batch, random"),
         (lambda folder: compare(folder, steps=0), r"task\.steps=0"),
         (lambda folder: compare(folder, seeds=0), r"task\.seeds=0"),
