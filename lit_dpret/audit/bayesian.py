@@ -26,6 +26,7 @@ from lit_dpret.privacy.audit_power import largest_contradicted
 METHOD = "Bayesian error rates (Jeffreys' prior)"
 CREDIBLE = "a Beta(1/2, 1/2) prior of each error rate: the level is credibility, not coverage of the worst case; and "
 LARGEST = 1e3
+NODES = 500
 
 
 def bayesian_audit(
@@ -109,7 +110,7 @@ def posterior_of_dp(counts: Counts, eps: float, delta: float, *, turned_round: b
 @lru_cache(maxsize=256)
 def _false_positive_rates(fp: int, tn: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Posterior quantiles of the rate and their weights: midpoints in sin^2, which is dense at both ends."""
-    angles = (np.arange(4000) + 0.5) / 4000 * np.pi / 2
+    angles = (np.arange(NODES) + 0.5) / NODES * np.pi / 2
     weights = np.sin(2 * angles)
     return betaincinv(0.5 + fp, 0.5 + tn, np.sin(angles) ** 2), weights / weights.sum()
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lit_dpret.audit.checks import check_count
+from lit_dpret.audit.checks import check_confidence, check_copies, check_count, check_delta
 from lit_dpret.audit.clopper_pearson import clopper_pearson_counts
+from lit_dpret.audit.group import group_delta
 from lit_dpret.audit.one_run import one_run_counts
 from lit_dpret.audit.rank_epsilon import top_rank_bound, top_rank_one_training
 from lit_dpret.audit.scores import Counts
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.audit_power import one_run_p_value
 
-MOST_CANARIES = 10_000_000
+MOST_CANARIES = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +77,18 @@ def canaries_needed(eps: float, *, delta: float, copies: int = 1, confidence: fl
     62
 
     Raises:
-        ConfigurationError: More than ten million would be needed, or a number is out of its range.
+        ConfigurationError: More than a million would be needed, or a number is out of its range.
     """
     if not eps >= 0:
         raise ConfigurationError(f"eps={eps} must be at least 0.")
 
+    check_delta(delta)
+    check_copies(copies)
+    error, group = check_confidence(confidence), group_delta(eps, delta, copies)
+
     def enough(canaries: int) -> bool:
-        found = one_run_counts(
-            canaries=canaries, guesses=canaries, correct=canaries, delta=delta, confidence=confidence, copies=copies
-        )
-        return found.eps_lower > eps
+        all_right = {"canaries": canaries, "guesses": canaries, "correct": canaries}
+        return one_run_p_value(copies * eps, **all_right, delta=group) < error
 
     high = 1
     while not enough(high):

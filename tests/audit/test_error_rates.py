@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from canary_samples import quantiles
+from canary_samples import PUBLISHED, quantiles
 from scipy.spatial import ConvexHull
 from scipy.stats import beta, norm
 
@@ -52,27 +52,19 @@ def test_rates_are_bounded_by_the_quantiles_of_clopper_and_pearson() -> None:
     assert float(rate_at_most(40, 40, 0.05)) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("shift", "rates", "gdp", "raw", "hull_auc", "at_1", "at_01", "accuracy"),
-    [
-        (0, 0, 0, 0, 0.5, 0.01, 0.001, 0.5),
-        (1, 1.787170, 4.334712, 2.449262, 0.760343, 0.092714, 0.019, 0.6915),
-        # jax_privacy's AUC of the third row is quoted as .921421; SciPy's hull has the area .921442.
-        (2, 3.827951, 10.240683, 4.037771, 0.921442, 0.3728, 0.141, 0.84135),
-        (4, 6.412509, 24.690521, 5.218515, 0.997711, 0.9531, 0.8223, 0.97725),
-    ],
-)
-def test_scores_over_the_hull_give_the_values_of_jax_privacy(
-    shift: float, rates: float, gdp: float, raw: float, hull_auc: float, at_1: float, at_01: float, accuracy: float
-) -> None:
-    scores = quantiles(10_000, shift)
-    assert clopper_pearson_audit(scores, delta=1e-6, strategy=HULL).eps_lower == pytest.approx(rates, abs=2e-6)
-    assert gdp_audit(scores, delta=1e-6, strategy=HULL).eps_lower == pytest.approx(gdp, abs=2e-6)
-    assert raw_epsilon(scores, delta=1e-6) == pytest.approx(raw, abs=1e-6)
-    assert auc(scores, curve="hull") == pytest.approx(hull_auc, abs=1e-6)
-    assert tpr_at_fpr(scores, 0.01, curve="hull") == pytest.approx(at_1, abs=1e-6)
-    assert tpr_at_fpr(scores, 0.001, curve="hull") == pytest.approx(at_01, abs=1e-6)
-    assert max_accuracy(scores) == pytest.approx(accuracy, abs=1e-6)
+@pytest.mark.parametrize("shift", PUBLISHED)
+def test_scores_over_the_hull_give_the_values_of_jax_privacy(shift: float) -> None:
+    scores, published = quantiles(10_000, shift), PUBLISHED[shift]
+    found = {
+        "error rates": clopper_pearson_audit(scores, delta=1e-6, strategy=HULL).eps_lower,
+        "Gaussian": gdp_audit(scores, delta=1e-6, strategy=HULL).eps_lower,
+        "raw": raw_epsilon(scores, delta=1e-6),
+        "AUC": auc(scores, curve="hull"),
+        "TPR at 1 %": tpr_at_fpr(scores, 0.01, curve="hull"),
+        "TPR at 0.1 %": tpr_at_fpr(scores, 0.001, curve="hull"),
+        "accuracy": max_accuracy(scores),
+    }
+    assert found == pytest.approx({name: published[name] for name in found}, abs=2e-6)
 
 
 def test_smaller_audits_give_the_values_of_jax_privacy() -> None:
