@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.integrate import quad
 from scipy.stats import skewnorm
 
-from lit_dpret.audit.checks import check_count, check_hits
+from lit_dpret.audit.checks import check_count
 from lit_dpret.errors import ConfigurationError, DataError
 
 
@@ -120,11 +120,11 @@ def mean_rank(ranks: ArrayLike, candidates: int) -> float:
     Raises:
         DataError: There is no rank, or one is out of its range.
     """
+    check_count("candidates", candidates, least=1)
     values = _references(ranks)
     worst = values[(values < 1) | (values > candidates) | (values != np.round(values))]
     if worst.size:
         raise DataError(f"{worst.size} ranks, {worst[0]:g} for one, are no whole numbers from 1 to {candidates}.")
-    check_hits(1, candidates, names=("rank", "candidates"))
     return float(values.mean())
 
 

@@ -1,6 +1,6 @@
 """The same error rates, read as those of a Gaussian mechanism: nearly tight where it is one, worth nothing elsewhere.
 
-Nasr et al. 2023, "Tight Auditing of Differentially Private Machine Learning", arXiv 2302.07956, section 4: under
+Nasr et al. 2023, "Tight Auditing of Differentially Private Machine Learning", arXiv 2302.07956: under
 mu-GDP, FNR >= Phi(Phi^-1(1 - FPR) - mu), so that upper bounds on both rates are a lower bound on mu.
 """
 

@@ -15,7 +15,8 @@ import numpy as np
 from scipy.stats import rankdata
 
 from lit_dpret.audit.checks import check_confidence, check_count, check_delta
-from lit_dpret.audit.scores import CanaryScores, roc_hull
+from lit_dpret.audit.clopper_pearson import error_rates_at_most
+from lit_dpret.audit.scores import CanaryScores, Counts, roc_hull
 from lit_dpret.errors import ConfigurationError
 
 Curve = Literal["empirical", "hull"]
@@ -72,6 +73,18 @@ def max_accuracy(scores: CanaryScores) -> float:
     """The best balanced accuracy of any threshold: the mean of both rates. Above one half by chance alone."""
     _, alone, missed = roc_hull(scores)
     return float(np.max((1 - missed / len(scores.in_scores) + alone / len(scores.out_scores)) / 2))
+
+
+def accuracy_at_least(counts: Counts, *, confidence: float = 0.95) -> float:
+    """An exact lower bound on the balanced accuracy of one threshold that was chosen beforehand.
+
+    Hold it against ``membership_accuracy`` of `lit_dpret.privacy.ceilings`: above that ceiling no attack can be, so
+    that the claim, or the code, is wrong. Assumes independent scores, as `lit_dpret.audit.clopper_pearson`.
+
+    Raises:
+        ConfigurationError: ``confidence`` is out of its range.
+    """
+    return 1 - sum(error_rates_at_most(counts, check_confidence(confidence))) / 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,8 +68,8 @@ def one_run_counts(
     """The same from counts: ``correct`` of ``guesses`` guesses about ``canaries`` canaries, the rest not guessed.
 
     Whoever decides by the outcome how many to guess must divide the allowed error by the numbers tried.
-    Also the bound of a disclosure audit (Amin et al. 2026), where the canaries are real rare queries, a random half
-    was held out, and a query that the release repeats is guessed to have been trained on.
+    It serves rare real queries as well as canaries: hold a random half of them out before training, and guess of
+    those that the release repeats that they were trained on.
 
     >>> one_run_counts(canaries=1000, guesses=100, correct=90, delta=1e-5).eps_lower.__round__(4)
     1.6261
@@ -137,9 +137,12 @@ def _bound(counts: Counts, error: float, floor: float, *, delta: float, copies: 
 
 
 def _epsilon(canaries: int, guesses: int, correct: int, delta: float, copies: int, error: float, floor: float) -> float:
+    counts = {"canaries": canaries, "guesses": guesses, "correct": correct}
+
     def contradicted(eps: float) -> bool:
-        group = group_delta(eps, delta, copies)
-        p = one_run_p_value(copies * eps, canaries=canaries, guesses=guesses, correct=correct, delta=group)
-        return p < error
+        # A delta only raises the p-value; without one it is a single tail, and most thresholds fail by it.
+        if one_run_p_value(copies * eps, **counts, delta=0.0) >= error:
+            return False
+        return one_run_p_value(copies * eps, **counts, delta=group_delta(eps, delta, copies)) < error
 
     return largest_contradicted(contradicted, floor)

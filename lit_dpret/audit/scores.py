@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -54,13 +54,14 @@ class Counts:
         return self.tp + self.fp
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, init=False, eq=False)
 class CanaryScores:
     """Scores of an attack; higher means "it was trained on".
 
     Attributes:
         in_scores: Of the canaries in the training data, shape ``(members,)``, ascending.
         out_scores: Of those that were left out, shape ``(others,)``, ascending.
+        pooled: All of them, ascending, with nothing left that tells which is which.
 
     Raises:
         DataError: There are none of one kind, they are not in one row, or one is no number.
@@ -68,14 +69,16 @@ class CanaryScores:
 
     in_scores: Floats
     out_scores: Floats
-    pooled: Floats = field(init=False, repr=False)
+    pooled: Floats
 
     def __init__(self, in_scores: ArrayLike, out_scores: ArrayLike) -> None:
         for name, values in (("in_scores", in_scores), ("out_scores", out_scores)):
             array = np.sort(_row(name, values))
             array.setflags(write=False)
             object.__setattr__(self, name, array)
-        object.__setattr__(self, "pooled", np.sort(np.concatenate([self.in_scores, self.out_scores])))
+        pooled = np.sort(np.concatenate([self.in_scores, self.out_scores]))
+        pooled.setflags(write=False)
+        object.__setattr__(self, "pooled", pooled)
 
     @classmethod
     def of(cls, scores: ArrayLike, included: Sequence[bool] | NDArray[np.bool_]) -> CanaryScores:

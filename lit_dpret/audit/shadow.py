@@ -67,7 +67,7 @@ def lira_offline(
 ) -> Floats:
     """One minus a p-value, in logarithms: ln Phi((signal - centre) / deviation) over the models without the example.
 
-    The offline variant of the same paper (section VI-B), for which no shadow model needs to have seen the example. For
+    The offline variant of the same paper, for which no shadow model needs to have seen the example. For
     ranking it is as good as (signal - centre) / deviation, until it rounds to 0 some eight deviations up: see
     `deviations`.
 

@@ -17,10 +17,12 @@ from lit_dpret.audit.clopper_pearson import clopper_pearson_audit, clopper_pears
 from lit_dpret.audit.gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu
 from lit_dpret.audit.gdp import gdp_audit, mu_at_least
 from lit_dpret.audit.group import group_delta, least_epsilon
-from lit_dpret.audit.metrics import auc, bootstrap, max_accuracy, raw_epsilon, tpr_at_fpr
+from lit_dpret.audit.metrics import accuracy_at_least, auc, bootstrap, max_accuracy, raw_epsilon, tpr_at_fpr
 from lit_dpret.audit.scores import CanaryScores, Counts, roc_hull
 from lit_dpret.audit.thresholds import Bonferroni, Explicit, MultiSplit, Split, Strategy
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.ceilings import attack_ceilings
+from lit_dpret.privacy.releases import FullBatch, GaussianRelease
 
 HULL = Bonferroni(over="hull")
 
@@ -122,6 +124,26 @@ def test_an_interval_holds_the_value_and_the_truth() -> None:
         found = bootstrap(statistic, scores, resamples=200, confidence=0.99)
         assert found.low < found.value < found.high
         assert found.low < truth < found.high
+
+
+def test_an_accuracy_above_the_ceiling_of_its_mechanism_is_seen_and_one_below_is_not() -> None:
+    release = GaussianRelease(noise_multiplier=1.0, law=FullBatch())
+    ceiling = attack_ceilings([release], neighbours="zero_out")["membership_accuracy"]
+    assert ceiling == pytest.approx(norm.cdf(0.5), abs=1e-3)
+    best, broken = (accuracy_at_least(quantiles(10_000, shift).counts(shift / 2)) for shift in (1.0, 1.2))
+    assert ceiling - 0.01 < best < ceiling < broken
+
+
+def test_rates_beyond_every_threshold_at_once_are_bounded_when_the_error_is_divided_by_all() -> None:
+    """What ``Bonferroni(over="all")`` rests on: of n uniform scores, some threshold's bound fails this rarely."""
+    n, error = 40, 0.2
+    beyond = 1 - np.sort(np.random.default_rng(4).random((4000, n)), axis=1)[:, ::-1]
+    # Just above the (k + 1)-th highest score, k are counted and a share of beyond[k] of the distribution is left.
+    bounds = rate_at_most(np.arange(n), n, error / n)
+    failed = (beyond > bounds).any(axis=1).mean()
+    assert 0.02 < failed <= error + 3 * math.sqrt(error / 4000)
+    one_by_one = (beyond > rate_at_most(np.arange(n), n, error)).mean(axis=0)
+    assert one_by_one == pytest.approx(error, abs=0.03)
 
 
 def test_mu_epsilon_and_delta_are_one_curve() -> None:

@@ -16,7 +16,7 @@ from lit_dpret.audit.clopper_pearson import clopper_pearson_audit
 from lit_dpret.audit.evidence import Evidence
 from lit_dpret.audit.gdp import gdp_audit, mu_at_least
 from lit_dpret.audit.one_run import guess_extremes, one_run_audit, one_run_counts
-from lit_dpret.audit.one_run_fdp import one_run_fdp_audit, one_run_fdp_counts
+from lit_dpret.audit.one_run_fdp import one_run_fdp_audit, one_run_fdp_counts, refutes_mu
 from lit_dpret.audit.rank_epsilon import mean_rank_bound, top_rank_bound, top_rank_one_training
 from lit_dpret.audit.renyi import renyi_bound
 from lit_dpret.audit.scores import CanaryScores
@@ -61,7 +61,10 @@ def without_leakage() -> tuple[CanaryScores, ...]:
     return tuple(flipped(rng, 400) for _ in range(EXPERIMENTS))
 
 
-@pytest.mark.parametrize("name", ON_SCORES)
+SLOW = ("Bayesian, split", "one run, splits")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in ON_SCORES])
 def test_scores_without_leakage_are_rarely_evidence(name: str) -> None:
     found = [ON_SCORES[name](scores).eps_lower > 0 for scores in without_leakage()]
     assert np.mean(found) <= MOST
@@ -101,6 +104,11 @@ def test_a_true_claim_is_rarely_contradicted_by_a_mechanism_that_spends_it() -> 
     assert np.mean([bounds[int(k)] > 1.0 for k in right]) <= MOST
     drawn = [flipped(rng, 400, shift=1.0) for _ in range(EXPERIMENTS)]
     assert np.mean([mu_at_least(scores.counts(0.5)) > 1.0 for scores in drawn]) <= MOST
+    guessed = [guess_extremes(scores, highest=60, lowest=60) for scores in drawn]
+    refuted = [
+        refutes_mu(1.0, canaries=400, guesses=guesses, correct=correct, error=ERROR) for guesses, correct in guessed
+    ]
+    assert np.mean(refuted) <= MOST
 
 
 def test_half_of_perfect_gaussian_attacks_prove_what_a_best_attack_would() -> None:
