@@ -74,7 +74,7 @@ def bayesian_interval(counts: Counts, *, delta: float = 0.0, confidence: float =
 
     >>> low, high = bayesian_interval(Counts(tp=487, fn=0, fp=512, tn=1), delta=1e-5)
     >>> round(low, 3), round(high, 3)
-    (0.145, 6.399)
+    (0.144, 6.416)
 
     Returns:
         Both ends; infinite where they are above 1000.

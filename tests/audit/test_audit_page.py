@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
+import pkgutil
 import re
 from pathlib import Path
 
 import pytest
 from canary_samples import PUBLISHED, quantiles
 
+import lit_dpret.audit
 from lit_dpret.audit.clopper_pearson import clopper_pearson_audit
 from lit_dpret.audit.gaussian import gaussian_epsilon
 from lit_dpret.audit.gdp import gdp_audit
@@ -62,6 +66,11 @@ def test_the_papers_table_is_read_as_the_page_says() -> None:
     assert said is not None
     assert [float(x) for x in said.groups()] == [round(paper, 4), round(exact, 4), round(bound, 4)]
     assert f"{apart:.3f} from independent trainings and {together:.3f} from one" in PAGE
+
+
+@pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(lit_dpret.audit.__path__)])
+def test_the_examples_in_the_code_are_what_it_prints(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(f"lit_dpret.audit.{name}")).failed == 0
 
 
 def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -129,6 +129,32 @@ def test_choosing_among_thresholds_keeps_the_error_in_every_small_audit(strategy
     assert wrong <= 0.2
 
 
+@pytest.mark.slow
+def test_sixteen_canaries_without_leakage_are_contradicted_as_rarely_as_the_page_says() -> None:
+    """All 65,536 label sequences, by the tails of binomials alone; ``docs/audit.md`` has both numbers, rounded up."""
+    canaries, error = 16, 0.05
+    tails = np.array([[binom.sf(v - 1, k, 0.5) for v in range(canaries + 1)] for k in range(canaries + 1)])
+    hull_wrong = doubling_wrong = 0
+    for labels in itertools.product([0, 1], repeat=canaries):
+        right = np.concatenate([[0], np.cumsum(labels)])
+        if 0 < right[-1] < canaries:
+            corners = [0]
+            for k in range(1, canaries + 1):
+                while len(corners) > 1 and _slope(right, corners[-2], corners[-1]) <= _slope(right, corners[-1], k):
+                    corners.pop()
+                corners.append(k)
+            hull_wrong += any(tails[k, right[k]] < error / len(corners) for k in corners)
+            doubling_wrong += any(tails[k, right[k]] < error / 5 for k in (1, 2, 4, 8, 16))
+    assert hull_wrong / 2**canaries == pytest.approx(0.0229, abs=1e-4)
+    assert doubling_wrong / 2**canaries == pytest.approx(0.0054, abs=1e-4)
+
+
+def _slope(right: np.ndarray, start: int, end: int) -> float:
+    """Right over wrong among the guesses from ``start`` to ``end``."""
+    hits = right[end] - right[start]
+    return math.inf if hits == end - start else hits / (end - start - hits)
+
+
 @pytest.mark.parametrize("copies", [2, 10])
 def test_copies_of_a_canary_are_a_group_of_units(copies: int) -> None:
     single = one_run_counts(canaries=100, guesses=100, correct=90, delta=0.0).eps_lower
