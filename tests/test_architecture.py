@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "privacy": {"errors", "evaluation_mode"},
+    "audit": {"errors", "privacy"},
     "similarity": {"errors"},
     "evaluation_mode": set(),
     "progress": set(),
@@ -105,9 +106,14 @@ def test_only_the_command_line_knows_hydra() -> None:
 
 
 def test_privacy_and_retrieval_do_not_know_lightning() -> None:
-    for package in ("privacy", "retrieval", "textsim"):
+    for package in ("audit", "privacy", "retrieval", "textsim"):
         for path in (ROOT / "lit_dpret" / package).rglob("*.py"):
             assert "lightning" not in roots(path), path
+
+
+def test_the_audit_is_numbers_in_and_numbers_out() -> None:
+    for path in (ROOT / "lit_dpret" / "audit").rglob("*.py"):
+        assert "torch" not in roots(path), path
 
 
 def test_product_code_raises_and_never_asserts() -> None:

@@ -10,6 +10,7 @@ little: an audit that could not have failed proves nothing, and that can be know
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from lit_dpret.errors import ConfigurationError
 
 CANARIES = (100, 1000, 10_000)
 CONFIDENCE = 0.95
+#: No audit tells epsilons beyond this one apart.
+LARGEST = 1e6
 
 
 def one_run_epsilon(
@@ -46,27 +49,50 @@ def one_run_epsilon(
     if correct == 0:
         return 0.0
 
-    def contradicted(eps: float) -> bool:
-        return _p_value(eps, canaries, guesses, correct, delta) < 1 - confidence
+    return largest_contradicted(
+        lambda eps: (
+            one_run_p_value(eps, canaries=canaries, guesses=guesses, correct=correct, delta=delta) < 1 - confidence
+        )
+    )
 
-    if not contradicted(0.0):
-        return 0.0
-    low, high = 0.0, 1.0
+
+def largest_contradicted(contradicted: Callable[[float], bool], floor: float = 0.0) -> float:
+    """The largest epsilon that was found contradicted, to seven digits, from ``floor`` on; ``floor`` where none is.
+
+    Guarantees:
+        - Above ``floor`` the answer was itself contradicted, so it is a lower bound whatever the function's shape.
+        - Where ``contradicted`` is true up to a point and false from there on, that point.
+    """
+    if not contradicted(floor):
+        return floor
+    low, high = floor, max(1.0, 2 * floor)
     while contradicted(high):
         low, high = high, 2 * high
+        if high > LARGEST:
+            return math.inf
     while high - low > 1e-7 * high:
         middle = (low + high) / 2
         low, high = (middle, high) if contradicted(middle) else (low, middle)
     return low
 
 
-def _p_value(eps: float, canaries: int, guesses: int, correct: int, delta: float) -> float:
-    """The largest probability of so many right guesses under (eps, delta)-DP."""
+def one_run_p_value(eps: float, *, canaries: int, guesses: int, correct: int, delta: float) -> float:
+    """The largest probability of so many right guesses under (eps, delta)-DP (the paper's Theorem 5.2).
+
+    With q = e^eps / (1 + e^eps) and w = 2 m delta / i it is the largest over i of
+    (1 - w) P[Bin(r, q) >= v] + w P[Bin(r, q) >= v - i], or 1. Both tails rise with eps; so does the whole
+    where w <= 1, that is, wherever 2 m delta <= 1. Beyond that no proof is known to us, and none is
+    needed: who searches for the largest eps that is contradicted may return any that is.
+    """
+    if correct == 0:
+        return 1.0
     rate = 1 / (1 + math.exp(-eps))
     surpassed = float(stats.binom.sf(correct - 1, guesses, rate))
     if delta == 0:
         return surpassed
-    width = np.arange(1, correct + 1)
+    # Further down than all of the distribution's mass, the share of the mass only falls with the width.
+    mass_begins = math.floor(guesses * rate - 12 * math.sqrt(guesses * rate * (1 - rate)) - 12)
+    width = np.arange(1, max(1, correct - max(0, mass_begins)) + 1)
     near = stats.binom.sf(correct - 1 - width, guesses, rate) - surpassed
     return min(1.0, surpassed + 2 * canaries * delta * float(np.max(near / width)))
 

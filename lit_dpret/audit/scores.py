@@ -1,0 +1,136 @@
+"""The scores of canaries that were trained on and of canaries that were not, and what a threshold makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lit_dpret.errors import DataError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """How many canaries a threshold took for what.
+
+    Attributes:
+        tp: Members taken for members.
+        fn: Members missed.
+        fp: Others taken for members.
+        tn: Others left alone.
+    """
+
+    tp: int
+    fn: int
+    fp: int
+    tn: int
+
+    def __post_init__(self) -> None:
+        values = (self.tp, self.fn, self.fp, self.tn)
+        if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
+            raise DataError(f"Counts (tp, fn, fp, tn) = {values} must be whole numbers from 0 on.")
+        if self.members == 0 or self.others == 0:
+            raise DataError(f"Counts (tp, fn, fp, tn) = {values} need a member and a non-member at least.")
+
+    @property
+    def members(self) -> int:
+        return self.tp + self.fn
+
+    @property
+    def others(self) -> int:
+        return self.fp + self.tn
+
+    @property
+    def canaries(self) -> int:
+        return self.members + self.others
+
+    @property
+    def guesses(self) -> int:
+        return self.tp + self.fp
+
+
+@dataclass(frozen=True, init=False, eq=False)
+class CanaryScores:
+    """Scores of an attack; higher means "it was trained on".
+
+    Attributes:
+        in_scores: Of the canaries in the training data, shape ``(members,)``, ascending.
+        out_scores: Of those that were left out, shape ``(others,)``, ascending.
+        pooled: All of them, ascending, with nothing left that tells which is which.
+
+    Raises:
+        DataError: There are none of one kind, they are not in one row, or one is no number.
+    """
+
+    in_scores: Floats
+    out_scores: Floats
+    pooled: Floats
+
+    def __init__(self, in_scores: ArrayLike, out_scores: ArrayLike) -> None:
+        for name, values in (("in_scores", in_scores), ("out_scores", out_scores)):
+            array = np.sort(_row(name, values))
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+        pooled = np.sort(np.concatenate([self.in_scores, self.out_scores]))
+        pooled.setflags(write=False)
+        object.__setattr__(self, "pooled", pooled)
+
+    @classmethod
+    def of(cls, scores: ArrayLike, included: Sequence[bool] | NDArray[np.bool_]) -> CanaryScores:
+        """From one score for each canary and whether its coin put it into the training data."""
+        values, members = _row("scores", scores), np.asarray(included)
+        if members.dtype != np.bool_ or members.shape != values.shape:
+            raise DataError(f"included must hold a truth value for each of {len(values)} scores, not {members.shape}.")
+        return cls(values[members], values[~members])
+
+    def __len__(self) -> int:
+        return len(self.pooled)
+
+    def __repr__(self) -> str:
+        return f"CanaryScores(members={len(self.in_scores)}, others={len(self.out_scores)})"
+
+    def counts(self, threshold: float) -> Counts:
+        """What it makes of them to take every canary with ``score >= threshold`` for a member."""
+        missed = int(np.searchsorted(self.in_scores, threshold, side="left"))
+        alone = int(np.searchsorted(self.out_scores, threshold, side="left"))
+        return Counts(tp=len(self.in_scores) - missed, fn=missed, fp=len(self.out_scores) - alone, tn=alone)
+
+
+def roc_hull(scores: CanaryScores) -> tuple[Floats, Ints, Ints]:
+    """The thresholds that no mixture of two others beats: the vertices of the ROC curve's concave hull.
+
+    Returns:
+        Thresholds, ascending, the last of them infinite; true negatives and false negatives at each.
+    """
+    thresholds = np.append(np.unique(scores.pooled), np.inf)
+    alone = np.searchsorted(scores.out_scores, thresholds, side="left")
+    missed = np.searchsorted(scores.in_scores, thresholds, side="left")
+    hull: list[int] = []
+    for index in range(len(thresholds)):
+        # Andrew's monotone chain: drop a point that is not strictly above the line around it.
+        while len(hull) > 1 and _turn(missed, alone, hull[-2], hull[-1], index) >= 0:
+            hull.pop()
+        hull.append(index)
+    return thresholds[hull], alone[hull], missed[hull]
+
+
+def _turn(x: Ints, y: Ints, a: int, b: int, c: int) -> int:
+    """Positive where b lies below the line from a to c, 0 on it."""
+    return int((x[b] - x[a]) * (y[c] - y[a]) - (y[b] - y[a]) * (x[c] - x[a]))
+
+
+def _row(name: str, values: ArrayLike) -> Floats:
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1:
+        raise DataError(f"{name} must be one row of scores, not an array of shape {array.shape}.")
+    if array.size == 0:
+        raise DataError(f"{name} is empty: an audit needs scores of canaries on both sides.")
+    broken = int((~np.isfinite(array)).sum())
+    if broken:
+        raise DataError(f"{name} has {broken} of {array.size} values that are NaN or infinite.")
+    return array
