@@ -26,18 +26,10 @@ HULL = Bonferroni(over="hull")
 @pytest.mark.parametrize(
     ("canaries", "guesses", "correct", "delta", "expected"),
     [
+        # The table of the p-value itself is in tests/privacy/test_audit_power.py.
         (10, 10, 10, 0.0, 1.051873),
-        (100, 100, 100, 0.0, 3.492965),
-        (1000, 1000, 1000, 0.0, 5.809068),
-        (1000, 100, 90, 0.0, 1.630823),
         (1000, 100, 90, 1e-5, 1.626143),
-        (1000, 100, 60, 0.0, 0.051915),
         (1000, 100, 50, 0.0, 0.0),
-        (1000, 1000, 600, 0.0, 0.297468),
-        (1000, 1000, 600, 1e-5, 0.297227),
-        (5000, 1000, 800, 1e-5, 1.252583),
-        (10_000, 10_000, 6000, 1e-6, 0.371682),
-        (500, 500, 300, 9.4e-7, 0.251662),
         # A disclosure audit: repeated rare queries, half of which were held out.
         (20_000, 763, 492, 1e-6, 0.46894),
         (10_000, 1000, 550, 1e-5, 0.0918),
