@@ -131,7 +131,7 @@ class RowNegatives:
         margins: list[list[float]] = []
         for row, query in enumerate(query_at.tolist()):
             answers = frozenset(g for g in groups[row].tolist() if g != NOBODY)
-            seat = Seat(query, texts.query_ids[query], int(answers_at[row, 0]), answers)
+            seat = Seat(query, texts.queries[query], int(answers_at[row, 0]), answers)
             taken: set[int] = set()
             for sources, found in ((self._own, own), (self._shared, shared)):
                 places: list[int] = []
@@ -159,7 +159,7 @@ class RowNegatives:
         short = source.per_query - len(kept)
         if short:
             self._tell_short()
-            draw = coins(source.seed, "fill", source.name, step, seat.query_id)
+            draw = coins(source.seed, "fill", source.name, step, seat.text)
             more = uniform_places(draw, texts.groups, short, answers=seat.answers, taken=taken)
             taken.update(more)
             kept += more
