@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lit_dpret.callbacks.refusals import check_dataset_card
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.card_notes import note_not_covered
+from lit_dpret.privacy.card_subject import check_dataset_card
 from lit_dpret.privacy.start import model_folder
 
 Whose = Literal["public", "synthetic", "private"]
