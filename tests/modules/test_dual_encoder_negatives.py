@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tiny_tasks import write_log, write_synthetic
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses import SigmoidPairLoss
@@ -30,6 +32,7 @@ from lit_dpret.negatives import (
     RandomNegatives,
     StaticNegatives,
 )
+from lit_dpret.privacy.card import read_card, verify_card
 from lit_dpret.privacy.modes import (
     DPSGD,
     BatchClip,
@@ -380,6 +383,46 @@ def test_a_run_trains_with_its_sources_mined_from_the_datamodule(name: str, tmp_
     fit(tmp_path / "run", module, data_module(tmp_path / "data", **sampling), steps=3)
     for key, value in module.named_parameters():
         assert torch.equal(value, before[key]) != value.requires_grad, key
+
+
+def hard_negatives(path: Path) -> GoldNegatives:
+    """A file with one line for each train query of `data_module`, declared to be made line by line."""
+    lines = [{"qid": f"queries{i}", "neg": {"m": [f"corpus{(i + 4) % 13}"]}} for i in range(13)]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return GoldNegatives(file=path, lines_are_independent=True)
+
+
+def test_a_declared_file_stands_on_the_card_as_an_assumption_and_so_does_another_one_after_a_resume(
+    tmp_path: Path,
+) -> None:
+    def run(file: str, *, resume: bool, steps: int) -> dict[str, Any]:
+        mode = DPSGD(max_grad_norm=1.0, secret_file=tmp_path / "secret", **NOISE)
+        module = dual(mode, negatives=[RandomNegatives(), hard_negatives(tmp_path / file)])
+        stop = [] if resume else [KillAt(steps)]
+        fit(tmp_path / "run", module, data_module(tmp_path / f"data {file}"), steps=4, save_every=1, resume=resume,
+            extra=[PrivacyCard(run_dir=tmp_path / "run"), *stop])  # fmt: skip
+        return read_card(tmp_path / "run")
+
+    with pytest.raises(Killed):
+        run("first.jsonl", resume=False, steps=2)
+    card = run("second.jsonl", resume=True, steps=4)
+    said = {a["text"]: a["holds"] for a in card["assumptions"] if "model.negatives" in a["text"]}
+    assert said == {
+        f"Each line of the file of model.negatives.gold ({name}) was made of its own query and of public data alone, "
+        "as declared.": "unverified"
+        for name in ("first.jsonl", "second.jsonl")
+    }
+    assert card["claim"]["guarantee"] == "dp"
+    assert verify_card(card, tmp_path / "run" / "privacy_ledger.jsonl") == []
+
+
+def test_under_synthetic_a_file_of_negatives_stands_on_the_card_too(tmp_path: Path) -> None:
+    module = dual(SyntheticData(), negatives=[InBatchNegatives(), hard_negatives(tmp_path / "mined.jsonl")])
+    assert module.assumptions() == [
+        "Each line of the file of model.negatives.gold (mined.jsonl) was made of released queries and of public data "
+        "alone."
+    ]
+    assert dual(negatives=[hard_negatives(tmp_path / "mined.jsonl")]).assumptions() == []  # there is no claim
 
 
 def test_synthetic_queries_are_mined_for_and_their_rankings_are_public(tmp_path: Path) -> None:
