@@ -237,9 +237,11 @@ def folder_parts(folder: str | Path, *, corpus: str | Path | None = None, needs_
 
 
 def split_name(name: str, where: str) -> str:
-    """``train``, ``dev`` or ``test``; ``valid`` and ``validation`` are dev."""
+    """``train``, ``dev`` or ``test``; ``valid`` and ``validation`` are dev. Another value may be a private text."""
     if name not in SPLIT_NAMES:
-        raise DataError(f"{where}: split {name!r} is not one of {', '.join(SPLIT_NAMES)}.")
+        like = len(name) <= 32 and len(name.split()) == 1 and any(known in name.lower() for known in SPLIT_NAMES)
+        shown = repr(name) if like else "(a text)"
+        raise DataError(f"{where}: split {shown} is not one of {', '.join(SPLIT_NAMES)}.")
     return SPLIT_NAMES[name]
 
 
