@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.card_file import CARD_NAME, read_card
 from lit_dpret.privacy.card_notes import note_not_covered
 from lit_dpret.privacy.card_subject import check_dataset_card
 from lit_dpret.privacy.start import model_folder
@@ -61,13 +62,24 @@ def declare(folder: Path | None, whose: Whose, *, measured: str, where: str) -> 
     if whose != "private":
         return None
     marked = NO_CARD
-    places = [] if folder is None else [folder, model_folder(folder)]  # a run keeps a copy of its card with its model
+    places = [] if folder is None else [folder, *_copies(folder)]
     for place in dict.fromkeys(places):
         card = note_not_covered(place, f"{measured} of {places[0].resolve().name}", computed="private queries")
         marked = marked if card is None else f"{card.name} says so"
     return (
         f"These numbers were computed from private queries. No guarantee covers them ({marked}): keep {where} private."
     )
+
+
+def _copies(folder: Path) -> list[Path]:
+    """Where else the card of ``folder`` lies: a run keeps a copy of its card with its model, and a model one above."""
+    found = [model_folder(folder)]
+    above = folder.resolve().parent
+    if (folder / CARD_NAME).is_file() and (above / CARD_NAME).is_file():
+        own, other = (read_card(place)["subject"] for place in (folder, above))
+        if own == other:
+            found.append(above)
+    return found
 
 
 def check_synthetic(data: Any, split: str) -> None:

@@ -234,16 +234,18 @@ def test_generating_again_does_not_wipe_the_note_off_the_card(written: Path, tmp
         assert read_card(folder)[name] == noted[name]
 
 
-def test_the_card_of_a_run_is_marked_with_the_copy_beside_its_model(written: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", ["run", "run/model"])
+def test_the_card_of_a_run_is_marked_with_the_copy_beside_its_model(named: str, written: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     for folder in (run, run / "model"):
         folder.mkdir()
         shutil.copy2(written / "privacy_card.json", folder)
-    assert declare(run, "public", measured="A share", where="this") is None
-    said = declare(run, "private", measured="A share", where="this folder")
+    assert declare(tmp_path / named, "public", measured="A share", where="this") is None
+    said = declare(tmp_path / named, "private", measured="A share", where="this folder")
     assert said is not None and said.endswith("(privacy_card.json says so): keep this folder private.")
     for folder in (run, run / "model"):
-        assert any(text.startswith("A share of run, computed from") for text in read_card(folder)["not_covered"])
+        begin = f"A share of {Path(named).name}, computed from"
+        assert any(text.startswith(begin) for text in read_card(folder)["not_covered"])
 
 
 def test_a_missing_package_is_named_before_the_card_is_marked(
