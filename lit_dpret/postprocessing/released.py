@@ -103,6 +103,29 @@ def require_released(value: object, what: str) -> ReleasedQueries:
     )
 
 
+def require_of_its_folder(released: ReleasedQueries) -> None:
+    """Refuse queries under a card that are not those of the folder that the card is about.
+
+    Raises:
+        PrivateDataError: A query has another text or passage there, is not there, or a passage has another text.
+        DataError: The folder is not what its card describes any more.
+    """
+    if released.provenance != "card" or released.folder is None:
+        return
+    check_dataset_card(released.folder / CARD_NAME)
+    parts = folder_parts(released.folder, needs_corpus=False)
+    sources = _sources(parts["qrels"]["train"])
+    known = {name: (text, sources.get(name)) for _, name, text, _ in _queries(parts["queries"])}
+    own = {} if parts["corpus"] is None else read_corpus(parts["corpus"]).texts
+    for number, query in enumerate(released):
+        text = released.passages.get(query.passage_id)
+        if known.get(query.query_id) != (query.text, query.passage_id) or own.get(query.passage_id, text) != text:
+            raise PrivateDataError(
+                f"Query number {number} to be written is not one of {released.folder} with its passage, so its privacy "
+                "card does not cover it. Write what load_released and its `only` returned."
+            )
+
+
 def load_released(
     folder: str | Path, *, corpus: str | Path | None = None, declared_public: bool = False
 ) -> ReleasedQueries:
@@ -118,7 +141,7 @@ def load_released(
             describes, it is malformed, a query of it has more than one passage, or ``corpus`` contradicts it.
     """
     place = Path(folder)
-    parts = folder_parts(str(place), corpus=corpus)
+    parts = folder_parts(str(place), corpus=corpus, knob="task.data")
     if "train" not in parts["qrels"]:
         raise DataError(f"{place} has no qrels/train.tsv: no query belongs to a passage.")
     if (place / CARD_NAME).is_file():
