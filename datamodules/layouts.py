@@ -208,17 +208,23 @@ def qrels_files(folder: Path) -> dict[str, Path]:
     return files
 
 
-def folder_parts(folder: str | Path, *, corpus: str | Path | None = None, needs_corpus: bool = True) -> dict[str, Any]:
+def folder_parts(
+    folder: str | Path,
+    *,
+    corpus: str | Path | None = None,
+    needs_corpus: bool = True,
+    knob: str = "datamodule.folder",
+) -> dict[str, Any]:
     """The files of a BEIR folder, as `lit_dpret.datamodules.corpus.read_parts` takes them.
 
-    ``corpus`` stands in for the folder's own.
+    ``corpus`` stands in for the folder's own; ``knob`` is the setting that a message names.
 
     Raises:
         DataError: The folder or one of its parts is missing.
     """
     root = Path(folder)
     if not root.is_dir():
-        raise DataError(f"{root} does not exist or is not a folder; check datamodule.folder.", kind="missing file")
+        raise DataError(f"{root} does not exist or is not a folder; check {knob}.", kind="missing file")
     queries = find_part(root, "queries")
     qrels = qrels_files(root / "qrels")
     corpus = corpus or find_part(root, "corpus")

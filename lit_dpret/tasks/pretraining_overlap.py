@@ -14,6 +14,7 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.datamodules.fields import Fields
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.card_file import CARD_NAME
 from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Section, to_html, to_markdown
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.run_files import write_text
@@ -72,9 +73,14 @@ class PretrainingOverlap:
         """Write ``pretraining_overlap.json``, ``.md`` and ``.html``; returns the shares found.
 
         Raises:
-            DataError: The corpus is missing or empty, or a record of it has no text.
+            DataError: The corpus is missing or empty, a record of it has no text, or ``card`` has none to mark.
         """
         check_run_dir(parts.run_dir, min_free_mb=1)
+        if self.card is not None and not (self.card / CARD_NAME).is_file():
+            raise DataError(
+                f"task.card={self.card} holds no {CARD_NAME}, so it could not be marked. Name the folder of the run, "
+                "model or data set that learnt from these queries, or set it to null."
+            )
         files = corpus_files(self.corpus)
         data = parts.make_datamodule()
         data.prepare_data()
@@ -177,6 +183,8 @@ def corpus_files(path: Path) -> list[Path]:
     Raises:
         DataError: There is none.
     """
+    if not path.exists():
+        raise DataError(f"{path} does not exist; check task.corpus.")
     if not path.is_dir():
         return [path]
     found = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))

@@ -208,7 +208,7 @@ class Similarity:
     # -- the texts -----------------------------------------------------------------------------
 
     def _made(self) -> Texts:
-        read = read_parts(**folder_parts(self.synthetic))
+        read = read_parts(**folder_parts(self.synthetic, knob="task.synthetic"))
         if "train" not in read.qrels:
             raise DataError(
                 f"task.synthetic={self.synthetic} has no qrels/train.tsv, so it holds no synthetic queries."

@@ -365,6 +365,25 @@ def test_the_shares_of_private_queries_are_on_the_card_that_is_named(
     assert "privacy_card.json says so" in facts(tmp_path / "run", "pretraining_overlap")["not_covered"]
 
 
+def test_a_card_that_cannot_be_marked_is_refused_before_private_queries_are_looked_at(
+    original: Path, tmp_path: Path
+) -> None:
+    """A slip in the path would else let the numbers out with a card elsewhere that keeps silent about them."""
+    (tmp_path / "corpus.jsonl").write_text('{"text": "a"}\n', encoding="utf-8")
+    task = PretrainingOverlap(
+        corpus=tmp_path / "corpus.jsonl", queries="private", card_entry=True, card=tmp_path / "runn"
+    )
+    with pytest.raises(DataError, match=r"task\.card=.*runn holds no privacy_card\.json"):
+        task.run(parts(tmp_path / "run", pairs(original)))
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_folder_that_is_missing_is_told_by_the_setting_that_names_it(original: Path, tmp_path: Path) -> None:
+    task = Similarity(synthetic=tmp_path / "nowhere", reference="public", measures=["overlap"])
+    with pytest.raises(DataError, match=r"nowhere does not exist or is not a folder; check task\.synthetic"):
+        task.run(parts(tmp_path / "run", pairs(original)))
+
+
 def test_a_corpus_that_cannot_be_read_is_refused(original: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "other.jsonl").write_text('{"content": "a"}\n', encoding="utf-8")
@@ -372,6 +391,7 @@ def test_a_corpus_that_cannot_be_read_is_refused(original: Path, tmp_path: Path)
     for name, says in (
         ("empty", "holds no .jsonl"),
         ("missing.jsonl", "does not exist; check task.corpus"),
+        ("missing", "does not exist; check task.corpus"),
         ("other.jsonl", "no key 'text'"),
         ("none.jsonl", "holds no record"),
     ):
