@@ -18,7 +18,7 @@ from lit_dpret.privacy.card_file import CARD_NAME
 from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Section, to_html, to_markdown
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.run_files import write_text
-from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare
+from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare, refuse_training_data
 from lit_dpret.textsim.pretraining_overlap import bounds, find_in_corpus
 from lit_dpret.textsim.share import Share
 
@@ -87,6 +87,8 @@ class PretrainingOverlap:
         data.setup("test")
         if self.queries == "synthetic":
             check_synthetic(data, self.split)
+        if self.queries == "public":
+            refuse_training_data(data, self.card, knob="task.queries")
         lists = {
             _QUERIES: self._chosen(data.evaluation_set(self.split)[0]),
             _PASSAGES: self._chosen(data.public_passages()),

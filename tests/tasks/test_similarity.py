@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stand_ins import Texts, fit
 from tiny_generator import PASSAGES, SETTINGS, lively_generator, write_parent_card
 from tiny_models import tiny_bert, tiny_tokenizer
 
@@ -19,6 +20,7 @@ from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.generation.writer import synthesize
 from lit_dpret.privacy.card import read_card
+from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.report.similarity_figure import can_draw
 from lit_dpret.st_folder import save_sentence_transformer
 from lit_dpret.tasks import PretrainingOverlap, Similarity
@@ -376,6 +378,25 @@ def test_a_card_that_cannot_be_marked_is_refused_before_private_queries_are_look
     with pytest.raises(DataError, match=r"task\.card=.*runn holds no privacy_card\.json"):
         task.run(parts(tmp_path / "run", pairs(original)))
     assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["run/synthetic", "run/stages/synthetic"])
+def test_the_private_log_of_the_training_itself_cannot_be_declared_public(
+    place: str, made: Path, original: Path, tmp_path: Path
+) -> None:
+    """The ledger beside the artefact knows its data by a fingerprint that needs the secret of the run."""
+    run = tmp_path / "run"
+    synthetic = tmp_path / place
+    data = PairsDataModule(folder=original, expected_batch_size=8, physical_batch_size=24)
+    mode = DPSGD(eps=30.0, delta=1e-3, max_grad_norm=1.0, noise_multiplier=20.0)
+    fit(run if synthetic.parent == run else synthetic.parent / "generator", Texts(privacy=mode), data, steps=1)
+    shutil.copytree(made, synthetic)
+    task = Similarity(synthetic=synthetic, reference="public", measures=["overlap"])
+    with pytest.raises(ConfigurationError, match=r"task\.reference=public, but these are the data that .* trained on"):
+        task.run(parts(tmp_path / "found", pairs(original)))
+    assert list((tmp_path / "found").iterdir()) == []
+    others = beir(tmp_path / "others", {"train": dict(list(ORIGINAL.items())[5:])}, TEXTS)
+    task.run(parts(tmp_path / "found", pairs(others)))
 
 
 def test_a_folder_that_is_missing_is_told_by_the_setting_that_names_it(original: Path, tmp_path: Path) -> None:
