@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.losses import SigmoidPairLoss
 from lit_dpret.modules import DualEncoder, FrozenDualEncoder, OptimizerSpec
 from lit_dpret.negatives import (
@@ -33,6 +33,7 @@ from lit_dpret.negatives import (
     StaticNegatives,
 )
 from lit_dpret.privacy.card import read_card, verify_card
+from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import (
     DPSGD,
     BatchClip,
@@ -414,6 +415,26 @@ def test_a_declared_file_stands_on_the_card_as_an_assumption_and_so_does_another
     }
     assert card["claim"]["guarantee"] == "dp"
     assert verify_card(card, tmp_path / "run" / "privacy_ledger.jsonl") == []
+
+
+def test_a_step_that_is_repeated_with_other_negatives_gets_fresh_noise_and_is_charged_again(tmp_path: Path) -> None:
+    """Two sums under one noise could be subtracted; the ledger holds a keyed tag of the first."""
+
+    def run(source: NegativeSource, *, resume: bool) -> None:
+        mode = DPSGD(max_grad_norm=1.0, secret_file=tmp_path / "secret", **NOISE)
+        data = data_module(tmp_path / f"data{len(list(tmp_path.iterdir()))}", sampling="poisson", expected_batch_size=5)
+        stop = [] if resume else [KillAt(5)]
+        fit(tmp_path / "run", dual(mode, negatives=[source]), data, steps=6, save_every=3, resume=resume, extra=stop)
+
+    with pytest.raises(Killed):
+        run(RandomNegatives(seed=0), resume=False)
+    with pytest.raises(ResumeError, match="could not be repeated bit by bit"):
+        run(RandomNegatives(seed=1), resume=True)
+    run(RandomNegatives(seed=1), resume=True)
+    records = PrivacyLedger.read(tmp_path / "run" / "privacy_ledger.jsonl").records
+    steps = [(r["attempt"], r["step"]) for r in records if r["kind"] == "release"]
+    assert steps == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 3), (1, 4), (1, 5)]
+    assert next(r["name"] for r in records if r["kind"] == "event") == "replay_failed"
 
 
 def test_under_synthetic_a_file_of_negatives_stands_on_the_card_too(tmp_path: Path) -> None:
