@@ -31,6 +31,7 @@ class LabelledNegatives(PassageSource):
     """
 
     name: ClassVar[str] = "labelled"
+    file: Path
 
     def __init__(
         self, *, file: str | Path, per_query: int = 1, lines_are_independent: bool = False, seed: int = 0
