@@ -121,6 +121,8 @@ class PretrainingOverlap:
         for line in [self._reach(), *([warning] if warning else [])]:
             console.print(line, highlight=False, soft_wrap=True)
         for path in self._write(parts, facts):
+            if self.queries == "private":
+                path.chmod(0o600)
             console.print(f"written: {path}", highlight=False, soft_wrap=True)
         return {name: each.exact.value or 0.0 for name, each in found.items()}
 

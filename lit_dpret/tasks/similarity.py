@@ -197,6 +197,8 @@ class Similarity:
         for line in [*written.lines, *([warning] if warning else [])]:
             console.print(line, highlight=False, soft_wrap=True)
         for path in written.paths:
+            if self.reference == "private":
+                path.chmod(0o600)
             console.print(f"written: {path}", highlight=False, soft_wrap=True)
         return written.scores
 

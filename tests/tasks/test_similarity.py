@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -213,6 +214,7 @@ def test_scores_of_private_queries_are_on_the_card_before_they_are_computed(card
         "than the claim covers."
     ]
     assert card["claim"] == before["claim"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run").glob("similarity.*")} == {0o600}
     assert "privacy_card.json says so" in found["not_covered"]
     assert found["synthetic"]["privacy"].startswith("epsilon = ")
     assert found["not_covered"] in (tmp_path / "run" / "similarity.html").read_text(encoding="utf-8")
@@ -365,6 +367,7 @@ def test_the_shares_of_private_queries_are_on_the_card_that_is_named(
     task.run(parts(tmp_path / "run", pairs(original)))
     assert any("Overlap with a pre-training corpus of carded" in text for text in read_card(carded)["not_covered"])
     assert "privacy_card.json says so" in facts(tmp_path / "run", "pretraining_overlap")["not_covered"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run").glob("pre*")} == {0o600}
 
 
 def test_a_card_that_cannot_be_marked_is_refused_before_private_queries_are_looked_at(
