@@ -142,6 +142,7 @@ class PrivacyAccountant(Callback):
                 "secure_rng": mode.secure_rng,
                 "noise_seed": mode.noise_seed,
                 "log_private_loss": bool(module.log_private_loss),
+                "assumptions": module.assumptions() if hasattr(module, "assumptions") else [],
                 "dataset_ledger": None if self._dataset is None else self._dataset.begin(),
             },
             data_fingerprint=data.data_fingerprint,

@@ -21,8 +21,9 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 
-from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
-from lit_dpret.privacy.card_file import CARD_NAME, file_sha256, read_card
+from lit_dpret.errors import ConfigurationError, LitDpretError
+from lit_dpret.privacy.card_file import CARD_NAME
+from lit_dpret.privacy.card_subject import check_dataset_card
 from lit_dpret.privacy.guard import uncounted
 from lit_dpret.privacy.sampling import PrivateBatchSampler
 from lit_dpret.privacy.start import Start, model_folder
@@ -117,34 +118,6 @@ def refuse_false_bound(mode: Any, data: Any) -> None:
             f"privacy.max_units_per_user={bound} is not true of these data: a user id has more {mode.unit} units than "
             "that. Declare a bound that holds, take rows out of the data, or set privacy.unit=user."
         )
-
-
-def check_dataset_card(path: Path | None) -> None:
-    """Refuse data that its privacy card does not describe, file by file.
-
-    Raises:
-        DataError: The card is missing, is not one of a data set, or lists other contents than the
-            folder's queries, judgements and passages.
-    """
-    if path is None:
-        raise DataError(
-            "privacy=synthetic trains on data that carries a privacy card, and this folder has none.", trap="T27"
-        )
-    subject = read_card(path)["subject"]
-    if subject["artifact_type"] != "dataset" or not subject["sha256"]:
-        raise DataError(
-            f"{path} is the card of {subject['artifact_type']} {subject['name']!r}, not of the data set it lies with: "
-            "its claim says nothing about these queries. Take the folder that task=synthesize wrote.",
-            trap="T27",
-        )
-    folder = path.parent
-    read = [p for pattern in ("queries.*", "corpus.*", "qrels/train.*") for p in folder.glob(pattern)]
-    for name in {p.relative_to(folder).as_posix() for p in read} | set(subject["sha256"]):
-        file = folder / name
-        if not file.is_file() or file_sha256(file) != subject["sha256"].get(name):
-            raise DataError(
-                f"{file} is not the file that {path.name} describes; its claim does not cover it.", trap="T27"
-            )
 
 
 Check = Callable[[Candidate], None]

@@ -16,9 +16,9 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lit_dpret.callbacks.refusals import check_dataset_card
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.card_leaks import DECLARED_EVENT, PRIVATE_EVENT
+from lit_dpret.privacy.card_subject import check_dataset_card
 from lit_dpret.privacy.releases import NonPrivateRelease
 from lit_dpret.retrieval.metrics import Metric
 from lit_dpret.retrieval.qrels import check_qrels

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from lit_dpret.datamodules.complaints import Complain
 from lit_dpret.errors import DataError
+
+_KNOWN = frozenset(
+    {"_id", "id", "text", "title", "query", "passage", "query_id", "query-id", "passage_id", "corpus-id", "corpus_id",
+     "score", "grade", "user_id", "domain", "split", "question", "answer"}
+)  # fmt: skip
 
 
 class Records(Protocol):
@@ -73,7 +79,7 @@ class Fields:
             return int(value)
         except (ValueError, TypeError):
             raise DataError(
-                f"{self.file.where(number)}: grade {name}={str(value)[:40]!r} is not a whole number.",
+                f"{self.file.where(number)}: grade {name}={shown_number(value)} is not a whole number.",
                 kind="no whole-number grade",
             ) from None
 
@@ -90,12 +96,30 @@ def as_id(value: object) -> str | None:
 def shown_columns(names: Iterable[object]) -> tuple[str, ...]:
     """Names of columns for a message. In a table without a header they are private texts, which are not shown.
 
+    They are names where each is one word, or where one of them is a name that we know; other tables have no header.
+
     Example:
         >>> shown_columns(["query-id", "user id", "does my policy cover a flood"])
         ('query-id', 'user id', '(a text)')
+        >>> shown_columns(["insulin dose", "Ask your doctor how much."])
+        ('(a text)', '(a text)')
     """
     found = [str(name) for name in names]
-    return tuple(name if len(name) <= 32 and len(name.split()) <= 2 else "(a text)" for name in found)
+    most = 2 if any(name.strip().lower() in _KNOWN for name in found) else 1
+    if most == 1 and any(len(name.split()) > 1 for name in found):
+        most = 0
+    return tuple(name if len(name) <= 32 and len(name.split()) <= most else "(a text)" for name in found)
+
+
+def shown_number(value: object) -> str:
+    """A value that should be a number, for a message: itself if it looks like one, for else it is a private text.
+
+    Example:
+        >>> shown_number("1.5"), shown_number("insulin dose")
+        ("'1.5'", '(a text)')
+    """
+    text = str(value)
+    return repr(text) if re.fullmatch(r"[-+.,\deE]{0,24}|nan|inf|None|True|False", text) else "(a text)"
 
 
 def kind_of(value: object) -> str:

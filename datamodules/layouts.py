@@ -208,17 +208,23 @@ def qrels_files(folder: Path) -> dict[str, Path]:
     return files
 
 
-def folder_parts(folder: str | Path, *, corpus: str | Path | None = None, needs_corpus: bool = True) -> dict[str, Any]:
+def folder_parts(
+    folder: str | Path,
+    *,
+    corpus: str | Path | None = None,
+    needs_corpus: bool = True,
+    knob: str = "datamodule.folder",
+) -> dict[str, Any]:
     """The files of a BEIR folder, as `lit_dpret.datamodules.corpus.read_parts` takes them.
 
-    ``corpus`` stands in for the folder's own.
+    ``corpus`` stands in for the folder's own; ``knob`` is the setting that a message names.
 
     Raises:
         DataError: The folder or one of its parts is missing.
     """
     root = Path(folder)
     if not root.is_dir():
-        raise DataError(f"{root} does not exist or is not a folder; check datamodule.folder.", kind="missing file")
+        raise DataError(f"{root} does not exist or is not a folder; check {knob}.", kind="missing file")
     queries = find_part(root, "queries")
     qrels = qrels_files(root / "qrels")
     corpus = corpus or find_part(root, "corpus")
@@ -237,9 +243,11 @@ def folder_parts(folder: str | Path, *, corpus: str | Path | None = None, needs_
 
 
 def split_name(name: str, where: str) -> str:
-    """``train``, ``dev`` or ``test``; ``valid`` and ``validation`` are dev."""
+    """``train``, ``dev`` or ``test``; ``valid`` and ``validation`` are dev. Another value may be a private text."""
     if name not in SPLIT_NAMES:
-        raise DataError(f"{where}: split {name!r} is not one of {', '.join(SPLIT_NAMES)}.")
+        like = len(name) <= 32 and len(name.split()) == 1 and any(known in name.lower() for known in SPLIT_NAMES)
+        shown = repr(name) if like else "(a text)"
+        raise DataError(f"{where}: split {shown} is not one of {', '.join(SPLIT_NAMES)}.")
     return SPLIT_NAMES[name]
 
 

@@ -52,7 +52,7 @@ class PairsDataModule(SampledDataModule):
         rows_per_unit: ``one`` draws one row of each drawn unit, ``all`` takes all.
         duplicates: ``keep`` or ``merge`` equal query texts under different ids; read
             `lit_dpret.datamodules.unit_dataset` before changing it.
-        max_rows_per_unit: Keep at most so many rows of a unit, by hash of their ids.
+        max_rows_per_unit: Keep at most so many rows of a unit, by hash of query text and passage id.
         in_memory: Whether to hold the texts of the corpus; ``auto`` holds up to half a gigabyte, and reads a larger
             one from a store on disk (`lit_dpret.datamodules.passage_store`).
         cache_dir: Where such stores are kept; None for ``~/.cache/lit-dpret/passages``.

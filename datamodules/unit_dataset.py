@@ -21,7 +21,7 @@ data where the number of ids was bookkeeping. Under ``zero_out`` that number is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, get_args
 
 from torch.utils.data import Dataset
@@ -54,8 +54,8 @@ class GroupedUnitDataset:
         collection: The data, checked.
         unit: Whose data one item is.
         duplicates: What to do with equal texts under different ids; see the module's text.
-        max_rows_per_unit: Keep at most so many rows of a unit: those whose ids hash lowest, whatever
-            the file order. None keeps all.
+        max_rows_per_unit: Keep at most so many rows of a unit: those whose query text and passage id hash
+            lowest, whatever the file order and the ids of queries, which may be line numbers. None keeps all.
         split: The split to train on.
 
     Raises:
@@ -95,7 +95,7 @@ class GroupedUnitDataset:
                 groups.setdefault(self._key(query_id, passage_id), []).append((query_id, passage_id))
         if not any(groups.values()):
             raise DataError(f"{collection.source}: split {split} has no query with a positive passage.")
-        self._units = [_lowest(rows, max_rows_per_unit) for rows in groups.values()]
+        self._units = [_lowest(rows, max_rows_per_unit, collection.queries) for rows in groups.values()]
         self._queries = [tuple(dict.fromkeys(query for query, _ in rows)) for rows in groups.values()]
 
     def _key(self, query_id: str, passage_id: str) -> tuple[str, ...]:
@@ -161,11 +161,11 @@ class GroupedUnitDataset:
         return {"texts": len(repeated), "query_ids": sum(repeated)}
 
 
-def _lowest(rows: list[tuple[str, str]], limit: int | None) -> tuple[tuple[str, str], ...]:
-    """At most ``limit`` of ``rows``, chosen by the hash of their ids, in their own order."""
+def _lowest(rows: list[tuple[str, str]], limit: int | None, queries: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """At most ``limit`` of ``rows``, chosen by the hash of query text and passage id, in their own order."""
     if limit is None or len(rows) <= limit:
         return tuple(rows)
-    kept = set(sorted(rows, key=lambda row: stable_hash("lit-dpret rows", *row))[:limit])
+    kept = set(sorted(rows, key=lambda row: stable_hash("lit-dpret rows", queries[row[0]], row[1]))[:limit])
     return tuple(row for row in rows if row in kept)
 
 

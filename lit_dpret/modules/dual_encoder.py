@@ -195,6 +195,10 @@ class DualEncoder(PairModule):
         self.coupled_loss = made.of_rows.couples_rows
         return made
 
+    def assumptions(self) -> list[str]:
+        """What is taken on trust about the files that sources of negatives read."""
+        return [] if self._negatives is None else self._negatives.of_rows.assumptions()
+
     def tower(self, side: Side) -> TextEncoder:
         """The encoder of one side."""
         return self.encoder if side == "query" or self.passage_encoder is None else self.passage_encoder

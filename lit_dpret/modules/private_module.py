@@ -77,6 +77,10 @@ class PrivateModule(Checkpointed):
         """The loss of each row, shape ``(rows,)``."""
         raise UnsupportedModelError(f"{type(self).__name__} does not implement per_row_loss(rows).")
 
+    def assumptions(self) -> list[str]:
+        """What the claim of a run with this module takes on trust beside its mechanism, as statements for the card."""
+        return []
+
     def configure_optimizers(self) -> Any:
         # The accountant attached the mode in its ``setup``, which Lightning runs before it asks for optimizers.
         noise_std = self.privacy.gradient_noise_std if self.optimizer_spec.uses_noise_std else 0.0

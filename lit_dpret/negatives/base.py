@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -32,6 +32,7 @@ class NegativeSource(ABC):
         keeps_private_state: Whether something of private rows outlives the step.
         shared_in_batch: Whether what it finds for one row is a negative of every row; then it couples them.
         gather: Whether it takes rows of other processes.
+        file: What it reads its negatives from, where it reads a file.
         is_declared: Whether what nothing can check, that a row's negatives were made of its own record and of
             public data alone, is declared where it has to be.
     """
@@ -41,6 +42,7 @@ class NegativeSource(ABC):
     keeps_private_state: bool = False
     shared_in_batch: bool = False
     gather: bool = False
+    file: Path | None = None
     is_declared: bool = True
 
 
@@ -67,13 +69,14 @@ class Seat:
 
     Attributes:
         query: The place of its query among the train queries.
-        query_id: Its id.
+        text: The text of its query. Coins are keyed by it and not by an id, which may be the number of a line:
+            without the record before it, a row would then draw other passages.
         own: The place of its passage in the public list.
         answers: The text groups of the passages that answer it, inside its own unit of privacy.
     """
 
     query: int
-    query_id: str
+    text: str = field(repr=False)
     own: int
     answers: frozenset[int]
 
@@ -83,7 +86,7 @@ class PassageSource(NegativeSource):
 
     Guarantees:
         - What is named for a row is a function of that row, of the public list, of public coins and of
-          weights: not of the order of the rows, nor of the other rows.
+          weights: not of the order of the rows, nor of the other rows, nor of where in a file it stands.
         - No passage that answers the row's query, and none with the text of one, is named.
 
     Args:

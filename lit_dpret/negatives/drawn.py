@@ -17,7 +17,7 @@ class RandomNegatives(PassageSource):
     """Any passages of the public list, uniformly.
 
     Guarantees:
-        - What is drawn for a row depends on (``seed``, step, ids of the row) and on its own record and public data.
+        - What is drawn for a row depends on (``seed``, step) and on its own record and public data.
 
     Args:
         per_query: How many passages a row gets.
@@ -28,7 +28,7 @@ class RandomNegatives(PassageSource):
     name: ClassVar[str] = "random"
 
     def choose(self, seat: Seat, *, step: int, epoch: int) -> list[int]:
-        draw = coins(self.seed, self.name, step, seat.query_id, self._texts.passage_ids[seat.own])
+        draw = coins(self.seed, self.name, step, seat.text, self._texts.passage_ids[seat.own])
         return uniform_places(draw, self._texts.groups, self.per_query, answers=seat.answers)
 
 
@@ -95,9 +95,7 @@ class GoldNegatives(PassageSource):
         places = [p for p in self._judged.get(seat.query, []) if int(groups[p]) not in seat.answers]
         if len(places) <= self.per_query:
             return places
-        drawn = coins(self.seed, self.name, epoch, seat.query_id).choice(
-            len(places), size=self.per_query, replace=False
-        )
+        drawn = coins(self.seed, self.name, epoch, seat.text).choice(len(places), size=self.per_query, replace=False)
         return [places[i] for i in sorted(drawn.tolist())]
 
 

@@ -31,6 +31,7 @@ class LabelledNegatives(PassageSource):
     """
 
     name: ClassVar[str] = "labelled"
+    file: Path
 
     def __init__(
         self, *, file: str | Path, per_query: int = 1, lines_are_independent: bool = False, seed: int = 0
@@ -58,7 +59,7 @@ class LabelledNegatives(PassageSource):
         places = sorted(place for place in labelled if int(groups[place]) not in seat.answers)
         if len(places) <= self.per_query:
             return places
-        draw = coins(self.seed, self.name, epoch, seat.query_id, self._texts.passage_ids[seat.own])
+        draw = coins(self.seed, self.name, epoch, seat.text, self._texts.passage_ids[seat.own])
         return [places[i] for i in sorted(draw.choice(len(places), size=self.per_query, replace=False).tolist())]
 
     def margins(self, seat: Seat, places: Sequence[int]) -> list[float]:

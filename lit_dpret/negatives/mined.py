@@ -50,7 +50,7 @@ class MinedSource(PassageSource):
     from being everybody's negative, and those that answer without being marked from being taken each time.
 
     Guarantees:
-        - What is drawn for a row depends on (``seed``, epoch, query id) and on its own record and public data.
+        - What is drawn for a row depends on (``seed``, epoch) and on its own record and public data.
 
     Args:
         per_query: How many passages a row gets.
@@ -124,9 +124,7 @@ class MinedSource(PassageSource):
         places = places[self.filter.keep(scores, positive)]
         if len(places) <= self.per_query:
             return [int(place) for place in places]
-        drawn = coins(self.seed, self.name, number, seat.query_id).choice(
-            len(places), size=self.per_query, replace=False
-        )
+        drawn = coins(self.seed, self.name, number, seat.text).choice(len(places), size=self.per_query, replace=False)
         return [int(place) for place in places[np.sort(drawn)]]
 
     def _store(self, facts: dict[str, Any], *, private: bool) -> ShardStore | None:

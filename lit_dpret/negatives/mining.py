@@ -43,7 +43,8 @@ def mine(
         label: What the line of progress starts with.
         shard_size: Queries that are ranked, and written, together.
         store: Where shards are kept; None keeps none.
-        private: Tell progress in percent, and not how many queries there are.
+        private: Tell that it began and ended, and nothing between: a share of the queries after each shard
+            of known size would tell how many there are.
     """
     total = len(texts.queries)
     if store is None:
@@ -55,6 +56,8 @@ def mine(
         ranker = rank()
         done = total - sum(map(len, spans))
         with ProgressLine(label) as progress:
+            if private:
+                progress(0, 1)
             for span in spans:
                 part = _packed(span, *ranker(span), texts)
                 if store is None:
@@ -62,7 +65,10 @@ def mine(
                 else:
                     store.write(span, part)
                 done += len(span)
-                progress(*((100 * done // total, 100) if private else (done, total)))
+                if not private:
+                    progress(done, total)
+            if private:
+                progress(1, 1)
     if store is None:
         return Mined.join(parts)
     store.tidy()

@@ -43,7 +43,7 @@ class RowNegatives:
         listed = list(sources.values()) if isinstance(sources, Mapping) else list(sources)
         check_sources(listed, privacy)
         self.sources, self.private = listed, privacy.guarantee != "inherited"
-        self._says_counts = privacy.guarantee != "dp"
+        self._guarantee = privacy.guarantee
         if privacy.guarantee == "dp":
             for source in listed:
                 if isinstance(source, MinedSource):
@@ -74,6 +74,22 @@ class RowNegatives:
     def names_passages(self) -> bool:
         """Whether a source names passages of the public list, which then have to be embedded."""
         return bool(self._own or self._shared)
+
+    def assumptions(self) -> list[str]:
+        """What nothing can check about the files that sources read, as statements for the privacy card."""
+        made_of = {
+            "dp": "its own query and of public data alone, as declared",
+            "inherited": "released queries and of public data alone",
+        }.get(self._guarantee)
+        return (
+            []
+            if made_of is None
+            else [
+                f"Each line of the file of model.negatives.{source.name} ({source.file.name}) was made of {made_of}."
+                for source in self.sources
+                if source.file is not None
+            ]
+        )
 
     def learn(self, texts: TrainTexts, towers: Towers) -> None:
         """Mine with the weights as they are before the first step."""
@@ -131,7 +147,7 @@ class RowNegatives:
         margins: list[list[float]] = []
         for row, query in enumerate(query_at.tolist()):
             answers = frozenset(g for g in groups[row].tolist() if g != NOBODY)
-            seat = Seat(query, texts.query_ids[query], int(answers_at[row, 0]), answers)
+            seat = Seat(query, texts.queries[query], int(answers_at[row, 0]), answers)
             taken: set[int] = set()
             for sources, found in ((self._own, own), (self._shared, shared)):
                 places: list[int] = []
@@ -159,7 +175,7 @@ class RowNegatives:
         short = source.per_query - len(kept)
         if short:
             self._tell_short()
-            draw = coins(source.seed, "fill", source.name, step, seat.query_id)
+            draw = coins(source.seed, "fill", source.name, step, seat.text)
             more = uniform_places(draw, texts.groups, short, answers=seat.answers, taken=taken)
             taken.update(more)
             kept += more
@@ -167,7 +183,7 @@ class RowNegatives:
 
     def _tell_short(self) -> None:
         self._short += 1
-        if self._short == 1 and self._says_counts:
+        if self._short == 1 and self._guarantee != "dp":
             rank_zero_warn(
                 "A source of negatives has too few passages for some query (margins, depth, few words in common, or "
                 "another source named them): random public passages stand in for them. This is said once."

@@ -90,8 +90,10 @@ class ShardStore:
         self.folder = cache_dir / f"{PRIVATE if private else 'public'}-{name}-{key[:24]}"
         self._count = count
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if private:
+            if not private:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            else:
+                _make_private(self.folder)
                 (self.folder / "README.txt").write_text(_WARNING, encoding="utf-8")
         except OSError as error:
             raise StorageError(f"{self.folder} cannot be made: {error.strerror}. Choose another cache_dir.") from error
@@ -155,6 +157,14 @@ class ShardStore:
 
     def _path(self, span: range) -> Path:
         return self.folder / f"{span.start:09}-{span.stop:09}.npz"
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder that its owner alone can read, and those above it that are missing likewise: names are hashes."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    for place in reversed(missing):
+        place.mkdir(mode=0o700, exist_ok=True)
+    folder.chmod(0o700)
 
 
 def check_private_place(folder: Path, knob: str) -> None:

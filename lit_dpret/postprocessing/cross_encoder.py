@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,14 @@ class CrossEncoder:
         if max_length is not None and max_length > known:
             raise ConfigurationError(f"max_length={max_length} is more than {source} can read, {known} tokens.")
         return cls(model.to(device), tokenizer, max_length=max_length or known)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the weights: another model behind the same name has another one."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
     @torch.inference_mode()
     def score(

@@ -107,7 +107,7 @@ def label(
     configuration = {
         "labels": 1, "cross_encoder": shown(cross_encoder), "encoder": shown(ranker.encoder), "depth": depth,
         "per_query": per_query, "seed": seed, "max_length": scorer.max_length, "group_size": group_size,
-        "sha256_of_work": _digest(released, mined),
+        "sha256_of_work": _digest(released, mined), "sha256_of_cross_encoder": scorer.fingerprint(),
     }  # fmt: skip
     store = ShardStore(folder, configuration, len(groups))
     missing = set(store.missing)

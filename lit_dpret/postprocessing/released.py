@@ -21,11 +21,11 @@ from lit_dpret.datamodules.fields import Fields
 from lit_dpret.datamodules.layouts import folder_parts, read_corpus
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
-from lit_dpret.privacy.card import CARD_NAME, card_sha256, read_card
+from lit_dpret.privacy.card import CARD_NAME, read_card
+from lit_dpret.privacy.card_subject import card_above, card_names, check_artefact, check_dataset_card
 
 Provenance = Literal["card", "declared public"]
 
-_PUBLIC_NAMES = frozenset({"bm25", "minilm"})
 _ID, _TEXT = ("_id", "id"), ("text",)
 _QUERY_ID, _PASSAGE_ID = ("query-id", "query_id"), ("corpus-id", "corpus_id", "passage_id")
 
@@ -103,6 +103,29 @@ def require_released(value: object, what: str) -> ReleasedQueries:
     )
 
 
+def require_of_its_folder(released: ReleasedQueries) -> None:
+    """Refuse queries under a card that are not those of the folder that the card is about.
+
+    Raises:
+        PrivateDataError: A query has another text or passage there, is not there, or a passage has another text.
+        DataError: The folder is not what its card describes any more.
+    """
+    if released.provenance != "card" or released.folder is None:
+        return
+    check_dataset_card(released.folder / CARD_NAME)
+    parts = folder_parts(released.folder, needs_corpus=False)
+    sources = _sources(parts["qrels"]["train"])
+    known = {name: (text, sources.get(name)) for _, name, text, _ in _queries(parts["queries"])}
+    own = {} if parts["corpus"] is None else read_corpus(parts["corpus"]).texts
+    for number, query in enumerate(released):
+        text = released.passages.get(query.passage_id)
+        if known.get(query.query_id) != (query.text, query.passage_id) or own.get(query.passage_id, text) != text:
+            raise PrivateDataError(
+                f"Query number {number} to be written is not one of {released.folder} with its passage, so its privacy "
+                "card does not cover it. Write what load_released and its `only` returned."
+            )
+
+
 def load_released(
     folder: str | Path, *, corpus: str | Path | None = None, declared_public: bool = False
 ) -> ReleasedQueries:
@@ -114,16 +137,17 @@ def load_released(
         declared_public: Accept a folder without privacy card: nothing private went into it.
 
     Raises:
-        DataError: The folder has no card and was not declared public, it is malformed, or a query of it
-            has more than one passage.
+        DataError: The folder has no card and was not declared public, its files are not those that its card
+            describes, it is malformed, a query of it has more than one passage, or ``corpus`` contradicts it.
     """
     place = Path(folder)
-    parts = folder_parts(str(place), corpus=corpus)
+    parts = folder_parts(str(place), corpus=corpus, knob="task.data")
     if "train" not in parts["qrels"]:
         raise DataError(f"{place} has no qrels/train.tsv: no query belongs to a passage.")
     if (place / CARD_NAME).is_file():
         card = read_card(place)
-        ancestors = {card_sha256(place / CARD_NAME)} | {str(parent["sha256"]) for parent in card["parents"]}
+        check_dataset_card(place / CARD_NAME)
+        ancestors = card_names(place / CARD_NAME, card) | {str(parent["sha256"]) for parent in card["parents"]}
     elif declared_public:
         ancestors = set()
     else:
@@ -133,6 +157,8 @@ def load_released(
         )
     passages = read_corpus(parts["corpus"]).texts
     sources = _sources(parts["qrels"]["train"])
+    if corpus is not None:
+        _check_same_passages(place, passages, sources)
     queries = []
     for number, name, text, metadata in _queries(parts["queries"]):
         if name not in sources:
@@ -144,6 +170,20 @@ def load_released(
         queries=tuple(queries), passages=passages, provenance="card" if ancestors else "declared public",
         ancestors=frozenset(ancestors), folder=place,
     )  # fmt: skip
+
+
+def _check_same_passages(place: Path, passages: Mapping[str, str], sources: Mapping[str, str]) -> None:
+    """Refuse another corpus in which a passage has another text than the one that its queries were written for."""
+    try:
+        own = read_corpus(folder_parts(str(place))["corpus"]).texts
+    except (ConfigurationError, DataError):  # the folder has none: there is nothing to contradict
+        return
+    for name in sources.values():
+        if name in own and name in passages and own[name] != passages[name]:
+            raise DataError(
+                f"task.corpus has another text for passage {name!r} than {place}, whose queries were written for that "
+                "one. Give the corpus that they were made from, or leave it null."
+            )
 
 
 def _queries(path: Path) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
@@ -179,7 +219,10 @@ def require_covered(model: str | Path, released: ReleasedQueries, *, declared_pu
     Guarantees, after it returns, that one of these holds:
         - The model is ``bm25`` or ``minilm``, or was declared public and has no privacy card.
         - Its card is that of an artefact that the queries were made from.
-        - It was made by post-processing from such an artefact.
+        - It was made by post-processing from such an artefact, and its card tells of no private data beside:
+          neither in the choice of its settings nor in an assumption that does not hold.
+
+    In the last two cases its files are those that its card describes.
 
     Args:
         model: A name, or a folder.
@@ -188,31 +231,53 @@ def require_covered(model: str | Path, released: ReleasedQueries, *, declared_pu
         knob: What the user set to name it.
 
     Raises:
-        PrivateDataError: It has a card of other private training.
+        PrivateDataError: It has a card of other private training, or of a choice on private data.
+        DataError: Its card is of something else.
         ConfigurationError: It has no card, and was not declared public.
     """
-    if str(model) in _PUBLIC_NAMES:
-        return
     folder = Path(str(model)).expanduser()
-    if folder.is_dir() and (folder / CARD_NAME).is_file():
-        path = folder / CARD_NAME
+    if (str(model) == "bm25" and knob == "encoder") or (str(model) == "minilm" and not folder.is_dir()):
+        return
+    path = folder / CARD_NAME
+    if path.is_file():
         card = read_card(path)
-        parents = [str(parent["sha256"]) for parent in card["parents"]]
-        derived = (
-            card["mechanism"].get("kind") == "post_processing" and bool(parents) and parents[0] in released.ancestors
-        )
-        if card_sha256(path) in released.ancestors or derived:
-            return
+        if not card_names(path, card) & released.ancestors:
+            parents = [str(parent["sha256"]) for parent in card["parents"]]
+            if (
+                card["mechanism"].get("kind") != "post_processing"
+                or parents[:1] == []
+                or parents[0] not in (released.ancestors)
+            ):
+                raise PrivateDataError(
+                    f"{knob}={model} was trained on private data of its own ({_claim(card)}), which the claim of the "
+                    "queries does not cover: a choice that it makes would spend more than their card says. Take a "
+                    "public model, the generator of the queries, or a retriever that was trained on them."
+                )
+            if reason := _looked_at_private_data(card):
+                raise PrivateDataError(
+                    f"{knob}={model} was trained on released queries, but {reason}: a choice that it makes would spend "
+                    "more than their card says. Train one without, or take a public model."
+                )
+        check_artefact(folder, card)
+        return
+    if folder.is_dir() and (above := card_above(folder)) is not None:
         raise PrivateDataError(
-            f"{knob}={model} was trained on private data of its own ({_claim(card)}), which the claim of the queries "
-            "does not cover: a choice that it makes would spend more than their card says. Take a public model, the "
-            "generator of the queries, or a retriever that was trained on them."
+            f"{knob}={model} is a part of what {above} describes, without its card. Name the whole folder that the "
+            "card lies with."
         )
     if not declared_public:
         raise ConfigurationError(
             f"{knob}={model} has no privacy card, so it may have been trained on anything. Declare by "
             f"{knob}_is_public=true that no private data went into it."
         )
+
+
+def _looked_at_private_data(card: Mapping[str, Any]) -> str | None:
+    """What the card of a post-processing tells of private data that its parent's claim does not cover."""
+    if card["tuning"]["data"] == "private":
+        return "its settings were chosen on private data (callbacks.card.tuning_data)"
+    broken = [a for a in card["assumptions"] if a["holds"] is False and a["consequence"] == "no_guarantee"]
+    return f"its card says that an assumption does not hold ({broken[0]['text']})" if broken else None
 
 
 def shown(model: str | Path) -> str:

@@ -17,7 +17,7 @@ from lit_dpret.generation.dataset_folder import (
     write_summary,
 )
 from lit_dpret.postprocessing.filters import Progress, QueryFilter
-from lit_dpret.postprocessing.released import ReleasedQueries
+from lit_dpret.postprocessing.released import ReleasedQueries, require_of_its_folder
 from lit_dpret.privacy.card import inherit_card, read_card, write_card
 
 
@@ -111,6 +111,7 @@ def write_selection(
     Guarantees:
         - The privacy card claims what the card of the whole data set claims, and names it.
         - The card lists every filter with its settings.
+        - No query gets a card but that of the folder in which it stands, word for word.
 
     Args:
         kept: The queries.
@@ -121,9 +122,11 @@ def write_selection(
 
     Raises:
         StorageError: ``out`` holds something already.
+        PrivateDataError: A query is not one of the folder whose card it would get.
     """
     folder = Path(out)
     check_is_new(folder)
+    require_of_its_folder(kept)
     counts = Counts(queries=len(kept), passages=len({query.passage_id for query in kept}))
     hashes = write_entries(folder, lambda: _entries(kept), kept.passages)
     name, source = folder.resolve().name, kept.folder

@@ -30,9 +30,11 @@ def leaks(records: Sequence[Mapping[str, Any]]) -> list[Assumption]:
         found.append(
             f"No metric of private queries was shown: {label} were logged during training, {shown.count(label)} times."
         )
+    trusted = dict.fromkeys(text for r in records if r["kind"] == "plan" for text in r.get("assumptions") or [])
     declared = {(e["data"], e["split"]) for e in events if e.get("name") == DECLARED_EVENT}
     return [
         *(Assumption(text, holds=False, consequence="no_guarantee") for text in found),
+        *(Assumption(text, "unverified") for text in trusted),
         *(
             Assumption(
                 f"The {split} queries that were evaluated on during training are {data}, as declared.", "unverified"

@@ -15,7 +15,7 @@ from lit_dpret.errors import DataError
 from lit_dpret.generation.round_trip import hits, wrong_sources
 from lit_dpret.modules import FrozenDualEncoder
 from lit_dpret.postprocessing import ReleasedQueries
-from lit_dpret.postprocessing.released import require_released
+from lit_dpret.postprocessing.released import require_covered, require_released
 from lit_dpret.report.html import RoundTrip
 from lit_dpret.retrieval.statistics import Interval, bootstrap_interval
 from lit_dpret.tasks.scoring import rank_embeddings
@@ -45,9 +45,11 @@ def check_round_trip(
 
     Raises:
         DataError: No query passes.
-        PrivateDataError: ``released`` is something else.
+        PrivateDataError: ``released`` is something else, or the model was trained on other private data.
     """
     require_released(released, "check_round_trip")
+    if model.pretrained is not None:  # without a card it is public, as everywhere in training
+        require_covered(model.pretrained, released, declared_public=True, knob="model.encoder")
     queries = {query.query_id: query.text for query in released}
     sources = {query.query_id: query.passage_id for query in released}
     names = list(released.passages)

@@ -6,12 +6,14 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.postprocessing import QueryFilter, apply_filters, load_released, write_selection
 from lit_dpret.postprocessing.selection import Applied, check_is_new
+from lit_dpret.privacy.budget import require_choice
+from lit_dpret.privacy.card_tuning import TuningData
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
 FILTERED = "filtered"
@@ -50,6 +52,9 @@ class Filter:
             raise ConfigurationError(
                 "task.filters is empty: name at least one filter, as filter=round_trip or filter=[round_trip,best_of]."
             )
+        if isinstance(examples, bool) or not isinstance(examples, int) or examples < 0:
+            raise ConfigurationError(f"task.examples={examples} must be a whole number of at least 0.")
+        require_choice("task.tuning_data", tuning_data, get_args(TuningData))
         self.data, self.corpus, self.filters = Path(data), corpus, list(filters.values())
         self.queries_are_public, self.examples = queries_are_public, examples
         self.tuning_data, self.tuning_note = tuning_data, tuning_note

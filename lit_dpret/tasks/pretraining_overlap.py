@@ -14,10 +14,11 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.datamodules.fields import Fields
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.card_file import CARD_NAME
 from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Section, to_html, to_markdown
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.run_files import write_text
-from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare
+from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare, refuse_training_data
 from lit_dpret.textsim.pretraining_overlap import bounds, find_in_corpus
 from lit_dpret.textsim.share import Share
 
@@ -72,15 +73,22 @@ class PretrainingOverlap:
         """Write ``pretraining_overlap.json``, ``.md`` and ``.html``; returns the shares found.
 
         Raises:
-            DataError: The corpus is missing or empty, or a record of it has no text.
+            DataError: The corpus is missing or empty, a record of it has no text, or ``card`` has none to mark.
         """
         check_run_dir(parts.run_dir, min_free_mb=1)
+        if self.card is not None and not (self.card / CARD_NAME).is_file():
+            raise DataError(
+                f"task.card={self.card} holds no {CARD_NAME}, so it could not be marked. Name the folder of the run, "
+                "model or data set that learnt from these queries, or set it to null."
+            )
         files = corpus_files(self.corpus)
         data = parts.make_datamodule()
         data.prepare_data()
         data.setup("test")
         if self.queries == "synthetic":
             check_synthetic(data, self.split)
+        if self.queries == "public":
+            refuse_training_data(data, self.card, knob="task.queries")
         lists = {
             _QUERIES: self._chosen(data.evaluation_set(self.split)[0]),
             _PASSAGES: self._chosen(data.public_passages()),
@@ -113,6 +121,8 @@ class PretrainingOverlap:
         for line in [self._reach(), *([warning] if warning else [])]:
             console.print(line, highlight=False, soft_wrap=True)
         for path in self._write(parts, facts):
+            if self.queries == "private":
+                path.chmod(0o600)
             console.print(f"written: {path}", highlight=False, soft_wrap=True)
         return {name: each.exact.value or 0.0 for name, each in found.items()}
 
@@ -177,6 +187,8 @@ def corpus_files(path: Path) -> list[Path]:
     Raises:
         DataError: There is none.
     """
+    if not path.exists():
+        raise DataError(f"{path} does not exist; check task.corpus.")
     if not path.is_dir():
         return [path]
     found = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))

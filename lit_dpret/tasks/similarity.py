@@ -21,7 +21,7 @@ from lit_dpret.privacy.card_file import CARD_NAME, read_card
 from lit_dpret.privacy.card_text import privacy_line
 from lit_dpret.report.similarity_report import write_similarity
 from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare
+from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare, refuse_training_data
 from lit_dpret.textsim import diversity
 from lit_dpret.textsim.bleu import corpus_bleu, references_by_passage
 from lit_dpret.textsim.extra import need
@@ -197,6 +197,8 @@ class Similarity:
         for line in [*written.lines, *([warning] if warning else [])]:
             console.print(line, highlight=False, soft_wrap=True)
         for path in written.paths:
+            if self.reference == "private":
+                path.chmod(0o600)
             console.print(f"written: {path}", highlight=False, soft_wrap=True)
         return written.scores
 
@@ -208,7 +210,7 @@ class Similarity:
     # -- the texts -----------------------------------------------------------------------------
 
     def _made(self) -> Texts:
-        read = read_parts(**folder_parts(self.synthetic))
+        read = read_parts(**folder_parts(self.synthetic, knob="task.synthetic"))
         if "train" not in read.qrels:
             raise DataError(
                 f"task.synthetic={self.synthetic} has no qrels/train.tsv, so it holds no synthetic queries."
@@ -229,6 +231,8 @@ class Similarity:
         data.setup("test")
         if self.reference == "synthetic":
             check_synthetic(data, split)
+        if self.reference == "public":
+            refuse_training_data(data, self.synthetic, knob="task.reference")
         queries, qrels = data.evaluation_set(split)
         return Texts.of(queries, qrels, data.collection.passages)
 

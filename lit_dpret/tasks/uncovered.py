@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lit_dpret.callbacks.refusals import check_dataset_card
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, LedgerError
+from lit_dpret.privacy.card import LEDGER_NAME
+from lit_dpret.privacy.card_file import CARD_NAME, read_card
 from lit_dpret.privacy.card_notes import note_not_covered
+from lit_dpret.privacy.card_subject import check_dataset_card
+from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.noise import KeyedStream, default_secret_file, load_secret, published_secret
 from lit_dpret.privacy.start import model_folder
 
 Whose = Literal["public", "synthetic", "private"]
@@ -46,6 +51,55 @@ def check_declared(whose: Whose | None, card_entry: bool, *, knob: str, measured
     return whose
 
 
+def refuse_training_data(data: Any, folder: Path | None, *, knob: str) -> None:
+    """Refuse queries declared public that are the private ones an artefact was trained on, where that can be seen.
+
+    It is seen where the ledger of the training lies with the artefact or beside it, the secret that keys its
+    fingerprint of the data is in the default place, and the datamodule groups its rows as it did then. Anything
+    else is taken on trust.
+
+    Args:
+        data: The datamodule, set up.
+        folder: Of the artefact that is measured; None where there is none.
+        knob: The setting that declares the queries public.
+
+    Raises:
+        ConfigurationError: They are that training's own data.
+    """
+    if folder is None or not hasattr(data, "data_fingerprint"):
+        return
+    inside = folder.resolve()
+    for path in (inside / LEDGER_NAME, inside.parent / LEDGER_NAME, *sorted(inside.parent.glob(f"*/{LEDGER_NAME}"))):
+        plans = [r for r in _records(path) if r.get("kind") == "plan" and r.get("mode") not in ("none", "synthetic")]
+        if any(_is_data_of(plan, data) for plan in plans):
+            raise ConfigurationError(
+                f"{knob}=public, but these are the data that {path.parent.name} was trained on privately, as its "
+                f"ledger tells. Set {knob}=private task.card_entry=true, or take other queries."
+            )
+
+
+def _records(path: Path) -> Sequence[Mapping[str, Any]]:
+    try:
+        return PrivacyLedger.read(path).records if path.is_file() else []
+    except LedgerError:  # it may be another run's, and is nobody's claim here
+        return []
+
+
+def _is_data_of(plan: Mapping[str, Any], data: Any) -> bool:
+    place, seed = default_secret_file(), plan.get("noise_seed")
+    if "data_fingerprint" not in plan or (seed is None and not place.expanduser().exists()):
+        return False
+    try:
+        secret = load_secret(None) if seed is None else published_secret(int(seed))
+    except ConfigurationError:  # no secret that a run would take either
+        return False
+    stream = KeyedStream(secret, str(plan["run_id"]), secure_rng=bool(plan.get("secure_rng")))
+    if stream.tag("secret") != plan.get("secret_tag"):
+        return False
+    found = data.data_fingerprint(bytes.fromhex(stream.tag("data-fingerprint")))
+    return bool(found == plan["data_fingerprint"])
+
+
 def declare(folder: Path | None, whose: Whose, *, measured: str, where: str) -> str | None:
     """Write on the card in ``folder`` that numbers about private queries are about to be computed.
 
@@ -61,13 +115,24 @@ def declare(folder: Path | None, whose: Whose, *, measured: str, where: str) -> 
     if whose != "private":
         return None
     marked = NO_CARD
-    places = [] if folder is None else [folder, model_folder(folder)]  # a run keeps a copy of its card with its model
+    places = [] if folder is None else [folder, *_copies(folder)]
     for place in dict.fromkeys(places):
         card = note_not_covered(place, f"{measured} of {places[0].resolve().name}", computed="private queries")
         marked = marked if card is None else f"{card.name} says so"
     return (
         f"These numbers were computed from private queries. No guarantee covers them ({marked}): keep {where} private."
     )
+
+
+def _copies(folder: Path) -> list[Path]:
+    """Where else the card of ``folder`` lies: a run keeps a copy of its card with its model, and a model one above."""
+    found = [model_folder(folder)]
+    above = folder.resolve().parent
+    if (folder / CARD_NAME).is_file() and (above / CARD_NAME).is_file():
+        own, other = (read_card(place)["subject"] for place in (folder, above))
+        if own == other:
+            found.append(above)
+    return found
 
 
 def check_synthetic(data: Any, split: str) -> None:

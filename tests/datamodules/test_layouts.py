@@ -131,7 +131,7 @@ def test_an_empty_file_is_refused_by_what_it_should_hold(write: Write) -> None:
         ("q1\tp9\t1", "passage 'p9' is not in the corpus"),
         ("q9\tp1\t1", "query 'q9' is not among the queries"),
         ("q2\tp1\t1.5", "grade score='1.5' is not a whole number"),
-        ("q2\tp1\thigh", "grade score='high' is not a whole number"),
+        ("q2\tp1\thigh", "grade score=(a text) is not a whole number"),
         ("q2\tp1\t", "grade score='' is not a whole number"),
         ("q1\tp1\t2", "already paired on line 2"),
     ],
@@ -146,6 +146,20 @@ def test_a_wrong_qrel_is_refused_with_its_line(write: Write, line: str, reason: 
 def test_qrels_without_a_header_are_refused_with_the_columns_found(write: Write) -> None:
     with pytest.raises(DataError, match=r"no column 'query-id' or 'query_id'; found: q1, p1, 1"):
         read_qrels(write("r.tsv", "q1\tp1\t1\nq2\tp2\t1\n"), passages=PASSAGES, queries=QUERIES)
+
+
+def test_a_log_without_a_header_or_with_its_columns_swapped_shows_none_of_its_texts(write: Write) -> None:
+    """Its first line stands where names of columns are expected, and short queries look like names."""
+    for texts in ("hiv test\tWhere one is tested.\n", "insulin dose\thiv test\n"):
+        with pytest.raises(DataError, match=r"no column '(query|passage)'; found: \(a text\), \(a text\)\.$"):
+            read_pairs(write("log.tsv", texts + "other\tlines\n"))
+    with pytest.raises(DataError, match=r"line 1: split \(a text\) is not one of"):
+        read_pairs(write("log.jsonl", [{"query": "q", "passage": "p", "split": "hiv"}]))
+    with pytest.raises(DataError, match=r"split 'train_sft' is not one of"):
+        read_pairs(write("log.jsonl", [{"query": "q", "passage": "p", "split": "train_sft"}]))
+    with pytest.raises(DataError, match=r"grade score=\(a text\) is not a whole number"):
+        qrels = [{"query_id": "q1", "corpus_id": "p1", "score": "hiv"}]
+        read_qrels(write("r.jsonl", qrels), passages=PASSAGES, queries=QUERIES)
 
 
 def test_whole_grades_stored_as_floats_are_read(write: Write) -> None:
@@ -206,7 +220,7 @@ def test_pairs_may_name_the_passages_of_a_corpus(write: Write, harbour: Path) ->
         ({"query": "t", "passage": "y", "query_id": "q", "user_id": "b"}, "query 'q' has two users"),
         ({"query": "t", "passage": "y", "query_id": "q", "user_id": "a", "split": "test"}, "query 'q' has two splits"),
         ({"query": "secret", "passage": "y", "passage_id": "x"}, "passage 'x' has two texts"),
-        ({"query": "secret", "passage": "y", "split": "tune"}, "split 'tune' is not one of"),
+        ({"query": "secret", "passage": "y", "split": "tune"}, "split (a text) is not one of"),
         (
             {"query": "t", "passage": "z", "query_id": "q", "user_id": "a", "passage_id": "x"},
             "already paired on line 1",

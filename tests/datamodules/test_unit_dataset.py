@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.corpus import read_parts
 from lit_dpret.datamodules.layouts import folder_parts
+from lit_dpret.datamodules.pair_file import read_pairs
 from lit_dpret.datamodules.records import Row, Unit
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset, UnitItems
 from lit_dpret.errors import ConfigurationError, DataError
@@ -189,3 +191,17 @@ def test_the_sampler_s_collator_takes_these_items(data: Collection) -> None:
     batch = UnitCollator(lambda rows: [row.passage_id for row in rows], "one")([items[draw] for draw in draws])
     assert batch.rows == ["p2", "p3"] and batch.unit_ids.tolist() == [0, 2]
     assert batch.mask.tolist() == [True, False, True] and batch.step == 7
+
+
+def test_the_cap_keeps_the_same_rows_of_a_user_when_a_record_before_them_is_taken_out(tmp_path: Path) -> None:
+    """A log without ids numbers its lines, so that every query behind the one that is gone has another id."""
+    records = [{"query": f"text {i}", "passage": f"passage {i % 5}", "user_id": f"u{i % 3}"} for i in range(30)]
+
+    def kept(first: int) -> list[list[tuple[str, str]]]:
+        log = tmp_path / f"{first}.jsonl"
+        log.write_text("".join(f"{json.dumps(record)}\n" for record in records[first:]), encoding="utf-8")
+        units = GroupedUnitDataset(read_pairs(log), unit="user", max_rows_per_unit=3)
+        rows = [[(row.query, row.passage) for row in units.rows(unit)] for unit in range(len(units))]
+        return sorted(unit for unit in rows if unit[0][0] not in {f"text {i}" for i in range(0, 30, 3)})
+
+    assert len(kept(0)) == 2 and kept(0) == kept(1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from tiny_tasks import write_log, write_synthetic
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.losses import SigmoidPairLoss
 from lit_dpret.modules import DualEncoder, FrozenDualEncoder, OptimizerSpec
 from lit_dpret.negatives import (
@@ -30,6 +33,8 @@ from lit_dpret.negatives import (
     RandomNegatives,
     StaticNegatives,
 )
+from lit_dpret.privacy.card import read_card, verify_card
+from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import (
     DPSGD,
     BatchClip,
@@ -382,6 +387,66 @@ def test_a_run_trains_with_its_sources_mined_from_the_datamodule(name: str, tmp_
         assert torch.equal(value, before[key]) != value.requires_grad, key
 
 
+def hard_negatives(path: Path) -> GoldNegatives:
+    """A file with one line for each train query of `data_module`, declared to be made line by line."""
+    lines = [{"qid": f"queries{i}", "neg": {"m": [f"corpus{(i + 4) % 13}"]}} for i in range(13)]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return GoldNegatives(file=path, lines_are_independent=True)
+
+
+def test_a_declared_file_stands_on_the_card_as_an_assumption_and_so_does_another_one_after_a_resume(
+    tmp_path: Path,
+) -> None:
+    def run(file: str, *, resume: bool, steps: int) -> dict[str, Any]:
+        mode = DPSGD(max_grad_norm=1.0, secret_file=tmp_path / "secret", **NOISE)
+        module = dual(mode, negatives=[RandomNegatives(), hard_negatives(tmp_path / file)])
+        stop = [] if resume else [KillAt(steps)]
+        fit(tmp_path / "run", module, data_module(tmp_path / f"data {file}"), steps=4, save_every=1, resume=resume,
+            extra=[PrivacyCard(run_dir=tmp_path / "run"), *stop])  # fmt: skip
+        return read_card(tmp_path / "run")
+
+    with pytest.raises(Killed):
+        run("first.jsonl", resume=False, steps=2)
+    card = run("second.jsonl", resume=True, steps=4)
+    said = {a["text"]: a["holds"] for a in card["assumptions"] if "model.negatives" in a["text"]}
+    assert said == {
+        f"Each line of the file of model.negatives.gold ({name}) was made of its own query and of public data alone, "
+        "as declared.": "unverified"
+        for name in ("first.jsonl", "second.jsonl")
+    }
+    assert card["claim"]["guarantee"] == "dp"
+    assert verify_card(card, tmp_path / "run" / "privacy_ledger.jsonl") == []
+
+
+def test_a_step_that_is_repeated_with_other_negatives_gets_fresh_noise_and_is_charged_again(tmp_path: Path) -> None:
+    """Two sums under one noise could be subtracted; the ledger holds a keyed tag of the first."""
+
+    def run(source: NegativeSource, *, resume: bool) -> None:
+        mode = DPSGD(max_grad_norm=1.0, secret_file=tmp_path / "secret", **NOISE)
+        data = data_module(tmp_path / f"data{len(list(tmp_path.iterdir()))}", sampling="poisson", expected_batch_size=5)
+        stop = [] if resume else [KillAt(5)]
+        fit(tmp_path / "run", dual(mode, negatives=[source]), data, steps=6, save_every=3, resume=resume, extra=stop)
+
+    with pytest.raises(Killed):
+        run(RandomNegatives(seed=0), resume=False)
+    with pytest.raises(ResumeError, match="could not be repeated bit by bit"):
+        run(RandomNegatives(seed=1), resume=True)
+    run(RandomNegatives(seed=1), resume=True)
+    records = PrivacyLedger.read(tmp_path / "run" / "privacy_ledger.jsonl").records
+    steps = [(r["attempt"], r["step"]) for r in records if r["kind"] == "release"]
+    assert steps == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 3), (1, 4), (1, 5)]
+    assert next(r["name"] for r in records if r["kind"] == "event") == "replay_failed"
+
+
+def test_under_synthetic_a_file_of_negatives_stands_on_the_card_too(tmp_path: Path) -> None:
+    module = dual(SyntheticData(), negatives=[InBatchNegatives(), hard_negatives(tmp_path / "mined.jsonl")])
+    assert module.assumptions() == [
+        "Each line of the file of model.negatives.gold (mined.jsonl) was made of released queries and of public data "
+        "alone."
+    ]
+    assert dual(negatives=[hard_negatives(tmp_path / "mined.jsonl")]).assumptions() == []  # there is no claim
+
+
 def test_synthetic_queries_are_mined_for_and_their_rankings_are_public(tmp_path: Path) -> None:
     log = PairsDataModule(folder=write_log(tmp_path / "log", WORDS))
     data = SyntheticDataModule(
@@ -451,8 +516,11 @@ def test_a_run_that_is_killed_inside_an_epoch_goes_on_with_that_epochs_negatives
 def test_where_no_rankings_are_kept_a_resumed_epoch_says_that_it_mines_again(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         epochs(tmp_path / "run", cache=None, kill=5)
-    with pytest.warns(UserWarning, match="mined again, with the weights of now"):
+    # Other passages make another sum, for which the noise of the step that is repeated must not be used: said, too.
+    with pytest.warns(UserWarning, match="mined again, with the weights of now"), suppress(ResumeError):
         epochs(tmp_path / "run", cache=None, resume=True)
+    module = epochs(tmp_path / "run", cache=None, resume=True)
+    assert module.trainer.global_step == 6
 
 
 def test_the_queue_of_batches_survives_a_kill() -> None:

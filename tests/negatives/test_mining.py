@@ -154,6 +154,17 @@ def test_what_is_kept_of_private_queries_says_so_and_is_for_its_owner_alone(tmp_
     assert {path.suffix for path in folder.iterdir()} == {".npz", ".txt"}, "embeddings are gone"
 
 
+def test_nobody_else_can_list_the_folder_whose_names_are_hashes_of_private_texts(tmp_path: Path) -> None:
+    """Who knows all queries but one could tell by the name whether a guess of that one is right."""
+    cache = tmp_path / "run" / "private" / "negatives"
+    mined(StaticNegatives(cache_dir=cache))
+    (folder,) = stores(cache)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (folder, cache, cache.parent)} == {0o700}
+    folder.chmod(0o755)
+    mined(StaticNegatives(cache_dir=cache))
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
 def test_synthetic_queries_are_not_marked_private(tmp_path: Path) -> None:
     made = RowNegatives([BM25Negatives(cache_dir=tmp_path)], SyntheticData())
     made.learn(texts(), WordTowers())
@@ -168,12 +179,17 @@ def test_a_private_mode_keeps_rankings_in_a_private_place_alone(tmp_path: Path) 
     RowNegatives([BM25Negatives(cache_dir=tmp_path / "model")], NoPrivacy())
 
 
-def test_progress_of_private_queries_is_told_without_their_number(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_is_told_of_mining_is_the_same_for_any_number_of_private_queries(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mined(BM25Negatives(shard_size=4))
-    told = capsys.readouterr().err
-    assert "mining bm25 negatives" in told and "100/100" in told and "8/8" not in told
+    """Also on a terminal, where each shard rewrites the line: 50 % after a shard of 4 would mean 8 queries."""
+    monkeypatch.setattr("lit_dpret.progress._clock", lambda seconds: "0:00")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    told = []
+    for count in (8, 7, 1):
+        mined(BM25Negatives(shard_size=4), queries=dict(list(QUERIES.items())[:count]))
+        told.append(capsys.readouterr().err)
+    assert "mining bm25 negatives: 100%" in told[0] and len(set(told)) == 1
 
 
 def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> None:

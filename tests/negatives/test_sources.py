@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,16 @@ def test_a_row_gets_the_same_passages_whatever_else_is_in_the_batch(source: Pass
     together = named(sources, *range(8), step=5, epoch=2)
     assert named(sources, *reversed(range(8)), step=5, epoch=2) == together[::-1]
     assert [named(sources, i, step=5, epoch=2)[0] for i in range(8)] == together
+
+
+@pytest.mark.parametrize("source", [*SOURCES, GoldNegatives(per_query=1)], ids=lambda s: f"{s.name}-{s.per_query}")
+def test_a_record_that_is_taken_out_does_not_change_what_the_ones_behind_it_draw(source: PassageSource) -> None:
+    """Logs without ids number their lines, so that all queries behind the one that is gone get another id."""
+    before = named(learned(source), *range(1, 8), step=5, epoch=2)
+    queries = {f"q{i - 1}": QUERIES[f"q{i}"] for i in range(1, 8)}
+    judged = {f"q{i - 1}": JUDGED[f"q{i}"] for i in range(1, 8)}
+    renumbered = [replace(line, query_id=f"q{i}") for i, line in enumerate(lines(*range(1, 8)))]
+    assert named(learned(source, data=texts(PASSAGES, queries, judged)), rows=renumbered, step=5, epoch=2) == before
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda s: s.name)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_generator import PASSAGES, generator
+from tiny_generator import PASSAGES, generator, lively_generator, write_parent_card
 
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError, PrivateDataError, UnsupportedModelError
@@ -30,8 +32,9 @@ from lit_dpret.postprocessing.cross_encoder import CrossEncoder
 from lit_dpret.postprocessing.filters import Progress
 from lit_dpret.postprocessing.released import require_covered
 from lit_dpret.postprocessing.sequence_scores import SequenceScorer
-from lit_dpret.privacy.card import card_sha256, inherit_card, read_card, write_card
+from lit_dpret.privacy.card import Assumption, card_sha256, inherit_card, read_card, subject_of, write_card
 from lit_dpret.privacy.card_file import checksum
+from lit_dpret.privacy.card_notes import note_not_covered
 from lit_dpret.retrieval.runs import Ranking
 from lit_dpret.retrieval.topk import TopK
 
@@ -206,8 +209,6 @@ def test_private_data_are_another_type_and_are_refused(one: QueryFilter, tmp_pat
 
 
 def test_a_folder_without_a_card_is_private_until_it_is_declared_public(data: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(data, tmp_path / "bare", ignore=shutil.ignore_patterns("privacy_card.*"))
     with pytest.raises(DataError, match="queries_are_public=true"):
         load_released(tmp_path / "bare")
@@ -215,12 +216,12 @@ def test_a_folder_without_a_card_is_private_until_it_is_declared_public(data: Pa
     assert public.provenance == "declared public" and len(public) == len(load_released(data))
 
 
-def artefact(folder: Path, parent: Path) -> Path:
+def artefact(folder: Path, parent: Path, **facts: Any) -> Path:
     """A folder that was computed from ``parent`` alone, with the card that says so."""
     folder.mkdir()
     (folder / "weights").write_text(folder.name)
-    subject = {"artifact_type": "model", "name": folder.name, "sha256": {}}
-    write_card(inherit_card(parent, subject, description="trained on the queries"), folder)
+    subject = subject_of("weights", folder.name, [folder / "weights"], root=folder)
+    write_card(inherit_card(parent, subject, description="trained on the queries", **facts), folder)
     return folder
 
 
@@ -234,8 +235,6 @@ def test_the_claim_of_the_queries_covers_their_generator_and_what_was_made_from_
 def test_a_model_of_other_private_training_is_refused_whatever_is_declared(
     released: ReleasedQueries, tmp_path: Path
 ) -> None:
-    from tiny_generator import write_parent_card
-
     other = generator(seed=5).save_model(tmp_path / "other")
     write_parent_card(other)
     assert card_sha256(other / "privacy_card.json") not in released.ancestors
@@ -256,6 +255,110 @@ def test_a_child_that_was_trained_further_on_private_data_is_not_covered(
     (child / "privacy_card.json").write_text(json.dumps(card | {"checksum": checksum(card)}))
     with pytest.raises(PrivateDataError, match="of its own"):
         require_covered(child, released, declared_public=True, knob="encoder")
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"tuning": {"data": "private"}}, "settings were chosen on private data"),
+        ({"assumptions": [Assumption("No metric of private queries was shown.", False)]}, "No metric of private"),
+    ],
+)
+def test_a_retriever_of_these_queries_that_was_chosen_by_private_ones_is_refused(
+    facts: dict[str, Any], message: str, released: ReleasedQueries, data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(PrivateDataError, match=message):
+        require_covered(artefact(tmp_path / "r", data, **facts), released, declared_public=True, knob="encoder")
+
+
+@pytest.mark.parametrize("change", ["other weights", "another file", "a missing file"])
+def test_a_covered_models_card_beside_other_weights_is_refused(
+    change: str, released: ReleasedQueries, generator_folder: Path, tmp_path: Path
+) -> None:
+    """The cheapest way to have a private model choose: put it into a folder with a card that is covered."""
+    folder = tmp_path / "forged"
+    shutil.copytree(generator_folder, folder)
+    require_covered(folder, released, declared_public=False, knob="encoder")
+    if change == "other weights":
+        for weights in lively_generator(seed=5).save_model(tmp_path / "private").glob("*.safetensors"):
+            shutil.copy2(weights, folder)
+    elif change == "another file":
+        (folder / "pytorch_model.bin").write_bytes(b"weights")
+    else:
+        next(folder.glob("*.safetensors")).unlink()
+    with pytest.raises(DataError, match="card is of something else"):
+        require_covered(folder, released, declared_public=True, knob="encoder")
+
+
+def test_a_part_of_a_private_model_without_the_card_is_refused_whatever_is_declared(
+    released: ReleasedQueries, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    weights = run / "model" / "0_Transformer" / "weights"
+    weights.parent.mkdir(parents=True)
+    weights.write_text("private")
+    generator(seed=5).save_model(tmp_path / "other")
+    write_parent_card(tmp_path / "other")
+    subject = subject_of("weights", "DualEncoder", [weights], root=run / "model")
+    write_card(inherit_card(tmp_path / "other", subject, description="trained"), run)
+    (tmp_path / "link").symlink_to(weights.parent)
+    for folder in (run / "model", weights.parent, tmp_path / "link"):
+        with pytest.raises(PrivateDataError, match="without its card"):
+            require_covered(folder, released, declared_public=True, knob="encoder")
+
+
+def test_a_folder_that_is_called_as_a_public_model_is_asked_for_its_card(
+    released: ReleasedQueries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    require_covered("minilm", released, declared_public=False, knob="encoder")
+    require_covered("bm25", released, declared_public=False, knob="encoder")
+    for name, knob in (("minilm", "encoder"), ("bm25", "model")):
+        (tmp_path / name).mkdir()
+        with pytest.raises(ConfigurationError, match="has no privacy card"):
+            require_covered(name, released, declared_public=False, knob=knob)
+
+
+def test_a_card_that_was_amended_covers_what_it_covered_before(
+    data: Path, generator_folder: Path, tmp_path: Path
+) -> None:
+    """A mark about similarity changes the card's SHA-256, and nothing of what was made from the artefact."""
+    copies = [Path(shutil.copytree(folder, tmp_path / folder.name)) for folder in (data, generator_folder)]
+    retriever = artefact(tmp_path / "retriever", copies[0])
+    for copy in copies:
+        note_not_covered(copy, "Similarity", computed="private queries")
+    for folder in (retriever, *copies):
+        require_covered(folder, load_released(copies[0]), declared_public=False, knob="encoder")
+
+
+@pytest.mark.parametrize("change", ["edited", "hidden behind another", "taken from elsewhere"])
+def test_queries_that_their_card_does_not_describe_are_refused(change: str, data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "edited"
+    shutil.copytree(data, folder)
+    load_released(folder)
+    queries = folder / "queries.jsonl"
+    if change == "edited":
+        queries.write_text(queries.read_text().replace("genQ", "genQ9", 1))
+    elif change == "hidden behind another":
+        (folder / "queries.jsonl.gz").write_bytes(gzip.compress(queries.read_bytes()))
+        queries.unlink()
+    else:
+        retriever = artefact(tmp_path / "retriever", data)
+        shutil.copy2(retriever / "privacy_card.json", folder)
+    with pytest.raises(DataError, match=r"claim (does not cover it|says nothing about these queries)"):
+        load_released(folder)
+
+
+def test_a_corpus_with_another_text_for_a_querys_passage_is_refused(data: Path, tmp_path: Path) -> None:
+    corpus = [json.loads(line) for line in (data / "corpus.jsonl").read_text().splitlines()]
+    more = tmp_path / "more.jsonl"
+    more.write_text("".join(f"{json.dumps(one)}\n" for one in [*corpus, {"_id": "new", "text": "another"}]))
+    assert len(load_released(data, corpus=more).passages) == len(corpus) + 1
+    corpus[0]["text"] = "my secret"
+    more.write_text("".join(f"{json.dumps(one)}\n" for one in corpus))
+    with pytest.raises(DataError, match=r"task\.corpus has another text for passage") as told:
+        load_released(data, corpus=more)
+    assert "secret" not in str(told.value)
 
 
 def test_a_model_without_a_card_must_be_declared_public(released: ReleasedQueries, cross_encoder_folder: Path) -> None:
@@ -318,14 +421,12 @@ def test_a_data_set_without_log_probabilities_needs_a_model() -> None:
     ],
 )
 def test_a_malformed_folder_is_refused_by_line(file: str, line: str, message: str, data: Path, tmp_path: Path) -> None:
-    import shutil
-
     folder = tmp_path / "set"
-    shutil.copytree(data, folder)
+    shutil.copytree(data, folder, ignore=shutil.ignore_patterns("privacy_card.*"))
     with open(folder / file, "a", encoding="utf-8") as out:
         out.write(line + "\n")
     with pytest.raises(DataError, match=message):
-        load_released(folder)
+        load_released(folder, declared_public=True)
 
 
 def test_released_queries_are_what_the_folder_holds(released: ReleasedQueries, data: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_generator import lines
+from transformers import BertForSequenceClassification
 
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError
@@ -82,6 +84,14 @@ def test_a_run_that_was_stopped_goes_on_and_writes_the_same(
         assert (tmp_path / "parts" / name).read_bytes() == (whole / name).read_bytes()
     with pytest.raises(ResumeError, match="per_query=2"):
         labelled(released, tmp_path / "parts", cross_encoder_folder, per_query=3)
+    other = tmp_path / cross_encoder_folder.name
+    model = BertForSequenceClassification.from_pretrained(cross_encoder_folder)
+    with torch.no_grad():
+        model.classifier.weight.mul_(2)
+    shutil.copytree(cross_encoder_folder, other)
+    model.save_pretrained(other)
+    with pytest.raises(ResumeError, match="sha256_of_cross_encoder"):
+        labelled(released, tmp_path / "parts", other)
 
 
 def test_negatives_are_drawn_evenly_from_the_first_passages_and_never_the_own_one(released: ReleasedQueries) -> None:

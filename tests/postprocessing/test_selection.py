@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from tiny_generator import PASSAGES, lines
 
 from lit_dpret.datamodules import SyntheticDataModule
-from lit_dpret.errors import ConfigurationError, StorageError
+from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, StorageError
 from lit_dpret.generation.dataset_folder import DATA_FILES
 from lit_dpret.postprocessing import BestOf, LanguageModelScore, ReleasedQueries, load_released, write_selection
 from lit_dpret.privacy.card import card_sha256, read_card
@@ -89,3 +90,32 @@ def test_nothing_is_written_over_and_no_filter_is_no_task(data: Path, tmp_path: 
     assert (tmp_path / "filtered" / "mine.txt").read_text() == "x"
     with pytest.raises(ConfigurationError, match=r"filter=round_trip"):
         Filter(data=data, filters={})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"examples": -3}, r"task\.examples=-3"), ({"tuning_data": "mine"}, r"task\.tuning_data='?mine")],
+)
+def test_a_setting_of_the_task_is_refused_before_anything_is_written(settings: dict[str, Any], message: str) -> None:
+    """A folder of queries that is left without its card could be taken for another one."""
+    with pytest.raises(ConfigurationError, match=message):
+        Filter(data="set", filters={"language_model": LanguageModelScore(keep_share=1.0)}, **settings)
+
+
+def test_a_missing_folder_is_told_by_the_setting_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"check task\.data"):
+        load_released(tmp_path / "nowhere")
+
+
+def test_what_is_not_in_the_folder_is_not_written_with_its_card(released: ReleasedQueries, tmp_path: Path) -> None:
+    """Anybody can put other texts into the object in a program; the card is about those of the files."""
+    first, *rest = released.queries
+    for swapped in (
+        replace(released, queries=(replace(first, text="my secret"), *rest)),
+        replace(released, queries=(replace(first, query_id="secret"), *rest)),
+        replace(released, queries=(replace(first, passage_id=rest[-1].passage_id), *rest)),
+        replace(released, passages={name: "my secret" for name in released.passages}),
+    ):
+        with pytest.raises(PrivateDataError, match="not one of") as told:
+            write_selection(swapped.only([True] * len(swapped)), tmp_path / "out", applied=[])
+        assert "secret" not in str(told.value) and not (tmp_path / "out").exists()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from stand_ins import Texts, fit
 from tiny_generator import PASSAGES, SETTINGS, lively_generator, write_parent_card
 from tiny_models import tiny_bert, tiny_tokenizer
 
@@ -19,6 +21,7 @@ from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.generation.writer import synthesize
 from lit_dpret.privacy.card import read_card
+from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.report.similarity_figure import can_draw
 from lit_dpret.st_folder import save_sentence_transformer
 from lit_dpret.tasks import PretrainingOverlap, Similarity
@@ -211,6 +214,7 @@ def test_scores_of_private_queries_are_on_the_card_before_they_are_computed(card
         "than the claim covers."
     ]
     assert card["claim"] == before["claim"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run").glob("similarity.*")} == {0o600}
     assert "privacy_card.json says so" in found["not_covered"]
     assert found["synthetic"]["privacy"].startswith("epsilon = ")
     assert found["not_covered"] in (tmp_path / "run" / "similarity.html").read_text(encoding="utf-8")
@@ -234,16 +238,18 @@ def test_generating_again_does_not_wipe_the_note_off_the_card(written: Path, tmp
         assert read_card(folder)[name] == noted[name]
 
 
-def test_the_card_of_a_run_is_marked_with_the_copy_beside_its_model(written: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", ["run", "run/model"])
+def test_the_card_of_a_run_is_marked_with_the_copy_beside_its_model(named: str, written: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     for folder in (run, run / "model"):
         folder.mkdir()
         shutil.copy2(written / "privacy_card.json", folder)
-    assert declare(run, "public", measured="A share", where="this") is None
-    said = declare(run, "private", measured="A share", where="this folder")
+    assert declare(tmp_path / named, "public", measured="A share", where="this") is None
+    said = declare(tmp_path / named, "private", measured="A share", where="this folder")
     assert said is not None and said.endswith("(privacy_card.json says so): keep this folder private.")
     for folder in (run, run / "model"):
-        assert any(text.startswith("A share of run, computed from") for text in read_card(folder)["not_covered"])
+        begin = f"A share of {Path(named).name}, computed from"
+        assert any(text.startswith(begin) for text in read_card(folder)["not_covered"])
 
 
 def test_a_missing_package_is_named_before_the_card_is_marked(
@@ -361,6 +367,45 @@ def test_the_shares_of_private_queries_are_on_the_card_that_is_named(
     task.run(parts(tmp_path / "run", pairs(original)))
     assert any("Overlap with a pre-training corpus of carded" in text for text in read_card(carded)["not_covered"])
     assert "privacy_card.json says so" in facts(tmp_path / "run", "pretraining_overlap")["not_covered"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run").glob("pre*")} == {0o600}
+
+
+def test_a_card_that_cannot_be_marked_is_refused_before_private_queries_are_looked_at(
+    original: Path, tmp_path: Path
+) -> None:
+    """A slip in the path would else let the numbers out with a card elsewhere that keeps silent about them."""
+    (tmp_path / "corpus.jsonl").write_text('{"text": "a"}\n', encoding="utf-8")
+    task = PretrainingOverlap(
+        corpus=tmp_path / "corpus.jsonl", queries="private", card_entry=True, card=tmp_path / "runn"
+    )
+    with pytest.raises(DataError, match=r"task\.card=.*runn holds no privacy_card\.json"):
+        task.run(parts(tmp_path / "run", pairs(original)))
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["run/synthetic", "run/stages/synthetic"])
+def test_the_private_log_of_the_training_itself_cannot_be_declared_public(
+    place: str, made: Path, original: Path, tmp_path: Path
+) -> None:
+    """The ledger beside the artefact knows its data by a fingerprint that needs the secret of the run."""
+    run = tmp_path / "run"
+    synthetic = tmp_path / place
+    data = PairsDataModule(folder=original, expected_batch_size=8, physical_batch_size=24)
+    mode = DPSGD(eps=30.0, delta=1e-3, max_grad_norm=1.0, noise_multiplier=20.0)
+    fit(run if synthetic.parent == run else synthetic.parent / "generator", Texts(privacy=mode), data, steps=1)
+    shutil.copytree(made, synthetic)
+    task = Similarity(synthetic=synthetic, reference="public", measures=["overlap"])
+    with pytest.raises(ConfigurationError, match=r"task\.reference=public, but these are the data that .* trained on"):
+        task.run(parts(tmp_path / "found", pairs(original)))
+    assert list((tmp_path / "found").iterdir()) == []
+    others = beir(tmp_path / "others", {"train": dict(list(ORIGINAL.items())[5:])}, TEXTS)
+    task.run(parts(tmp_path / "found", pairs(others)))
+
+
+def test_a_folder_that_is_missing_is_told_by_the_setting_that_names_it(original: Path, tmp_path: Path) -> None:
+    task = Similarity(synthetic=tmp_path / "nowhere", reference="public", measures=["overlap"])
+    with pytest.raises(DataError, match=r"nowhere does not exist or is not a folder; check task\.synthetic"):
+        task.run(parts(tmp_path / "run", pairs(original)))
 
 
 def test_a_corpus_that_cannot_be_read_is_refused(original: Path, tmp_path: Path) -> None:
@@ -370,6 +415,7 @@ def test_a_corpus_that_cannot_be_read_is_refused(original: Path, tmp_path: Path)
     for name, says in (
         ("empty", "holds no .jsonl"),
         ("missing.jsonl", "does not exist; check task.corpus"),
+        ("missing", "does not exist; check task.corpus"),
         ("other.jsonl", "no key 'text'"),
         ("none.jsonl", "holds no record"),
     ):
