@@ -149,7 +149,7 @@ def build_card(
         "generation": dict(generation or {}),
         "randomness": random,
         "empirical": {"results": [], "ceilings": ceilings_of(releases, recorded, verdict)},
-        "not_covered": [*_gaps(claim, groups, tuned, secure=bool(random["secure"])), *not_covered],
+        "not_covered": [*gaps(claim, groups, tuned, secure=bool(random["secure"])), *not_covered],
         "ledger": ledger_facts(ledger_records, releases, ledger_name),
         "parents": start_parents(ledger_records),
         "package_versions": package_versions(),
@@ -227,9 +227,9 @@ def inherit_card(
         accounting, ceilings = without_numbers(accounting), None
         pretraining.pop("start", None)
     tuned = tuning_facts(tuning)
-    gaps = [f"{subject['name']}: {gap}" for gap in terms.tuning_gaps(tuned)] + list(parent["not_covered"])
+    uncovered = [f"{subject['name']}: {gap}" for gap in terms.tuning_gaps(tuned)] + list(parent["not_covered"])
     if claim["guarantee"] != "dp":
-        gaps = [_NO_CLAIM]
+        uncovered = [_NO_CLAIM]
     card: dict[str, Any] = {
         "schema": SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -243,7 +243,7 @@ def inherit_card(
         "generation": dict(generation or parent["generation"]),
         "randomness": copy.deepcopy(dict(parent["randomness"])),
         "empirical": {"results": [], "ceilings": ceilings},
-        "not_covered": gaps,
+        "not_covered": uncovered,
         "ledger": copy.deepcopy(parent["ledger"]),
         "parents": [
             {"name": parent["subject"]["name"], "sha256": card_sha256(parent_path), "schema": parent["schema"]},
@@ -254,16 +254,17 @@ def inherit_card(
     return _finished(card)
 
 
-def _gaps(
+def gaps(
     claim: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], tuning: Mapping[str, Any], *, secure: bool
 ) -> list[str]:
+    """What a claim leaves uncovered, as it follows from the facts of the card."""
     if claim["guarantee"] != "dp":
         return [_NO_CLAIM]
     return terms.not_covered(claim, groups=groups, tuning=tuning, secure=secure)
 
 
-def _finished(card: dict[str, Any]) -> dict[str, Any]:
-    """Add what is said about the facts: banners, cautions, statement, checksum."""
+def said(card: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The ``banners`` and ``cautions`` that follow from a card's facts."""
     claim = card["claim"]
     banners, cautions = [], []
     if claim["guarantee"] == "none":
@@ -294,7 +295,12 @@ def _finished(card: dict[str, Any]) -> dict[str, Any]:
             cautions.append(
                 f"The odds of a guess about one unit may change by a factor of e^{factor}: hardly a protection."
             )
-    card |= {"banners": banners, "cautions": cautions}
-    claim["statement"] = statement(card)
+    return {"banners": banners, "cautions": cautions}
+
+
+def _finished(card: dict[str, Any]) -> dict[str, Any]:
+    """Add what is said about the facts: banners, cautions, statement, checksum."""
+    card |= said(card)
+    card["claim"]["statement"] = statement(card)
     card["checksum"] = checksum(card)
     return card
