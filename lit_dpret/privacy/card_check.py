@@ -10,6 +10,7 @@ from lit_dpret.errors import DataError, LedgerError, LitDpretError
 from lit_dpret.privacy.card_claim import user_level_epsilon
 from lit_dpret.privacy.card_facts import Assumption, Verdict, derived_assumptions, judge, plan_of
 from lit_dpret.privacy.card_file import file_sha256, malformed
+from lit_dpret.privacy.card_protocols import registered
 from lit_dpret.privacy.card_tuning import declared_search, search_cost
 from lit_dpret.privacy.charges import claimed_releases, noise_keys, start_of
 from lit_dpret.privacy.ledger import PrivacyLedger
@@ -88,6 +89,8 @@ def _wrong_claim(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) 
     start = start_of(records)
     if start and start["card_sha256"] and start["card_sha256"] not in [parent["sha256"] for parent in card["parents"]]:
         return [f"The ledger's run started from {start['name']}, whose card this one does not name."]
+    if card["empirical"].get("pre_registered", []) != registered(records):
+        return ["The protocols on the card are not those that the ledger registered before its first step."]
     verdict = verdict_of(card, records)
     claim = card["claim"]
     if verdict.guarantee != claim["guarantee"]:

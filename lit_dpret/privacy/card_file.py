@@ -22,6 +22,7 @@ from lit_dpret.privacy.ledger import canonical_json, storage_error
 
 SCHEMA = "lit-dpret/privacy-card/1"
 CARD_NAME = "privacy_card.json"
+SIGNATURE_NAME = "privacy_card.sig"
 
 ArtifactType = Literal["weights", "dataset", "index"]
 

@@ -52,6 +52,8 @@ def _better_than_parent(child: Mapping[str, Any], parent: Mapping[str, Any]) -> 
     for name in _PASSED_ON:
         if child[name] != parent[name]:
             problems.append(f"Its {name} block is not its parent's.")
+    if child["empirical"].get("pre_registered", []) != parent["empirical"].get("pre_registered", []):
+        problems.append("Its pre-registered protocols are not its parent's.")
     if child["empirical"].get("ceilings") != parent["empirical"].get("ceilings"):
         problems.append("Its ceilings of attacks are not its parent's.")
     return problems

