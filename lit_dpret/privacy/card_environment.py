@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+CHANGED = "+changes"
+"""What stands after the commit of a checkout whose files differ from it."""
+
 _PACKAGES = ("lit-dpret", "torch", "lightning", "transformers", "dp-accounting", "opacus", "numpy")
 
 
@@ -59,7 +62,7 @@ def code_commit() -> str | None:
     if not git("ls-files", "--error-unmatch", "__init__.py"):
         return None
     commit = git("rev-parse", "HEAD")
-    return f"{commit}+changes" if commit and git("status", "--porcelain", "--untracked-files=no") else commit
+    return f"{commit}{CHANGED}" if commit and git("status", "--porcelain", "--untracked-files=no") else commit
 
 
 def _hardware(device: torch.device) -> str:

@@ -283,7 +283,7 @@ def accounting_facts(
 def _rounding(accountant: AccountantName) -> dict[str, Any]:
     """How exact the number is: in each case it is an upper bound."""
     errors = {
-        "pld": "privacy losses are rounded up to multiples of the discretisation: never below the exact value",
+        "pld": f"privacy losses are rounded up to multiples of {FINE:g}: never below the exact value",
         "rdp": "the least bound over the orders of Renyi divergence: never below the exact value",
         "prv": "the upper end of Opacus' interval",
     }

@@ -264,6 +264,8 @@ def _accounting_blocks(card: Card) -> list[Block]:
         ("duplicates", card["claim"]["duplicates_policy"]),
         ("delta rule", card["claim"]["delta_rule"]),
     ]
+    if accounting.get("error_bound"):
+        rows.insert(1, ("exactness", accounting["error_bound"]))
     labels = {
         "epsilon_if_no_amplification": "epsilon if the batches had come from shuffled passes",
         "epsilon_rdp": "epsilon by the RDP accountant",
@@ -366,6 +368,8 @@ def _origin_blocks(card: Card) -> list[Block]:
 
 def _n(value: object) -> str:
     """A value for a reader: numbers short, ranges and lists in words."""
+    if value is None:
+        return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

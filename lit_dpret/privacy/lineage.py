@@ -29,12 +29,12 @@ class FoundCard:
     Args:
         path: Its file.
         card: What stands in it now.
-        amended: Whether it was named by what stood in it before it was amended.
+        named: What stood in it when it was named, if it was amended since.
     """
 
     path: Path
     card: dict[str, Any]
-    amended: bool = False
+    named: dict[str, Any] | None = None
 
 
 class Lineage:
@@ -57,7 +57,7 @@ class Lineage:
                 raise DataError(f"task.parents: {folder} does not exist.")
         self.damaged: list[Path] = []
         self._near: list[Path] = []
-        self._cards: dict[Path, tuple[list[str], FoundCard]] = {}
+        self._cards: dict[Path, dict[str, FoundCard]] = {}
 
     def look_near(self, card: Path) -> None:
         """Look around this card too from now on."""
@@ -70,9 +70,8 @@ class Lineage:
     def card(self, sha256: str) -> FoundCard | None:
         """The card with this SHA-256, now or before it was amended; None where it is not within reach."""
         for path in self._files(CARD_NAME):
-            names, found = self._read(path)
-            if sha256 in names:
-                return FoundCard(path, found.card, amended=sha256 != names[0])
+            if (found := self._read(path).get(sha256)) is not None:
+                return found
         return None
 
     def ledger(self, card: Mapping[str, Any], beside: Path) -> Path | None:
@@ -95,16 +94,17 @@ class Lineage:
             return None
         return next((path for path in usual if path.is_file()), None)
 
-    def _read(self, path: Path) -> tuple[list[str], FoundCard]:
-        """The names of a card: its SHA-256, and those that it had; none where it is not to be believed."""
+    def _read(self, path: Path) -> dict[str, FoundCard]:
+        """A card by its SHA-256, and by those that it had before it was amended; nothing if it is damaged."""
         if path not in self._cards:
             try:
-                card = read_card(path)
-                names = [card_sha256(path), *map(text_sha256, list(versions(card))[1:])]
+                card, *before = versions(read_card(path))
+                found = {card_sha256(path): FoundCard(path, card)}
+                found |= {text_sha256(one): FoundCard(path, card, named=one) for one in before}
             except DataError:
-                card, names = {}, []
                 self.damaged.append(path)
-            self._cards[path] = (names, FoundCard(path, card))
+                found = {}
+            self._cards[path] = found
         return self._cards[path]
 
     def _files(self, name: str) -> Iterator[Path]:

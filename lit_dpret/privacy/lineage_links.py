@@ -49,6 +49,12 @@ def _better_than_parent(child: Mapping[str, Any], parent: Mapping[str, Any]) -> 
         ]  # fmt: skip
     names = [name for name in {**ours, **theirs} if name not in _OWN_WORDS and ours.get(name) != theirs.get(name)]
     problems = [f"It says {name} = {ours.get(name)!r}, its parent {theirs.get(name)!r}." for name in names]
+    if any(one not in child["assumptions"] for one in parent["assumptions"]):
+        problems.append("It leaves out assumptions of its parent.")
+    if any(one["holds"] is False and one not in parent["assumptions"] for one in child["assumptions"]):
+        problems.append("An assumption of its own does not hold, so it cannot claim what its parent claims.")
+    if any(text not in child["not_covered"] for text in parent["not_covered"]):
+        problems.append("It leaves out what its parent does not cover.")
     for name in _PASSED_ON:
         if child[name] != parent[name]:
             problems.append(f"Its {name} block is not its parent's.")

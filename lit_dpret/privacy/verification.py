@@ -18,7 +18,7 @@ from typing import Any
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.privacy.card import gaps, said
 from lit_dpret.privacy.card_check import changed_files, verify_card
-from lit_dpret.privacy.card_environment import code_commit, version_of
+from lit_dpret.privacy.card_environment import CHANGED, code_commit, version_of
 from lit_dpret.privacy.card_file import CARD_NAME, SIGNATURE_NAME, card_path, card_sha256, read_card
 from lit_dpret.privacy.card_protocols import protocol_facts
 from lit_dpret.privacy.card_recheck import recheck_numbers
@@ -104,11 +104,11 @@ def _follow(
             result.pass_over(str(parent["name"]), "card", _not_found(parent, lineage), failed=not allow_missing_parents)
             child = None
             continue
-        later = ", and was amended since" if met.amended else ""
+        later = "" if met.named is None else ", and was amended since"
         result.add(_name(met), "card", [], f"the one that was named, by its SHA-256{later}")
         if child is not None:
             ledger = lineage.ledger(met.card, met.path)
-            problems = link_problems(child.card, met.card, named[place + 1 :], ledger)
+            problems = link_problems(child.card, met.named or met.card, named[place + 1 :], ledger)
             result.add(_name(child), "parent", problems, f"claims no more than {_name(met)}")
         _examine(result, lineage, met, must_have_files=False, allow_missing_ledger=allow_missing_ledger)
         child = met
@@ -196,6 +196,10 @@ def _check_words(result: Verification, found: FoundCard) -> None:
         page = found.path.with_suffix(suffix)
         if page.is_file() and page.read_text(encoding="utf-8", errors="replace") != write(card):
             wrong.append(f"{page.name} is not the page of this card. Read the JSON.")
+    harmless = card["claim"]["guarantee"] == "dp" and all(a["holds"] is not False for a in card["assumptions"])
+    if not card["not_covered"] or not (harmless or card["banners"]):  # which no version left out
+        result.pass_over(name, "words", "a warning that every such card carries is missing.", failed=True)
+        return
     if wrong and not _made_by_this_program(card):
         result.pass_over(name, "words", "they differ from those of this version of lit-dpret; read the JSON's numbers.")
         return
@@ -249,7 +253,7 @@ def _check_signatures(result: Verification, chain: Sequence[FoundCard], key: str
 
 
 def _tell_signature(result: Verification, name: str, signed: Signed, *, known: bool) -> None:
-    text = f"by the key {signed.key[:16]}: nothing that it covers was changed since"
+    text = f"by the key {signed.key[:16]}, over this card"
     if known:
         result.add(name, "signature", [], text)
     else:
@@ -260,8 +264,10 @@ def _tell_signature(result: Verification, name: str, signed: Signed, *, known: b
 
 
 def _made_by_this_program(card: Mapping[str, Any]) -> bool:
-    """Whether this very version would have written the same words."""
+    """Whether this very version would have written the same words; not known of a checkout with changes."""
     commit = (card.get("environment") or {}).get("code_commit")
+    if str(commit).endswith(CHANGED):
+        return False
     return card["package_versions"].get("lit-dpret") == version_of("lit-dpret") and commit == code_commit()
 
 

@@ -13,11 +13,14 @@ from card_chain import Chain, make_chain
 from cards import Run, make_plan, rewrite_chain
 
 from lit_dpret.errors import DataError, VerificationError
-from lit_dpret.privacy.card import inherit_card, read_card, subject_of, write_card
+from lit_dpret.privacy import verification
+from lit_dpret.privacy.card import build_card, inherit_card, read_card, subject_of, write_card
 from lit_dpret.privacy.card_file import checksum
 from lit_dpret.privacy.card_history import text_sha256, versions
 from lit_dpret.privacy.card_notes import note_not_covered
 from lit_dpret.privacy.findings import Verification
+from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.start import note_start, read_start
 from lit_dpret.privacy.verification import verify_chain
 from lit_dpret.tasks import Verify
 from lit_dpret.tasks.parts import Parts
@@ -193,8 +196,11 @@ def test_a_newer_card_is_rejected(chain: Chain) -> None:
         (lambda card: card["accounting"].update(epsilon_rdp=0.01), "Its accounting block is not its parent's"),
         (lambda card: card["empirical"]["ceilings"].update(membership_accuracy=0.5), "Its ceilings of attacks"),
         (lambda card: card["parents"].pop(), "The cards that it names after its parent are not"),
+        (lambda card: card["assumptions"].pop(), "It leaves out assumptions of its parent"),
+        (lambda card: card["assumptions"][0].update(holds=False), "An assumption of its own does not hold"),
+        (lambda card: card["not_covered"].pop(), "It leaves out what its parent does not cover"),
     ],
-    ids=["epsilon", "unit", "accounting", "ceilings", "ancestors"],
+    ids=["epsilon", "unit", "accounting", "ceilings", "ancestors", "assumptions", "false assumption", "not covered"],
 )
 def test_a_derived_card_that_says_more_than_its_parent_is_rejected(
     change: Callable[[dict[str, Any]], None], complaint: str, chain: Chain
@@ -222,13 +228,47 @@ def test_each_number_of_a_card_that_its_ledger_does_not_give_is_rejected(
     assert len(found) == 1 and where in found[0]
 
 
-def test_words_and_pages_that_do_not_follow_from_the_facts_are_rejected(chain: Chain) -> None:
+def at_commit(folder: Path, commit: str | None) -> None:
+    """Write the card in ``folder`` as lit-dpret of this commit would have."""
+    card = read_card(folder)
+    card["environment"]["code_commit"] = commit
+    card["checksum"] = checksum(card)
+    write_card(card, folder)
+
+
+def test_words_and_pages_that_do_not_follow_from_the_facts_are_rejected(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verification, "code_commit", lambda: "a" * 40)
+    for folder in (chain.generator, chain.generator / "model"):
+        at_commit(folder, "a" * 40)
     page = chain.generator / "privacy_card.html"
     page.write_text(page.read_text(encoding="utf-8").replace("zero-out", "nothing at all"), encoding="utf-8")
     text = rejected(verify_chain(chain.generator), artefact="QueryGenerator", check="words")
     assert text == "privacy_card.html is not the page of this card. Read the JSON."
-    edit(chain.generator / "model" / "privacy_card.json", lambda card: card["not_covered"].clear())
+    edit(chain.generator / "model" / "privacy_card.json", lambda card: card["not_covered"].pop())
     assert "on what is not covered are missing" in verify_chain(chain.generator / "model").failed[0].text
+
+
+def test_a_card_without_its_red_banner_is_rejected_whatever_wrote_it(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", None, mode="none").train(3)
+    write_card(run.card(), run.folder)
+    at_commit(run.folder, "b" * 40)
+    edit(run.folder / "privacy_card.json", lambda card: card["banners"].clear())
+    text = rejected(verify_chain(run.folder), artefact="generator", check="words")
+    assert text == "a warning that every such card carries is missing."
+
+
+@pytest.mark.parametrize("commit", ["b" * 40, "a" * 40 + "+changes", None], ids=["another", "changed", "unknown"])
+def test_words_that_another_version_may_have_written_are_not_called_wrong(
+    commit: str | None, chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verification, "code_commit", lambda: "a" * 40)
+    at_commit(chain.generator, commit)
+    (chain.generator / "privacy_card.html").write_text("older words", encoding="utf-8")
+    result = verify_chain(chain.generator)
+    assert not result.failed
+    assert ("QueryGenerator", "words") in [(f.artefact, f.check) for f in result.not_checked]
 
 
 def test_a_derived_card_that_names_no_parent_is_rejected(chain: Chain) -> None:
@@ -264,6 +304,54 @@ def test_an_amendment_does_not_hide_another_change(chain: Chain) -> None:
     rejected(verify_chain(chain.encoder), artefact="synthetic", check="card")
 
 
+# -- runs that started from another run's model ------------------------------------------------
+
+
+def started(root: Path) -> Run:
+    """A run from the model of another private run; its folder is ``root / "second"``."""
+    model = root / "first" / "model"
+    model.mkdir(parents=True)
+    (model / "weights").write_bytes(b"w")
+    first = Run(root / "first", make_plan()).train(3)
+    write_card(first.card(subject=subject_of("weights", "first", [model / "weights"], root=model)), first.folder)
+    second = Run(root / "second", make_plan())
+    note_start(second.ledger, read_start(first.folder, public=False))
+    return second.train(3)
+
+
+def test_a_run_that_started_from_another_is_followed_to_it(tmp_path: Path) -> None:
+    second = started(tmp_path)
+    write_card(second.card(), second.folder)
+    result = verify_chain(second.folder)
+    assert not result.failed
+    assert [f.artefact for f in result.findings if f.check == "ledger"] == ["generator", "first"]
+
+
+def test_a_run_that_charges_its_start_too_little_is_rejected_by_the_ledger_of_that(tmp_path: Path) -> None:
+    second = started(tmp_path)
+
+    def cheaper(record: dict[str, Any]) -> None:
+        if record.get("name") == "init_from":
+            record["start"]["releases"][0]["noise_multiplier"] *= 2
+
+    rewrite_chain(second.path, cheaper)
+    records = PrivacyLedger.read(second.path).records
+    write_card(build_card(ledger_records=records, subject={**subject_of("weights", "second")}), second.folder)
+    text = rejected(verify_chain(second.folder), artefact="second", check="parent")
+    assert text.startswith("It says that its start cost epsilon = ")
+
+
+def test_parents_may_be_named_by_their_files_and_hidden_folders_are_not_searched(
+    chain: Chain, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    far = tmp_path_factory.mktemp("far")
+    shutil.move(chain.synthetic / "privacy_card.json", far / "card of the queries.json")
+    shutil.copytree(chain.synthetic, far / ".hidden")
+    shutil.copy2(far / "card of the queries.json", far / ".hidden" / "privacy_card.json")
+    assert verify_chain(chain.encoder, parents=[far]).failed
+    assert not verify_chain(chain.encoder, parents=[far / "card of the queries.json"]).failed
+
+
 # -- the task ----------------------------------------------------------------------------------
 
 
@@ -291,8 +379,11 @@ def test_the_task_says_each_check_in_a_line_and_fails_where_one_does(
 
 
 def test_a_synthetic_set_made_from_a_card_without_a_guarantee_promises_nothing(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", make_plan()).train()
+    run = Run(tmp_path / "run", None, mode="none").train()
     write_card(run.card(), run.folder)
     child = inherit_card(run.folder, subject_of("dataset", "made"), description="drawing")
     write_card(child, tmp_path / "made")
-    assert not verify_chain(tmp_path / "made").failed
+    result = verify_chain(tmp_path / "made")
+    assert not result.failed and result.claim == "no privacy guarantee (epsilon is infinite)"
+    edit(tmp_path / "made" / "privacy_card.json", lambda card: card["claim"].update(guarantee="not_proved"))
+    assert "It says that the guarantee is 'not_proved'" in verify_chain(tmp_path / "made").format()
