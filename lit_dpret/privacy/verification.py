@@ -179,7 +179,27 @@ def _check_ledger(result: Verification, lineage: Lineage, found: FoundCard, *, a
 def _check_words(result: Verification, found: FoundCard) -> None:
     """The sentences, and the pages beside the card, say what the facts say."""
     card, name = found.card, _name(found)
-    wrong = []
+    harmless = card["claim"]["guarantee"] == "dp" and all(a["holds"] is not False for a in card["assumptions"])
+    banners, uncovered, _ = (card[each] for each in ("banners", "not_covered", "cautions"))  # which no version left out
+    if not uncovered or not (harmless or banners):
+        result.pass_over(name, "words", "a warning that every such card carries is missing.", failed=True)
+        return
+    ours = _made_by_this_program(card)
+    try:
+        wrong = _wrong_words(found)
+    except KeyError as error:  # a field that older versions did not write
+        if ours:
+            raise
+        wrong = [f"there is no {error}"]
+    if wrong and not ours:
+        result.pass_over(name, "words", "they differ from those of this version of lit-dpret; read the JSON's numbers.")
+        return
+    result.add(name, "words", wrong, "statement, warnings and pages follow from the facts")
+
+
+def _wrong_words(found: FoundCard) -> list[str]:
+    """Where the words are not those that this version would write."""
+    card, wrong = found.card, []
     fresh = said(card)
     if card["claim"].get("statement") != statement(card):
         wrong.append("The statement does not follow from the card's facts.")
@@ -196,14 +216,7 @@ def _check_words(result: Verification, found: FoundCard) -> None:
         page = found.path.with_suffix(suffix)
         if page.is_file() and page.read_text(encoding="utf-8", errors="replace") != write(card):
             wrong.append(f"{page.name} is not the page of this card. Read the JSON.")
-    harmless = card["claim"]["guarantee"] == "dp" and all(a["holds"] is not False for a in card["assumptions"])
-    if not card["not_covered"] or not (harmless or card["banners"]):  # which no version left out
-        result.pass_over(name, "words", "a warning that every such card carries is missing.", failed=True)
-        return
-    if wrong and not _made_by_this_program(card):
-        result.pass_over(name, "words", "they differ from those of this version of lit-dpret; read the JSON's numbers.")
-        return
-    result.add(name, "words", wrong, "statement, warnings and pages follow from the facts")
+    return wrong
 
 
 def _check_protocols(result: Verification, found: FoundCard, given: Sequence[Mapping[str, str]]) -> None:
@@ -265,10 +278,8 @@ def _tell_signature(result: Verification, name: str, signed: Signed, *, known: b
 
 def _made_by_this_program(card: Mapping[str, Any]) -> bool:
     """Whether this very version would have written the same words; not known of a checkout with changes."""
-    commit = (card.get("environment") or {}).get("code_commit")
-    if str(commit).endswith(CHANGED):
-        return False
-    return card["package_versions"].get("lit-dpret") == version_of("lit-dpret") and commit == code_commit()
+    version, commit = card["package_versions"].get("lit-dpret"), (card.get("environment") or {}).get("code_commit")
+    return version == version_of("lit-dpret") and commit == code_commit() and not str(commit).endswith(CHANGED)
 
 
 def _name(found: FoundCard) -> str:

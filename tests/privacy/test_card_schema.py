@@ -151,5 +151,8 @@ def test_an_epsilon_without_a_guarantee_and_a_guarantee_without_one_do_not_follo
 
 
 def test_a_card_of_an_older_lit_dpret_follows_the_schema() -> None:
-    old = Path(__file__).resolve().parent.parent / "data" / "schema" / "privacy_card.json"
-    assert complaints(json.loads(old.read_text(encoding="utf-8"))) == []
+    old = json.loads((Path(__file__).resolve().parent.parent / "data" / "schema" / "privacy_card.json").read_text())
+    assert complaints(old) == []
+    for block, name in (("claim", "max_units_per_user"), ("accounting", "dataset_total"), ("accounting", "groups")):
+        del old[block][name]  # as the first ones had none
+    assert complaints(old) == []

@@ -278,7 +278,7 @@ def test_a_derived_card_that_names_no_parent_is_rejected(chain: Chain) -> None:
 
 
 def test_a_card_that_lacks_what_every_card_has_is_rejected_and_not_stumbled_over(chain: Chain) -> None:
-    for name in ("mechanism", "cautions", "package_versions", "assumptions"):
+    for name in ("mechanism", "banners", "cautions", "package_versions", "assumptions"):
         path = shutil.copytree(chain.generator, chain.root / f"without {name}") / "privacy_card.json"
         edit(path, lambda card, name=name: card.pop(name))  # type: ignore[misc]
         found = verify_chain(path)
@@ -302,6 +302,16 @@ def test_an_amendment_does_not_hide_another_change(chain: Chain) -> None:
     note_not_covered(chain.synthetic, "BLEU of synthetic", computed="the private queries")
     edit(chain.synthetic / "privacy_card.json", lambda card: card["claim"].update(epsilon=0.01))
     rejected(verify_chain(chain.encoder), artefact="synthetic", check="card")
+
+
+def test_a_card_of_an_older_lit_dpret_is_followed_as_far_as_it_goes(tmp_path: Path) -> None:
+    shutil.copytree(Path(__file__).resolve().parent.parent / "data" / "schema", tmp_path / "old")
+    path = tmp_path / "old" / "privacy_card.json"
+    assert not verify_chain(path).failed
+    edit(path, lambda card: card["claim"].pop("max_units_per_user"))  # as the first ones had none
+    result = verify_chain(path)
+    assert not result.failed
+    assert [f.check for f in result.findings if f.outcome == "ok"] == ["card", "ledger", "numbers"]
 
 
 # -- runs that started from another run's model ------------------------------------------------
