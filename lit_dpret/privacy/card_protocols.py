@@ -21,8 +21,8 @@ PROTOCOL_EVENT = "audit_protocols"
 _KNOB = "callbacks.card.audit_protocols"
 
 
-def protocol_facts(files: Iterable[str | Path]) -> list[dict[str, str]]:
-    """Name and SHA-256 of each protocol.
+def protocol_facts(files: Iterable[str | Path], *, knob: str = _KNOB) -> list[dict[str, str]]:
+    """Name and SHA-256 of each protocol; ``knob`` is the setting that a refusal names.
 
     Raises:
         ConfigurationError: A file cannot be read, or is empty.
@@ -31,10 +31,10 @@ def protocol_facts(files: Iterable[str | Path]) -> list[dict[str, str]]:
     for file in map(Path, files):
         try:
             if not file.expanduser().stat().st_size:
-                raise ConfigurationError(f"{_KNOB}: {file} is empty, and registers nothing.")
+                raise ConfigurationError(f"{knob}: {file} is empty, and registers nothing.")
             facts.append({"name": file.name, "sha256": file_sha256(file.expanduser())})
         except (OSError, DataError) as error:
-            raise ConfigurationError(f"{_KNOB}: {file} cannot be read. Name the file of a protocol.") from error
+            raise ConfigurationError(f"{knob}: {file} cannot be read. Name the file of a protocol.") from error
     return facts
 
 

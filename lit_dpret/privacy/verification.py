@@ -65,7 +65,7 @@ def verify_chain(
         ConfigurationError: The public key or a protocol cannot be read, or a package is missing for the first.
     """
     key = None if public_key is None else public_key_fingerprint(public_key)
-    given = protocol_facts(protocols)
+    given = protocol_facts(protocols, knob="task.protocols")
     lineage = Lineage(parents)
     result = Verification(card_path(path))
     try:

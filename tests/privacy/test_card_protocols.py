@@ -101,6 +101,8 @@ def test_protocols_that_cannot_be_registered_are_refused_before_the_run(tmp_path
     for path in (tmp_path / "none.md", tmp_path, protocol(tmp_path, "", "empty.md")):
         with pytest.raises(ConfigurationError, match=r"callbacks\.card\.audit_protocols"):
             PrivacyCard(audit_protocols=[path])
+    with pytest.raises(ConfigurationError, match=r"task\.protocols: .*none\.md cannot be read"):
+        verify_chain(tmp_path, protocols=[tmp_path / "none.md"])
     card = PrivacyCard(audit_protocols=[protocol(tmp_path)])
     with pytest.raises(ConfigurationError, match="this run makes no release of its own"):
         card.setup(Runner(), retriever(privacy=SyntheticData()), "fit")  # type: ignore[arg-type]
