@@ -8,6 +8,7 @@ the last act of training, and again, marked as interrupted, when a run ends earl
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from lightning.pytorch.callbacks import Callback
 from lit_dpret.callbacks.privacy_accountant import PrivacyAccountant
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.card import LEDGER_NAME, build_card, inherit_card, subject_of, write_card
+from lit_dpret.privacy.card_environment import environment_facts
 from lit_dpret.privacy.card_leaks import leaks
 from lit_dpret.privacy.card_notes import with_notes
+from lit_dpret.privacy.card_protocols import note_protocols, protocol_facts
 from lit_dpret.privacy.card_tuning import declared_search
 
 MODEL_FOLDER = "model"
@@ -44,6 +47,8 @@ class PrivacyCard(Callback):
         tuning_mean_runs: The mean of that number. The number itself must not be told.
         tuning_runs_law: Its law: ``geometric`` (null), ``logarithmic``, ``poisson``, or the shape of a
             truncated negative binomial.
+        audit_protocols: Files that say how the result will be audited; their hashes go into the ledger before
+            the first release, and onto the card.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class PrivacyCard(Callback):
         tuning_method: str | None = None,
         tuning_mean_runs: float | None = None,
         tuning_runs_law: str | float | None = None,
+        audit_protocols: Sequence[str | Path] = (),
     ) -> None:
         self.run_dir = None if run_dir is None else Path(run_dir)
         self._written = False
@@ -67,7 +73,26 @@ class PrivacyCard(Callback):
             "runs_law": tuning_runs_law,
             "note": tuning_note or "",
         }
+        self.audit_protocols = [Path(file) for file in audit_protocols or ()]
+        protocol_facts(self.audit_protocols)  # a file that cannot be read is refused before the run
         declared_search(self.tuning)  # a declaration that cannot be priced is refused before the run, not after it
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Register the protocols in the ledger, which the accountant has just opened."""
+        if stage != "fit" or not self.audit_protocols:
+            return
+        module: Any = pl_module
+        if module.privacy.guarantee == "inherited":
+            raise ConfigurationError(
+                f"callbacks.card.audit_protocols with privacy={module.privacy.name}: this run makes no release of its "
+                "own, before which a protocol could be registered. Give it to the run that trains on the private data."
+            )
+        accountant = _accountant(trainer)
+        if accountant is None or not hasattr(accountant, "ledger"):
+            raise ConfigurationError(
+                "PrivacyCard needs the PrivacyAccountant callback before it: it writes its ledger."
+            )
+        note_protocols(accountant.ledger, self.audit_protocols)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._write(trainer, pl_module, finished=True)
@@ -95,6 +120,7 @@ class PrivacyCard(Callback):
             module.save_model(model)
         files = [p for p in model.rglob("*") if p.is_file() and not p.name.startswith("privacy_card.")] if saved else []
         subject = subject_of("weights", type(module).__name__, files, root=model if saved else None)
+        environment = environment_facts(device=module.device, precision=str(trainer.precision))
         if module.privacy.guarantee == "inherited":
             data: Any = trainer.datamodule  # type: ignore[attr-defined]
             card = inherit_card(
@@ -104,6 +130,7 @@ class PrivacyCard(Callback):
                 ledger_records=accountant.ledger.records,
                 mechanism=_mechanism(module),
                 tuning=self.tuning,
+                environment=environment,
                 assumptions=leaks(accountant.ledger.records),
             )
         else:
@@ -114,6 +141,7 @@ class PrivacyCard(Callback):
                 ledger_name=LEDGER_NAME,
                 mechanism=_mechanism(module),
                 tuning=self.tuning,
+                environment=environment,
                 pretraining={"model": str(getattr(module, "pretrained", None) or "unstated"), "overlap_check": None},
                 randomness={"rng": SHAKE if module.privacy.secure_rng else PHILOX,
                             "secure": module.privacy.secure_rng},

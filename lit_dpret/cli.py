@@ -34,6 +34,7 @@ from lit_dpret.tasks.parts import Parts, model_folder
 
 CONFIG_MODULE = "lit_dpret.configs"
 USER_ERROR = 2
+_POSITIONAL = {"compare": ("run_a", "run_b"), "verify": ("card",)}
 _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT)
 
 
@@ -125,31 +126,35 @@ def with_task(arguments: list[str]) -> list[str]:
         ['task=plan', 'privacy.eps=3']
         >>> with_task(["compare", "runs/a", "runs/b", "task.level=0.9"])
         ['task=compare', "task.run_a='runs/a'", "task.run_b='runs/b'", 'task.level=0.9']
+        >>> with_task(["verify", "runs/a"])
+        ['task=verify', "task.card='runs/a'"]
 
     Raises:
         ConfigurationError: The first argument is neither a setting, nor an option, nor a task, or ``compare`` is
-            not followed by two runs.
+            not followed by two runs or ``verify`` by one card.
     """
     if not arguments or "=" in arguments[0] or arguments[0][:1] in "-+~":
         return arguments
     tasks = _options("task")
     if arguments[0] not in tasks:
         raise ConfigurationError(f"{arguments[0]!r} is neither a setting (name=value) nor a task: {', '.join(tasks)}.")
-    if arguments[0] == "compare":
-        return ["task=compare", *_two_runs(arguments[1:])]
-    return [f"task={arguments[0]}", *arguments[1:]]
+    knobs = _POSITIONAL.get(arguments[0], ())
+    return [f"task={arguments[0]}", *_by_place(arguments[0], knobs, arguments[1:])]
 
 
-def _two_runs(arguments: list[str]) -> list[str]:
-    """``RUN_A RUN_B ...`` as settings of ``task=compare``; both by name, or neither."""
-    runs = list(takewhile(lambda argument: "=" not in argument and argument[:1] not in "-+~", arguments))
-    if len(runs) not in (0, 2):
+def _by_place(task: str, knobs: tuple[str, ...], arguments: list[str]) -> list[str]:
+    """``RUN_A RUN_B ...`` as settings of a task that takes them; all by place, or all by name."""
+    given = list(takewhile(lambda argument: "=" not in argument and argument[:1] not in "-+~", arguments))
+    if knobs and len(given) not in (0, len(knobs)):
+        words = " ".join(knob.upper() for knob in knobs)
         raise ConfigurationError(
-            f"compare takes two runs and then settings, not {len(runs)}: lit-dpret compare RUN_A RUN_B. A path that "
-            "holds '=' goes in as task.run_a='PATH'."
+            f"{task} takes {words} and then settings, not {len(given)} words: lit-dpret {task} {words}. A path that "
+            f"holds '=' goes in as task.{knobs[0]}='PATH'."
         )
-    quoted = [path.replace("\\", "\\\\").replace("'", "\\'") for path in runs]
-    return [f"task.run_{key}='{path}'" for key, path in zip("ab", quoted, strict=False)] + arguments[len(runs) :]
+    if not knobs:
+        return arguments
+    quoted = [path.replace("\\", "\\\\").replace("'", "\\'") for path in given]
+    return [f"task.{knob}='{path}'" for knob, path in zip(knobs, quoted, strict=False)] + arguments[len(given) :]
 
 
 def _quieten() -> None:

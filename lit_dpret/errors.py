@@ -68,6 +68,10 @@ class StorageError(LitDpretError, OSError):
     """The disk is full, or the run folder cannot be written."""
 
 
+class VerificationError(LitDpretError, RuntimeError):
+    """A privacy card, or something that it names, is not what it says."""
+
+
 class PrivacyViolation(LitDpretError, AssertionError):
     """A mechanism that was put to the test does not do what its privacy claim says."""
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lit_dpret.privacy.budget import Neighbours, PrivacyBudget, Unit
 from lit_dpret.privacy.card import build_card
 from lit_dpret.privacy.card_file import checksum
+from lit_dpret.privacy.chain import GENESIS, canonical_json, record_hash
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.releases import NonPrivateRelease, Poisson, SamplingLaw
 
 N, DELTA, NOISE = 1000, 5e-4, 4.0  # much noise: the accountants are quick
 LAW = Poisson(sample_rate=0.05)
+Change = Callable[[dict[str, Any]], None]
 
 
 def make_plan(
@@ -84,6 +87,18 @@ def forge(card: dict[str, Any], **claim: Any) -> dict[str, Any]:
     forged["claim"].update(claim)
     forged["checksum"] = checksum(forged)
     return dict(forged)
+
+
+def rewrite_chain(path: Path, change: Change) -> None:
+    """Change every record, and forge the chain so that only the change is to be seen."""
+    head, lines = GENESIS, []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        change(record)
+        record["prev"] = head
+        record["hash"] = head = record_hash(record)
+        lines.append(canonical_json(record) + "\n")
+    path.write_text("".join(lines), encoding="utf-8")
 
 
 CHILD = {"artifact_type": "dataset", "name": "synthetic queries", "sha256": {}}

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from cards import Run, make_plan, rewrite_chain
 from hydra import compose, initialize_config_module
 
 from lit_dpret.cli import build_parts, explain
 from lit_dpret.errors import ConfigurationError, LitDpretError
+from lit_dpret.privacy.card import write_card
 from lit_dpret.privacy.modes import NoPrivacy
 
 CHECK = ("-m", "lit_dpret", "check_data")
@@ -109,6 +111,20 @@ def test_the_doctor_reports_and_fails_where_a_fit_would_be_refused(tmp_path: Pat
     found = {finding["trap"]: finding["status"] for finding in report["findings"]}
     assert report["verdict"] == "refused" and found["T2"] == "refused" and found["T13"] == "passed"
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_verify_exits_with_0_only_if_nothing_failed(tmp_path: Path) -> None:
+    made = Run(tmp_path / "made", make_plan()).train(3)
+    write_card(made.card(), made.folder)
+    program = ("-m", "lit_dpret", "verify", str(made.folder))
+    done = call(folder=tmp_path, program=program)
+    assert done.returncode == 0 and "ok           generator, numbers" in done.stdout
+    assert json.loads((tmp_path / "run" / "verify.json").read_text(encoding="utf-8"))["counts"]["failed"] == 0
+    rewrite_chain(made.path, lambda record: record.update(noise_std=9.0) if "noise_std" in record else None)
+    done = call(folder=tmp_path, program=program)
+    assert "FAILED       generator, ledger" in done.stdout
+    assert "checks failed, the first: generator, ledger" in refused(done)
 
 
 def test_a_first_word_is_a_task_or_refused(tmp_path: Path) -> None:

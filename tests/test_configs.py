@@ -88,6 +88,7 @@ NEEDED = {
     "task.second_task": ["task.study=x"],
     "task.zero_shot": ["task.root=."],
     "task.compare": ["task.run_a=x", "task.run_b=y"],
+    "task.verify": ["task.card=x"],
     "task.index": ["task.embeddings=x"],
     "task.similarity": ["task.synthetic=x", "task.reference=public"],
     "task.pretraining_overlap": ["task.corpus=x", "task.queries=public"],

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cards import DELTA, make_plan
+from cards import DELTA, make_plan, rewrite_chain
 from stand_ins import Regression, dp, fit
 
 from lit_dpret.callbacks import PrivacyAccountant
@@ -23,7 +22,6 @@ from lit_dpret.privacy.accounting import epsilon
 from lit_dpret.privacy.card import read_card, verify_card
 from lit_dpret.privacy.card_facts import plan_of
 from lit_dpret.privacy.card_file import checksum
-from lit_dpret.privacy.chain import GENESIS, canonical_json, record_hash
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
 from lit_dpret.privacy.run import Position, PrivateRun
@@ -31,7 +29,6 @@ from lit_dpret.tasks.checkpoints import WholeCheckpoints, newest_checkpoint
 
 FIXTURES = Path(__file__).resolve().parent / "data" / "schema"
 NEWER = r"/2', and this lit-dpret reads up to version 1. Update lit-dpret\."
-Change = Callable[[dict[str, Any]], None]
 
 
 @pytest.fixture
@@ -41,18 +38,6 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "old" / "shards").mkdir()
     (tmp_path / "old" / "shard.jsonl").rename(tmp_path / "old" / "shards" / "000000.jsonl")
     return tmp_path / "old"
-
-
-def rewrite_chain(path: Path, change: Change) -> None:
-    """Change every record, and forge the chain so that only the change is to be seen."""
-    head, lines = GENESIS, []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        change(record)
-        record["prev"] = head
-        record["hash"] = head = record_hash(record)
-        lines.append(canonical_json(record) + "\n")
-    path.write_text("".join(lines), encoding="utf-8")
 
 
 def set_version(path: Path, version: int = 2) -> None:

@@ -37,6 +37,7 @@ from lit_dpret.generation.sampler import Decoding, decode, encode, uniforms
 from lit_dpret.generation.shards import MANIFEST_NAME, SHARDS_NAME, ShardStore, storage_error
 from lit_dpret.modules.generator_folder import GeneratorModel, TextCodec, load_generator, weights_hash
 from lit_dpret.privacy.card import CARD_NAME, LEDGER_NAME, inherit_card, write_card
+from lit_dpret.privacy.card_environment import environment_facts
 from lit_dpret.privacy.card_facts import Assumption
 from lit_dpret.privacy.card_notes import with_notes
 
@@ -130,7 +131,7 @@ def synthesize(
     if not texts:
         raise DataError(f"None of the {len(passages)} passages has any text.")
     promise = _Promise(source, folder, queries_per_passage, seed, tuning)
-    promise.card({}, {})  # a card that cannot be inherited is refused before the work, not after it
+    promise.card({}, {}, None)  # a card that cannot be inherited is refused before the work, not after it
     generator = load_generator(source)
     decoding = Decoding(
         top_p=top_p,
@@ -228,7 +229,9 @@ class _Promise:
     seed: int
     tuning: Mapping[str, Any] | None
 
-    def card(self, hashes: Mapping[str, str], decoding: Mapping[str, Any]) -> dict[str, Any]:
+    def card(
+        self, hashes: Mapping[str, str], decoding: Mapping[str, Any], environment: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
         name = self.folder.resolve().name
         above = self.source.resolve().parent / LEDGER_NAME  # a run folder holds its ledger beside model/
         return inherit_card(
@@ -237,6 +240,7 @@ class _Promise:
             description="queries drawn from the generator for a public list of passages",
             parent_ledger=above if above.is_file() and not (self.source / LEDGER_NAME).exists() else None,
             tuning=self.tuning,
+            environment=environment,
             generation={
                 "doc_source": "declared_public",
                 "per_doc": self.draws,
@@ -265,7 +269,8 @@ def _assemble(
             "with less noise, or raise min_new_tokens."
         )
     decoding = {field.name: configuration[field.name] for field in fields(Decoding)}
-    card = with_notes(promise.card(hashes, decoding), folder)
+    environment = environment_facts(device=configuration["device"], precision=configuration["precision"])
+    card = with_notes(promise.card(hashes, decoding, environment), folder)
     write_card(card, folder)
     origin = [
         f"Generator: `{configuration['generator'][:16]}` (SHA-256 of its files), named in the privacy card.",

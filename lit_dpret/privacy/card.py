@@ -22,8 +22,10 @@ from typing import Any
 
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError
 from lit_dpret.privacy import card_terms as terms
+from lit_dpret.privacy.card_audit_text import SIGNOFF
 from lit_dpret.privacy.card_check import verify_card
 from lit_dpret.privacy.card_claim import claim_facts, group_facts, without_numbers
+from lit_dpret.privacy.card_environment import environment_facts, package_versions
 from lit_dpret.privacy.card_facts import (
     Assumption,
     accounting_facts,
@@ -32,12 +34,12 @@ from lit_dpret.privacy.card_facts import (
     judge,
     ledger_facts,
     mechanism_facts,
-    package_versions,
     plan_of,
 )
 from lit_dpret.privacy.card_file import (
     CARD_NAME,
     SCHEMA,
+    SIGNATURE_NAME,
     card_path,
     card_sha256,
     checksum,
@@ -46,6 +48,7 @@ from lit_dpret.privacy.card_file import (
     subject_of,
     write_card,
 )
+from lit_dpret.privacy.card_protocols import registered
 from lit_dpret.privacy.card_text import show_delta, show_epsilon, statement
 from lit_dpret.privacy.card_tuning import search_cost, tuning_facts
 from lit_dpret.privacy.charges import charged_releases, claimed_releases
@@ -81,6 +84,7 @@ def build_card(
     pretraining: Mapping[str, Any] | None = None,
     generation: Mapping[str, Any] | None = None,
     randomness: Mapping[str, Any] | None = None,
+    environment: Mapping[str, Any] | None = None,
     output_released: Sequence[str] = ("the final weights", "every checkpoint on the way"),
     duplicates_policy: str = "",
     assumptions: Sequence[Assumption] = (),
@@ -107,6 +111,7 @@ def build_card(
         pretraining: ``{"model", "overlap_check"}``.
         generation: How a synthetic set was decoded and filtered.
         randomness: ``{"rng", "secure"}``.
+        environment: From `environment_facts`.
         output_released: What has been let out, in words.
         duplicates_policy: What was done about equal texts; the default says that each is a unit.
         assumptions: Further steps of the argument, in addition to those the ledger decides.
@@ -129,7 +134,7 @@ def build_card(
     verdict = judge(releases, recorded, known)
     tuned = tuning_facts(tuning, search_cost(releases, recorded, verdict))
     random = {"rng": "unknown", "secure": bool(last.get("secure_rng", False)), "secret": "never stored with the run"}
-    random |= dict(randomness or {})
+    random |= {**(randomness or {}), "seeded": last.get("noise_seed") is not None}
     facts = mechanism_facts(ledger_records, recorded, own)
     claim = claim_facts(recorded, verdict, releases, output_released, duplicates_policy)
     groups = group_facts(releases, recorded, verdict)
@@ -148,11 +153,15 @@ def build_card(
         "pretraining": dict(pretraining or {}) | start_text(ledger_records, own, recorded, verdict),
         "generation": dict(generation or {}),
         "randomness": random,
-        "empirical": {"results": [], "ceilings": ceilings_of(releases, recorded, verdict)},
-        "not_covered": [*_gaps(claim, groups, tuned, secure=bool(random["secure"])), *not_covered],
+        "empirical": {
+            "pre_registered": registered(ledger_records),
+            "results": [],
+            "ceilings": ceilings_of(releases, recorded, verdict),
+        },
+        "not_covered": [*gaps(claim, groups, tuned, secure=bool(random["secure"])), *not_covered],
         "ledger": ledger_facts(ledger_records, releases, ledger_name),
         "parents": start_parents(ledger_records),
-        "package_versions": package_versions(),
+        **_made_with(environment),
     }
     return _finished(card)
 
@@ -167,6 +176,7 @@ def inherit_card(
     mechanism: Mapping[str, Any] | None = None,
     tuning: Mapping[str, Any] | None = None,
     generation: Mapping[str, Any] | None = None,
+    environment: Mapping[str, Any] | None = None,
     output_released: Sequence[str] = (),
     assumptions: Sequence[Assumption] = (),
 ) -> dict[str, Any]:
@@ -188,6 +198,7 @@ def inherit_card(
         mechanism: Facts about the new run: ``optimizer``, ``steps_done``, …
         tuning: As in `build_card`.
         generation: As in `build_card`.
+        environment: As in `build_card`.
         output_released: What has been let out, in words; by default the subject's name.
         assumptions: Further steps of the argument. A false one leaves no guarantee.
 
@@ -227,9 +238,9 @@ def inherit_card(
         accounting, ceilings = without_numbers(accounting), None
         pretraining.pop("start", None)
     tuned = tuning_facts(tuning)
-    gaps = [f"{subject['name']}: {gap}" for gap in terms.tuning_gaps(tuned)] + list(parent["not_covered"])
+    uncovered = [f"{subject['name']}: {gap}" for gap in terms.tuning_gaps(tuned)] + list(parent["not_covered"])
     if claim["guarantee"] != "dp":
-        gaps = [_NO_CLAIM]
+        uncovered = [_NO_CLAIM]
     card: dict[str, Any] = {
         "schema": SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -242,28 +253,42 @@ def inherit_card(
         "pretraining": pretraining,
         "generation": dict(generation or parent["generation"]),
         "randomness": copy.deepcopy(dict(parent["randomness"])),
-        "empirical": {"results": [], "ceilings": ceilings},
-        "not_covered": gaps,
+        "empirical": {
+            "pre_registered": copy.deepcopy(parent["empirical"].get("pre_registered", [])),
+            "results": [],
+            "ceilings": ceilings,
+        },
+        "not_covered": uncovered,
         "ledger": copy.deepcopy(parent["ledger"]),
         "parents": [
             {"name": parent["subject"]["name"], "sha256": card_sha256(parent_path), "schema": parent["schema"]},
             *copy.deepcopy(list(parent["parents"])),
         ],
-        "package_versions": package_versions(),
+        **_made_with(environment),
     }
     return _finished(card)
 
 
-def _gaps(
+def _made_with(environment: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The blocks on the program that made the card, and on how the card is checked."""
+    return {
+        "package_versions": package_versions(),
+        "environment": dict(environment or environment_facts()),
+        "signoff": {"signature": SIGNATURE_NAME, "text": SIGNOFF},
+    }
+
+
+def gaps(
     claim: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], tuning: Mapping[str, Any], *, secure: bool
 ) -> list[str]:
+    """What a claim leaves uncovered, as it follows from the facts of the card."""
     if claim["guarantee"] != "dp":
         return [_NO_CLAIM]
     return terms.not_covered(claim, groups=groups, tuning=tuning, secure=secure)
 
 
-def _finished(card: dict[str, Any]) -> dict[str, Any]:
-    """Add what is said about the facts: banners, cautions, statement, checksum."""
+def said(card: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The ``banners`` and ``cautions`` that follow from a card's facts."""
     claim = card["claim"]
     banners, cautions = [], []
     if claim["guarantee"] == "none":
@@ -294,7 +319,12 @@ def _finished(card: dict[str, Any]) -> dict[str, Any]:
             cautions.append(
                 f"The odds of a guess about one unit may change by a factor of e^{factor}: hardly a protection."
             )
-    card |= {"banners": banners, "cautions": cautions}
-    claim["statement"] = statement(card)
+    return {"banners": banners, "cautions": cautions}
+
+
+def _finished(card: dict[str, Any]) -> dict[str, Any]:
+    """Add what is said about the facts: banners, cautions, statement, checksum."""
+    card |= said(card)
+    card["claim"]["statement"] = statement(card)
     card["checksum"] = checksum(card)
     return card

@@ -8,8 +8,9 @@ from typing import Any
 
 from lit_dpret.errors import DataError, LedgerError, LitDpretError
 from lit_dpret.privacy.card_claim import user_level_epsilon
-from lit_dpret.privacy.card_facts import Assumption, derived_assumptions, judge, plan_of
+from lit_dpret.privacy.card_facts import Assumption, Verdict, derived_assumptions, judge, plan_of
 from lit_dpret.privacy.card_file import file_sha256, malformed
+from lit_dpret.privacy.card_protocols import registered
 from lit_dpret.privacy.card_tuning import declared_search, search_cost
 from lit_dpret.privacy.charges import claimed_releases, noise_keys, start_of
 from lit_dpret.privacy.ledger import PrivacyLedger
@@ -34,11 +35,28 @@ def verify_card(card: Mapping[str, Any], ledger_path: str | Path, *, folder: str
     """
     if problem := malformed(card):
         return [problem]
-    problems = [] if folder is None else _changed_files(card["subject"]["sha256"], Path(folder))
+    problems = [] if folder is None else changed_files(card["subject"]["sha256"], Path(folder))
+    return [*problems, *_ledger_problems(card, ledger_path)]
+
+
+def changed_files(digests: Mapping[str, str], folder: Path) -> list[str]:
+    """A complaint about each file of a card's subject that is missing in ``folder`` or is another one there."""
+    problems = []
+    for name, digest in digests.items():
+        try:
+            if file_sha256(folder / name) != digest:
+                problems.append(f"{name} was changed after the card was made: its SHA-256 differs.")
+        except DataError:
+            problems.append(f"{name} is on the card and not in {folder}.")
+    return problems
+
+
+def _ledger_problems(card: Mapping[str, Any], ledger_path: str | Path) -> list[str]:
+    problems: list[str] = []
     try:
         ledger = PrivacyLedger.read(ledger_path)
     except LedgerError as error:
-        return [*problems, str(error)]
+        return [str(error)]
     records, stored = ledger.records, card["ledger"]
     if ledger.torn_bytes:
         problems.append(f"The ledger ends in an incomplete line of {ledger.torn_bytes} bytes.")
@@ -71,9 +89,9 @@ def _wrong_claim(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) 
     start = start_of(records)
     if start and start["card_sha256"] and start["card_sha256"] not in [parent["sha256"] for parent in card["parents"]]:
         return [f"The ledger's run started from {start['name']}, whose card this one does not name."]
-    known = [Assumption(a["text"], a["holds"], a["consequence"]) for a in card["assumptions"]]
-    fresh = [*(derived_assumptions(records, plan) if plan is not None else []), *(a for a in known if a.holds is False)]
-    verdict = judge(releases, plan, fresh)
+    if card["empirical"].get("pre_registered", []) != registered(records):
+        return ["The protocols on the card are not those that the ledger registered before its first step."]
+    verdict = verdict_of(card, records)
     claim = card["claim"]
     if verdict.guarantee != claim["guarantee"]:
         return [f"The card claims the guarantee {claim['guarantee']!r}, the ledger gives {verdict.guarantee!r}."]
@@ -97,6 +115,14 @@ def _wrong_claim(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) 
     return problems
 
 
+def verdict_of(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Verdict:
+    """What may be claimed for these records, with what the card admits to be false besides."""
+    plan, _ = plan_of(records)
+    known = [Assumption(a["text"], a["holds"], a["consequence"]) for a in card["assumptions"]]
+    fresh = [*(derived_assumptions(records, plan) if plan is not None else []), *(a for a in known if a.holds is False)]
+    return judge(claimed_releases(records), plan, fresh)
+
+
 def _wrong_user_level(claim: Mapping[str, Any], fresh: float | None, plan: PrivacyPlan) -> list[str]:
     problems = _other_number("user-level epsilon", claim.get("user_level_epsilon"), fresh)
     if (most := claim.get("max_units_per_user")) != plan.max_units_per_user:
@@ -110,14 +136,3 @@ def _other_number(what: str, stored: float | None, fresh: float | None) -> list[
         return []
     given = "none" if fresh is None else f"{fresh:.6g}"
     return [f"The card claims {what} = {stored:.6g}, the ledger gives {given}."]
-
-
-def _changed_files(digests: Mapping[str, str], folder: Path) -> list[str]:
-    problems = []
-    for name, digest in digests.items():
-        try:
-            if file_sha256(folder / name) != digest:
-                problems.append(f"{name} was changed after the card was made: its SHA-256 differs.")
-        except DataError:
-            problems.append(f"{name} is on the card and not in {folder}.")
-    return problems

@@ -7,17 +7,17 @@ step; the noise, the sampling law and the number of steps are those that the ste
 from __future__ import annotations
 
 import math
-import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata
 from typing import Any, Literal
 
 from lit_dpret.errors import LedgerError, UnsupportedAccountingError
 from lit_dpret.privacy import accounting
 from lit_dpret.privacy.budget import AccountantName
+from lit_dpret.privacy.card_environment import version_of
 from lit_dpret.privacy.ceilings import attack_ceilings
 from lit_dpret.privacy.charges import ROUNDING, departed_attempts, noise_keys
+from lit_dpret.privacy.composition import FINE
 from lit_dpret.privacy.dataset_total import noted_total
 from lit_dpret.privacy.ledger import GENESIS
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -255,6 +255,7 @@ def accounting_facts(
         "library": "opacus" if plan.accountant == "prv" else "dp-accounting",
         "version": version_of("opacus" if plan.accountant == "prv" else "dp-accounting"),
         "basis": verdict.basis,
+        **_rounding("pld" if verdict.basis == "no_amplification" else plan.accountant),
         "composition": [
             {"release": r.to_dict(), "text": describe_release(r), "count": r.count, "epsilon_alone": alone(r)}
             for r in releases
@@ -277,6 +278,16 @@ def accounting_facts(
         ),
     }
     return {**facts, "dataset_total": noted_total(records), "not_computed": skipped}
+
+
+def _rounding(accountant: AccountantName) -> dict[str, Any]:
+    """How exact the number is: in each case it is an upper bound."""
+    errors = {
+        "pld": f"privacy losses are rounded up to multiples of {FINE:g}: never below the exact value",
+        "rdp": "the least bound over the orders of Renyi divergence: never below the exact value",
+        "prv": "the upper end of Opacus' interval",
+    }
+    return {"discretisation": FINE if accountant == "pld" else None, "error_bound": errors[accountant]}
 
 
 def ceilings_of(releases: Sequence[Release], plan: PrivacyPlan | None, verdict: Verdict) -> dict[str, Any] | None:
@@ -360,20 +371,6 @@ def span(values: Iterable[float | None]) -> float | dict[str, float] | None:
     if not known:
         return None
     return known[0] if len(known) == 1 else {"min": known[0], "max": known[-1]}
-
-
-def version_of(package: str) -> str:
-    """The installed version of a package, or ``unknown`` in a bare checkout."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def package_versions() -> dict[str, str]:
-    """The software that a claim depends on."""
-    packages = ("lit-dpret", "torch", "lightning", "transformers", "dp-accounting", "opacus", "numpy")
-    return {"python": platform.python_version(), **{name: version_of(name) for name in packages}}
 
 
 def _multiplier(record: Record) -> float:

@@ -22,6 +22,7 @@ from lit_dpret.privacy.ledger import canonical_json, storage_error
 
 SCHEMA = "lit-dpret/privacy-card/1"
 CARD_NAME = "privacy_card.json"
+SIGNATURE_NAME = "privacy_card.sig"
 
 ArtifactType = Literal["weights", "dataset", "index"]
 
@@ -53,7 +54,7 @@ def write_card(card: Mapping[str, Any], folder: str | Path) -> Path:
     """
     path = Path(folder) / CARD_NAME
     texts = {
-        path: json.dumps(card, indent=2, ensure_ascii=True, allow_nan=False) + "\n",
+        path: card_json(card),
         path.with_suffix(".md"): card_markdown(card),
         path.with_suffix(".html"): card_html(card),
     }
@@ -71,6 +72,11 @@ def write_card(card: Mapping[str, Any], folder: str | Path) -> Path:
                 draft.unlink(missing_ok=True)
             raise storage_error(target, "written", error) from error
     return path
+
+
+def card_json(card: Mapping[str, Any]) -> str:
+    """The content of ``privacy_card.json``; its SHA-256 is the card's name."""
+    return json.dumps(card, indent=2, ensure_ascii=True, allow_nan=False) + "\n"
 
 
 def read_card(path: str | Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lit_dpret.privacy.card_audit_text import audit_sections
 from lit_dpret.privacy.page import (
     Banner,
     Block,
@@ -237,6 +238,7 @@ def _sections(card: Card) -> list[Section]:
         sections.append(Section("Accounting", _accounting_blocks(card)))
     if ceilings := card["empirical"].get("ceilings"):
         sections.append(Section("What no attack can exceed", _ceiling_blocks(ceilings)))
+    sections += audit_sections(card)
     sections.append(Section("Origin", _origin_blocks(card)))
     return sections
 
@@ -262,6 +264,8 @@ def _accounting_blocks(card: Card) -> list[Block]:
         ("duplicates", card["claim"]["duplicates_policy"]),
         ("delta rule", card["claim"]["delta_rule"]),
     ]
+    if accounting.get("error_bound"):
+        rows.insert(1, ("exactness", accounting["error_bound"]))
     labels = {
         "epsilon_if_no_amplification": "epsilon if the batches had come from shuffled passes",
         "epsilon_rdp": "epsilon by the RDP accountant",
@@ -350,7 +354,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str
 
 def _origin_blocks(card: Card) -> list[Block]:
     rows: list[tuple[str, object]] = [("tuning", card["tuning"]["text"])]
-    for name in ("pretraining", "generation", "randomness"):
+    for name in ("pretraining", "generation", "randomness", "environment"):
         if block := card.get(name):
             rows += [(f"{name} {key}".replace("_", " "), value) for key, value in _flatten(block)]
     ledger = card["ledger"]
@@ -364,6 +368,8 @@ def _origin_blocks(card: Card) -> list[Block]:
 
 def _n(value: object) -> str:
     """A value for a reader: numbers short, ranges and lists in words."""
+    if value is None:
+        return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

@@ -22,6 +22,7 @@ from lit_dpret.tasks.similarity import Similarity
 from lit_dpret.tasks.synthesize import Synthesize
 from lit_dpret.tasks.variant import Variant
 from lit_dpret.tasks.variant_study import VariantStudy
+from lit_dpret.tasks.verify import Verify
 from lit_dpret.tasks.zero_shot import ZeroShot
 
 __all__ = [
@@ -47,5 +48,6 @@ __all__ = [
     "Synthesize",
     "Variant",
     "VariantStudy",
+    "Verify",
     "ZeroShot",
 ]

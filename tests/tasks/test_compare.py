@@ -87,7 +87,7 @@ def test_the_short_form_takes_two_runs_with_any_characters_in_their_paths() -> N
     ]  # fmt: skip
     assert with_task(["compare", "task.run_a=x"]) == ["task=compare", "task.run_a=x"]
     for wrong in (["compare", "a"], ["compare", "a", "b", "c"]):
-        with pytest.raises(ConfigurationError, match="compare takes two runs"):
+        with pytest.raises(ConfigurationError, match="compare takes RUN_A RUN_B"):
             with_task(wrong)
 
 

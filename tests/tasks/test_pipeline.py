@@ -18,6 +18,7 @@ from lit_dpret.privacy.accounting import epsilon
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases, noise_keys
 from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.privacy.verification import verify_chain
 from lit_dpret.tasks import Pipeline
 
 STEPS = 3
@@ -51,6 +52,8 @@ def test_the_pipeline_ends_with_every_row_its_cards_and_a_report(tmp_path: Path)
         assert len(noise_keys(records)) == STEPS
     assert claimed(run / "synthetic" / "data") == claimed(run / "from_synthetic") == claimed(run / "generator")
     assert read_card(run / "original")["claim"]["guarantee"] == "none"
+    for stage in ("from_synthetic", "direct", "original"):
+        assert not verify_chain(run / stage).failed, verify_chain(run / stage).format()
     for made in (run / "generator", run / "synthetic" / "data", run / "direct", run / "from_synthetic"):
         assert "chosen on dev" in read_card(made)["tuning"]["text"], made
     assert not (run / "embeddings").exists(), "embeddings of queries are as private as the queries"

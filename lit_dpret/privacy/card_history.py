@@ -1,0 +1,59 @@
+"""What a card said before it was amended, proved by the hash that the amendment kept.
+
+Cards of derived artefacts name their parent's card by SHA-256. A parent that was amended afterwards has
+another one; taking the notes off again gives back the file that was named, byte for byte, or the notes
+are not all that was changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any
+
+from lit_dpret.privacy.card_file import card_json, checksum
+
+_NOT_AMENDED = ("amendments", "parents", "banners")
+
+
+def text_sha256(card: Mapping[str, Any]) -> str:
+    """SHA-256 of the file that ``write_card`` makes of a card."""
+    return hashlib.sha256(card_json(card).encode()).hexdigest()
+
+
+def versions(card: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The card, then what it was before each amendment, the newest first.
+
+    Guarantees:
+        - An earlier version is given only if its file has the SHA-256 that the amendment recorded; the first
+          one that cannot be restored so ends the sequence.
+    """
+    current: dict[str, Any] | None = dict(card)
+    while current is not None:
+        yield current
+        current = _before(current)
+
+
+def _before(card: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The card without its last amendment; None where there is none, or more than its texts was changed."""
+    if not card.get("amendments"):
+        return None
+    *kept, last = card["amendments"]
+    texts = list(last.values())
+    touched = [
+        name for name, entries in card.items()
+        if isinstance(entries, list) and name not in _NOT_AMENDED and entries and entries[-1] in texts
+    ]  # fmt: skip
+    for removed in product((True, False), repeat=len(touched)):  # a text that stood there already was not added
+        found = copy.deepcopy(dict(card))
+        for name, gone in zip(touched, removed, strict=True):
+            found[name] = found[name][:-1] if gone else found[name]
+        found["amendments"] = kept
+        if not kept:
+            del found["amendments"]
+        found["checksum"] = checksum(found)
+        if text_sha256(found) == last.get("sha256_before"):
+            return found
+    return None

@@ -1,0 +1,74 @@
+"""`task=verify`: is a privacy card what it says? From its files to the ledger of the private run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lit_dpret.errors import VerificationError
+from lit_dpret.privacy.card_signature import sign_card
+from lit_dpret.privacy.verification import verify_chain
+from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.run_files import write_text
+
+REPORT = "verify.json"
+
+
+class Verify:
+    """Check a card against its files, its ledger and its parents; write ``verify.json``.
+
+    Args:
+        card: A privacy card, or the folder that holds it.
+        parents: Folders or files to look for the parents' cards and ledgers in, besides those around the card.
+        allow_missing_parents: A parent that is not found counts as not checked, instead of as a failure.
+        allow_missing_ledger: The same for the ledger behind the claim.
+        protocols: Files of audit protocols that must have been registered before the first release.
+        public_key: A PEM file with the Ed25519 key by which the card must be signed.
+        sign_with: A PEM file with a private Ed25519 key: if nothing failed, the card is signed by it.
+    """
+
+    def __init__(
+        self,
+        *,
+        card: str | Path,
+        parents: Sequence[str | Path] = (),
+        allow_missing_parents: bool = False,
+        allow_missing_ledger: bool = False,
+        protocols: Sequence[str | Path] = (),
+        public_key: str | Path | None = None,
+        sign_with: str | Path | None = None,
+    ) -> None:
+        self.card, self.parents = Path(card), [Path(parent) for parent in parents]
+        self.allow_missing_parents, self.allow_missing_ledger = allow_missing_parents, allow_missing_ledger
+        self.protocols, self.public_key, self.sign_with = list(protocols), public_key, sign_with
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Print a line for each check; returns how many ended how.
+
+        Raises:
+            VerificationError: Something failed; the exit status of the command line is then not 0.
+        """
+        check_run_dir(parts.run_dir, min_free_mb=1)
+        found = verify_chain(
+            self.card,
+            parents=self.parents,
+            allow_missing_parents=self.allow_missing_parents,
+            allow_missing_ledger=self.allow_missing_ledger,
+            public_key=self.public_key,
+            protocols=self.protocols,
+        )
+        report = parts.run_dir / REPORT
+        write_text(report, json.dumps(found.to_dict(), indent=2) + "\n")
+        sys.stdout.write(f"{found.format()}\nwritten: {report}\n")
+        if found.failed:
+            first = found.failed[0]
+            raise VerificationError(
+                f"{len(found.failed)} of {len(found.findings)} checks failed, the first: {first.artefact}, "
+                f"{first.check}: {first.text}"
+            )
+        if self.sign_with is not None:
+            for path in sign_card(self.card, self.sign_with):
+                sys.stdout.write(f"signed: {path}\n")
+        return {name: float(count) for name, count in found.to_dict()["counts"].items()}
