@@ -243,11 +243,8 @@ def require_covered(model: str | Path, released: ReleasedQueries, *, declared_pu
         card = read_card(path)
         if not card_names(path, card) & released.ancestors:
             parents = [str(parent["sha256"]) for parent in card["parents"]]
-            if (
-                card["mechanism"].get("kind") != "post_processing"
-                or parents[:1] == []
-                or parents[0] not in (released.ancestors)
-            ):
+            derived = card["mechanism"].get("kind") == "post_processing" and bool(parents)
+            if not derived or parents[0] not in released.ancestors:
                 raise PrivateDataError(
                     f"{knob}={model} was trained on private data of its own ({_claim(card)}), which the claim of the "
                     "queries does not cover: a choice that it makes would spend more than their card says. Take a "
