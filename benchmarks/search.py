@@ -55,7 +55,7 @@ class Phases:
             (CandidateBuffer, "add", "selecting and merging"),
             (CandidateBuffer, "indices", "selecting and merging"),
             (SearchStream, "_take_in", "selecting and merging"),
-            (SearchStream, "_guess", "guessing a floor"),
+            (SearchStream, "_attempt", "guessing a floor"),
             (search_module, "canonical_scores", "scoring candidates again"),
         ]
         originals = [(owner, name, getattr(owner, name)) for owner, name, _ in parts]

@@ -41,7 +41,7 @@ class CandidateBuffer:
 
         Args:
             rows: The queries.
-            scores: float32, shape ``(rows, passages)``, on the device.
+            scores: float32 or bfloat16, shape ``(rows, passages)``, on the device.
             start: Index of the first passage.
             at_least: A score for each query, below which a passage is of no interest.
         """
@@ -60,7 +60,7 @@ class CandidateBuffer:
                 return
         within = torch.arange(len(row), device=row.device) - (fresh.cumsum(0) - fresh)[row]
         place = row * self.capacity + self.count[rows][row] + within
-        self.keys[rows].view(-1)[place] = packed(scores[row, column], column + start)
+        self.keys[rows].view(-1)[place] = packed(scores[row, column].float(), column + start)
         self.count[rows] += fresh
 
     def indices(self) -> Tensor:
@@ -72,8 +72,9 @@ class CandidateBuffer:
     def _above(self, rows: slice, scores: Tensor, at_least: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Row and column of every score that matters, and how many there are in each row."""
         floor = self.floor[rows] if at_least is None else torch.maximum(self.floor[rows], at_least)
+        floor = floor.to(scores.dtype)  # rounding keeps the order, so what reaches the floor reaches it rounded
         if scores.device.type == "cpu":
-            hits = torch.from_numpy(np.flatnonzero(np.greater_equal(scores.numpy(), floor.numpy()[:, None])))
+            hits = torch.from_numpy(_nonzero(np.greater_equal(*_comparable(scores, floor))))
         else:
             hits = torch.nonzero((scores >= floor[:, None]).view(-1)).view(-1)
         row = hits // scores.shape[1]
@@ -89,3 +90,24 @@ class CandidateBuffer:
         full = self.count[rows] == self.width
         last = unpacked(keys[:, self.width - 1])[0]
         self.floor[rows] = torch.where(full, last, self.floor[rows])
+
+
+def _comparable(scores: Tensor, floor: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Both as NumPy arrays of a kind that it compares as the numbers compare."""
+    floor = floor[:, None]
+    if scores.dtype != torch.bfloat16:
+        return scores.numpy(), floor.numpy()
+    if bool((floor > 0).all()):  # there the bits have the order of the numbers
+        return scores.view(torch.int16).numpy(), floor.view(torch.int16).numpy()
+    return scores.float().numpy(), floor.float().numpy()
+
+
+def _nonzero(mask: np.ndarray) -> np.ndarray:
+    """``flatnonzero`` of a mask nearly all of which is false: eight places are passed over at a time."""
+    flat = mask.reshape(-1)
+    if len(flat) % 8:
+        return np.flatnonzero(flat)
+    words = flat.view(np.uint64)
+    some = np.flatnonzero(words)
+    row, place = np.nonzero(words[some, None].view(np.bool_))
+    return some[row] * 8 + place

@@ -7,7 +7,7 @@ pair by pair, always in the same order.
 
 from __future__ import annotations
 
-from typing import Any
+import warnings
 
 import numpy as np
 import torch
@@ -19,11 +19,9 @@ from lit_dpret.retrieval.rows import Rows, TensorRows
 from lit_dpret.retrieval.threads import rows_in_parallel
 from lit_dpret.retrieval.topk import MISSING
 
-_CHUNK = 65_536  # passages that are read at a time
+_CHUNK = 16_384  # passages that are read at a time
 _PLACE = 2**32 - 1
-_CPU_BLOCK = 2**20  # bytes that a cache holds
 _DEVICE_BLOCK = 256 * 2**20  # bytes that keep an accelerator busy
-_SMALLEST_NORM = 1e-12
 
 
 def canonical_scores(queries: Tensor, passages: Rows, candidates: Tensor, *, cosine: bool) -> Tensor:
@@ -41,46 +39,43 @@ def canonical_scores(queries: Tensor, passages: Rows, candidates: Tensor, *, cos
     if isinstance(passages, TensorRows) and passages.embeddings.device.type != "cpu":
         scores = _on_device(queries, passages.embeddings, candidates, cosine)
     else:
-        scores = _on_cpu(queries.cpu().numpy(), passages, candidates.numpy(), cosine)
+        scores = _on_cpu(queries.cpu(), passages, candidates.numpy(), cosine)
     return scores.masked_fill_(candidates == MISSING, float("-inf"))
 
 
-def _on_cpu(queries: NDArray[np.float64], passages: Rows, candidates: NDArray[np.int64], cosine: bool) -> Tensor:
+def _on_cpu(queries: Tensor, passages: Rows, candidates: NDArray[np.int64], cosine: bool) -> Tensor:
     """All pairs in the order of their passages: each passage is fetched from memory, or from a file, but once."""
     width = max(1, candidates.shape[1])
     flat = candidates.reshape(-1)
-    scores = np.empty(flat.shape, dtype=np.float32)
+    scores = torch.empty(len(flat), dtype=torch.float32)
     keys = (flat << 32) | np.arange(len(flat))  # passage above, place among the candidates below
     keys.sort()
-    bounds = range(0, len(passages) + _CHUNK, _CHUNK)
-    edges = np.searchsorted(keys, np.array(bounds) << 32)
-    block = max(1, _CPU_BLOCK // (16 * passages.dim))
-    for start, first, last in zip(bounds, edges, edges[1:], strict=False):
+    starts = range(0, len(passages), _CHUNK)
+    edges = np.searchsorted(keys, np.append(starts, len(passages)) << 32)
+
+    def score(part: slice) -> None:
+        first, last = edges[part.start], edges[part.start + 1]
         if first == last:
-            continue
+            return
+        start, pairs = starts[part.start], keys[first:last]
+        wanted, places = pairs >> 32, torch.from_numpy(pairs & _PLACE)
+        opens = np.flatnonzero(np.diff(wanted, prepend=-1))  # where another passage begins
         chunk = passages.chunk(start, min(start + _CHUNK, len(passages)))
-        array = chunk.view(torch.uint16).numpy() if chunk.dtype == torch.bfloat16 else chunk.numpy()
-        pairs = keys[first:last]
+        found = chunk[torch.from_numpy(wanted[opens] - start)].double()
+        found = F.normalize(found, dim=-1) if cosine else found
+        grid = torch.sparse_csr_tensor(
+            torch.from_numpy(np.append(opens, len(pairs))),
+            places // width,
+            torch.zeros(len(pairs), dtype=torch.float64),
+            (len(found), len(queries)),
+            check_invariants=False,
+        )
+        scores[places] = torch.sparse.sampled_addmm(grid, found, queries.T).values().float()
 
-        def score(part: slice, array: Any = array, pairs: Any = pairs, start: int = start) -> None:
-            for left in range(part.start, part.stop, block):
-                some = pairs[left : min(left + block, part.stop)]
-                places = some & _PLACE
-                found = _as_float64(array[(some >> 32) - start])
-                if cosine:
-                    lengths = np.sqrt(np.einsum("pd,pd->p", found, found))
-                    found /= np.maximum(lengths, _SMALLEST_NORM)[:, None]
-                with np.errstate(over="ignore"):  # beyond float32 a score is infinite
-                    scores[places] = np.einsum("pd,pd->p", found, queries[places // width])
-
-        rows_in_parallel(score, len(pairs), max(block, 2**16))
-    return torch.from_numpy(scores).view(candidates.shape)
-
-
-def _as_float64(array: NDArray[Any]) -> NDArray[np.float64]:
-    if array.dtype == np.uint16:  # bfloat16, which NumPy does not know: the upper half of a float32
-        array = (array.astype(np.uint32) << 16).view(np.float32)
-    return array.astype(np.float64)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        rows_in_parallel(score, len(starts), 1)
+    return scores.view(candidates.shape)
 
 
 def _on_device(queries: Tensor, passages: Tensor, candidates: Tensor, cosine: bool) -> Tensor:

@@ -4,24 +4,24 @@ What a score *is* does not depend on how it was computed: the dot product of two
 float64, rounded to float32. A fast float32 matrix product finds the few candidates that can matter,
 those are scored again pair by pair, and a bound on the rounding error of the matrix product proves
 that none was missed; where it cannot prove that (many passages with nearly equal scores), that
-query is looked through once more with a wider net. So the answer is the same for every chunk size,
-device, number of shards and order of the passages, and ties fall as trec_eval lets them fall: by
-passage id, descending.
+query is looked through once more with a wider net. A processor that multiplies bfloat16 faster is
+asked for candidates in bfloat16 first, and in float32 where their bound proves too little. So the
+answer is the same for every chunk size, device, number of shards and order of the passages, and ties
+fall as trec_eval lets them fall: by passage id, descending.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import ConfigurationError
 from lit_dpret.retrieval.candidates import CandidateBuffer
+from lit_dpret.retrieval.checks import Similarity, check_shapes, refuse_broken, require_positive
+from lit_dpret.retrieval.products import Attempt, Products, bfloat16_pays, exact_float32, prepared
 from lit_dpret.retrieval.rescoring import canonical_scores
 from lit_dpret.retrieval.rows import Rows, as_rows
 from lit_dpret.retrieval.threads import rows_in_parallel
@@ -52,9 +52,6 @@ __all__ = [
     "top_k_of",
 ]
 
-Similarity = Literal["dot", "cosine"]
-
-_UNIT_ROUNDOFF = 2.0**-24
 _CPU_BLOCK = 4096  # passages whose scores stay in a processor's cache
 _BUFFER_BYTES = 256 * 2**20  # of candidates, for the queries that are searched together
 
@@ -103,9 +100,8 @@ def search(
     """
     rows = as_rows(passage_embeddings)
     require_positive(k=k, query_chunk=query_chunk, passage_chunk=passage_chunk)
-    _check_shapes(query_embeddings, rows, len(rows), similarity, tie_rank, exclude)
-    width = min(_net(k), max(1, len(rows)))
-    together = max(query_chunk, _BUFFER_BYTES // (32 * width))
+    check_shapes(query_embeddings, rows, len(rows), similarity, tie_rank, exclude)
+    together = max(query_chunk, _BUFFER_BYTES // (32 * min(k + 64, max(1, len(rows)))))
     found = []
     for start in range(0, len(query_embeddings), together):
         part = slice(start, start + together)
@@ -160,16 +156,16 @@ class SearchStream:
         device: torch.device | str | None = None,
     ) -> None:
         require_positive(k=k, query_chunk=query_chunk, passage_chunk=passage_chunk)
-        _check_shapes(query_embeddings, None, len(tie_rank), similarity, tie_rank, exclude)
+        check_shapes(query_embeddings, None, len(tie_rank), similarity, tie_rank, exclude)
         if len(tie_rank) > NO_RANK:
             raise ConfigurationError(f"{len(tie_rank)} passages are more than the {NO_RANK} that can be ranked.")
-        _refuse_broken(query_embeddings, "query")
+        refuse_broken(query_embeddings, "query")
         self.k, self.cosine = k, similarity == "cosine"
         self.device = torch.device(device) if device is not None else query_embeddings.device
         self._query_chunk, self._passage_chunk = query_chunk, passage_chunk
         self._queries = prepared(query_embeddings.detach().to(self.device).double(), self.cosine)
-        self._fast_queries = self._queries.float()
-        self._lengths = torch.linalg.vector_norm(self._queries, dim=1)
+        self._products = Products(self._queries, torch.float32)
+        self._low = Products(self._queries, torch.bfloat16) if bfloat16_pays(self.device) else None
         self._rank = tie_rank.cpu()
         self._exclude = None if exclude is None else exclude.to(self.device)
         self._best = torch.full((len(self._queries), k), EMPTY)
@@ -199,57 +195,73 @@ class SearchStream:
 
     def _search(self, rows: Rows) -> None:
         everyone = torch.arange(len(self._queries), device=self.device)
-        guess = self._guess(rows)
-        short = self._narrow(rows, everyone, guess)
-        if guess is not None and len(short):
-            self._narrow(rows, short, None)
+        attempt = self._attempt(rows)
+        left = self._narrow(rows, everyone, attempt)
+        if len(left):
+            self._narrow(rows, left, Attempt(self._products, self._width(rows), None))
 
-    def _narrow(self, rows: Rows, chosen: Tensor, guess: Tensor | None) -> Tensor:
-        """Search a piece for some queries; returns those for which ``guess`` was too high, still to be searched."""
-        width = min(_net(self.k), len(rows))
-        queries, kth = self._fast_queries[chosen], self._kth()[chosen.cpu()].to(self.device)
+    def _width(self, rows: Rows) -> int:
+        """How many candidates to keep: enough that rounding errors of float32 seldom call for a second look."""
+        return min(self.k + 64 + self.k // 64, len(rows))
+
+    def _narrow(self, rows: Rows, chosen: Tensor, attempt: Attempt) -> Tensor:
+        """Search a piece for some queries; returns those for which the attempt proved nothing, still to be searched."""
+        products, width, guess = attempt.products, attempt.width, attempt.guess
+        queries, kth = products.queries[chosen], self._kth()[chosen.cpu()].to(self.device)
         buffer = CandidateBuffer(len(chosen), width, self.device, guess)
-        longest = 0.0
+        longest, error = 0.0, 0.0
         for start, part, length in self._parts(rows):
-            longest = max(longest, length)
+            low, lost = products.passages(part)
+            longest, error = max(longest, length), max(error, lost)
             exclude = None if self._exclude is None else self._exclude[chosen] - self._seen - start
-            self._compare(buffer, queries, part, start, kth - self._slack(longest)[chosen], exclude)
-        slack = self._slack(longest)[chosen]
+            self._compare(buffer, queries, low, start, kth - products.slack(longest, error)[chosen], exclude)
+        slack = products.slack(longest, error)[chosen]
         short = torch.zeros(len(chosen), dtype=torch.bool, device=self.device)
         if guess is not None:
             short = (buffer.count < width) & (guess > kth - slack)
-        enough = chosen[~short].cpu()
-        candidates, floor = buffer.indices()[~short.cpu()], buffer.floor[~short]
-        self._take_in(rows, candidates, enough)
+        enough = torch.nonzero(~short).flatten()
+        candidates = buffer.indices()[enough.cpu()]
+        of, reach = chosen[enough].cpu(), None
         if width < len(rows):
-            proven = self._kth()[enough].to(self.device) > floor + slack[~short]
-            for row in torch.nonzero(~proven).flatten().tolist():
-                query = enough[row : row + 1]
-                wide = self._wide(rows, int(query), float(self._kth()[query]) - float(slack[~short][row]))
-                known = torch.isin(wide, candidates[row])
-                self._take_in(rows, wide[~known][None], query)
+            reach = (products.at_most(buffer.floor[enough]) + slack[enough]).cpu()
+        if products.low:  # what it does not settle is searched again, in float32
+            proven = self._take_in(rows, candidates, of, reach)
+            return torch.cat([chosen[short], chosen[enough[~proven.to(self.device)]]])
+        self._take_in(rows, candidates, of)
+        doubtful = [] if reach is None else torch.nonzero(~(self._kth()[of] > reach)).flatten().tolist()
+        for row in doubtful:
+            query = of[row : row + 1]
+            wide = self._wide(rows, int(query), float(self._kth()[query]) - float(slack[enough[row]]))
+            known = torch.isin(wide, candidates[row])
+            self._take_in(rows, wide[~known][None], query)
         return chosen[short]
 
-    def _guess(self, rows: Rows) -> Tensor | None:
-        """A score that more passages than needed exceed, very likely; from a sample spread over the piece.
+    def _attempt(self, rows: Rows) -> Attempt:
+        """How to search a piece first; from a sample spread over it.
 
-        It only saves work: a query for which it was too high is searched again without.
+        It guesses a score that more passages than needed exceed, very likely, and how many candidates the
+        products of low precision would need. Both only save work: a query for which they were wrong is
+        searched again without.
         """
-        sample = min(max(len(rows) // 48, 2048), 16_384)
-        width = _net(self.k)
-        expected = width * sample / len(rows)
-        rank = math.ceil(expected + 4 * math.sqrt(expected) + 4)
-        if len(rows) < 4 * sample or rank > sample // 2:
-            return None
+        sample, width = min(max(len(rows) // 48, 2048), 16_384), self._width(rows)
+        if len(rows) < 4 * sample or _sample_rank(width, sample, len(rows)) > sample // 2:
+            return Attempt(self._products, width, None)
         places = torch.linspace(0, len(rows) - 1, sample, dtype=torch.float64).long()
         passages = prepared(rows.sample(places).to(self.device).float(), self.cosine)
-        guess = self._fast_queries.new_empty(len(self._queries))
+        products, few = self._products, slice(None, None, max(1, len(self._queries) // 64))
+        if self._low is not None:
+            scores = products.queries[few] @ passages.T
+            needed = self._low.candidates(scores, passages, few, width, len(rows))
+            if needed - width <= len(rows) // 100:
+                products, width = self._low, needed
+        rank = _sample_rank(width, sample, len(rows))
+        guess = self._products.queries.new_empty(len(self._queries))
 
         def draw(part: slice) -> None:
-            guess[part] = (self._fast_queries[part] @ passages.T).topk(rank, dim=1).values[:, -1]
+            guess[part] = (self._products.queries[part] @ passages.T).topk(rank, dim=1).values[:, -1]
 
         self._each(draw, len(guess))
-        return guess
+        return Attempt(products, width, guess.to(products.dtype).float())
 
     def _parts(self, rows: Rows) -> Iterator[tuple[int, Tensor, float]]:
         """Each chunk's first index, its passages ready for the matrix product, and the length of the longest."""
@@ -257,7 +269,7 @@ class SearchStream:
             part = rows.chunk(start, min(start + self._passage_chunk, len(rows))).to(self.device).float()
             longest = float(torch.linalg.vector_norm(part, dim=1).max())
             if not math.isfinite(longest):
-                _refuse_broken(part, "passage")
+                refuse_broken(part, "passage")
             yield start, prepared(part, self.cosine), 1.0 if self.cosine else longest
 
     def _compare(
@@ -293,41 +305,45 @@ class SearchStream:
         for first in range(0, queries, self._query_chunk):
             work(slice(first, min(first + self._query_chunk, queries)))
 
-    def _take_in(self, rows: Rows, candidates: Tensor, chosen: Tensor) -> None:
-        """Score candidates of a piece as a score is defined, and keep the best of them and those before."""
+    def _take_in(self, rows: Rows, candidates: Tensor, chosen: Tensor, reach: Tensor | None = None) -> Tensor:
+        """Score candidates of a piece as a score is defined, and keep the best of them and those before.
+
+        With ``reach``, the highest score that a passage not among the candidates can have, a query is left
+        as it was where such a passage could be among the best; returns for which queries it could not.
+        """
         if self._exclude is not None:
             banned = candidates + self._seen == self._exclude.cpu()[chosen, None]
             candidates = candidates.masked_fill(banned, MISSING)
         scores = canonical_scores(self._queries[chosen], rows, candidates, cosine=self.cosine)
+        proven = torch.ones(len(chosen), dtype=torch.bool)
 
         def keep(part: slice) -> None:
             some, of = candidates[part], chosen[part]
             indices = torch.where(some == MISSING, MISSING, some + self._seen)
             keys = torch.cat([self._best[of], keyed(TopK(scores[part], indices), self._rank)], dim=1)
-            self._best[of] = ascending(smallest(keys, self.k)[:, : self.k].contiguous())
+            keys = ascending(smallest(keys, self.k)[:, : self.k].contiguous())
+            if reach is not None:
+                proven[part] = unpacked(keys[:, -1])[0] > reach[part]
+            self._best[of[proven[part]]] = keys[proven[part]]
 
         rows_in_parallel(keep, len(chosen), _share(len(chosen), 256))
+        return proven
 
     def _kth(self) -> Tensor:
         """The score that a passage must reach to be among the best, on the CPU; -inf while there are fewer than k."""
         return unpacked(self._best[:, -1])[0]
 
-    def _slack(self, longest: float) -> Tensor:
-        """Twice what a float32 dot product of this length can be wrong by, for each query."""
-        relative = 4.0 * (self._queries.shape[1] + 4) * _UNIT_ROUNDOFF
-        slack: Tensor = self._lengths.mul(relative * longest).add(1e-37).float()
-        return slack
-
     def _wide(self, rows: Rows, row: int, floor: float) -> Tensor:
         """Every passage of the piece that can reach the score that ``floor`` was lowered from, by index."""
-        query = self._fast_queries[row]
+        query = self._products.queries[row]
         kept = [torch.nonzero(part @ query >= floor).flatten().cpu() + start for start, part, _ in self._parts(rows)]
         return torch.cat(kept)
 
 
-def _net(k: int) -> int:
-    """How many candidates to keep for ``k`` results: enough that rounding errors seldom call for a second look."""
-    return k + 64 + k // 64
+def _sample_rank(width: int, sample: int, passages: int) -> int:
+    """The rank in a sample whose score is exceeded, but for bad luck, by ``width`` of all passages."""
+    expected = width * sample / passages
+    return math.ceil(expected + 4 * math.sqrt(expected) + 4)
 
 
 def _share(rows: int, most: int) -> int:
@@ -339,54 +355,3 @@ def _hide(scores: Tensor, excluded: Tensor) -> None:
     """Set each row's excluded column, where it is one of them, to -inf."""
     inside = torch.nonzero((excluded >= 0) & (excluded < scores.shape[1])).flatten()
     scores[inside, excluded[inside]] = float("-inf")
-
-
-def prepared(embeddings: Tensor, cosine: bool) -> Tensor:
-    """Embeddings whose dot product is the similarity."""
-    return F.normalize(embeddings, dim=-1) if cosine else embeddings
-
-
-def require_positive(**numbers: int) -> None:
-    """Refuse a number below 1 by its name."""
-    for name, value in numbers.items():
-        if value < 1:
-            raise ConfigurationError(f"{name}={value} must be at least 1.")
-
-
-def _check_shapes(
-    queries: Tensor,
-    passages: Rows | None,
-    count: int,
-    similarity: str,
-    tie_rank: Tensor | None,
-    exclude: Tensor | None,
-) -> None:
-    if similarity not in get_args(Similarity):
-        raise ConfigurationError(f"similarity={similarity!r} is not one of {', '.join(get_args(Similarity))}.")
-    if queries.ndim != 2 or (passages is not None and queries.shape[1] != passages.dim):
-        shape = None if passages is None else (len(passages), passages.dim)
-        raise ConfigurationError(
-            f"Embeddings of shapes {tuple(queries.shape)} and {shape} are not (queries, dim) and (passages, dim) of "
-            "one model."
-        )
-    for name, value, length in (("tie_rank", tie_rank, count), ("exclude", exclude, len(queries))):
-        if value is not None and value.shape != (length,):
-            raise ConfigurationError(f"{name} has shape {tuple(value.shape)}, not {(length,)}.")
-
-
-def _refuse_broken(embeddings: Tensor, side: str) -> None:
-    broken = int((~embeddings.isfinite()).any(dim=1).sum()) if not bool(embeddings.isfinite().all()) else 0
-    if broken:
-        raise DataError(f"{broken} of {len(embeddings)} {side} embeddings hold a NaN or infinity.")
-
-
-@contextmanager
-def exact_float32(device: torch.device) -> Iterator[None]:
-    """Matrix products in true float32, whatever precision the surrounding run has chosen."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)

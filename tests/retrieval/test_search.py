@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,27 @@ import torch
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.retrieval import search as search_module
+from lit_dpret.retrieval.products import Attempt
+from lit_dpret.retrieval.rows import Rows
 from lit_dpret.retrieval.search import MISSING, SearchStream, TopK, lexicographic_rank, merged, search, top_k_of
+
+
+@pytest.fixture(autouse=True, params=["float32", "bfloat16"])
+def first_attempt(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every answer of this file, with candidates from float32 and with those from bfloat16 at first."""
+    low = request.param == "bfloat16"
+    monkeypatch.setattr(search_module, "bfloat16_pays", lambda device: low)
+    original = SearchStream._attempt
+
+    def attempt(self: SearchStream, rows: Rows) -> Attempt:
+        found = original(self, rows)
+        if self._low is None or found.guess is not None:
+            return found
+        return Attempt(self._low, min(found.width + 20, len(rows)), None)  # for some queries too few
+
+    monkeypatch.setattr(SearchStream, "_attempt", attempt)
+    return str(request.param)
 
 
 def brute_force(queries: Tensor, passages: Tensor, k: int, ids: list[str]) -> tuple[list[list[float]], list[list[int]]]:
@@ -225,7 +246,9 @@ def test_a_large_corpus_whose_scores_are_guessed_from_a_sample_is_searched_exact
 def test_a_guess_that_is_too_high_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     queries, passages = with_ties(500)
     expected = search(queries, passages, 20)
-    monkeypatch.setattr(SearchStream, "_guess", lambda self, rows: torch.linspace(0, 1e3, len(queries)))
+    too_high = torch.linspace(0, 1e3, len(queries)).bfloat16().float()
+    original = SearchStream._attempt
+    monkeypatch.setattr(SearchStream, "_attempt", lambda self, rows: replace(original(self, rows), guess=too_high))
     actual = search(queries, passages, 20)
     assert torch.equal(actual.indices, expected.indices) and torch.equal(actual.scores, expected.scores)
 
