@@ -108,6 +108,7 @@ def _nonzero(mask: np.ndarray) -> np.ndarray:
     if len(flat) % 8:
         return np.flatnonzero(flat)
     words = flat.view(np.uint64)
-    some = np.flatnonzero(words)
-    row, place = np.nonzero(words[some, None].view(np.bool_))
-    return some[row] * 8 + place
+    some = np.flatnonzero(words != 0)
+    inner = np.flatnonzero(words[some].view(np.bool_))
+    found: np.ndarray = (some[inner >> 3] << 3) | (inner & 7)
+    return found

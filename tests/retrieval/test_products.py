@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from lit_dpret.retrieval import candidates as candidates_module
 from lit_dpret.retrieval import products as products_module
 from lit_dpret.retrieval import search as search_module
 from lit_dpret.retrieval.products import Attempt, Products, bfloat16_pays
@@ -120,3 +122,18 @@ def test_bfloat16_is_used_on_processors_that_gain_by_it_and_sum_in_float32(monke
     monkeypatch.setattr(torch.Tensor, "__matmul__", careless)
     assert not probe()
     assert not bfloat16_pays(torch.device("meta"))
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (5, 7), (1, 1), (40, 96)])
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
+def test_the_places_of_a_mask_are_found_wherever_they_are(shape: tuple[int, int], share: float) -> None:
+    mask = np.random.default_rng(9).random(shape) < share
+    assert candidates_module._nonzero(mask).tolist() == np.flatnonzero(mask).tolist()
+
+
+@pytest.mark.parametrize("floors", [[0.5, 0.25, 3.0], [0.5, -0.25, 0.0], [0.0, 0.0, 0.0], [float("-inf")] * 3])
+def test_bfloat16_scores_are_compared_as_numbers_are(floors: list[float]) -> None:
+    scores = torch.tensor([0.0, -0.0, 0.25, -0.25, 0.5, -0.5, 3.0, -3.0, 1e-40, float("-inf")]).bfloat16().repeat(3, 1)
+    floor = torch.tensor(floors).bfloat16()
+    found = np.greater_equal(*candidates_module._comparable(scores, floor))
+    assert found.tolist() == (scores.float() >= floor.float()[:, None]).tolist()
