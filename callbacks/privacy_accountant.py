@@ -144,6 +144,7 @@ class PrivacyAccountant(Callback):
                 "log_private_loss": bool(module.log_private_loss),
                 "assumptions": module.assumptions() if hasattr(module, "assumptions") else [],
                 "dataset_ledger": None if self._dataset is None else self._dataset.begin(),
+                "planted": getattr(data, "planted_facts", None),
             },
             data_fingerprint=data.data_fingerprint,
             run_id="seeded" if seeded else None,
