@@ -339,15 +339,16 @@ class PairsDataModule(SampledDataModule):
     def _without_a_plan(self) -> str:
         return "for plain pairs in a loop of your own use pair_rows('train')"
 
-    def data_fingerprint(self, key: bytes) -> str:
+    def data_fingerprint(self, key: bytes, *, planted: bool = True) -> str:
         """A keyed fingerprint of everything training reads, so that a resume notices changed data.
 
         ``key`` is the run's privacy secret; without it the fingerprint says nothing about the data.
-        It covers passages, train queries, users, qrels, planted rows and how they are grouped, not evaluation data.
+        It covers passages, train queries, users, qrels and how they are grouped, not evaluation data; and what is
+        planted, unless ``planted`` is false.
         """
         content = self.collection.fingerprint(key)
         grouping = f"{content} duplicates={self.duplicates} max_rows_per_unit={self.max_rows_per_unit}"
-        if self._planted is not None:
+        if planted and self._planted is not None:
             grouping += f" planted={self._planted.fingerprint(key)}"
         return hmac.new(key, grouping.encode(), digestmod="sha256").hexdigest()
 
