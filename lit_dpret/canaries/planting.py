@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,9 +33,7 @@ def plant(data: Plantable, canaries: CanarySet) -> None:
         ConfigurationError: The DataModule cannot take them; the message says why.
     """
     if not hasattr(data, "plant"):
-        raise ConfigurationError(
-            f"{type(data).__name__} has no pairs of texts that canaries could stand beside. Set canaries to null."
-        )
+        raise _no_pairs(data)
     data.plant(Planted(canaries.units(), planted_facts(canaries)))
 
 
@@ -50,11 +50,21 @@ def plant_in_run(data: Plantable, suite: CanarySuite, run_dir: Path, *, resume: 
     """Make the canaries of a run, write them beside it and plant them; a resume takes those of the file.
 
     Raises:
-        ResumeError: ``resume``, and the run was begun with another suite.
+        ResumeError: There are canaries and ``resume`` is false, or the run was begun with another suite.
         ConfigurationError: The DataModule cannot take them, or has too little to make them from.
     """
+    if not hasattr(data, "plant"):
+        raise _no_pairs(data)
     path = run_dir / CANARIES
-    if resume and path.is_file():
+    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+        _wait_for(path)  # which the first process makes: without a seed each would draw secrets of its own
+        canaries = read_canaries(path)
+    elif path.is_file() and not resume:
+        raise ResumeError(
+            f"{path} holds the canaries of an earlier run, whose secrets would be lost. Say resume=true to go on with "
+            "it, or choose another hydra.run.dir."
+        )
+    elif path.is_file():
         canaries = read_canaries(path)
         if canaries.settings != suite.settings():
             raise ResumeError(
@@ -65,3 +75,17 @@ def plant_in_run(data: Plantable, suite: CanarySuite, run_dir: Path, *, resume: 
         write_canaries(canaries, run_dir)
     plant(data, canaries)
     return canaries
+
+
+def _no_pairs(data: object) -> ConfigurationError:
+    return ConfigurationError(
+        f"{type(data).__name__} has no pairs of texts that canaries could stand beside. Set canaries to null."
+    )
+
+
+def _wait_for(path: Path, *, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not path.is_file():
+        if time.monotonic() > end:
+            raise ConfigurationError(f"{path} was not written by the first process within {seconds:.0f} seconds.")
+        time.sleep(0.2)
