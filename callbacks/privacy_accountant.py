@@ -8,6 +8,7 @@ that ledger, never from the configuration.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,7 @@ class PrivacyAccountant(Callback):
         planned = plan_run(trainer, mode, data, module=pl_module, reserve=self.resume_reserve)
         self.plan, self.planned_steps = planned.plan, planned.steps
         self._dataset = self._dataset_ledger(mode)
+        planted = getattr(data, "planted_facts", None)
         self._run = PrivateRun.open(
             self.run_dir / LEDGER_NAME,
             resume=self.resume,
@@ -144,8 +146,10 @@ class PrivacyAccountant(Callback):
                 "log_private_loss": bool(module.log_private_loss),
                 "assumptions": module.assumptions() if hasattr(module, "assumptions") else [],
                 "dataset_ledger": None if self._dataset is None else self._dataset.begin(),
+                "planted": planted,
             },
             data_fingerprint=data.data_fingerprint,
+            unplanted_fingerprint=partial(data.data_fingerprint, planted=False) if planted else None,
             run_id="seeded" if seeded else None,
         )
         note_start(self._run.ledger, start)

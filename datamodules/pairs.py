@@ -18,6 +18,7 @@ from lit_dpret.datamodules.corpus import InMemory, check_in_memory, is_held, ope
 from lit_dpret.datamodules.layouts import folder_parts, qrels_files
 from lit_dpret.datamodules.pair_file import read_pairs
 from lit_dpret.datamodules.passage_store import PassageStore
+from lit_dpret.datamodules.planted import Planted
 from lit_dpret.datamodules.readers import columns_of
 from lit_dpret.datamodules.records import Duplicates, Row, Unit
 from lit_dpret.datamodules.sampled import RowsPerUnit, SampledDataModule, SamplingName
@@ -125,6 +126,7 @@ class PairsDataModule(SampledDataModule):
         self._unit: Unit | None = None
         self._collection: Collection | None = None
         self._units: GroupedUnitDataset | None = None
+        self._planted: Planted | None = None
         self._check_choices(duplicates=Duplicates)
         check_in_memory(in_memory)
         self._check_whole_numbers(
@@ -306,20 +308,48 @@ class PairsDataModule(SampledDataModule):
                 unit=self._unit,
                 duplicates=self.duplicates,
                 max_rows_per_unit=self.max_rows_per_unit,
+                planted=self._planted.units if self._planted else (),
             )
         return self._units
+
+    def plant(self, planted: Planted) -> None:
+        """Train on these units too: canaries, whose fate an audit looks at afterwards.
+
+        Guarantees:
+            - Each unit is drawn by the same law as every other unit and counts as one: in n, and in what is
+              derived from n.
+            - `data_fingerprint` covers them.
+            - No split, no list of passages and no reader of `collection` or `pair_rows` sees them.
+
+        Raises:
+            ConfigurationError: Something was planted before, a sampler is attached, or the settings would make
+                several units one.
+            DataError: A planted passage has the id of a passage of the data, and another text.
+        """
+        if self._batch_sampler is not None:
+            raise ConfigurationError("The sampler is attached: nothing can be planted any more. Plant before fit.")
+        planted.check(self._planted, duplicates=self.duplicates, passages=self.collection.passages)
+        self._planted, self._units = planted, None
+
+    @property
+    def planted_facts(self) -> dict[str, Any] | None:
+        """What may be told of the planted rows, for ledger and card; None where there are none."""
+        return None if self._planted is None else dict(self._planted.facts)
 
     def _without_a_plan(self) -> str:
         return "for plain pairs in a loop of your own use pair_rows('train')"
 
-    def data_fingerprint(self, key: bytes) -> str:
+    def data_fingerprint(self, key: bytes, *, planted: bool = True) -> str:
         """A keyed fingerprint of everything training reads, so that a resume notices changed data.
 
         ``key`` is the run's privacy secret; without it the fingerprint says nothing about the data.
-        It covers passages, train queries, users, qrels and how they are grouped, not evaluation data.
+        It covers passages, train queries, users, qrels and how they are grouped, not evaluation data; and what is
+        planted, unless ``planted`` is false.
         """
         content = self.collection.fingerprint(key)
         grouping = f"{content} duplicates={self.duplicates} max_rows_per_unit={self.max_rows_per_unit}"
+        if planted and self._planted is not None:
+            grouping += f" planted={self._planted.fingerprint(key)}"
         return hmac.new(key, grouping.encode(), digestmod="sha256").hexdigest()
 
     def describe_duplicates(self) -> str:

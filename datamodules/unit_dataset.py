@@ -47,8 +47,9 @@ class GroupedUnitDataset:
 
     Guarantees:
         - Every row with a positive passage is in exactly one unit, unless ``max_rows_per_unit`` leaves it out.
-        - A unit has at least one row, and `rows` gives the same rows in the same order every time.
+        - A unit of the data has at least one row, and `rows` gives the same rows in the same order every time.
         - What a unit holds depends on its own records only.
+        - Planted units come after all others, however many of them are alike; they may have no rows.
 
     Args:
         collection: The data, checked.
@@ -57,6 +58,7 @@ class GroupedUnitDataset:
         max_rows_per_unit: Keep at most so many rows of a unit: those whose query text and passage id hash
             lowest, whatever the file order and the ids of queries, which may be line numbers. None keeps all.
         split: The split to train on.
+        planted: Units that stand in no file of the data: canaries, copy by copy.
 
     Raises:
         ConfigurationError: ``unit="user"`` without user ids, or together with ``duplicates="merge"``.
@@ -71,6 +73,7 @@ class GroupedUnitDataset:
         duplicates: Duplicates = "keep",
         max_rows_per_unit: int | None = None,
         split: str = "train",
+        planted: Sequence[Sequence[Row]] = (),
     ) -> None:
         for knob, value, choices in (
             ("privacy.unit", unit, get_args(Unit)),
@@ -97,6 +100,7 @@ class GroupedUnitDataset:
             raise DataError(f"{collection.source}: split {split} has no query with a positive passage.")
         self._units = [_lowest(rows, max_rows_per_unit, collection.queries) for rows in groups.values()]
         self._queries = [tuple(dict.fromkeys(query for query, _ in rows)) for rows in groups.values()]
+        self._planted = tuple(planted)
 
     def _key(self, query_id: str, passage_id: str) -> tuple[str, ...]:
         if self.unit == "user":
@@ -111,12 +115,14 @@ class GroupedUnitDataset:
 
     def __len__(self) -> int:
         """The number of units: public under ``zero_out`` and ``replace_one``, private under ``add_or_remove``."""
-        return len(self._units)
+        return len(self._units) + len(self._planted)
 
     def rows(self, unit: int) -> Sequence[Row]:
         """All rows of unit number ``unit`` (0 to ``len(self) - 1``)."""
-        if not 0 <= unit < len(self._units):
-            raise IndexError(f"There is no unit {unit}; units are numbered from 0 to {len(self._units) - 1}.")
+        if not 0 <= unit < len(self):
+            raise IndexError(f"There is no unit {unit}; units are numbered from 0 to {len(self) - 1}.")
+        if unit >= len(self._units):
+            return self._planted[unit - len(self._units)]
         data = self._collection
         merged: frozenset[str] | None = None
         if self.unit == "query":

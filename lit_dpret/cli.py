@@ -34,7 +34,7 @@ from lit_dpret.tasks.parts import Parts, model_folder
 
 CONFIG_MODULE = "lit_dpret.configs"
 USER_ERROR = 2
-_POSITIONAL = {"compare": ("run_a", "run_b"), "verify": ("card",)}
+_POSITIONAL = {"compare": ("run_a", "run_b"), "verify": ("card",), "audit": ("run",)}
 _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT)
 
 
@@ -70,6 +70,7 @@ def build_parts(cfg: DictConfig) -> Parts:
         make_trainer=partial(node, "trainer", _convert_="all"),
         make_callbacks=partial(listed, "callbacks"),
         make_loggers=partial(listed, "logger"),
+        make_canaries=lambda: None if cfg.canaries is None else node("canaries"),
         command=" ".join(["python train.py", *_shown_overrides()]),
     )
 
@@ -92,6 +93,8 @@ def _start(cfg: DictConfig) -> dict[str, str]:
 def run(cfg: DictConfig) -> Any:
     """Run the task of a composed configuration."""
     task = instantiate(cfg.task, _convert_="all")
+    if cfg.canaries is not None and not isinstance(task, Fit):
+        raise ConfigurationError("canaries are planted by task=fit; task=canaries has its own, task.canaries.")
     if cfg.init_from is not None and not isinstance(task, Fit):
         raise ConfigurationError(f"init_from={cfg.init_from} is for task=fit: no other task starts from a run's model.")
     return task.run(build_parts(cfg))
@@ -131,7 +134,7 @@ def with_task(arguments: list[str]) -> list[str]:
 
     Raises:
         ConfigurationError: The first argument is neither a setting, nor an option, nor a task, or ``compare`` is
-            not followed by two runs or ``verify`` by one card.
+            not followed by two runs, ``verify`` by one card or ``audit`` by one run.
     """
     if not arguments or "=" in arguments[0] or arguments[0][:1] in "-+~":
         return arguments

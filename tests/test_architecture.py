@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors", "privacy", "retrieval", "encoders", "modules", "generation", "datamodules", "negatives",
     },
     "datamodules": {"errors", "privacy.sampling"},
+    "canaries": {"errors", "privacy", "audit", "datamodules", "generation", "modules"},
     "vision": {"errors", "evaluation_mode"},
     "report": {"errors", "retrieval", "privacy", "textsim"},
     "callbacks": {"errors", "privacy", "progress", "retrieval", "report"},
@@ -42,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "tasks": {
         "errors", "privacy", "retrieval", "report", "callbacks", "datamodules", "generation", "modules",
         "encoders", "assets", "vision", "indexing", "losses", "evaluation_mode", "textsim", "postprocessing",
-        "negatives",
+        "negatives", "canaries", "audit",
     },
     "cli": {"errors", "tasks"},
     "__main__": {"cli"},

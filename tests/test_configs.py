@@ -69,6 +69,7 @@ SAFE = {
     "task": [p.stem for p in (CONFIGS / "task").glob("*.yaml")],
     "callbacks": ["default"],
     "logger": ["none", "csv"],
+    "canaries": [p.stem for p in (CONFIGS / "canaries").glob("*.yaml")],
     "datamodule": [p.stem for p in (CONFIGS / "datamodule").glob("*.yaml")],
 }
 
@@ -89,6 +90,7 @@ NEEDED = {
     "task.zero_shot": ["task.root=."],
     "task.compare": ["task.run_a=x", "task.run_b=y"],
     "task.verify": ["task.card=x"],
+    "task.audit": ["task.run=x"],
     "task.index": ["task.embeddings=x"],
     "task.similarity": ["task.synthetic=x", "task.reference=public"],
     "task.pretraining_overlap": ["task.corpus=x", "task.queries=public"],

@@ -71,7 +71,8 @@ def exposure(secret: float, references: ArrayLike) -> float:
 def extrapolated_exposure(secret: float, references: ArrayLike) -> float:
     """By a skew-normal that is fitted to the references: -log2 of its distribution function at the secret.
 
-    Not bounded by their number, and no better than the fit: far out it states what the references never showed.
+    Not bounded by their number, and no better than the fit: far out it states what the references never showed, and
+    where the fitted curve has no mass that floats can tell it is infinite.
     The paper (section 4.3) finds that perplexities follow it; a Kolmogorov-Smirnov test on your own tells whether
     they do.
 
@@ -138,7 +139,8 @@ def _log_cdf(x: float, shape: float, location: float, scale: float) -> float:
     def relative(step: float) -> float:
         return math.exp(float(skewnorm.logpdf(x - step * scale, shape, location, scale)) - at)
 
-    return at + math.log(scale * quad(relative, 0, math.inf)[0])
+    mass = scale * quad(relative, 0, math.inf)[0]
+    return at + math.log(mass) if mass > 0 else -math.inf
 
 
 def _references(values: ArrayLike) -> NDArray[np.float64]:

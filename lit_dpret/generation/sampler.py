@@ -214,7 +214,7 @@ def decode(model: PreTrainedModel, encoded: Encoded, numbers: np.ndarray, decodi
         decoding: Nucleus, temperature and lengths.
     """
     rows = len(encoded.states)
-    ends = _end_marks(model)
+    ends = end_marks(model)
     sequences: list[list[int]] = [[] for _ in range(rows)]
     log_probs = np.zeros(rows)
     finished = np.zeros(rows, dtype=bool)
@@ -252,7 +252,12 @@ def decode(model: PreTrainedModel, encoded: Encoded, numbers: np.ndarray, decodi
     return [Sampled(s, float(p), bool(f)) for s, p, f in zip(sequences, log_probs, finished, strict=True)]
 
 
-def _end_marks(model: PreTrainedModel) -> list[int]:
+def end_marks(model: PreTrainedModel) -> list[int]:
+    """Token ids that end a query.
+
+    Raises:
+        UnsupportedModelError: The model has none.
+    """
     end = model.config.eos_token_id
     if end is None:
         raise UnsupportedModelError(

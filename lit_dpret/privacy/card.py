@@ -26,6 +26,7 @@ from lit_dpret.privacy.card_audit_text import SIGNOFF
 from lit_dpret.privacy.card_check import verify_card
 from lit_dpret.privacy.card_claim import claim_facts, group_facts, without_numbers
 from lit_dpret.privacy.card_environment import environment_facts, package_versions
+from lit_dpret.privacy.card_evidence import planted_by
 from lit_dpret.privacy.card_facts import (
     Assumption,
     accounting_facts,
@@ -157,6 +158,7 @@ def build_card(
             "pre_registered": registered(ledger_records),
             "results": [],
             "ceilings": ceilings_of(releases, recorded, verdict),
+            **_planted(planted_by(ledger_records)),
         },
         "not_covered": [*gaps(claim, groups, tuned, secure=bool(random["secure"])), *not_covered],
         "ledger": ledger_facts(ledger_records, releases, ledger_name),
@@ -257,6 +259,7 @@ def inherit_card(
             "pre_registered": copy.deepcopy(parent["empirical"].get("pre_registered", [])),
             "results": [],
             "ceilings": ceilings,
+            **_planted(parent["empirical"].get("planted")),
         },
         "not_covered": uncovered,
         "ledger": copy.deepcopy(parent["ledger"]),
@@ -267,6 +270,10 @@ def inherit_card(
         **_made_with(environment),
     }
     return _finished(card)
+
+
+def _planted(facts: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {} if facts is None else {"planted": dict(facts)}
 
 
 def _made_with(environment: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lit_dpret.privacy.page import Block, Bullets, Code, Paragraph, Section
@@ -13,6 +13,8 @@ SIGNOFF = (
     "that takes a signature by a key of its maker's, in a file of its own beside this card. Without one, the hashes "
     "show that the parts fit each other, and not whose they are."
 )
+
+NO_GUARANTEE = "absence of evidence is no guarantee"
 
 
 def audit_sections(card: Mapping[str, Any]) -> list[Section]:
@@ -30,7 +32,55 @@ def audit_sections(card: Mapping[str, Any]) -> list[Section]:
         ]
         blocks: list[Block] = [Paragraph(text), Bullets(rows)]
         sections.append(Section("Audit protocols", blocks))
+    if planted := empirical.get("planted"):
+        sections.append(Section("Planted canaries", [Paragraph(planted_text(planted))]))
+    if results := empirical.get("results"):
+        text = (
+            "What attacks found. These are measurements of leakage, and no part of the claim: one that finds much "
+            "shows a defect, one that finds nothing shows nothing."
+        )
+        sections.append(Section("Attacks that were run", [Paragraph(text), Bullets(list(result_texts(results)))]))
     if signoff := card.get("signoff"):
         command = f"lit-dpret verify CARD task.public_key=KEY   # {signoff['signature']} is the signature"
         sections.append(Section("Checking this card", [Paragraph(str(signoff["text"])), Code(command)]))
     return sections
+
+
+def bound_text(eps_lower: float, delta: float | None, confidence: float | None) -> str:
+    """A lower bound in the only words in which one is printed.
+
+    >>> bound_text(0.41, 0.0, 0.95)
+    'evidence of leakage at least 0.41 at delta=0 (confidence 0.95); absence of evidence is no guarantee'
+    """
+    at = "" if delta is None else f" at delta={delta:.3g}"
+    sure = "a point value without confidence" if confidence is None else f"confidence {confidence:g}"
+    return f"evidence of leakage at least {eps_lower:.4g}{at} ({sure}); {NO_GUARANTEE}"
+
+
+def result_texts(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Each entry of ``empirical.results`` as a line."""
+    for one in results:
+        parts = [f"{one['attack']} (n = {one['n']}, {one['copies']} cop{'y' if one['copies'] == 1 else 'ies'} each)"]
+        if one["estimate"] is not None:
+            level = "" if one["confidence"] is None else f" at {one['confidence']:g}"
+            ci = "" if one["ci"] is None else f" [{one['ci'][0]:.4g}, {one['ci'][1]:.4g}]{level}"
+            parts.append(f"{one['metric']} {one['estimate']:.4g}{ci}")
+        if one["ceiling"] is not None:
+            parts.append(f"no more than {one['ceiling']:.4g} is possible by the accounting")
+        if one["eps_lower"] is not None:
+            parts.append(bound_text(one["eps_lower"], one["delta"], one["confidence"]))
+        if one["assumption"]:
+            parts.append(f"it assumes: {one['assumption']}")
+        parts.append(
+            f"measured on {one['about']}" + (", which was trained on the planted canaries" if one["canaried"] else "")
+        )
+        yield "; ".join(part.rstrip(".") for part in parts) + "."
+
+
+def planted_text(planted: Mapping[str, Any]) -> str:
+    """What a card says of planted canaries."""
+    return (
+        f"{planted['canaries']} canaries were planted in the training data of this artefact, or of what it was derived "
+        f"from, as {planted['units']} units of their own; the number of units counts them. This is the canaried "
+        f"model. The set was fixed before training by its SHA-256, {planted['sha256']}."
+    )

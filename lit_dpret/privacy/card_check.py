@@ -8,6 +8,7 @@ from typing import Any
 
 from lit_dpret.errors import DataError, LedgerError, LitDpretError
 from lit_dpret.privacy.card_claim import user_level_epsilon
+from lit_dpret.privacy.card_evidence import planted_by
 from lit_dpret.privacy.card_facts import Assumption, Verdict, derived_assumptions, judge, plan_of
 from lit_dpret.privacy.card_file import file_sha256, malformed
 from lit_dpret.privacy.card_protocols import registered
@@ -91,6 +92,8 @@ def _wrong_claim(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) 
         return [f"The ledger's run started from {start['name']}, whose card this one does not name."]
     if card["empirical"].get("pre_registered", []) != registered(records):
         return ["The protocols on the card are not those that the ledger registered before its first step."]
+    if card["empirical"].get("planted") != planted_by(records):
+        return ["The canaries on the card are not those that the ledger says were planted."]
     verdict = verdict_of(card, records)
     claim = card["claim"]
     if verdict.guarantee != claim["guarantee"]:

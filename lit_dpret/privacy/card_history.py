@@ -1,7 +1,7 @@
 """What a card said before it was amended, proved by the hash that the amendment kept.
 
 Cards of derived artefacts name their parent's card by SHA-256. A parent that was amended afterwards has
-another one; taking the notes off again gives back the file that was named, byte for byte, or the notes
+another one; taking the notes and results off again gives back the file that was named, byte for byte, or the notes
 are not all that was changed.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 
+from lit_dpret.privacy.card_evidence import before_note
 from lit_dpret.privacy.card_file import card_json, checksum
 
 _NOT_AMENDED = ("amendments", "parents", "banners")
@@ -41,6 +42,9 @@ def _before(card: Mapping[str, Any]) -> dict[str, Any] | None:
     if not card.get("amendments"):
         return None
     *kept, last = card["amendments"]
+    if "results" in last:
+        found = before_note(card)
+        return found if text_sha256(found) == last.get("sha256_before") else None
     texts = list(last.values())
     touched = [
         name for name, entries in card.items()

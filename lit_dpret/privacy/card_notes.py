@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import DataError
+from lit_dpret.privacy.card_evidence import amended
 from lit_dpret.privacy.card_file import CARD_NAME, card_sha256, checksum, read_card, write_card
 
 
@@ -57,7 +58,8 @@ def with_notes(card: Mapping[str, Any], folder: str | Path) -> dict[str, Any]:
     """A card about to be written, with the notes of the one that it will replace in ``folder``.
 
     Guarantees:
-        - Making the card of an artefact anew, as a resumed run does, forgets nothing that was noted on it.
+        - Making the card of an artefact anew, as a resumed run does, forgets nothing that was noted on it, nor
+          the results of attacks on these very files.
 
     Args:
         card: The new card.
@@ -72,15 +74,20 @@ def with_notes(card: Mapping[str, Any], folder: str | Path) -> dict[str, Any]:
         return dict(card)
     same = all(old["subject"].get(name) == card["subject"].get(name) for name in ("artifact_type", "name"))
     notes = [note for note in old.get("amendments", []) if note not in card.get("amendments", [])]
+    if old["subject"]["sha256"] != card["subject"]["sha256"]:  # other weights: what attacks found is not about them
+        notes = [note for note in notes if "results" not in note]
     return _amended(copy.deepcopy(dict(card)), notes) if same and notes else dict(card)
 
 
 def _amended(card: dict[str, Any], notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The card with these notes, each text once in the lists that people read."""
     for note in notes:
+        if "results" in note:
+            card = amended(card, note)
+            continue
         for name, text in (("not_covered", note["not_covered"]), ("cautions", note["caution"])):
             if text not in card[name]:
                 card[name].append(text)
-    card["amendments"] = [*card.get("amendments", []), *map(dict, notes)]
+        card["amendments"] = [*card.get("amendments", []), dict(note)]
     card["checksum"] = checksum(card)
     return card

@@ -5,8 +5,8 @@ curve bounds it for every attack on everything derived from the releases: an eve
 probability f when one unit is absent has probability at most min over e of exp(e) f + delta(e) when
 it is there. The absent event is a false alarm of a membership test, or a lucky guess at a secret.
 
-The bounds hold for one copy of the unit. They are also an alarm: an attack measured above its
-ceiling, with confidence, is a bug in the mechanism.
+The bounds hold for one copy of the unit; `lit_dpret.privacy.secret_ceiling` has those for several. They
+are also an alarm: an attack measured above its ceiling, with confidence, is a bug in the mechanism.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ Poisson sampling.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -32,9 +32,9 @@ from scipy import special, stats
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.privacy.accounting import truncation_delta
 from lit_dpret.privacy.budget import Neighbours
-from lit_dpret.privacy.claims import check_delta, epsilon
+from lit_dpret.privacy.claims import check_delta, delta_at, epsilon
 from lit_dpret.privacy.composition import FINE, LARGEST_EPSILON, Part, beyond_reach, parts_of, plain
-from lit_dpret.privacy.pld_arrays import compose_times, read_epsilon
+from lit_dpret.privacy.pld_arrays import compose_times, read_deltas, read_epsilon
 from lit_dpret.privacy.releases import (
     FixedSize,
     FullBatch,
@@ -122,10 +122,60 @@ def _check_law(law: SamplingLaw, neighbours: Neighbours) -> None:
         )
 
 
-@lru_cache(maxsize=256)
+def group_delta_at(
+    epsilons: Sequence[float], releases: Iterable[Release], *, max_units: int, neighbours: Neighbours = "zero_out"
+) -> list[float]:
+    """The delta of all ``releases`` together at each epsilon, for somebody who contributed up to ``max_units`` units.
+
+    The same mixture as in `group_epsilon`, read the other way round: an upper bound, 1 where none is known to be lower.
+
+    Args:
+        epsilons: In ascending order.
+        releases: What was let out.
+        max_units: The most units that one person contributed, or copies that one text has.
+        neighbours: As in `group_epsilon`.
+
+    Raises:
+        UnsupportedAccountingError: As `group_epsilon` does.
+        ConfigurationError: ``max_units`` is no whole number from 1 to 1000.
+    """
+    check_max_units(max_units)
+    releases = list(releases)
+    if max_units == 1:
+        return delta_at(epsilons, releases, neighbours=neighbours)
+    for release in releases:
+        if isinstance(release, GaussianRelease):
+            _check_law(release.law, neighbours)
+    parts = parts_of(releases)
+    if parts is None or beyond_reach(parts, neighbours):
+        return [1.0] * len(epsilons)
+    if not parts:
+        return [0.0] * len(epsilons)
+    if all(isinstance(part.law, FullBatch) for part in parts):
+        wider = [GaussianRelease(noise_multiplier=p.noise_multiplier / max_units, law=p.law)
+                 for p in parts for _ in range(p.count)]  # fmt: skip
+        return delta_at(epsilons, wider, neighbours=neighbours)
+    total = _composed(parts, max_units)
+    if total is None:
+        return [1.0] * len(epsilons)
+    lost = [truncation_delta(part.law, part.count) for part in parts if isinstance(part.law, TruncatedPoisson)]
+    extra = max_units * math.fsum(lost)
+    return [min(1.0, max(0.0, float(value)) + extra) for value in read_deltas(total, epsilons)]
+
+
 def _composed_epsilon(parts: tuple[Part, ...], delta: float, units: int) -> float:
-    if sum(part.count * _mean_loss(part, units) for part in parts) > LARGEST_EPSILON:
+    total = _composed(parts, units)
+    if total is None:
         return math.inf
+    value = read_epsilon(total, delta)
+    return value if value <= LARGEST_EPSILON else math.inf
+
+
+@lru_cache(maxsize=32)
+def _composed(parts: tuple[Part, ...], units: int) -> PrivacyLossDistribution | None:
+    """The privacy loss distribution of all parts; None where epsilon would be above what is told apart."""
+    if sum(part.count * _mean_loss(part, units) for part in parts) > LARGEST_EPSILON:
+        return None
     # One width for all parts: distributions of different widths do not compose.
     width = max(_width(part, units) for part in parts)
     total: Any = None
@@ -133,8 +183,7 @@ def _composed_epsilon(parts: tuple[Part, ...], delta: float, units: int) -> floa
         single = _mixture_pld(part, units, width)
         composed = single if part.count == 1 else compose_times(single, part.count)
         total = composed if total is None else total.compose(composed)
-    value = read_epsilon(total, delta)
-    return value if value <= LARGEST_EPSILON else math.inf
+    return total
 
 
 def _in_batch(part: Part, units: int) -> tuple[np.ndarray, np.ndarray]:

@@ -62,6 +62,8 @@ def _better_than_parent(child: Mapping[str, Any], parent: Mapping[str, Any]) -> 
         problems.append("Its pre-registered protocols are not its parent's.")
     if child["empirical"].get("ceilings") != parent["empirical"].get("ceilings"):
         problems.append("Its ceilings of attacks are not its parent's.")
+    if child["empirical"].get("planted") != parent["empirical"].get("planted"):
+        problems.append("The canaries that it names are not its parent's.")
     return problems
 
 

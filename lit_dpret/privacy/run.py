@@ -88,6 +88,7 @@ class PrivateRun:
         secure_rng: bool,
         described: Mapping[str, Any],
         data_fingerprint: Callable[[bytes], str],
+        unplanted_fingerprint: Callable[[bytes], str] | None = None,
         run_id: str | None = None,
     ) -> PrivateRun:
         """Begin a ledger, or go on with the one at ``path``.
@@ -99,6 +100,7 @@ class PrivateRun:
             secure_rng: Draw noise from SHAKE-256.
             described: The mechanism as public JSON values; becomes the ``plan`` record.
             data_fingerprint: Given a key, a keyed hash of the data set.
+            unplanted_fingerprint: The same without what was planted in it; None where nothing was.
             run_id: Of a ledger that is begun; None for one that no other run has.
 
         Raises:
@@ -119,7 +121,10 @@ class PrivateRun:
             run = cls(ledger, stream, run_id)
             now = dict(described)
             now["secret_tag"] = stream.tag("secret")
-            now["data_fingerprint"] = data_fingerprint(bytes.fromhex(stream.tag("data-fingerprint")))
+            key = bytes.fromhex(stream.tag("data-fingerprint"))
+            now["data_fingerprint"] = data_fingerprint(key)
+            if unplanted_fingerprint is not None:
+                now["unplanted_fingerprint"] = unplanted_fingerprint(key)
             if earlier:
                 _refuse_leaving([record.get("dataset_ledger") for record in earlier], now.get("dataset_ledger"))
                 run._compare_with(earlier[-1], now)

@@ -1,5 +1,7 @@
 """What the command line can be asked to do; one class each, chosen by ``task=``."""
 
+from lit_dpret.tasks.audit import Audit
+from lit_dpret.tasks.canary_study import CanaryStudy
 from lit_dpret.tasks.check_data import CheckData
 from lit_dpret.tasks.compare import Compare
 from lit_dpret.tasks.compare_modes import CompareModes
@@ -26,6 +28,8 @@ from lit_dpret.tasks.verify import Verify
 from lit_dpret.tasks.zero_shot import ZeroShot
 
 __all__ = [
+    "Audit",
+    "CanaryStudy",
     "CheckData",
     "Compare",
     "CompareModes",

@@ -10,6 +10,8 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lit_dpret.callbacks import MetricsFile
 from lit_dpret.callbacks.refusals import refuse_broken_claims
+from lit_dpret.canaries import CanarySuite
+from lit_dpret.canaries.planting import plant_in_run
 from lit_dpret.tasks.checkpoints import WholeCheckpoints, newest_checkpoint
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
@@ -41,6 +43,7 @@ class Fit:
             callbacks=parts.make_callbacks(),
             loggers=parts.make_loggers(),
             resume=parts.resume,
+            canaries=parts.make_canaries(),
         )
 
 
@@ -53,6 +56,7 @@ def train(
     callbacks: list[Any],
     loggers: list[Any],
     resume: bool,
+    canaries: CanarySuite | None = None,
 ) -> dict[str, float]:
     """Train ``module`` in ``run_dir``, from the newest whole checkpoint there if ``resume``.
 
@@ -60,6 +64,7 @@ def train(
         - Checkpoints are written whole or not at all, unless ``make_trainer`` brings a way of its own.
         - A run that is killed at any moment goes on; one that was killed after its last step still
           gets its model and its card.
+        - ``canaries`` are planted before anything reads the training data, and kept in ``canaries.json``.
     """
     trainer: L.Trainer = make_trainer(
         default_root_dir=str(run_dir), callbacks=callbacks, logger=[MetricsFile(run_dir), *loggers]
@@ -67,6 +72,8 @@ def train(
     refuse_broken_claims(trainer, module, datamodule)  # before any data is read; the accountant asks again
     datamodule.prepare_data()
     datamodule.setup("fit")
+    if canaries is not None:
+        plant_in_run(datamodule, canaries, run_dir, resume=resume)
     if hasattr(module, "prepare"):
         module.prepare(datamodule)
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:

@@ -25,6 +25,7 @@ class Parts:
     make_trainer: Callable[..., Any]
     make_callbacks: Callable[[], list[Any]] = list
     make_loggers: Callable[[], list[Any]] = list
+    make_canaries: Callable[[], Any] = lambda: None
     resume: bool = False
     seed: int = 0
     command: str = field(default="python train.py")

@@ -1,0 +1,12 @@
+"""Canaries: secrets that are planted in the training data of a run, to see what becomes of them.
+
+`CanarySuite` makes them, `plant` puts them into a DataModule as private units of their own, and
+`lit_dpret.audit` says what their ranks and scores prove. ``docs/canaries.md`` tells which to choose.
+"""
+
+from lit_dpret.canaries.canary import Canary, CanarySet
+from lit_dpret.canaries.files import CANARIES, read_canaries, write_canaries
+from lit_dpret.canaries.planting import plant
+from lit_dpret.canaries.suite import CanarySuite
+
+__all__ = ["CANARIES", "Canary", "CanarySet", "CanarySuite", "plant", "read_canaries", "write_canaries"]

@@ -1,0 +1,233 @@
+"""The canary study as a page, a table and data: in the form of table 7 of paper 000, with intervals and ceilings."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from lit_dpret.errors import StorageError
+from lit_dpret.privacy.card_text import show_delta, show_epsilon
+from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
+
+SCHEMA = "lit-dpret/canaries-report/1"
+FORMS = {
+    "query": "Secret in the query",
+    "passage": "Secret in the passage, the papers' letter",
+    "both": "Secret in query and passage",
+}
+_HOW = (
+    "Rank: of the planted secret among {candidates} candidates by perplexity, 1 the likeliest, ties against the "
+    "finding; with the t-interval over trainings. A secret that was not planted has {chance} on average. Rank 1 and "
+    "leaked: shares with Clopper and Pearson's interval, counted by training, as if the canaries of one training rose "
+    "and fell together. Leaked: the secret stands in one of {draws} queries drawn for its passage without it. In "
+    "brackets: 95 %."
+)
+_BOUND = (
+    "Bound: evidence of leakage at least so much, as epsilon for one unit at 95 %; absence of evidence is no "
+    "guarantee. Where canaries share a training the bound is for pure DP (delta = 0). Point values, which have no "
+    "confidence, are in the JSON alone."
+)
+_CEILING = (
+    "Ceilings follow from the accounting and are no measurements. A secret with k copies is k units, so that its "
+    "ceiling is that of k units together, by the mixture of Gaussians; (k eps, delta_k) of group privacy stands below. "
+    "Trivial ones say that the claim does not protect so many copies."
+)
+
+
+class Interval(Protocol):
+    """A mean and its bounds, NaN where they are unknown."""
+
+    @property
+    def mean(self) -> float: ...
+    @property
+    def low(self) -> float: ...
+    @property
+    def high(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class CanaryRow:
+    """A cell of the study under one budget.
+
+    Args:
+        model: The budget in words.
+        cell: What was found, a `lit_dpret.canaries.findings.Cell`.
+        candidates: R.
+    """
+
+    model: str
+    cell: Any
+    candidates: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as JSON values."""
+        limits = self.cell.limits
+        group = None
+        if limits.eps is not None:
+            group = {"eps": self.cell.copies * limits.eps, "delta": _group_delta(limits, self.cell.copies)}
+        return {"model": self.model, "candidates": self.candidates, **self.cell.to_dict(), "group_privacy": group}
+
+
+def write_canary_table(
+    folder: Path,
+    rows: Sequence[CanaryRow],
+    *,
+    name: str,
+    title: str,
+    facts: Mapping[str, Any],
+    notes: Sequence[str] = (),
+    command: str = "",
+) -> tuple[dict[str, Path], list[str]]:
+    """Write ``NAME.{html,md,json,csv}`` into ``folder``; returns their paths by name, and what contradicts the claim.
+
+    Args:
+        folder: It exists.
+        rows: In the order of the table.
+        name: Of the files.
+        title: Of the page.
+        facts: What was done, as JSON values; ``candidates`` and ``measure`` are told in words too.
+        notes: What was done, in words.
+        command: What to type to get the same again.
+
+    Raises:
+        StorageError: A file cannot be written.
+    """
+    contradictions = [f"{row.model}, {_about(row.cell)}: {text}" for row in rows for text in row.cell.contradictions]
+    lead: list[Block] = [Banner(text) for text in contradictions]
+    sections = [*_tables(rows), *_words(rows, facts, notes, command)]
+    subtitle = f"lit-dpret report, {datetime.now(UTC).strftime('%Y-%m-%d %H:%M UTC')}"
+    data = {
+        "schema": SCHEMA,
+        "command": command,
+        **facts,
+        "contradictions": contradictions,
+        "rows": [row.to_dict() for row in rows],
+    }
+    texts = {
+        f"{name}.html": to_html(title, subtitle, lead, sections),
+        f"{name}.md": to_markdown(title, subtitle, lead, sections),
+        f"{name}.json": json.dumps(data, indent=1, allow_nan=False) + "\n",
+    }
+    try:
+        for file, text in texts.items():
+            (folder / file).write_text(text, encoding="utf-8")
+        with (folder / f"{name}.csv").open("w", encoding="utf-8", newline="") as handle:
+            csv.writer(handle).writerows(_csv(rows))
+    except OSError as error:
+        raise StorageError(f"{folder} could not be written to: {error.strerror}.") from error
+    return {file: folder / file for file in [*texts, f"{name}.csv"]}, contradictions
+
+
+def _tables(rows: Sequence[CanaryRow]) -> list[Section]:
+    head = (
+        "model",
+        "copies",
+        "canaries",
+        "n",
+        "rank",
+        "ceiling",
+        "rank 1",
+        "ceiling",
+        "leaked",
+        "ceiling",
+        "bits",
+        "bound",
+    )
+    sections = []
+    for side in dict.fromkeys(row.cell.side for row in rows):
+        lines = [_line(row) for row in rows if row.cell.side == side]
+        sections.append(Section(FORMS[side], [Grid(head, lines, frozenset({1, 3, *range(4, len(head))}))]))
+    return sections
+
+
+def _line(row: CanaryRow) -> tuple[object, ...]:
+    cell, limits = row.cell, row.cell.limits
+    claimed = limits.eps is not None
+    return (
+        row.model,
+        cell.copies,
+        cell.kind,
+        f"{cell.canaries} in {cell.trainings}",
+        _interval(cell.mean_rank, "{:.1f}"),
+        f"at least {limits.mean_rank:.1f}" if claimed else "none",
+        _interval(cell.top, "{:.0%}"),
+        f"{limits.top:.1%}" if claimed else "none",
+        _interval(cell.leaked, "{:.0%}"),
+        f"{limits.leak:.2%}" if claimed and limits.leak is not None else "none",
+        f"{cell.exposure:.2f}",
+        f"{cell.bounds[0].eps_lower:.3g}",
+    )
+
+
+def _words(rows: Sequence[CanaryRow], facts: Mapping[str, Any], notes: Sequence[str], command: str) -> list[Section]:
+    measure = facts["measure"]
+    how = _HOW.format(candidates=facts["candidates"], chance=(facts["candidates"] + 1) / 2, draws=measure["draws"])
+    drawn = (
+        f"Queries are drawn with top_p = {measure['top_p']:g} and temperature {measure['temperature']:g}, at most "
+        f"{measure['max_new_tokens']} tokens."
+    )
+    return [
+        Section("How to read this", [Paragraph(how), Paragraph(_BOUND), Paragraph(_CEILING)]),
+        Section("What was done", [Bullets([*notes, drawn, *_claims(rows)])]),
+        *([Section("How to get this again", [Code(command)])] if command else []),
+    ]
+
+
+def _claims(rows: Sequence[CanaryRow]) -> list[str]:
+    found: dict[str, str] = {}
+    for row in rows:
+        limits = row.cell.limits
+        if limits.eps is None:
+            continue
+        together = (
+            "nothing that is known" if limits.group_eps is None else f"epsilon = {show_epsilon(limits.group_eps)}"
+        )
+        found[f"{row.model} {row.cell.copies}"] = (
+            f"{row.model}: the claim of a training is epsilon = {show_epsilon(limits.eps)} at delta = "
+            f"{show_delta(limits.delta)} for one unit; for {row.cell.copies} together it is {together}, and by group "
+            f"privacy ({show_epsilon(row.cell.copies * limits.eps)}, {_group_delta(limits, row.cell.copies):.2g})."
+        )
+    return list(found.values())
+
+
+def _group_delta(limits: Any, copies: int) -> float:
+    """Delta (e^(k eps) - 1) / (e^eps - 1), at most 1 (Vadhan 2017, lemma 2.2)."""
+    eps, delta = limits.eps, limits.delta
+    if copies == 1:
+        return float(delta)
+    exponent = math.log(delta) + (copies - 1) * eps + math.log(math.expm1(-copies * eps) / math.expm1(-eps))
+    return math.exp(exponent) if exponent < 0 else 1.0
+
+
+def _interval(found: Interval, form: str) -> str:
+    if math.isnan(found.low):
+        return form.format(found.mean)
+    return f"{form.format(found.mean)} [{form.format(found.low)}, {form.format(found.high)}]"
+
+
+def _about(cell: Any) -> str:
+    return f"{FORMS[cell.side].lower()}, {cell.kind}, {cell.copies} copies"
+
+
+def _csv(rows: Sequence[CanaryRow]) -> list[list[object]]:
+    names = ("mean_rank", "top", "leaked")
+    head: list[object] = ["model", "side", "kind", "copies", "trainings", "canaries", "draws"]
+    head += [f"{name}{end}" for name in names for end in ("", " low", " high")]
+    head += ["exposure", "chance", "eps_lower", "method", "ceiling top", "ceiling mean_rank", "ceiling leaked"]
+    table = [head]
+    for row in rows:
+        cell = row.cell
+        line: list[object] = [row.model, *(getattr(cell, str(name)) for name in head[1:7])]
+        for name in names:
+            line += ["" if value is None else value for value in getattr(cell, name).to_dict().values()]
+        limits = cell.limits if cell.limits.eps is not None else None
+        line += [cell.exposure, cell.chance, cell.bounds[0].eps_lower, cell.bounds[0].method]
+        line += ["", "", ""] if limits is None else [limits.top, limits.mean_rank, limits.leak]
+        table.append(line)
+    return table

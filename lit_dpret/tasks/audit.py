@@ -1,0 +1,192 @@
+"""`task=audit`: what became of the canaries that a run was trained with, and whether that contradicts its claim.
+
+Everything that is computed here comes from the trained model, which the claim covers, and from planted secrets: it is
+post-processing, and may stand on the card. The files with single canaries and generated queries are internal all the
+same: under a broken or missing guarantee they may hold private texts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.audit.evidence import Evidence
+from lit_dpret.audit.one_run import one_run_audit
+from lit_dpret.audit.scores import CanaryScores
+from lit_dpret.canaries import CANARIES, CanarySet, read_canaries
+from lit_dpret.canaries.files import set_sha256
+from lit_dpret.canaries.findings import ALARM, Cell, Limits, Outcome, cells_of
+from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
+from lit_dpret.privacy.card import LEDGER_NAME, read_card
+from lit_dpret.privacy.card_evidence import AttackResult, add_evidence
+from lit_dpret.privacy.card_text import privacy_line
+from lit_dpret.privacy.start import MODEL_FOLDER
+from lit_dpret.report.canary_table import CanaryRow, write_canary_table
+from lit_dpret.tasks.canary_scoring import Measurement, limits_by_copies
+from lit_dpret.tasks.parts import Parts, check_run_dir
+
+NAME = "audit"
+_COINS = "one_run"
+
+
+class Audit:
+    """Score the canaries of a finished run, rank them, draw queries for them; bounds on epsilon, and the card.
+
+    Args:
+        run: The folder of a generator run that was trained with ``canaries=...``.
+        measure: How the canaries are looked for.
+        card: Add the results to the run's card and the copy beside its model.
+        min_free_mb: Refuse to start with less free disk.
+    """
+
+    def __init__(self, *, run: str | Path, measure: Measurement, card: bool = True, min_free_mb: float = 50) -> None:
+        self.run_folder, self.measure, self.card, self.min_free_mb = Path(run), measure, card, min_free_mb
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Measure, write ``audit.*`` into the task's folder and the results onto the card; returns bounds by row.
+
+        Raises:
+            DataError: The run has no canaries, or others than its ledger says.
+            PrivacyViolation: A bound at confidence 1 - 1e-4 exceeds the claim, or an attack its ceiling; after all
+                files were written.
+        """
+        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
+        card, canaries = self._read()
+        copies = sorted({canary.copies for canary in canaries.canaries})
+        candidates = _candidates(canaries)
+        limits = limits_by_copies(
+            card, self.run_folder / LEDGER_NAME, self.measure, copies=copies, candidates=candidates
+        )
+        found = self.measure.of(self.run_folder / MODEL_FOLDER, canaries.canaries, seed=parts.seed)
+        claim = card["claim"]
+        claimed = claim["guarantee"] == "dp"
+        law: dict[str, Any] = {"delta": claim["delta"], "neighbours": claim["neighbours"]} if claimed else {}
+        planted = [Outcome.of(0, one["score"], one["leak"]) for one in found if one["score"]["included"]]
+        cells = cells_of(planted, candidates=candidates, limits=limits, **law) if planted else []
+        coins = self._coins(found, law.get("delta", 0.0), 0.95), self._coins(found, law.get("delta", 0.0), 1 - ALARM)
+        rows = [CanaryRow(model=privacy_line(card), cell=cell, candidates=candidates) for cell in cells]
+        facts = {
+            "run": self.run_folder.name,
+            "candidates": candidates,
+            "measure": vars(self.measure),
+            "sha256": set_sha256(canaries),
+            "canaries": found,
+            _COINS: [evidence.to_dict() for evidence in coins[0]],
+        }
+        notes = [
+            f"{len(canaries.canaries)} canaries stood in this training, as {len(canaries.units())} units: it is the "
+            "canaried model.",
+            *map(str, coins[0]),
+        ]
+        written, contradictions = write_canary_table(
+            parts.run_dir, rows, name=NAME, title="Audit of a run by its canaries", facts=facts, notes=notes,
+            command=parts.command,
+        )  # fmt: skip
+        for path in written.values():
+            path.chmod(0o600)
+        contradictions += _above(coins[1], claim["epsilon"] if claimed else None)
+        self._tell(rows, cells, coins[0], written, candidates, canaries)
+        if contradictions:
+            raise PrivacyViolation(
+                f"The audit contradicts the claim of {self.run_folder.name} ({privacy_line(card)}): "
+                f"{contradictions[0]} The report is {written[f'{NAME}.html']}."
+            )
+        return {f"{cell.side}, {cell.copies}, {cell.kind}": cell.bounds[0].eps_lower for cell in cells}
+
+    def _read(self) -> tuple[dict[str, Any], CanarySet]:
+        path = self.run_folder / CANARIES
+        if not path.is_file():
+            raise DataError(
+                f"task.run={self.run_folder} has no {CANARIES}: the run was trained without canaries, and there is "
+                "nothing to look for. Train one with canaries=papers."
+            )
+        card, canaries = read_card(self.run_folder), read_canaries(path)
+        planted = card["empirical"].get("planted")
+        if planted is None or planted["sha256"] != set_sha256(canaries):
+            raise DataError(
+                f"{path} does not hold the canaries that the ledger of this run says were planted: its SHA-256 is not "
+                "the one on the card. An audit with secrets that were chosen afterwards proves nothing."
+            )
+        return card, canaries
+
+    def _coins(self, found: Sequence[dict[str, Any]], delta: float, confidence: float) -> list[Evidence]:
+        """The one-run audit of the canaries of each number of copies, where coins decided about them."""
+        evidence = []
+        for copies in sorted({one["score"]["copies"] for one in found}):
+            scores = [one["score"] for one in found if one["score"]["copies"] == copies]
+            included = [score["included"] for score in scores]
+            if all(included):
+                continue
+            values = CanaryScores.of([score["margin"] for score in scores], included)
+            evidence.append(one_run_audit(values, delta=delta, copies=copies, confidence=confidence))
+        return evidence
+
+    def _tell(
+        self,
+        rows: Sequence[CanaryRow],
+        cells: Sequence[Cell],
+        coins: Sequence[Evidence],
+        written: dict[str, Path],
+        candidates: int,
+        canaries: CanarySet,
+    ) -> None:
+        results = [result for cell in cells for result in _results(cell, candidates)]
+        results += [_coin_result(evidence, canaries) for evidence in coins]
+        for row in rows:
+            cell = row.cell
+            sys.stdout.write(
+                f"{cell.side}, {cell.copies} copies, {cell.kind}: mean rank {cell.mean_rank.mean:.1f}, rank 1 "
+                f"{cell.top.mean:.0%}, leaked {cell.leaked.mean:.0%}; {cell.bounds[0]}\n"
+            )
+        for evidence in coins:
+            sys.stdout.write(f"{evidence}\n")
+        for name, path in written.items():
+            sys.stdout.write(f"{name}: {path}\n")
+        if self.card:
+            for folder in (self.run_folder, self.run_folder / MODEL_FOLDER):
+                known = read_card(folder)["empirical"]["results"] if (folder / "privacy_card.json").is_file() else []
+                add_evidence(folder, [result for result in results if result.to_dict() not in known])
+
+
+def _candidates(canaries: CanarySet) -> int:
+    counts = {len(canary.candidates) for canary in canaries.canaries}
+    if len(counts) != 1:
+        raise ConfigurationError("The canaries have different numbers of candidates, and no common rank.")
+    return counts.pop()
+
+
+def _results(cell: Cell, candidates: int) -> list[AttackResult]:
+    """What a cell says, for the card: the papers' kinds together, other kinds each; numbers of planted data alone."""
+    if cell.kind in ("digits", "own_passage", "random_passage") and cell.canaries == cell.trainings:
+        return []
+    bound, claimed = cell.bounds[0], cell.limits.eps is not None
+    what = f"planted secrets ({cell.kind}, secret in the {cell.side})"
+    common: dict[str, Any] = {"n": cell.canaries, "copies": cell.copies, "confidence": 0.95}
+    limits: Limits = cell.limits
+    return [
+        AttackResult(
+            attack=f"{what}, ranked among {candidates}", metric="share of rank 1", estimate=cell.top.mean,
+            ci=(cell.top.low, cell.top.high), ceiling=limits.top if claimed else None, eps_lower=bound.eps_lower,
+            delta=bound.delta, method=bound.method, assumption=bound.assumption, **common,
+        ),
+        AttackResult(
+            attack=f"{what}, looked for in {cell.draws} generated queries each", metric="leaked share",
+            estimate=cell.leaked.mean, ci=(cell.leaked.low, cell.leaked.high),
+            ceiling=limits.leak if claimed else None, **common,
+        ),
+    ]  # fmt: skip
+
+
+def _coin_result(evidence: Evidence, canaries: CanarySet) -> AttackResult:
+    count = sum(canary.copies == evidence.copies for canary in canaries.canaries)
+    return AttackResult(
+        attack="one-run audit of planted secrets", n=count, metric="none", eps_lower=evidence.eps_lower,
+        delta=evidence.delta, confidence=evidence.confidence, method=evidence.method, assumption=evidence.assumption,
+        copies=evidence.copies,
+    )  # fmt: skip
+
+
+def _above(coins: Sequence[Evidence], eps: float | None) -> list[str]:
+    return [f"CONTRADICTION: {one}" for one in coins if eps is not None and one.eps_lower > eps]

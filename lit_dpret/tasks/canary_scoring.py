@@ -1,0 +1,86 @@
+"""Measuring the canaries of one trained generator: what audits and the canary study have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.callbacks import ProgressLine
+from lit_dpret.canaries import Canary
+from lit_dpret.canaries.findings import Limits, secret_limits
+from lit_dpret.canaries.leaks import draw_leaks
+from lit_dpret.canaries.scores import Span, score_canaries
+from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
+from lit_dpret.generation.sampler import Decoding
+from lit_dpret.modules.generator_folder import load_generator
+from lit_dpret.privacy.charges import claimed_releases
+from lit_dpret.privacy.groups import group_epsilon
+from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.secret_ceiling import SecretCeiling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """How canaries are measured.
+
+    Args:
+        draws: Queries that are drawn for each canary's passage.
+        top_p, temperature, max_new_tokens: Of those draws; take the settings of the release.
+        span: What a candidate is judged by: the ``secret`` alone, or the whole ``query``.
+    """
+
+    draws: int = 20
+    top_p: float = 0.8
+    temperature: float = 1.0
+    max_new_tokens: int = 32
+    span: Span = "secret"
+
+    def __post_init__(self) -> None:
+        if self.draws < 1:
+            raise ConfigurationError(f"task.measure.draws={self.draws} must be at least 1.")
+        self.decoding()
+
+    def decoding(self) -> Decoding:
+        """The way of sampling."""
+        return Decoding(top_p=self.top_p, temperature=self.temperature, max_new_tokens=self.max_new_tokens)
+
+    def of(self, model: Path, canaries: Sequence[Canary], *, seed: int) -> list[dict[str, Any]]:
+        """``score`` and ``leak`` of each canary, as JSON values; samples of generated queries among them."""
+        generator = load_generator(model)
+        with ProgressLine("scoring canaries") as progress:
+            scores = score_canaries(generator, canaries, decoding=self.decoding(), span=self.span, progress=progress)
+        with ProgressLine("drawing queries") as progress:
+            leaks = draw_leaks(
+                generator, canaries, decoding=self.decoding(), draws=self.draws, seed=seed, progress=progress
+            )
+        return [{"score": score.to_dict(), "leak": leak.to_dict()} for score, leak in zip(scores, leaks, strict=True)]
+
+
+def limits_by_copies(
+    card: Mapping[str, Any], ledger: Path, measure: Measurement, *, copies: Sequence[int], candidates: int
+) -> dict[int, Limits]:
+    """What the ledger behind a card allows for secrets that stand so often in the data.
+
+    Where several units together have no known bound, the ceilings are trivial. Without a guarantee there are none.
+    """
+    claim = card["claim"]
+    if claim["guarantee"] != "dp":
+        return {}
+    releases = claimed_releases(PrivacyLedger.read(ledger).records[: card["ledger"]["records"]])
+    found = {}
+    for k in copies:
+        group: dict[str, Any] = {"neighbours": claim["neighbours"]}
+        facts: dict[str, float | None] = {"eps": claim["epsilon"], "delta": claim["delta"], "group_eps": None}
+        try:
+            ceiling = SecretCeiling(releases, copies=k, **group)
+            together = group_epsilon(releases, delta=claim["delta"], max_units=k, **group)
+        except UnsupportedAccountingError:
+            found[k] = Limits(eps=claim["epsilon"], delta=claim["delta"])
+            continue
+        facts["group_eps"] = together if together < float("inf") else None
+        found[k] = secret_limits(
+            ceiling, candidates=candidates, draws=measure.draws, tokens=measure.max_new_tokens, **facts
+        )
+    return found

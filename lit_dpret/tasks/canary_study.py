@@ -1,0 +1,231 @@
+"""`task=canaries`: plant secrets, train with and without privacy, and see which come out. Table 7 of paper 000.
+
+Every training has secrets, noise and coins of its own and is a stage that is done once: an interrupted study goes
+on with ``resume=true``, and grows by more trainings or other epsilons in the same way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from lit_dpret.callbacks import ProgressLine
+from lit_dpret.canaries import CanarySuite
+from lit_dpret.canaries.findings import Cell, Outcome, cells_of
+from lit_dpret.canaries.planting import plant_in_run
+from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.errors import ConfigurationError, PrivacyViolation
+from lit_dpret.privacy.card import LEDGER_NAME, read_card
+from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PrivacyMode
+from lit_dpret.report.canary_table import CanaryRow, write_canary_table
+from lit_dpret.tasks.canary_scoring import Measurement, limits_by_copies
+from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.retriever_stage import stage_callbacks, train_retriever
+from lit_dpret.tasks.stages import DONE, Stages
+
+NAME = "canaries"
+
+
+class CanaryStudy:
+    """Repeated trainings with planted secrets.
+
+    Args:
+        generator: Makes the query generator, given ``privacy``.
+        canaries: Which secrets are planted in every training; without a seed each training draws its own.
+        measure: How they are looked for.
+        eps: Budgets; null among them for training without privacy. The rest of the mode is that of ``privacy``.
+        trainings: With each of them.
+        steps: Logical steps of every training.
+        batch: Units of a step on average.
+        max_grad_norm: Clip bound of the private trainings.
+        tuning_note, tuning_data: What the settings were chosen on; they go into the cards.
+        keep_models: Keep the trained models.
+        min_free_mb: Refuse to start with less free disk.
+
+    Raises:
+        ConfigurationError: A setting is out of range.
+    """
+
+    #: Settings that finished trainings do not depend on, so that a study can grow by them.
+    growing = frozenset({"eps", "trainings", "keep_models", "min_free_mb"})
+
+    def __init__(
+        self,
+        *,
+        generator: Callable[..., Any],
+        canaries: CanarySuite,
+        measure: Measurement,
+        eps: Sequence[float | None] = (None, 16.0),
+        trainings: int = 5,
+        steps: int = 80,
+        batch: int = 64,
+        max_grad_norm: float = 0.1,
+        tuning_note: str | None = None,
+        tuning_data: str = "unknown",
+        keep_models: bool = False,
+        min_free_mb: float = 300,
+    ) -> None:
+        for name, number in (("trainings", trainings), ("steps", steps), ("batch", batch)):
+            if number < 1:
+                raise ConfigurationError(f"task.{name}={number} must be at least 1.")
+        if not eps or len(set(eps)) < len(eps) or any(value is not None and not value > 0 for value in eps):
+            raise ConfigurationError(f"task.eps={list(eps)} must be different positive numbers, null for no privacy.")
+        if canaries.include != 1:
+            raise ConfigurationError(
+                f"task.canaries.include={canaries.include:g}: ranks are of planted secrets. Set it to 1; for coins "
+                "there is the one-run audit."
+            )
+        self.make_generator, self.canaries, self.measure = generator, canaries, measure
+        self.eps, self.trainings = list(eps), trainings
+        self.steps, self.batch, self.max_grad_norm = steps, batch, max_grad_norm
+        self.tuning_note, self.tuning_data = tuning_note, tuning_data
+        self.keep_models, self.min_free_mb = keep_models, min_free_mb
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Every training that is not done yet, then the table; returns the leaked share by row.
+
+        Raises:
+            PrivacyViolation: Something was measured above its ceiling, after the report was written.
+        """
+        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
+        self._parts = parts
+        for eps in self.eps:
+            self._privacy(eps)  # refused before anything is trained
+        self._stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint())
+        todo = [(eps, number) for number in range(self.trainings) for eps in self.eps]
+        with ProgressLine("trainings", every=0.0) as progress:
+            for done, (eps, number) in enumerate(todo):
+                progress(done, len(todo), _stage(eps, number))
+                self._stages.run(_stage(eps, number), self._work(eps, number))
+            progress(len(todo), len(todo))
+        return self._tell()
+
+    def _privacy(self, eps: float | None) -> PrivacyMode:
+        if eps is None:
+            return NoPrivacy()
+        mode = self._parts.make_privacy(eps=eps, max_grad_norm=self.max_grad_norm)
+        if not isinstance(mode, DPSGD):
+            raise ConfigurationError(
+                f"task.eps={eps:g} needs a mode that trains generators: privacy={mode.name} is none. Set "
+                "privacy=dp_sgd."
+            )
+        return mode
+
+    def _fingerprint(self) -> str:
+        settings = {k: str(v) for k, v in sorted(vars(self).items()) if not k.startswith("_") and k not in self.growing}
+        settings |= {"seed": str(self._parts.seed)}
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+    # -- one training --------------------------------------------------------------------------
+
+    def _work(self, eps: float | None, number: int) -> Callable[[Path, bool], dict[str, Any]]:
+        def work(folder: Path, resume: bool) -> dict[str, Any]:
+            seed = self._parts.seed + number
+            L.seed_everything(seed, verbose=False)
+            model = self.make_generator(privacy=self._privacy(eps))
+            data: PairsDataModule = self._parts.make_datamodule(expected_batch_size=None, sample_rate=None)
+            if eps is None:
+                data.sampling = "shuffle"
+            data.setup("fit")
+            suite = self.canaries
+            if suite.seed is not None:
+                suite = replace(suite, seed=suite.seed + number)
+            planted = plant_in_run(data, suite, folder, resume=resume)
+            label = _stage(eps, number)
+            tuning: dict[str, Any] = {"tuning_note": self.tuning_note, "tuning_data": self.tuning_data}
+            train_retriever(
+                model,
+                data,
+                folder,
+                parts=self._parts,
+                steps=self.steps,
+                batch=self.batch,
+                callbacks=stage_callbacks(folder, resume=resume, label=label, save_every=self.steps, **tuning),
+                resume=resume,
+            )
+            found = self.measure.of(folder / "model", planted.canaries, seed=seed)
+            if not self.keep_models:
+                shutil.rmtree(folder / "model", ignore_errors=True)
+                shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+            return {"canaries": found, "units": data.n_units}
+
+        return work
+
+    # -- the table -----------------------------------------------------------------------------
+
+    def _tell(self) -> dict[str, float]:
+        rows = [row for eps in self.eps for row in self._rows(eps)]
+        units = self._result(self.eps[0], 0)["units"]
+        written, contradictions = write_canary_table(
+            self._parts.run_dir,
+            rows,
+            name=NAME,
+            title="What became of planted secrets",
+            facts={
+                "units": units,
+                "planted_units": self.canaries.units,
+                "candidates": self.canaries.candidates,
+                "trainings": self.trainings,
+                "steps": self.steps,
+                "batch": self.batch,
+                "measure": vars(self.measure),
+                "canaries": self.canaries.settings(),
+                "seconds": round(sum(self._stages.seconds.values())),
+            },
+            notes=[
+                f"{self.trainings} trainings with each budget, {self.steps} steps of {self.batch} units on average, on "
+                f"{units} units of which {self.canaries.units} are copies of canaries; secrets, coins and noise are "
+                "new in each.",
+                "These models are canaried ones: none of them is for release.",
+                *([self.tuning_note] if self.tuning_note else []),
+            ],
+            command=self._parts.command,
+        )
+        if contradictions:
+            raise PrivacyViolation(
+                f"{len(contradictions)} attacks were measured above their ceilings, the first: {contradictions[0]} "
+                f"The report is {written['canaries.html']}."
+            )
+        return {f"{row.model}, {cell.side}, {cell.copies}, {cell.kind}": cell.leaked.mean
+                for row in rows for cell in (row.cell,)}  # fmt: skip
+
+    def _result(self, eps: float | None, number: int) -> dict[str, Any]:
+        done = self._parts.run_dir / _stage(eps, number) / DONE
+        return dict(json.loads(done.read_text(encoding="utf-8"))["result"])
+
+    def _rows(self, eps: float | None) -> list[CanaryRow]:
+        outcomes = [
+            Outcome.of(number, one["score"], one["leak"])
+            for number in range(self.trainings)
+            for one in self._result(eps, number)["canaries"]
+        ]
+        folder = self._parts.run_dir / _stage(eps, 0)
+        card = read_card(folder)
+        candidates = self.canaries.candidates
+        copies = list(self.canaries.repetitions)
+        limits = limits_by_copies(card, folder / LEDGER_NAME, self.measure, copies=copies, candidates=candidates)
+        claim = card["claim"]
+        private = claim["guarantee"] == "dp"
+        cells: list[Cell] = cells_of(
+            outcomes,
+            candidates=candidates,
+            limits=limits,
+            delta=claim["delta"] if private else 0.0,
+            neighbours=claim["neighbours"] if private else "zero_out",
+        )
+        return [CanaryRow(model=_model(eps), cell=cell, candidates=candidates) for cell in cells]
+
+
+def _model(eps: float | None) -> str:
+    return "no privacy" if eps is None else f"eps = {eps:g}"
+
+
+def _stage(eps: float | None, number: int) -> str:
+    return f"{'none' if eps is None else f'eps{eps:g}'}-{number}"
