@@ -33,6 +33,8 @@ ALLOWED: dict[str, set[str]] = {
     "postprocessing": {
         "errors", "privacy", "retrieval", "encoders", "modules", "generation", "datamodules", "negatives",
     },
+    # What attacks finished models: nothing that trains or accounts knows of it.
+    "attacks": {"errors", "progress", "audit", "encoders", "modules", "textsim", "evaluation_mode"},
     "datamodules": {"errors", "privacy.sampling"},
     "vision": {"errors", "evaluation_mode"},
     "report": {"errors", "retrieval", "privacy", "textsim"},
@@ -42,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "tasks": {
         "errors", "privacy", "retrieval", "report", "callbacks", "datamodules", "generation", "modules",
         "encoders", "assets", "vision", "indexing", "losses", "evaluation_mode", "textsim", "postprocessing",
-        "negatives",
+        "negatives", "audit", "attacks",
     },
     "cli": {"errors", "tasks"},
     "__main__": {"cli"},
