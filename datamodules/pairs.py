@@ -278,7 +278,8 @@ class PairsDataModule(SampledDataModule):
         if self._batch_sampler is not None:
             raise ConfigurationError("train_on: a sampler over other train queries is attached already.")
         everything = self.collection
-        chosen, rest = {}, {}
+        chosen: dict[str, Mapping[str, int]] = {}
+        rest: dict[str, dict[str, Mapping[str, int]]] = {}
         for split, qrels in everything.qrels.items():
             chosen |= {query: judged for query, judged in qrels.items() if query in query_ids}
             rest[split] = {query: judged for query, judged in qrels.items() if query not in query_ids}

@@ -21,7 +21,7 @@ import numpy as np
 from lit_dpret.audit.binomial import rate_at_least, rate_at_most
 from lit_dpret.audit.checks import check_confidence
 from lit_dpret.audit.evidence import Evidence
-from lit_dpret.audit.metrics import Interval, accuracy_at_least, auc, bootstrap, tpr_at_fpr
+from lit_dpret.audit.metrics import Interval, accuracy_at_least, auc, bootstrap_all, tpr_at_fpr
 from lit_dpret.audit.one_run import one_run_audit
 from lit_dpret.audit.scores import CanaryScores
 
@@ -93,7 +93,9 @@ def measure(
     *,
     ceilings: Ceilings | None = None,
     delta: float | None = None,
+    claimed: float | None = None,
     confidence: float = 0.95,
+    alarm: float = 0.9999,
     attacks: int = 1,
     resamples: int = 1000,
 ) -> AttackResult:
@@ -105,23 +107,34 @@ def measure(
         ceilings: Upper bounds by false positive rate (``attack_ceilings`` of the accountant, with the releases
             given); None where nothing was promised.
         delta: Of the claim, where a fair coin decided about each query: a one-run audit is then made too.
-        confidence: Of intervals and bounds. For ceilings and evidence the allowed error is divided among ``attacks``.
+        claimed: The epsilon of the claim.
+        confidence: Of intervals, and of the evidence, whose allowed error is divided among ``attacks``.
+        alarm: With which confidence something has to be above its ceiling, or the evidence above ``claimed``, to
+            be called so in any of the attacks.
         attacks: How many attacks were made on the same model.
         resamples: Of the bootstrap.
 
     Raises:
         ConfigurationError: A number is out of its range.
     """
-    error = check_confidence(confidence) / max(1, attacks)
-    interval = partial(bootstrap, scores=scores, confidence=confidence, resamples=resamples)
+    error, least = (check_confidence(level) / max(1, attacks) for level in (confidence, alarm))
+    above = [] if ceilings is None else list(exceeded(scores, ceilings, error=least))
+    if delta is not None and claimed is not None:
+        proved = one_run_audit(scores, delta=delta, confidence=1 - least).eps_lower
+        if proved > claimed:
+            above.append(Exceeded(what=f"epsilon at delta={delta:.3g}", at_least=proved, ceiling=claimed))
+    rates = {f"{rate:g}": partial(tpr_at_fpr, fpr=rate) for rate in RATES}
+    intervals = bootstrap_all(
+        {"auc": auc, "accuracy": half_accuracy, **rates}, scores, confidence=confidence, resamples=resamples
+    )
     return AttackResult(
         attack=attack,
         members=len(scores.in_scores),
         others=len(scores.out_scores),
-        auc=interval(auc),
-        tpr={f"{rate:g}": interval(partial(tpr_at_fpr, fpr=rate)) for rate in RATES},
-        accuracy=interval(half_accuracy),
-        exceeded=() if ceilings is None else exceeded(scores, ceilings, error=error),
+        auc=intervals["auc"],
+        tpr={rate: intervals[rate] for rate in rates},
+        accuracy=intervals["accuracy"],
+        exceeded=tuple(above),
         evidence=None if delta is None else one_run_audit(scores, delta=delta, confidence=1 - error),
     )
 
