@@ -90,6 +90,8 @@ NEEDED = {
     "task.compare": ["task.run_a=x", "task.run_b=y"],
     "task.verify": ["task.card=x"],
     "task.index": ["task.embeddings=x"],
+    "task.membership": ["task.run=x"],
+    "task.inversion": ["task.encoder=x", "task.whose=public"],
     "task.similarity": ["task.synthetic=x", "task.reference=public"],
     "task.pretraining_overlap": ["task.corpus=x", "task.queries=public"],
     "task.search": ["task.index=x", "task.query=y"],

@@ -11,6 +11,7 @@ from lit_dpret.tasks.export import Export
 from lit_dpret.tasks.filter import Filter
 from lit_dpret.tasks.fit import Fit
 from lit_dpret.tasks.index import Index
+from lit_dpret.tasks.inversion import Inversion
 from lit_dpret.tasks.membership import Membership
 from lit_dpret.tasks.pipeline import Pipeline
 from lit_dpret.tasks.plan import Plan
@@ -38,6 +39,7 @@ __all__ = [
     "Filter",
     "Fit",
     "Index",
+    "Inversion",
     "Membership",
     "Pipeline",
     "Plan",
