@@ -7,7 +7,8 @@ it stands in `lit_dpret.datamodules.sampled`.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -263,6 +264,33 @@ class PairsDataModule(SampledDataModule):
         return self._collection
 
     # -- the private side --------------------------------------------------------------------
+
+    def train_on(self, query_ids: Container[str]) -> None:
+        """Train on these queries and no others; those of another split leave it, and are trained on too.
+
+        For experiments that hold some queries out. What was left out is not in `collection` any more.
+
+        Args:
+            query_ids: Which of all splits' queries.
+
+        Raises:
+            ConfigurationError: A sampler over the queries before is attached.
+            DataError: None of the queries is there.
+        """
+        if self._batch_sampler is not None:
+            raise ConfigurationError("train_on: a sampler over other train queries is attached already.")
+        everything = self.collection
+        chosen: dict[str, Mapping[str, int]] = {}
+        rest: dict[str, dict[str, Mapping[str, int]]] = {}
+        for split, qrels in everything.qrels.items():
+            chosen |= {query: judged for query, judged in qrels.items() if query in query_ids}
+            rest[split] = {query: judged for query, judged in qrels.items() if query not in query_ids}
+        if not chosen:
+            raise DataError(f"{everything.source} has none of the queries that are to be trained on.")
+        kept = {"train": chosen} | {split: qrels for split, qrels in rest.items() if split != "train"}
+        names = {query for qrels in kept.values() for query in qrels}
+        queries = {query: text for query, text in everything.queries.items() if query in names}
+        self._collection, self._units = replace(everything, qrels=kept, queries=queries), None
 
     def use_unit(self, unit: Unit, neighbours: str | None = None) -> None:
         """Group the rows by ``unit`` (``privacy.unit``); called for the run's privacy mode before training.

@@ -33,6 +33,8 @@ ALLOWED: dict[str, set[str]] = {
     "postprocessing": {
         "errors", "privacy", "retrieval", "encoders", "modules", "generation", "datamodules", "negatives",
     },
+    # What attacks finished models: nothing that trains or accounts knows of it.
+    "attacks": {"errors", "progress", "audit", "encoders", "modules", "textsim", "evaluation_mode"},
     "datamodules": {"errors", "privacy.sampling"},
     "canaries": {"errors", "privacy", "audit", "datamodules", "generation", "modules"},
     "vision": {"errors", "evaluation_mode"},
@@ -43,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "tasks": {
         "errors", "privacy", "retrieval", "report", "callbacks", "datamodules", "generation", "modules",
         "encoders", "assets", "vision", "indexing", "losses", "evaluation_mode", "textsim", "postprocessing",
-        "negatives", "canaries", "audit",
+        "negatives", "canaries", "audit", "attacks",
     },
     "cli": {"errors", "tasks"},
     "__main__": {"cli"},

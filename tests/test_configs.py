@@ -92,6 +92,8 @@ NEEDED = {
     "task.verify": ["task.card=x"],
     "task.audit": ["task.run=x"],
     "task.index": ["task.embeddings=x"],
+    "task.membership": ["task.run=x"],
+    "task.inversion": ["task.encoder=x", "task.whose=public"],
     "task.similarity": ["task.synthetic=x", "task.reference=public"],
     "task.pretraining_overlap": ["task.corpus=x", "task.queries=public"],
     "task.search": ["task.index=x", "task.query=y"],

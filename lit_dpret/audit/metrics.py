@@ -7,7 +7,7 @@ never read it alone (Carlini et al. 2022, "Membership Inference Attacks From Fir
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -114,16 +114,35 @@ def bootstrap(
     Raises:
         ConfigurationError: ``confidence`` or ``resamples`` is out of its range.
     """
+    return bootstrap_all({"": statistic}, scores, confidence=confidence, resamples=resamples, seed=seed)[""]
+
+
+def bootstrap_all(
+    statistics: Mapping[str, Callable[[CanaryScores], float]],
+    scores: CanaryScores,
+    *,
+    confidence: float = 0.95,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> dict[str, Interval]:
+    """`bootstrap` of several statistics from the same draws: the same intervals, in less time.
+
+    Raises:
+        ConfigurationError: As `bootstrap`.
+    """
     tail = check_confidence(confidence) / 2
     check_count("resamples", resamples, least=1)
     rng = np.random.default_rng(seed)
     members, others = scores.in_scores, scores.out_scores
-    drawn = [
-        statistic(CanaryScores(rng.choice(members, len(members)), rng.choice(others, len(others))))
-        for _ in range(resamples)
-    ]
-    low, high = np.quantile(drawn, [tail, 1 - tail])
-    return Interval(value=statistic(scores), low=float(low), high=float(high), confidence=confidence)
+    drawn = np.empty((resamples, len(statistics)))
+    for row in drawn:
+        again = CanaryScores(rng.choice(members, len(members)), rng.choice(others, len(others)))
+        row[:] = [statistic(again) for statistic in statistics.values()]
+    low, high = np.quantile(drawn, [tail, 1 - tail], axis=0)
+    return {
+        name: Interval(value=statistic(scores), low=float(low[place]), high=float(high[place]), confidence=confidence)
+        for place, (name, statistic) in enumerate(statistics.items())
+    }
 
 
 def raw_epsilon(scores: CanaryScores, *, delta: float = 0.0, min_count: int = 50) -> float:

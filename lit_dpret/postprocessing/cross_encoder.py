@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from lit_dpret.encoders.backbones import resolve_folder
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.postprocessing.batches import in_batches_by_length
+from lit_dpret.modules.length_batches import in_batches_by_length
 
 
 class CrossEncoder:

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.modules.token_scores import TokenScorer
 from lit_dpret.postprocessing.cross_encoder import CrossEncoder
 from lit_dpret.postprocessing.released import ReleasedQueries, require_covered, require_released, shown
-from lit_dpret.postprocessing.sequence_scores import SequenceScorer
 from lit_dpret.retrieval.runs import Ranking
 
 Progress = Callable[[int, int], None]
@@ -178,8 +178,8 @@ class LanguageModelScore(_ByThreshold):
     def score(self, released: ReleasedQueries, progress: Progress | None = None) -> np.ndarray:
         if self.model is None:
             return np.array([float(q.log_prob or 0.0) / (len(q.text.split()) + 1) for q in released])
-        scorer = SequenceScorer.load(self.model, prompt=self.prompt)
-        return scorer.mean_log_probs(*released.pairs(), batch_size=self.batch_size, progress=progress)
+        scorer = TokenScorer.load(self.model, prompt=self.prompt)
+        return scorer.score(*released.pairs(), batch_size=self.batch_size, progress=progress).per_token()
 
     def settings(self) -> dict[str, Any]:
         return {

@@ -290,8 +290,13 @@ def _rounding(accountant: AccountantName) -> dict[str, Any]:
     return {"discretisation": FINE if accountant == "pld" else None, "error_bound": errors[accountant]}
 
 
-def ceilings_of(releases: Sequence[Release], plan: PrivacyPlan | None, verdict: Verdict) -> dict[str, Any] | None:
-    """What no attack on one unit can exceed, as the accountant's curve has it; None without a guarantee."""
+def ceilings_of(
+    releases: Sequence[Release], plan: PrivacyPlan | None, verdict: Verdict, **settings: Any
+) -> dict[str, Any] | None:
+    """What no attack on one unit can exceed, as the accountant's curve has it; None without a guarantee.
+
+    ``settings`` go to `attack_ceilings`.
+    """
     if plan is None or verdict.guarantee != "dp":
         return None
     sampled = verdict.basis == "as_charged"
@@ -299,7 +304,7 @@ def ceilings_of(releases: Sequence[Release], plan: PrivacyPlan | None, verdict: 
     charged = releases if sampled else every_unit_in_every_step(releases)
     try:
         return attack_ceilings(
-            charged, delta=plan.budget.delta, neighbours=plan.budget.neighbours, accountant=accountant
+            charged, delta=plan.budget.delta, neighbours=plan.budget.neighbours, accountant=accountant, **settings
         )
     except UnsupportedAccountingError:
         return None

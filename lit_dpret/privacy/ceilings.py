@@ -11,7 +11,7 @@ are also an alarm: an attack measured above its ceiling, with confidence, is a b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,12 @@ _POINTS = 1500
 
 
 def attack_ceilings(
-    releases: Iterable[Release], *, neighbours: Neighbours, accountant: AccountantName = "pld", delta: float = 1e-9
+    releases: Iterable[Release],
+    *,
+    neighbours: Neighbours,
+    accountant: AccountantName = "pld",
+    delta: float = 1e-9,
+    false_positive_rates: Sequence[float] = FALSE_POSITIVE_RATES,
 ) -> dict[str, Any]:
     """Upper bounds on the success of any attack on the releases and everything made from them.
 
@@ -40,6 +45,7 @@ def attack_ceilings(
         neighbours: What the absence of a unit means.
         accountant: ``pld``, or ``rdp`` for laws that the PLD does not judge; the bounds are then looser.
         delta: Decides how far the curve is followed, and nothing else.
+        false_positive_rates: At which the true positive rates are bounded.
 
     Returns:
         ``membership_accuracy``: of a test that faces members and non-members equally often;
@@ -61,6 +67,6 @@ def attack_ceilings(
 
     return {
         "membership_accuracy": float(min(1.0, (1 + deltas[0]) / 2)),
-        "tpr_at_fpr": {f"{rate:g}": ceiling(rate) for rate in FALSE_POSITIVE_RATES},
+        "tpr_at_fpr": {f"{rate:g}": ceiling(rate) for rate in false_positive_rates},
         "secret_guess": {f"{prior:g}": ceiling(prior) for prior in PRIORS},
     }

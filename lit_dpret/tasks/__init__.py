@@ -13,6 +13,8 @@ from lit_dpret.tasks.export import Export
 from lit_dpret.tasks.filter import Filter
 from lit_dpret.tasks.fit import Fit
 from lit_dpret.tasks.index import Index
+from lit_dpret.tasks.inversion import Inversion
+from lit_dpret.tasks.membership import Membership
 from lit_dpret.tasks.pipeline import Pipeline
 from lit_dpret.tasks.plan import Plan
 from lit_dpret.tasks.pretraining_overlap import PretrainingOverlap
@@ -41,6 +43,8 @@ __all__ = [
     "Filter",
     "Fit",
     "Index",
+    "Inversion",
+    "Membership",
     "Pipeline",
     "Plan",
     "PretrainingOverlap",

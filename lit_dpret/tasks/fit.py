@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
+from lit_dpret.attacks.coins import COINS_NAME, Coins
 from lit_dpret.callbacks import MetricsFile
 from lit_dpret.callbacks.refusals import refuse_broken_claims
 from lit_dpret.canaries import CanarySuite
 from lit_dpret.canaries.planting import plant_in_run
+from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.tasks.checkpoints import WholeCheckpoints, newest_checkpoint
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
@@ -23,10 +27,12 @@ class Fit:
 
     Args:
         min_free_mb: Refuse to start with less free disk than this.
+        membership_coins: Train on the queries whose fair coin shows heads, about half of them, and keep the coins in
+            ``membership_coins.json`` for ``task=membership``. For experiments: it throws half of the data away.
     """
 
-    def __init__(self, *, min_free_mb: float = 200) -> None:
-        self.min_free_mb = min_free_mb
+    def __init__(self, *, min_free_mb: float = 200, membership_coins: bool = False) -> None:
+        self.min_free_mb, self.membership_coins = min_free_mb, membership_coins
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Build, train and export; returns the last logged metrics."""
@@ -35,6 +41,7 @@ class Fit:
         privacy = parts.make_privacy()
         datamodule = parts.make_datamodule()
         module = parts.make_module(privacy=privacy)
+        hold_out = self._hold_out(privacy, datamodule, parts.run_dir)
         return train(
             module,
             datamodule,
@@ -44,7 +51,42 @@ class Fit:
             loggers=parts.make_loggers(),
             resume=parts.resume,
             canaries=parts.make_canaries(),
+            after_setup=hold_out,
         )
+
+    def _hold_out(self, privacy: Any, datamodule: Any, folder: Path) -> Callable[[], None] | None:
+        """What holds queries out once the data are read; None where all are trained on."""
+        if not self.membership_coins:
+            if (folder / COINS_NAME).exists():
+                raise ConfigurationError(
+                    f"{folder} holds the {COINS_NAME} of a run that held queries out by coins. Set "
+                    "task.membership_coins=true, or choose another hydra.run.dir."
+                )
+            return None
+        if not hasattr(datamodule, "train_on"):
+            raise ConfigurationError(
+                f"task.membership_coins=true holds train queries out, and {type(datamodule).__name__} has none. Take a "
+                "datamodule of pairs."
+            )
+        if privacy.unit == "user":
+            raise ConfigurationError(
+                "task.membership_coins=true tosses a coin for each query, and privacy.unit=user would have queries of "
+                "one person on both sides. Set privacy.unit=query."
+            )
+        return partial(_keep_heads, datamodule, folder)
+
+
+def _keep_heads(datamodule: Any, folder: Path) -> None:
+    """Train on the queries whose coin shows heads; coins that were tossed before stay as they are."""
+    queries = datamodule.collection.split("train")
+    if (folder / COINS_NAME).exists():
+        coins = Coins.read(folder)
+        if set(coins.heads) != set(queries):
+            raise DataError(f"{folder / COINS_NAME} was tossed for other train queries. Choose another hydra.run.dir.")
+    else:
+        coins = Coins.toss(queries)
+        coins.write(folder)
+    datamodule.train_on(coins.trained_on)
 
 
 def train(
@@ -57,8 +99,11 @@ def train(
     loggers: list[Any],
     resume: bool,
     canaries: CanarySuite | None = None,
+    after_setup: Callable[[], None] | None = None,
 ) -> dict[str, float]:
     """Train ``module`` in ``run_dir``, from the newest whole checkpoint there if ``resume``.
+
+    ``after_setup`` is called once the data are read, before the module prepares itself for them.
 
     Guarantees:
         - Checkpoints are written whole or not at all, unless ``make_trainer`` brings a way of its own.
@@ -72,6 +117,8 @@ def train(
     refuse_broken_claims(trainer, module, datamodule)  # before any data is read; the accountant asks again
     datamodule.prepare_data()
     datamodule.setup("fit")
+    if after_setup is not None:
+        after_setup()
     if canaries is not None:
         plant_in_run(datamodule, canaries, run_dir, resume=resume)
     if hasattr(module, "prepare"):

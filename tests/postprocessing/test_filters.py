@@ -17,6 +17,7 @@ from tiny_generator import PASSAGES, generator, lively_generator, write_parent_c
 
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError, PrivateDataError, UnsupportedModelError
+from lit_dpret.modules.token_scores import TokenScorer
 from lit_dpret.postprocessing import (
     BestOf,
     CrossEncoderScore,
@@ -31,7 +32,6 @@ from lit_dpret.postprocessing import (
 from lit_dpret.postprocessing.cross_encoder import CrossEncoder
 from lit_dpret.postprocessing.filters import Progress
 from lit_dpret.postprocessing.released import require_covered
-from lit_dpret.postprocessing.sequence_scores import SequenceScorer
 from lit_dpret.privacy.card import Assumption, card_sha256, inherit_card, read_card, subject_of, write_card
 from lit_dpret.privacy.card_file import checksum
 from lit_dpret.privacy.card_notes import note_not_covered
@@ -136,7 +136,7 @@ def test_the_generator_scores_its_own_queries_by_what_it_recorded(
 ) -> None:
     """A whole query's log probability is the mean over its tokens times their number, the end mark among them."""
     scores, _ = LanguageModelScore(model=generator_folder, keep_share=1.0, batch_size=5).choose(released)
-    codec = SequenceScorer.load(generator_folder).codec
+    codec = TokenScorer.load(generator_folder).codec
     checked = 0
     for score, query in zip(scores, released, strict=True):
         tokens = len(codec.queries([query.text])[0])

@@ -1,0 +1,230 @@
+"""A language model that is given an embedding before the first word.
+
+Paper 004 (PDD-AS2, section 3.6) feeds sentence embeddings to GPT-2 "as key-value pairs together with the text
+input": one linear map makes, for each layer, keys and values of some places before the text. ``embedding`` makes word
+vectors of those places instead. The same network without an embedding, or with somebody else's, is what it has to be
+compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GPT2Config, GPT2LMHeadModel
+
+from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
+from lit_dpret.evaluation_mode import evaluation_mode
+
+How = Literal["key_value", "embedding"]
+Progress = Callable[[int, int], None]
+SMALL = {"n_embd": 192, "n_layer": 3, "n_head": 4}
+
+
+class Words:
+    """Texts as token ids with an end mark, by any Hugging Face tokenizer.
+
+    Args:
+        tokenizer: Of the language model, or of any other where the model is new.
+        max_tokens: Longest text, the end mark included.
+
+    Raises:
+        UnsupportedModelError: The tokenizer has no token to end a text with.
+    """
+
+    def __init__(self, tokenizer: Any, max_tokens: int) -> None:
+        marks = (tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id)
+        end = next((mark for mark in marks if mark is not None), None)
+        if end is None:
+            raise UnsupportedModelError("The tokenizer has neither an end mark nor a separator: no text would end.")
+        if max_tokens < 2:
+            raise ConfigurationError(f"task.max_tokens={max_tokens} leaves no room for a word. Give at least 2.")
+        self.tokenizer, self.end, self.max_tokens = tokenizer, int(end), max_tokens
+
+    def ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids without special tokens, cut, and the end mark."""
+        found: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return [[*ids[: self.max_tokens - 1], self.end] for ids in found]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The words of token ids."""
+        return " ".join(str(self.tokenizer.decode(list(ids), skip_special_tokens=True)).split())
+
+
+class PrefixDecoder(nn.Module):
+    """A causal language model behind one linear map from embeddings.
+
+    Guarantees:
+        - A token's loss depends on the row's embedding and on the tokens before it alone.
+        - Without embeddings the language model sees the text alone.
+
+    Args:
+        language_model: GPT-2, or another causal model; for ``key_value`` one with as many key as query heads.
+        dim: Of the embeddings; None for a decoder without.
+        end: The end mark, which also stands before the first word.
+        how: Whether the map makes keys and values, or word vectors.
+        places: Of the prefix.
+
+    Raises:
+        ConfigurationError: ``how`` or ``places`` is out of its range.
+    """
+
+    def __init__(
+        self, language_model: Any, *, dim: int | None, end: int, how: How = "key_value", places: int = 1
+    ) -> None:
+        super().__init__()
+        if how not in get_args(How) or places < 1:
+            raise ConfigurationError(
+                f"task.how={how!r} must be one of {', '.join(get_args(How))}, and task.places={places} at least 1."
+            )
+        config = language_model.config
+        self.language_model, self.end, self.how, self.places = language_model, end, how, places
+        self.layers, self.width = int(config.num_hidden_layers), int(config.hidden_size)
+        self.heads = int(config.num_attention_heads)
+        self.map: nn.Linear | None = None
+        if dim is not None:
+            per_place = 2 * self.layers * self.width if how == "key_value" else self.width
+            self.map = nn.Linear(dim, places * per_place)
+
+    def forward(self, tokens: Tensor, mask: Tensor, embeddings: Tensor | None = None) -> Tensor:
+        """Cross entropy of each token in nats, zero where ``mask`` is false, shape ``(rows, tokens)``.
+
+        Args:
+            tokens: Ids of shape ``(rows, tokens)``.
+            mask: Which of them count, of the same shape.
+            embeddings: Shape ``(rows, dim)``; None exactly where the decoder has no map.
+        """
+        before = torch.cat([tokens.new_full((len(tokens), 1), self.end), tokens[:, :-1]], dim=1)
+        logits = self._logits(before, embeddings)
+        losses = F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten(), reduction="none")
+        return losses.view(tokens.shape) * mask
+
+    @torch.inference_mode()
+    def write(self, embeddings: Tensor, *, max_tokens: int) -> list[list[int]]:
+        """The likeliest next token again and again, from the embedding alone, until each row has ended."""
+        with evaluation_mode(self):
+            written = torch.full((len(embeddings), 1), self.end, device=embeddings.device)
+            ended = torch.zeros(len(embeddings), dtype=torch.bool, device=embeddings.device)
+            for _ in range(max_tokens):
+                following = self._logits(written, embeddings)[:, -1].argmax(dim=1).masked_fill(ended, self.end)
+                written = torch.cat([written, following[:, None]], dim=1)
+                ended |= following == self.end
+                if bool(ended.all()):
+                    break
+        rows: list[list[int]] = written[:, 1:].tolist()
+        return [row[: row.index(self.end)] if self.end in row else row for row in rows]
+
+    def _logits(self, before: Tensor, embeddings: Tensor | None) -> Tensor:
+        if (embeddings is None) != (self.map is None):
+            raise DataError("A decoder with a map needs embeddings, and one without takes none.")
+        if embeddings is None or self.map is None:
+            plain: Tensor = self.language_model(input_ids=before, use_cache=False).logits
+            return plain
+        prefix = self.map(embeddings)
+        if self.how == "embedding":
+            words = self.language_model.get_input_embeddings()(before)
+            vectors = torch.cat([prefix.view(len(before), self.places, self.width), words], dim=1)
+            both: Tensor = self.language_model(inputs_embeds=vectors, use_cache=False).logits
+            return both[:, self.places :]
+        # (rows, places, layers, key or value, heads, head dim), as each layer wants (rows, heads, places, head dim)
+        shape = (len(before), self.places, self.layers, 2, self.heads, self.width // self.heads)
+        pairs = prefix.view(shape).permute(2, 3, 0, 4, 1, 5)
+        cache = DynamicCache(config=self.language_model.config)
+        for layer, (keys, values) in enumerate(pairs):
+            cache.update(keys.contiguous(), values.contiguous(), layer)
+        seen: Tensor = self.language_model(input_ids=before, past_key_values=cache, use_cache=True).logits
+        return seen
+
+
+def new_language_model(vocabulary: int, *, max_tokens: int, places: int, seed: int, **shape: Any) -> GPT2LMHeadModel:
+    """A small GPT-2 with random weights, without dropout; ``shape`` overrides fields of its config."""
+    torch.manual_seed(seed)
+    settings = {**SMALL, "n_positions": max_tokens + places + 1, **shape}
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=vocabulary, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **settings)
+    )
+
+
+def load_language_model(folder: str | Path) -> tuple[Any, Any]:
+    """A causal language model and its tokenizer from a local folder.
+
+    Raises:
+        UnsupportedModelError: The folder holds none.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
+        return model, AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UnsupportedModelError(
+            f"task.language_model={folder} is no folder of a causal language model with its tokenizer "
+            f"({type(error).__name__}). Give one, or null for a small new GPT-2."
+        ) from error
+
+
+def fit_decoder(
+    decoder: PrefixDecoder,
+    ids: Sequence[Sequence[int]],
+    embeddings: Tensor | None,
+    *,
+    steps: int,
+    batch_size: int,
+    lr: float,
+    seed: int,
+    progress: Progress | None = None,
+) -> None:
+    """Train all of the decoder by Adam on the mean loss of a token; batches depend on ``seed`` alone.
+
+    Args:
+        decoder: Changed in place.
+        ids: Token ids of the texts.
+        embeddings: Of the texts, shape ``(texts, dim)``.
+        steps: Updates.
+        batch_size: Texts of each.
+        lr: Learning rate, falling linearly to zero.
+        seed: Of the order of texts; the same for all that are compared.
+        progress: Called with (steps done, steps in all).
+    """
+    device = next(decoder.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.Adam(decoder.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
+    decoder.train()
+    for step in range(steps):
+        rows = torch.randperm(len(ids), generator=generator)[:batch_size]
+        tokens, mask = (part.to(device) for part in padded([ids[row] for row in rows.tolist()], decoder.end))
+        given = None if embeddings is None else embeddings[rows].to(device)
+        losses = decoder(tokens, mask, given)
+        optimizer.zero_grad()
+        (losses.sum() / mask.sum()).backward()
+        nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if progress is not None:
+            progress(step + 1, steps)
+
+
+@torch.inference_mode()
+def losses_of(
+    decoder: PrefixDecoder, ids: Sequence[Sequence[int]], embeddings: Tensor | None, *, batch_size: int
+) -> tuple[Tensor, Tensor]:
+    """Summed loss of each text in nats, and its number of tokens, both ``(texts,)`` in float64."""
+    device = next(decoder.parameters()).device
+    sums, counts = [], []
+    with evaluation_mode(decoder):
+        for start in range(0, len(ids), batch_size):
+            tokens, mask = (part.to(device) for part in padded(ids[start : start + batch_size], decoder.end))
+            given = None if embeddings is None else embeddings[start : start + batch_size].to(device)
+            sums.append(decoder(tokens, mask, given).double().sum(dim=1).cpu())
+            counts.append(mask.double().sum(dim=1).cpu())
+    return torch.cat(sums), torch.cat(counts)
+
+
+def padded(rows: Sequence[Sequence[int]], filler: int) -> tuple[Tensor, Tensor]:
+    """Token ids filled up at the end, and which of them are tokens, both ``(rows, longest)``."""
+    width = max(map(len, rows))
+    tokens = torch.tensor([[*ids, *[filler] * (width - len(ids))] for ids in rows])
+    return tokens, torch.tensor([[place < len(ids) for place in range(width)] for ids in rows])

@@ -1,0 +1,184 @@
+"""How likely a sequence-to-sequence model finds each token of a query, given its passage and the tokens before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from lit_dpret.errors import DataError, UnsupportedModelError
+from lit_dpret.modules.generator_folder import CONTRACT_NAME, GeneratorContract, TextCodec, load_generator
+from lit_dpret.modules.length_batches import in_batches_by_length
+from lit_dpret.modules.model_loading import load_seq2seq, load_tokenizer
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenScores:
+    """Log probabilities of the tokens of some queries, one row for each, filled up with zeros.
+
+    Attributes:
+        log_probs: In nats, shape ``(queries, tokens)``; the end mark is a query's last token.
+        mask: Which of them are tokens; of the same shape.
+        tokens: Their ids, -100 where there is none; of the same shape.
+        means: Expectation of the log probability of a token that the model draws itself, of the same shape; None
+            where it was not asked for.
+        deviations: Its standard deviation, likewise.
+    """
+
+    log_probs: Floats
+    mask: NDArray[np.bool_]
+    tokens: NDArray[np.int64]
+    means: Floats | None = None
+    deviations: Floats | None = None
+
+    def __repr__(self) -> str:
+        return f"TokenScores(queries={len(self.mask)}, tokens={int(self.mask.sum())})"
+
+    def sums(self, where: NDArray[np.bool_] | None = None) -> Floats:
+        """Log probability of each query, or of its tokens ``where`` only, shape ``(queries,)``."""
+        return np.asarray(np.where(self.mask if where is None else self.mask & where, self.log_probs, 0.0).sum(axis=1))
+
+    def per_token(self) -> Floats:
+        """Mean log probability of a query's tokens, shape ``(queries,)``."""
+        return np.asarray(self.sums() / self.mask.sum(axis=1))
+
+
+class TokenScorer:
+    """Teacher forcing: what the model would have given to each token of a query that is already there.
+
+    Args:
+        model: A sequence-to-sequence model, which is put into evaluation mode.
+        codec: Turns passages and queries into tokens.
+    """
+
+    def __init__(self, model: Any, codec: TextCodec) -> None:
+        self.model, self.codec = model.eval(), codec
+
+    @classmethod
+    def load(
+        cls, source: str | Path, *, prompt: str = "", contract: GeneratorContract | None = None, device: str = "cpu"
+    ) -> TokenScorer:
+        """The generator of a folder, with its own contract; or another model, with ``contract`` or ``prompt``.
+
+        Raises:
+            UnsupportedModelError: There is no such model.
+        """
+        if (Path(str(source)) / CONTRACT_NAME).is_file():
+            generator = load_generator(source)
+            return cls(generator.model.to(torch.device(device)), generator.codec)
+        codec = TextCodec(load_tokenizer(source), contract or GeneratorContract(prompt=prompt))
+        return cls(load_seq2seq(source).to(torch.device(device)), codec)
+
+    @torch.inference_mode()
+    def score(
+        self,
+        queries: Sequence[str],
+        passages: Sequence[str],
+        *,
+        moments: bool = False,
+        batch_size: int = 32,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> TokenScores:
+        """Log probabilities of each query's tokens, given the passage at the same place.
+
+        Guarantees:
+            - A query's row depends on the query and its passage alone, up to the rounding of the model.
+            - Logits are normalised in float64, whatever type the model computes in.
+
+        Args:
+            queries: Texts; one that is too long is cut as in training.
+            passages: As many.
+            moments: Also the mean and the deviation under the model's own next-token distribution.
+            batch_size: Pairs per forward pass.
+            progress: Called with (pairs done, pairs in all).
+
+        Raises:
+            DataError: Not as many passages as queries, or none.
+            UnsupportedModelError: The model gives NaN.
+        """
+        if len(queries) != len(passages) or not queries:
+            raise DataError(f"{len(queries)} queries and {len(passages)} passages: there must be as many, and some.")
+        inputs, labels = self.codec.passages(list(passages)), self.codec.queries(list(queries))
+        shape = (len(queries), max(map(len, labels)))
+        found = [np.zeros(shape) for _ in range(3 if moments else 1)]
+        for rows in in_batches_by_length([len(ids) for ids in inputs], batch_size, progress):
+            for row, logits in zip(rows, self._logits(inputs, labels, rows), strict=True):
+                target = torch.tensor(labels[row], device=logits.device)
+                log_probs = logits[: len(target)].double().log_softmax(dim=1)
+                parts = [log_probs.gather(1, target[:, None])[:, 0]]
+                if moments:
+                    mean = (log_probs.exp() * log_probs).nan_to_num().sum(dim=1)
+                    square = (log_probs.exp() * log_probs.square()).nan_to_num().sum(dim=1)
+                    parts += [mean, (square - mean.square()).clamp(min=0).sqrt()]
+                for values, part in zip(found, parts, strict=True):
+                    values[row, : len(target)] = part.cpu().numpy()
+        if np.isnan(found[0]).any():
+            raise UnsupportedModelError("The model gives NaN for a query: its weights are broken.")
+        tokens = np.full(shape, -100, dtype=np.int64)
+        for row, ids in enumerate(labels):
+            tokens[row, : len(ids)] = ids
+        return TokenScores(found[0], tokens >= 0, tokens, *found[1:])
+
+    def _logits(self, inputs: list[list[int]], labels: list[list[int]], rows: list[int]) -> Any:
+        ignored = -100
+        target, source = _padded([labels[i] for i in rows], ignored), _padded([inputs[i] for i in rows], ignored)
+        mask = source != ignored
+        return self.model(
+            input_ids=source.masked_fill(~mask, int(self.model.config.pad_token_id)).to(self.model.device),
+            attention_mask=mask.long().to(self.model.device),
+            labels=target.to(self.model.device),
+        ).logits
+
+
+def token_scores(
+    folder: str | Path, queries: Sequence[str], passages: Sequence[str], *, device: str = "cpu", **settings: Any
+) -> TokenScores:
+    """`TokenScorer.score` of the generator in ``folder``, or of the model of that name; ``settings`` are its."""
+    return TokenScorer.load(folder, device=device).score(queries, passages, **settings)
+
+
+def span_mask(codec: TextCodec, queries: Sequence[str], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
+    """Which tokens of a query hold characters from ``start`` up to ``end``, as a mask for `TokenScores.sums`.
+
+    A token that reaches over an edge of the span counts, the end mark never does.
+
+    Args:
+        codec: Of the scorer.
+        queries: As they are scored.
+        spans: Start and end of each, in characters.
+
+    Returns:
+        Shape ``(queries, tokens)``, as the scores of the same queries.
+
+    Raises:
+        DataError: A span lies outside its query, or the query was cut before its end.
+        UnsupportedModelError: The tokenizer does not tell where its tokens come from.
+    """
+    tokenizer: PreTrainedTokenizerBase = codec.tokenizer
+    if not tokenizer.is_fast:
+        raise UnsupportedModelError("Spans need a fast tokenizer, which tells which characters a token comes from.")
+    labels = codec.queries(list(queries))
+    found = np.zeros((len(queries), max(map(len, labels))), dtype=bool)
+    for row, (query, (start, end)) in enumerate(zip(queries, spans, strict=True)):
+        text = query.lower() if codec.contract.lower_case else query
+        if not 0 <= start < end <= len(text):
+            raise DataError(f"The span ({start}, {end}) does not lie in query {row}, of {len(query)} characters.")
+        places = tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"][: len(labels[row]) - 1]
+        inside = [first < end and last > start for first, last in places]
+        if not places or places[-1][1] < end:
+            raise DataError(f"Query {row} is cut before the end of its span: raise model.max_query_length.")
+        found[row, : len(inside)] = inside
+    return found
+
+
+def _padded(rows: Sequence[Sequence[int]], filler: int) -> torch.Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([[*ids, *[filler] * (width - len(ids))] for ids in rows])

@@ -1,0 +1,90 @@
+"""What embeddings told of their texts: JSON for programs, Markdown for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.errors import StorageError
+
+Facts = Mapping[str, Any]
+
+INTERNAL = (
+    "Internal: computed from private texts, and covered by no guarantee. Keep it where the texts are kept; nothing of "
+    "it belongs on a card."
+)
+LIMIT = (
+    "What these attacks do not recover, a better one may: they are evidence of leakage, and absence of evidence is no "
+    "guarantee."
+)
+
+
+@dataclass(frozen=True)
+class Written:
+    """The files, and the lines that are told on the console."""
+
+    files: tuple[Path, ...]
+    lines: tuple[str, ...]
+
+
+def write_inversion(facts: Facts, folder: Path) -> Written:
+    """Write the report; about private texts under ``internal_inversion``, readable for its owner alone.
+
+    Raises:
+        StorageError: A file cannot be written.
+    """
+    lines, name = _lines(facts), "internal_inversion" if facts["internal"] else "inversion"
+    texts = {".json": json.dumps(facts, indent=2, allow_nan=False) + "\n", ".md": "\n".join(lines) + "\n"}
+    files = []
+    for ending, text in texts.items():
+        path = folder / f"{name}{ending}"
+        try:
+            path.touch()
+            if facts["internal"]:
+                path.chmod(0o600)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written: {error.strerror}.") from error
+        files.append(path)
+    return Written(tuple(files), (*lines, "", *(f"written: {path}" for path in files)))
+
+
+def _lines(facts: Facts) -> list[str]:
+    texts, probe, ranking = facts["texts"], facts["probe"], facts["ranking"]
+    sure = f"{100 * facts['confidence']:g} %"
+    verdict = "more than shuffled ones" if probe["significant"] else "no more than shuffled ones, as far as this sees"
+    lines = [f"# Inversion of embeddings by {facts['encoder']}", ""]
+    if facts["internal"]:
+        lines += [f"**{INTERNAL}**", ""]
+    lines += [
+        f"{texts['attacked']:,} {texts['whose']} texts are attacked, embedded as {texts['side']}; the attacker knows "
+        f"{texts['known']:,} others with their embeddings. Decoder: {facts['language_model']}, {facts['steps']:,} "
+        f"steps, embeddings as {facts['how']}.", "",
+        "| language model | perplexity |", "| :-- | --: |",
+        f"| without embeddings | {probe['perplexity_without']:.2f} |",
+        f"| with shuffled embeddings | {probe['shuffled_perplexity']:.2f} |",
+        f"| with the texts' own | {probe['perplexity']:.2f} |", "",
+        f"* An embedding tells {probe['nats']:.4f} nats of a token [{probe['low']:.4f}, {probe['high']:.4f}] ({sure}, "
+        f"paired bootstrap over texts), {probe['bits']:.4f} bits: {verdict}.",
+        *_named(ranking, sure), "",
+        "| written out | BLEU | F1 of word sets | exact | cosine of its embedding |", "| :-- | --: | --: | --: | --: |",
+    ]  # fmt: skip
+    for arm, label in (("own", "from the texts' own embeddings"), ("shuffled", "control: trained on shuffled ones")):
+        one = facts["inverter"][arm]
+        cells = f"{one['bleu']:.2f} | {one['token_f1']:.3f} | {one['exact']:.3f} | {one['cosine']:.3f}"
+        lines.append(f"| {label} | {cells} |")
+    return [*lines, "", LIMIT]
+
+
+def _named(ranking: Facts, sure: str) -> list[str]:
+    lines = []
+    for kind, how in (("direct", ""), ("mapped", ", its space mapped by the known texts")):
+        if (one := ranking[kind]) is not None:
+            lines.append(
+                f"* Named among {one['candidates']} candidates by {ranking['attacker']}{how}: {one['rate']:.3f} "
+                f"[{one['low']:.3f}, {one['high']:.3f}] ({sure}, exact); chance is {one['chance']:g}."
+            )
+    return lines

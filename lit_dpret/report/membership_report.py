@@ -1,0 +1,116 @@
+"""What a membership attack found, for its owner: JSON for programs, Markdown for people. Neither is to be released."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.errors import StorageError
+
+Facts = Mapping[str, Any]
+NAME = "internal_membership"
+
+INTERNAL = (
+    "Internal: computed from private queries, and covered by no guarantee. Keep it where the queries are kept; nothing "
+    "of it belongs on a card."
+)
+EVIDENCE = (
+    "A lower bound is evidence of leakage; absence of evidence is no guarantee. The ceilings come from the accountant "
+    "alone, and the two are never one number."
+)
+
+
+@dataclass(frozen=True)
+class Written:
+    """The files, and the lines that are told on the console."""
+
+    files: tuple[Path, ...]
+    lines: tuple[str, ...]
+
+
+def write_membership(facts: Facts, folder: Path) -> Written:
+    """Write ``internal_membership.json`` and ``.md``, readable for their owner alone.
+
+    Raises:
+        StorageError: A file cannot be written.
+    """
+    lines = _lines(facts)
+    texts = {".json": json.dumps(facts, indent=2, allow_nan=False) + "\n", ".md": "\n".join(lines) + "\n"}
+    files = []
+    for ending, text in texts.items():
+        path = folder / f"{NAME}{ending}"
+        try:
+            path.touch(mode=0o600)
+            path.chmod(0o600)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written: {error.strerror}.") from error
+        files.append(path)
+    return Written(tuple(files), (*lines, "", *(f"written: {path}" for path in files)))
+
+
+def membership_table(attacks: Sequence[Facts], ceilings: Facts | None) -> list[str]:
+    """The attacks as a Markdown table, the ceilings as its last row."""
+    rates = ("0.1", "0.01", "0.001")
+    lines = [
+        "| attack | AUC | TPR at 10 % FPR | at 1 % | at 0.1 % | accuracy | evidence: epsilon at least |",
+        "| :-- | --: | --: | --: | --: | --: | --: |",
+    ]
+    for attack in attacks:
+        cells = [_interval(attack["auc"]), *(_interval(attack["tpr_at_fpr"][rate]) for rate in rates)]
+        evidence = attack["evidence"]
+        cells += [_interval(attack["balanced_accuracy"]), "–" if evidence is None else f"{evidence['eps_lower']:.3f}"]
+        mark = " **above its ceiling**" if attack["exceeded"] else ""
+        lines.append(f"| {attack['attack']}{mark} | {' | '.join(cells)} |")
+    if ceilings is not None:
+        top = [f"{ceilings['tpr_at_fpr'][rate]:.3f}" for rate in rates]
+        lines.append(f"| *no attack above* | | {' | '.join(top)} | {ceilings['membership_accuracy']:.3f} | |")
+    return lines
+
+
+def _lines(facts: Facts) -> list[str]:
+    target, suspects, claim = facts["target"], facts["suspects"], facts["claim"]
+    drawn = "by fair coins" if suspects["fair_coins"] else "from another split"
+    lines = [
+        f"# Membership attacks on {target['name']}", "", f"**{INTERNAL}**", "",
+        f"A {target['kind']}; {target['privacy']}. {suspects['attacked']:,} queries, {suspects['members']:,} of them "
+        f"trained on, the others chosen {drawn}; {suspects['left_out_as_copies']:,} queries whose text occurs several "
+        "times are not attacked.", "",
+        *membership_table(facts["attacks"], claim["ceilings"]), "",
+        f"Intervals: {100 * facts['confidence']:g} %, bootstrap over queries, each attack for itself. Evidence: the "
+        f"error divided among the {len(facts['attacks'])} attacks. {EVIDENCE}", "",
+    ]  # fmt: skip
+    for attack in facts["attacks"]:
+        for one in attack["exceeded"]:
+            lines.append(
+                f"* {attack['attack']}: {one['what']} is at least {one['at_least']:.4g}, above {one['ceiling']:.4g} "
+                f"(confidence {facts['alarm']:g} over all attacks)."
+            )
+    if facts["shadows"] is not None:
+        shadows = facts["shadows"]
+        lines.append(
+            f"* {shadows['models']} shadow models of {shadows['steps']} steps each (the target's configuration: "
+            f"{shadows['planned_steps']}), {shadows['seconds'] / 60:.1f} minutes."
+        )
+    if facts["memorisation"] is not None:
+        found = facts["memorisation"]
+        lines.append(
+            f"* Counterfactual memorisation ({found['signal']}): {found['mean']:.4f} in the mean; the most memorised "
+            "queries stand in the JSON by id."
+        )
+    if facts["disclosures"] is not None:
+        found = facts["disclosures"]
+        lines.append(
+            f"* The release repeats {found['repeated']} of {found['queries']} queries, {found['trained']} that were "
+            f"trained on and {found['phantoms']} phantoms: {found['excess']} in excess; evidence of leakage at least "
+            f"{found['evidence']['eps_lower']:.3f}."
+        )
+    lines += [f"* {caveat}" for caveat in facts["caveats"]]
+    return lines
+
+
+def _interval(found: Facts) -> str:
+    return f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"

@@ -1,0 +1,302 @@
+"""`task=inversion`: what the embeddings of an encoder tell of their texts, to somebody who has nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from torch import Tensor
+
+from lit_dpret.attacks.inversion.decoder import (
+    How,
+    PrefixDecoder,
+    Words,
+    fit_decoder,
+    load_language_model,
+    losses_of,
+    new_language_model,
+)
+from lit_dpret.attacks.inversion.probe import shuffled_order, told
+from lit_dpret.attacks.inversion.quality import recovered
+from lit_dpret.attacks.inversion.ranking import align, identify
+from lit_dpret.callbacks import ProgressLine
+from lit_dpret.datamodules.fields import Fields
+from lit_dpret.datamodules.readers import RecordFile
+from lit_dpret.datamodules.records import normalise
+from lit_dpret.encoders import Side, TextEncoder, load_towers
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.report.inversion_report import write_inversion
+from lit_dpret.tasks.parts import Parts, check_run_dir, model_folder
+from lit_dpret.tasks.stages import Stages
+from lit_dpret.textsim.extra import need
+
+Whose = Literal["public", "private"]
+Arm = Literal["none", "shuffled", "own"]
+LOSSES = "losses.pt"
+_LABELS: dict[Arm, str] = {
+    "none": "without embeddings", "shuffled": "with shuffled embeddings", "own": "with embeddings"
+}  # fmt: skip
+
+
+class Inversion:
+    """Three attacks on embeddings: a probe with its control, naming a candidate, and writing the text out.
+
+    Args:
+        encoder: ``minilm``, the folder of an encoder or of its run, or a hub name.
+        whose: Whose the texts are: ``public`` or ``private``. What is written about private ones is internal.
+        texts: A file of texts (``text``, JSONL and so on); null for those of the datamodule.
+        split: Which queries of the datamodule, or ``passages`` for its passages.
+        side: Whether the encoder is given them as ``query`` or as ``passage``.
+        known: Texts that the attacker knows with their embeddings, and trains on.
+        attacked: Others, on which everything is measured.
+        language_model: The folder of a causal language model, as GPT-2, with its tokenizer; null for a small new
+            GPT-2 with the encoder's tokens.
+        how: Whether embeddings enter as ``key_value`` pairs, as in paper 004, or as word vectors (``embedding``).
+        places: Of the prefix.
+        max_tokens: Of a text, the end mark included.
+        steps: Of each training.
+        batch_size: Texts of each step, and of each forward pass.
+        lr: Of Adam, falling linearly; null for 1e-3 of a new language model and 5e-5 of a given one.
+        candidates: From which texts are named.
+        attacker_encoder: What the attacker embeds candidates with; null for the attacked encoder itself. One with
+            another space is mapped by the known texts.
+        confidence: Of intervals.
+        device: Where to compute: ``cpu``, ``cuda`` and so on.
+        min_free_mb: Refuse to start with less free disk.
+
+    Raises:
+        ConfigurationError: A setting is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        encoder: str | Path,
+        whose: Whose | None = None,
+        texts: str | Path | None = None,
+        split: str = "test",
+        side: Side = "query",
+        known: int = 4000,
+        attacked: int = 500,
+        language_model: str | Path | None = None,
+        how: How = "key_value",
+        places: int = 1,
+        max_tokens: int = 32,
+        steps: int = 1000,
+        batch_size: int = 64,
+        lr: float | None = None,
+        candidates: int = 100,
+        attacker_encoder: str | Path | None = None,
+        confidence: float = 0.95,
+        device: str = "cpu",
+        min_free_mb: float = 500,
+    ) -> None:
+        if whose not in get_args(Whose):
+            raise ConfigurationError(
+                f"task.whose={whose}: the numbers are about these texts, so say whose they are: public or private."
+            )
+        if side not in get_args(Side) or how not in get_args(How):
+            raise ConfigurationError(
+                f"task.side={side!r} must be query or passage, task.how={how!r} one of {', '.join(get_args(How))}."
+            )
+        for knob, value, least in (
+            ("known", known, 20), ("attacked", attacked, 20), ("places", places, 1), ("max_tokens", max_tokens, 2),
+            ("steps", steps, 1), ("batch_size", batch_size, 1), ("candidates", candidates, 2),
+        ):  # fmt: skip
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigurationError(f"task.{knob}={value} must be a whole number, at least {least}.")
+        if candidates > attacked:
+            raise ConfigurationError(f"task.candidates={candidates} are more than task.attacked={attacked} texts.")
+        if lr is not None and not lr > 0:
+            raise ConfigurationError(f"task.lr={lr} must be above 0.")
+        self.encoder, self.whose, self.texts, self.split, self.side = encoder, whose, texts, split, side
+        self.known, self.attacked, self.language_model, self.how = known, attacked, language_model, how
+        self.places, self.max_tokens, self.steps, self.batch_size = places, max_tokens, steps, batch_size
+        self.lr = lr if lr is not None else (1e-3 if language_model is None else 5e-5)
+        self.candidates, self.attacker_encoder, self.confidence = candidates, attacker_encoder, confidence
+        self.device, self.min_free_mb = device, min_free_mb
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Write ``inversion.json`` and ``.md``, or ``internal_inversion`` about private texts; returns the scores.
+
+        Raises:
+            DataError: There are too few texts.
+            ConfigurationError: sacrebleu is not installed.
+        """
+        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
+        need("sacrebleu")  # before anything is encoded or trained for nothing
+        tower = self._tower(self.encoder)
+        attacker = None if self.attacker_encoder is None else self._tower(self.attacker_encoder)
+        known, attacked = self._drawn(parts)
+        stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint(parts, known, attacked))
+        embeddings = [self._encode(tower, part) for part in (known, attacked)]
+        facts: dict[str, Any] = {
+            "internal": self.whose == "private",
+            "encoder": Path(str(self.encoder)).name,
+            "texts": {"whose": self.whose, "side": self.side, "known": len(known), "attacked": len(attacked)},
+            "language_model": "a small new GPT-2" if self.language_model is None else Path(self.language_model).name,
+            "how": self.how,
+            "steps": self.steps,
+            "confidence": self.confidence,
+            "command": parts.command,
+        }
+        facts["ranking"] = self._ranking(attacker, known, attacked, embeddings)
+        facts |= self._trained(parts, stages, tower, known, attacked, embeddings)
+        written = write_inversion(facts, parts.run_dir)
+        console = Console()
+        for line in written.lines:
+            console.print(line, highlight=False, soft_wrap=True)
+        return {
+            "bits_per_token": facts["probe"]["bits"],
+            "identified": (facts["ranking"]["mapped"] or facts["ranking"]["direct"])["rate"],
+            "exact": facts["inverter"]["own"]["exact"],
+            "token_f1": facts["inverter"]["own"]["token_f1"],
+        }
+
+    # -- texts and embeddings ------------------------------------------------------------------
+
+    def _tower(self, source: str | Path) -> TextEncoder:
+        place = model_folder(source) if Path(str(source)).is_dir() else source
+        towers = load_towers(place)
+        return towers.query_encoder if self.side == "query" else towers.passage_encoder
+
+    def _drawn(self, parts: Parts) -> tuple[list[str], list[str]]:
+        """Texts that the attacker knows and texts that are attacked, without one that occurs twice."""
+        once = {normalise(text): text for text in self._read(parts) if text.strip()}
+        found = [once[key] for key in sorted(once)]
+        if len(found) < self.known + self.attacked:
+            raise DataError(
+                f"There are {len(found)} different texts, fewer than task.known={self.known} and "
+                f"task.attacked={self.attacked} together. Lower one of them, or name another split."
+            )
+        order = np.random.default_rng(parts.seed).permutation(len(found))
+        chosen = [found[place] for place in order[: self.known + self.attacked]]
+        return chosen[: self.known], chosen[self.known :]
+
+    def _read(self, parts: Parts) -> list[str]:
+        if self.texts is not None:
+            file = RecordFile(Path(self.texts), knob="task.texts")
+            fields = Fields(file)
+            return [fields.text(number, record, ("text",)) for number, record in file]
+        data = parts.make_datamodule()
+        data.prepare_data()
+        data.setup("fit")
+        collection = data.collection
+        if self.split == "passages":
+            return list(collection.passages.values())
+        return [collection.queries[query] for query in collection.split(self.split)]
+
+    def _encode(self, tower: TextEncoder, texts: Sequence[str]) -> Tensor:
+        with ProgressLine(f"encoding {len(texts)} texts") as progress:
+            return tower.encode(
+                texts, self.side, batch_size=self.batch_size, device=self.device, progress=progress
+            ).float()  # fmt: skip
+
+    def _fingerprint(self, parts: Parts, known: Sequence[str], attacked: Sequence[str]) -> str:
+        settings = {name: str(value) for name, value in vars(self).items() if name not in ("confidence", "candidates")}
+        digest = hashlib.sha256(json.dumps({**settings, "seed": parts.seed}, sort_keys=True).encode())
+        digest.update("\0".join([*known, *attacked]).encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
+
+    # -- the attacks ---------------------------------------------------------------------------
+
+    def _ranking(
+        self, attacker: TextEncoder | None, known: Sequence[str], attacked: Sequence[str], embeddings: Sequence[Tensor]
+    ) -> dict[str, Any]:
+        """As the attacker's encoder stands, and with the spaces mapped by the known texts; None where it is no case."""
+        seen: list[NDArray[np.float64]] = [part.double().numpy() for part in embeddings]
+        score = partial(identify, candidates=self.candidates, confidence=self.confidence)
+        if attacker is None:
+            return {
+                "attacker": "the attacked encoder itself",
+                "direct": score(seen[1], seen[1]).to_dict(),
+                "mapped": None,
+            }
+        guesses = self._encode(attacker, attacked).double().numpy()
+        learned = align(seen[0], self._encode(attacker, known).double().numpy())
+        return {
+            "attacker": Path(str(self.attacker_encoder)).name,
+            "direct": score(seen[1], guesses).to_dict() if guesses.shape == seen[1].shape else None,
+            "mapped": score(seen[1] @ learned, guesses).to_dict(),
+        }
+
+    def _trained(
+        self, parts: Parts, stages: Stages, tower: TextEncoder, known: Sequence[str], attacked: Sequence[str],
+        embeddings: Sequence[Tensor],
+    ) -> dict[str, Any]:  # fmt: skip
+        make, words = self._maker(parts, tower, embeddings[0].shape[1])
+        ids = [words.ids(part) for part in (known, attacked)]
+        given: dict[Arm, list[Tensor | None]] = {"none": [None, None], "own": [*embeddings]}
+        given["shuffled"] = [part[torch.from_numpy(shuffled_order(len(part), seed=parts.seed))] for part in embeddings]
+        losses: dict[str, Tensor] = {}
+        inverter: dict[str, Any] = {}
+        for arm in given:
+            work = partial(self._arm, arm=arm, make=make, words=words, tower=tower, attacked=attacked, ids=ids)
+            result = stages.run(arm, lambda folder, _, w=work, g=given[arm]: w(folder, given=g, seed=parts.seed))  # type: ignore[misc]
+            losses[arm] = torch.load(parts.run_dir / arm / LOSSES, weights_only=True)
+            inverter[arm] = result["written"]
+        counts = torch.tensor([float(len(row)) for row in ids[1]])
+        probe = told(losses["own"], losses["shuffled"], counts, confidence=self.confidence)
+        without = float(torch.exp(losses["none"].sum() / counts.sum()))
+        return {
+            "probe": {**probe.to_dict(), "perplexity_without": without},
+            "inverter": {arm: inverter[arm] for arm in ("own", "shuffled")},
+        }
+
+    def _maker(self, parts: Parts, tower: TextEncoder, dim: int) -> tuple[Any, Words]:
+        """What builds the same decoder for every arm, and the tokens that it writes."""
+        if self.language_model is None:
+            words = Words(tower.tokenizer, self.max_tokens)
+        else:
+            words = Words(load_language_model(self.language_model)[1], self.max_tokens)
+
+        def make(arm: str) -> PrefixDecoder:
+            torch.manual_seed(parts.seed)
+            if self.language_model is None:
+                size = len(words.tokenizer)
+                model = new_language_model(size, max_tokens=self.max_tokens, places=self.places, seed=parts.seed)
+            else:
+                model = load_language_model(self.language_model)[0]
+            given = None if arm == "none" else dim
+            return PrefixDecoder(model, dim=given, end=words.end, how=self.how, places=self.places)
+
+        return make, words
+
+    def _arm(
+        self, folder: Path, *, arm: Arm, make: Any, words: Words, tower: TextEncoder, attacked: Sequence[str],
+        ids: Sequence[list[list[int]]], given: Sequence[Tensor | None], seed: int,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Train and ask one language model; nothing of it is kept but losses and scores: it knows the texts."""
+        decoder = make(arm).to(self.device)
+        with ProgressLine(f"language model {_LABELS[arm]}") as progress:
+            fit_decoder(
+                decoder, ids[0], given[0], steps=self.steps, batch_size=self.batch_size, lr=self.lr, seed=seed,
+                progress=progress,
+            )  # fmt: skip
+        sums, _ = losses_of(decoder, ids[1], given[1], batch_size=self.batch_size)
+        (folder / LOSSES).touch(mode=0o600)
+        torch.save(sums, folder / LOSSES)
+        if arm == "none":
+            return {"written": None}
+        return {"written": self._written(decoder, words, tower, attacked)}
+
+    def _written(
+        self, decoder: PrefixDecoder, words: Words, tower: TextEncoder, attacked: Sequence[str]
+    ) -> dict[str, Any]:
+        """Scores of the texts that the decoder writes for the attacked texts' own embeddings."""
+        written: list[str] = []
+        embeddings = self._encode(tower, attacked)
+        for start in range(0, len(attacked), self.batch_size):
+            rows = embeddings[start : start + self.batch_size].to(self.device)
+            written += [words.text(ids) for ids in decoder.write(rows, max_tokens=self.max_tokens)]
+        again = self._encode(tower, [text or " " for text in written])
+        cosines = torch.nn.functional.cosine_similarity(again, embeddings).tolist()
+        return recovered(written, list(attacked), cosines=cosines).to_dict()

@@ -1,0 +1,367 @@
+"""`task=membership`: can somebody tell which queries a model was trained on, and is that more than was promised?"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+
+from lit_dpret.attacks.coins import COINS_NAME, Coins
+from lit_dpret.attacks.membership import AttackResult, Ceilings, measure
+from lit_dpret.attacks.release import bigram_scores, disclosures, nearest_scores, repeated
+from lit_dpret.attacks.shadows import shadow_scores
+from lit_dpret.audit.checks import check_confidence
+from lit_dpret.audit.scores import CanaryScores
+from lit_dpret.callbacks import ProgressLine
+from lit_dpret.encoders import load_towers
+from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
+from lit_dpret.postprocessing.released import load_released
+from lit_dpret.privacy.card import LEDGER_NAME
+from lit_dpret.privacy.card_check import verdict_of
+from lit_dpret.privacy.card_facts import ceilings_of, plan_of
+from lit_dpret.privacy.card_file import CARD_NAME, read_card
+from lit_dpret.privacy.card_text import privacy_line
+from lit_dpret.privacy.charges import claimed_releases
+from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.report.membership_report import write_membership
+from lit_dpret.tasks.membership_models import Attacker, is_generator
+from lit_dpret.tasks.membership_shadows import Shadows, Trained
+from lit_dpret.tasks.membership_suspects import SHIFT, Others, Suspects, choose_suspects
+from lit_dpret.tasks.parts import Parts, check_run_dir, model_folder
+from lit_dpret.tasks.stages import Stages
+
+MEMORISED_MOST = 10
+
+
+class Membership:
+    """Attack a finished run with everything at hand, and hold what is found against its claim.
+
+    The composed configuration is the target's: its ``datamodule`` finds the queries, and its ``model``,
+    ``privacy`` and ``trainer`` are what shadow models are trained with.
+
+    Args:
+        run: The run folder that saw private queries, with its ledger and, where there are any, its coins.
+        model: What is attacked, where it is not the run's own model: a folder of anything derived from it.
+        others: Where queries that were not trained on come from: ``coins``, ``dev`` or ``test``. Null for the coins
+            where the run has some, else ``dev``.
+        queries: How many queries to attack.
+        rows_per_query: Passages of a query that are looked at.
+        reference: A model that never saw private data: ``start``, the one that the configuration starts from, or a
+            folder or name; null for none.
+        shadows: Shadow models; 0 for none. An even number from 4.
+        minutes: Wall time of all shadow models together. They take fewer steps than the target where it is short.
+        pool: Public passages from which encoders are asked to tell the right one.
+        temperature: Of the encoders' softmax.
+        release: A folder of synthetic queries derived from the run, to be attacked by itself as well.
+        release_reference: Another one, which nobody in question had a part in; for the bigram attack.
+        release_encoder: Embeds queries for the attack by nearest neighbours.
+        repeats: The share of a query's 3-grams in one synthetic query from which on it counts as repeated; 1
+            asks for all of its words in order.
+        confidence: Of intervals, and of the evidence.
+        alarm: Of what makes the task fail: a rate above its ceiling, or evidence above the claim.
+        resamples: Of the bootstrap behind the intervals.
+        batch_size: Texts per forward pass.
+        device: Where to compute signals: ``cpu``, ``cuda`` and so on.
+        min_free_mb: Refuse to start with less free disk.
+
+    Raises:
+        ConfigurationError: A setting is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: str | Path,
+        model: str | Path | None = None,
+        others: Others | None = None,
+        queries: int = 1000,
+        rows_per_query: int = 2,
+        reference: str | None = "start",
+        shadows: int = 8,
+        minutes: float = 20.0,
+        pool: int = 500,
+        temperature: float = 0.05,
+        release: str | Path | None = None,
+        release_reference: str | Path | None = None,
+        release_encoder: str = "minilm",
+        repeats: float = 0.8,
+        confidence: float = 0.95,
+        alarm: float = 0.9999,
+        resamples: int = 1000,
+        batch_size: int = 32,
+        device: str = "cpu",
+        min_free_mb: float = 500,
+    ) -> None:
+        if others is not None and others not in get_args(Others):
+            raise ConfigurationError(f"task.others={others!r} is not one of {', '.join(get_args(Others))}.")
+        for knob, value, least in (
+            ("queries", queries, 20), ("rows_per_query", rows_per_query, 1), ("pool", pool, 2),
+            ("batch_size", batch_size, 1), ("resamples", resamples, 1),
+        ):  # fmt: skip
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigurationError(f"task.{knob}={value} must be a whole number, at least {least}.")
+        if shadows != 0 and (not isinstance(shadows, int) or shadows < 4 or shadows % 2):
+            raise ConfigurationError(f"task.shadows={shadows} must be 0, or an even number from 4 on.")
+        if not minutes > 0 or not temperature > 0:
+            raise ConfigurationError(f"task.minutes={minutes} and task.temperature={temperature} must be above 0.")
+        if release is None and release_reference is not None:
+            raise ConfigurationError("task.release_reference is compared with task.release, which is null.")
+        check_confidence(confidence)
+        check_confidence(alarm)
+        self.run_folder, self.others, self.queries, self.rows_per_query = Path(run), others, queries, rows_per_query
+        self.model = None if model is None else Path(model)
+        self.reference, self.shadows, self.minutes, self.pool = reference, shadows, float(minutes), pool
+        self.temperature, self.release, self.release_reference = temperature, release, release_reference
+        self.release_encoder, self.repeats = release_encoder, repeats
+        self.confidence, self.alarm, self.resamples = confidence, alarm, resamples
+        self.batch_size, self.device, self.min_free_mb = batch_size, device, min_free_mb
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Write ``internal_membership.json`` and ``.md``; returns AUC by attack.
+
+        Raises:
+            PrivacyViolation: An attack is above its ceiling, or evidence above the claim, with the confidence
+                ``alarm``; the reports are written all the same.
+        """
+        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
+        target = self._target()
+        coins = Coins.read(self.run_folder) if (self.run_folder / COINS_NAME).exists() else None
+        claim = _Claim.of(self.run_folder)
+        others: Others = self.others or ("dev" if coins is None else "coins")
+        shadows = Shadows(parts, count=self.shadows, minutes=self.minutes) if self.shadows else None
+        stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint(parts, target))
+        data = parts.make_datamodule()
+        data.prepare_data()
+        data.setup("fit")
+        suspects = choose_suspects(
+            data, others, coins, count=self.queries, rows=self.rows_per_query, seed=parts.seed
+        )  # fmt: skip
+        attacker = Attacker(
+            suspects, _sample(data.collection.passages, self.pool, parts.seed), self.temperature, self.batch_size,
+            self.device,
+        )  # fmt: skip
+        self._learn_reference(parts, attacker)
+        start = time.monotonic()
+        with ProgressLine("signals of the target") as progress:
+            signals = attacker.signals(target, progress)
+        scoring = time.monotonic() - start
+        scores: dict[str, NDArray[np.float64]] = dict(signals)
+        trained = None
+        if shadows is not None:
+            trained = shadows.train(suspects, attacker, stages, scoring=scoring)
+            scores |= shadow_scores(signals, trained.matrix, population=suspects.population)
+        facts = self._facts(target, suspects, claim, trained)
+        if self.release is not None:
+            scores |= self._release_scores(suspects)
+            facts["disclosures"] = self._disclosures(suspects, claim)
+        results = self._measured(scores, suspects, claim)
+        facts["attacks"] = [result.to_dict() for result in results]
+        return self._tell(parts, facts, results, suspects)
+
+    # -- what is attacked ----------------------------------------------------------------------
+
+    def _target(self) -> Path:
+        folder = model_folder(self.run_folder if self.model is None else self.model)
+        if not folder.is_dir() or not any(folder.iterdir()):
+            knob = "task.run" if self.model is None else "task.model"
+            raise DataError(f"{knob}={folder} is no folder of a saved model.")
+        return folder
+
+    def _fingerprint(self, parts: Parts, target: Path) -> str:
+        kept = {
+            name: str(value) for name, value in vars(self).items() if name not in ("alarm", "confidence", "resamples")
+        }
+        digest = hashlib.sha256(json.dumps({**kept, "seed": parts.seed}, sort_keys=True).encode())
+        for file in sorted(target.glob("*.safetensors")):
+            with open(file, "rb") as handle:
+                digest.update(hashlib.file_digest(handle, "sha256").digest())
+        return digest.hexdigest()
+
+    def _learn_reference(self, parts: Parts, attacker: Attacker) -> None:
+        if self.reference is None:
+            return
+        source: str | Path = self.reference
+        with ProgressLine("signals of the reference") as progress:
+            if self.reference == "start":
+                module = parts.make_module(privacy=parts.make_privacy())
+                if not hasattr(module, "save_model"):
+                    raise ConfigurationError("task.reference=start needs a model that can be saved. Set it to null.")
+                source = module.save_model(parts.run_dir / "reference")
+            attacker.learn_reference(source, progress)
+
+    def _facts(self, target: Path, suspects: Suspects, claim: _Claim, trained: Trained | None) -> dict[str, Any]:
+        facts: dict[str, Any] = {
+            "internal": True,
+            "target": {
+                "name": self.run_folder.resolve().name,
+                "kind": "generator" if is_generator(target) else "encoder",
+                "privacy": claim.line,
+            },
+            "suspects": {
+                "attacked": suspects.attacked,
+                "members": int(suspects.member[: suspects.attacked].sum()),
+                "population": len(suspects.ids) - suspects.attacked,
+                "fair_coins": suspects.fair,
+                "left_out_as_copies": suspects.left_out,
+            },
+            "caveats": [] if suspects.fair else [SHIFT],
+            "confidence": self.confidence,
+            "alarm": self.alarm,
+            "claim": {"epsilon": claim.eps, "delta": claim.delta, "ceilings": claim.usual()},
+            "disclosures": None,
+            "shadows": None,
+            "memorisation": None,
+        }
+        facts["caveats"] += claim.caveats
+        if trained is not None:
+            facts["shadows"] = {
+                "models": len(trained.matrix.included), "steps": trained.steps, "planned_steps": trained.planned,
+                "seconds": round(trained.seconds, 1),
+            }  # fmt: skip
+            facts["memorisation"] = _memorisation(trained, suspects)
+            if trained.steps < trained.planned:
+                facts["caveats"].append(
+                    f"Shadow models took {trained.steps} of the target's {trained.planned} steps, as many as "
+                    f"task.minutes={self.minutes:g} allows: the attacks that use them are weaker for it."
+                )
+        return facts
+
+    # -- attacks -------------------------------------------------------------------------------
+
+    def _release_scores(self, suspects: Suspects) -> dict[str, NDArray[np.float64]]:
+        texts, made = suspects.texts(), _texts_of(self.release)
+        reference = None if self.release_reference is None else _texts_of(self.release_reference)
+        encoder = load_towers(self.release_encoder).query_encoder
+        with ProgressLine(f"encoding {len(made) + len(texts)} queries") as progress:
+            embedded = encoder.encode(
+                [*texts, *made], "query", batch_size=self.batch_size, device=self.device, progress=progress
+            ).double().numpy()  # fmt: skip
+        return {
+            "release_bigrams": bigram_scores(texts, made, reference),
+            "release_nearest": nearest_scores(embedded[: len(texts)], embedded[len(texts) :]),
+        }
+
+    def _disclosures(self, suspects: Suspects, claim: _Claim) -> dict[str, Any] | None:
+        """What the release repeats of the attacked queries; None without coins, where phantoms mean nothing."""
+        if not suspects.fair:
+            return None
+        own = suspects.texts()[: suspects.attacked]
+        hit = repeated(own, _texts_of(self.release), overlap=self.repeats)
+        inside = int((hit & suspects.member[: suspects.attacked]).sum())
+        found = disclosures(
+            queries=len(own), repeated=int(hit.sum()), trained=inside, delta=claim.delta or 0.0,
+            confidence=self.confidence,
+        )  # fmt: skip
+        return {"overlap": self.repeats, **found.to_dict()}
+
+    def _measured(
+        self, scores: Mapping[str, NDArray[np.float64]], suspects: Suspects, claim: _Claim
+    ) -> list[AttackResult]:
+        count, member = suspects.attacked, suspects.member
+        results = []
+        with ProgressLine("intervals") as progress:
+            for done, (name, values) in enumerate(scores.items()):
+                progress(done, len(scores))
+                pair = CanaryScores.of(values[:count], member[:count])
+                results.append(
+                    measure(
+                        name, pair, ceilings=claim.ceilings, delta=(claim.delta or 0.0) if suspects.fair else None,
+                        claimed=claim.eps, confidence=self.confidence, alarm=self.alarm, attacks=len(scores),
+                        resamples=self.resamples,
+                    )
+                )  # fmt: skip
+            progress(len(scores), len(scores))
+        return sorted(results, key=lambda result: -result.auc.value)
+
+    def _tell(
+        self, parts: Parts, facts: dict[str, Any], results: Sequence[AttackResult], suspects: Suspects
+    ) -> dict[str, float]:
+        facts["command"] = parts.command
+        paths = write_membership(facts, parts.run_dir)
+        console = Console()
+        for line in paths.lines:
+            console.print(line, highlight=False, soft_wrap=True)
+        above = [f"{result.attack}: {one}" for result in results for one in result.exceeded]
+        if above and suspects.fair:
+            raise PrivacyViolation(
+                f"{len(above)} findings contradict the claim of {self.run_folder} with confidence {self.alarm:g}: "
+                f"{above[0]}. Look for the bug in sampling, clipping or noise; {paths.files[0].name} has them all."
+            )
+        return {f"auc/{result.attack}": result.auc.value for result in results}
+
+
+class _Claim:
+    """What the run promised, as ceilings at any false positive rate."""
+
+    def __init__(self, line: str) -> None:
+        self.line = line
+        self.eps: float | None = None
+        self.delta: float | None = None
+        self.ceilings: Ceilings | None = None
+        self.caveats: list[str] = []
+
+    @classmethod
+    def of(cls, folder: Path) -> _Claim:
+        if not (folder / CARD_NAME).is_file() or not (folder / LEDGER_NAME).is_file():
+            raise DataError(f"task.run={folder} lacks {CARD_NAME} or {LEDGER_NAME}: it is no finished run.")
+        card, records = read_card(folder), PrivacyLedger.read(folder / LEDGER_NAME).records
+        found = cls(privacy_line(card))
+        plan, _ = plan_of(records)
+        verdict = verdict_of(card, records)
+        if plan is None or verdict.epsilon is None:
+            found.caveats.append("The run promises nothing, so that there are no ceilings to hold attacks against.")
+            return found
+        found.eps, found.delta = verdict.epsilon, plan.budget.delta
+        if plan.budget.unit == "pair":
+            found.eps = None
+            found.caveats.append(
+                "The claim is about single pairs, and the attacks are on whole queries: it gives them no ceiling."
+            )
+            return found
+        releases = claimed_releases(records)
+
+        @lru_cache(maxsize=8)
+        def cached(rates: tuple[float, ...]) -> Mapping[str, Any] | None:
+            return ceilings_of(releases, plan, verdict, false_positive_rates=rates)
+
+        if cached((0.1,)) is None:
+            found.caveats.append("No library computes attack ceilings for this sampling: only epsilon is held against.")
+        else:
+            found.ceilings = lambda rates: cached(tuple(rates)) or {}
+        return found
+
+    def usual(self) -> Mapping[str, Any] | None:
+        """The ceilings at 10, 1 and 0.1 percent."""
+        return None if self.ceilings is None else self.ceilings((0.1, 0.01, 0.001))
+
+
+def _memorisation(trained: Trained, suspects: Suspects) -> dict[str, Any]:
+    matrix = trained.matrix
+    name = "loss" if "loss" in matrix.signals else "logit"
+    values = matrix.memorisation(name)[: suspects.attacked]
+    counts, edges = np.histogram(values, bins=20)
+    most = np.argsort(-values)[:MEMORISED_MOST]
+    return {
+        "signal": name,
+        "mean": float(values.mean()),
+        "histogram": {"counts": counts.tolist(), "edges": edges.tolist()},
+        "most": [{"query_id": suspects.ids[place], "value": float(values[place])} for place in most],
+    }
+
+
+def _texts_of(folder: str | Path | None) -> list[str]:
+    return [query.text for query in load_released(str(folder), declared_public=True)]
+
+
+def _sample(passages: Mapping[str, str], count: int, seed: int) -> list[str]:
+    names = sorted(passages)
+    chosen = np.random.default_rng(seed).permutation(len(names))[:count]
+    return [passages[names[place]] for place in sorted(chosen)]

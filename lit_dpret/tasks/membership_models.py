@@ -1,0 +1,100 @@
+"""Signals of the same suspects under any saved model: a generator's, or an encoder's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lit_dpret.attacks.encoder_signals import EncodedPairs, encode_pairs, encoder_signals, mean_by_query
+from lit_dpret.attacks.generator_signals import generator_signals
+from lit_dpret.encoders import load_towers
+from lit_dpret.errors import DataError, StorageError
+from lit_dpret.modules.generator_folder import CONTRACT_NAME
+from lit_dpret.modules.token_scores import TokenScorer, TokenScores
+from lit_dpret.tasks.membership_suspects import Suspects
+
+Signals = Mapping[str, NDArray[np.float64]]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(eq=False, repr=False)
+class Attacker:
+    """What is the same for target, reference and shadow models: the suspects, the pool and the settings.
+
+    Args:
+        suspects: Queries with their passages.
+        pool: Public passages that encoders are asked to tell the right ones from.
+        temperature: Of the encoders' softmax.
+        batch_size: Texts per forward pass.
+        device: Where to compute.
+    """
+
+    suspects: Suspects
+    pool: list[str]
+    temperature: float
+    batch_size: int
+    device: str
+    _reference: TokenScores | EncodedPairs | None = None
+
+    def learn_reference(self, source: str | Path, progress: Progress) -> None:
+        """Look at the suspects with a model that never saw private data."""
+        self._reference = self._look(source, progress, reference=True)
+
+    def signals(self, source: str | Path, progress: Progress) -> dict[str, NDArray[np.float64]]:
+        """Signals of every suspect, the mean over its rows, each of shape ``(suspects,)``."""
+        seen, suspects = self._look(source, progress), self.suspects
+        if isinstance(seen, TokenScores):
+            known = self._reference if isinstance(self._reference, TokenScores) else None
+            found = generator_signals(seen, suspects.queries, reference=known)
+        else:
+            paired = self._reference if isinstance(self._reference, EncodedPairs) else None
+            found = encoder_signals(seen, temperature=self.temperature, reference=paired)
+        return mean_by_query(found, suspects.row_of, len(suspects.ids))
+
+    def _look(self, source: str | Path, progress: Progress, *, reference: bool = False) -> TokenScores | EncodedPairs:
+        texts = (self.suspects.queries, self.suspects.passages)
+        settings: dict[str, Any] = {"batch_size": self.batch_size, "progress": progress}
+        if is_generator(source):
+            scorer = TokenScorer.load(source, device=self.device)
+            return scorer.score(*texts, moments=not reference, **settings)
+        return encode_pairs(load_towers(source), *texts, self.pool, device=self.device, **settings)
+
+
+def is_generator(folder: str | Path) -> bool:
+    """Whether it is a generator's folder; anything else is taken for an encoder."""
+    return (Path(str(folder)) / CONTRACT_NAME).is_file()
+
+
+def write_signals(path: Path, signals: Signals) -> None:
+    """Write signals of private queries, whole or not at all, for their owner alone.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.tmp")
+    try:
+        draft.touch(mode=0o600)
+        with open(draft, "wb") as handle:
+            np.savez(handle, **signals)  # type: ignore[arg-type]
+        os.replace(draft, path)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def read_signals(path: Path) -> dict[str, NDArray[np.float64]]:
+    """What `write_signals` wrote.
+
+    Raises:
+        DataError: The file is missing or broken.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            return {name: np.asarray(stored[name], dtype=np.float64) for name in stored.files}
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path} holds no signals of a shadow model. Remove its folder, and resume.") from error

@@ -1,0 +1,122 @@
+"""`task=inversion` on a random encoder of forty words."""
+
+from __future__ import annotations
+
+import json
+import random
+import stat
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_generator import WORDS
+from tiny_models import tiny_bert
+from tiny_tasks import parts
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError
+from lit_dpret.st_folder import save_sentence_transformer
+from lit_dpret.tasks import Inversion
+from lit_dpret.tasks.parts import Parts
+
+pytest.importorskip("sacrebleu")
+
+
+def words_tokenizer() -> PreTrainedTokenizerFast:
+    names = ["<pad>", "[UNK]", "[CLS]", "[SEP]", *WORDS[:40]]
+    backend = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    marks = {"pad_token": "<pad>", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **marks)
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """An encoder, and the same behind a secret rotation."""
+    root = tmp_path_factory.mktemp("encoders")
+    contract = Contract(query_max_length=8, passage_max_length=8)
+    tower = TextEncoder(tiny_bert(num_hidden_layers=1), words_tokenizer(), contract)
+    rotation = torch.nn.Linear(16, 16, bias=False)
+    torch.nn.init.orthogonal_(rotation.weight)
+    save_sentence_transformer(root / "plain", tower)
+    save_sentence_transformer(root / "rotated", tower.with_projection(rotation))
+    return {name: root / name for name in ("plain", "rotated")}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = random.Random(0)
+    made = {" ".join(rng.choices(WORDS[:40], k=3)) for _ in range(400)}
+    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in sorted(made)))
+    return path
+
+
+def task(encoder: Path, texts: Path, **settings: Any) -> Inversion:
+    small: dict[str, Any] = {"whose": "public", "known": 200, "attacked": 50, "candidates": 20, "steps": 4}
+    small |= {"max_tokens": 6, "batch_size": 25, "min_free_mb": 1}
+    return Inversion(**{"encoder": encoder, "texts": texts} | small | settings)
+
+
+def run_of(folder: Path) -> Parts:
+    return parts(folder.parent, run_dir=folder)
+
+
+def test_public_texts_are_attacked_in_three_ways(
+    encoders: dict[str, Path], texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scores = task(encoders["plain"], texts).run(run_of(tmp_path / "run"))
+    found = json.loads((tmp_path / "run" / "inversion.json").read_text())
+    assert found["ranking"]["direct"]["rate"] == 1.0 and found["ranking"]["mapped"] is None
+    assert scores["bits_per_token"] == found["probe"]["bits"]
+    assert found["probe"]["low"] <= found["probe"]["nats"] <= found["probe"]["high"]
+    assert set(found["inverter"]) == {"own", "shuffled"} and found["inverter"]["own"]["texts"] == 50
+    told = " ".join(capsys.readouterr().out.split())
+    assert "absence of evidence is no guarantee" in told and "chance is 0.05" in told
+    assert not list((tmp_path / "run").rglob("decoder*"))
+
+
+def test_a_rotated_encoder_hides_texts_until_some_of_them_are_known(
+    encoders: dict[str, Path], texts: Path, tmp_path: Path
+) -> None:
+    task(encoders["rotated"], texts, attacker_encoder=encoders["plain"]).run(run_of(tmp_path / "run"))
+    found = json.loads((tmp_path / "run" / "inversion.json").read_text())["ranking"]
+    assert found["direct"]["low"] < found["direct"]["chance"] and found["mapped"]["rate"] > 0.9
+
+
+def test_a_report_on_private_texts_is_internal(encoders: dict[str, Path], texts: Path, tmp_path: Path) -> None:
+    task(encoders["plain"], texts, whose="private").run(run_of(tmp_path / "run"))
+    written = list((tmp_path / "run").glob("*inversion.*"))
+    assert {path.name for path in written} == {"internal_inversion.json", "internal_inversion.md"}
+    for path in [*written, *(tmp_path / "run").rglob("losses.pt")]:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert "nothing of it belongs on a card" in " ".join(
+        (tmp_path / "run" / "internal_inversion.md").read_text().split()
+    )
+
+
+def test_an_interrupted_run_goes_on_and_gives_the_same(encoders: dict[str, Path], texts: Path, tmp_path: Path) -> None:
+    made = run_of(tmp_path / "run")
+    first = task(encoders["plain"], texts).run(made)
+    (tmp_path / "run" / "own" / "stage.json").unlink()
+    before = (tmp_path / "run" / "shuffled" / "losses.pt").stat().st_mtime_ns
+    assert task(encoders["plain"], texts).run(replace(made, resume=True)) == first
+    assert (tmp_path / "run" / "shuffled" / "losses.pt").stat().st_mtime_ns == before
+    with pytest.raises(ResumeError, match="other settings"):
+        task(encoders["plain"], texts, steps=5).run(replace(made, resume=True))
+
+
+def test_texts_have_an_owner_and_there_must_be_enough(encoders: dict[str, Path], texts: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="say whose they are"):
+        task(encoders["plain"], texts, whose=None)
+    with pytest.raises(DataError, match="known=1000"):
+        task(encoders["plain"], texts, known=1000).run(run_of(tmp_path / "run"))
+    with pytest.raises(ConfigurationError, match=r"task\.candidates=51"):
+        task(encoders["plain"], texts, candidates=51)

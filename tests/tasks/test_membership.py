@@ -1,0 +1,252 @@
+"""`task=membership` on generators of a hundred words: from the coins to the report and the exit."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import stat
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_generator import WORDS, generator
+from tiny_tasks import parts, trainer
+
+from lit_dpret.attacks.coins import COINS_NAME, Coins
+from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation, ResumeError
+from lit_dpret.privacy.modes import DPSGD, NoPrivacy
+from lit_dpret.tasks import Fit, Membership
+from lit_dpret.tasks.membership_suspects import choose_suspects
+from lit_dpret.tasks.parts import Parts
+
+QUERIES, STEPS = 160, 120
+SHAPE = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+Make = Callable[..., Parts]
+
+
+def write_queries(folder: Path) -> Path:
+    """A BEIR folder of random words: what a model knows of a query, it knows from training on it."""
+    rng = random.Random(0)
+
+    def some(count: int) -> str:
+        return " ".join(rng.choices(WORDS, k=count))
+
+    (folder / "qrels").mkdir(parents=True)
+    corpus, queries = ({f"{kind}{i}": some(count) for i in range(QUERIES + 40)} for kind, count in (("p", 4), ("q", 5)))
+    for name, texts in (("corpus", corpus), ("queries", queries)):
+        lines = [json.dumps({"_id": key, "title": "", "text": text}) for key, text in texts.items()]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for split, chosen in (("train", range(QUERIES)), ("dev", range(QUERIES, QUERIES + 40))):
+        judged = [f"q{i}\tp{i}\t1" for i in chosen]
+        text = "query-id\tcorpus-id\tscore\n" + "\n".join(judged) + "\n"
+        (folder / "qrels" / f"{split}.tsv").write_text(text, encoding="utf-8")
+    return folder
+
+
+def make_generator(privacy: Any) -> Any:
+    return generator(privacy=privacy, config=SHAPE)
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    root = tmp_path_factory.mktemp("membership")
+    folder = write_queries(root / "log")
+
+    def made(run: Path, *, steps: int = STEPS, private: bool = False, **changes: Any) -> Parts:
+        mode = partial(DPSGD, eps=2.0, max_grad_norm=0.1, secret_file=root / "secret")
+        data = partial(PairsDataModule, folder=folder, sampling="poisson", expected_batch_size=40)
+        return parts(
+            root,
+            run_dir=run,
+            make_privacy=mode if private else NoPrivacy,
+            make_datamodule=data,
+            make_module=make_generator,
+            make_trainer=lambda **s: trainer(**({"max_steps": steps} | s)),
+            make_callbacks=lambda: [PrivacyAccountant(run_dir=run), PrivacyCard(run_dir=run)],
+            **changes,
+        )
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def open_run(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without privacy that went over its queries thirty times."""
+    folder = tmp_path_factory.mktemp("targets") / "open"
+    Fit(min_free_mb=1, membership_coins=True).run(make(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def private_run(make: Make, open_run: Path) -> Path:
+    """A run at epsilon 2, on the queries that the open one was trained on."""
+    folder = open_run.with_name("private")
+    folder.mkdir()
+    shutil.copy(open_run / COINS_NAME, folder)
+    Fit(min_free_mb=1, membership_coins=True).run(make(folder, steps=5, private=True))
+    return folder
+
+
+def report(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "internal_membership.json").read_text(encoding="utf-8"))
+
+
+def attack(run: Path, **settings: Any) -> Membership:
+    return Membership(**{"run": run, "queries": 120, "shadows": 0, "min_free_mb": 1, "resamples": 50} | settings)
+
+
+def test_a_run_without_privacy_gives_its_members_away_and_the_report_is_internal(
+    make: Make, open_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    aucs = attack(open_run).run(make(tmp_path / "attack"))
+    assert aucs["auc/loss"] > 0.8 and aucs["auc/reference"] > 0.8
+    found = report(tmp_path / "attack")
+    assert found["internal"] is True and found["claim"]["ceilings"] is None
+    assert "The run promises nothing" in found["caveats"][0]
+    assert {one["attack"] for one in found["attacks"]} == {"loss", "logit", "zlib", "min_k", "min_k_plus", "reference"}
+    assert max(one["evidence"]["eps_lower"] for one in found["attacks"]) > 0.5
+    for path in (tmp_path / "attack").glob("internal_membership.*"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    told = capsys.readouterr().out
+    assert "absence of evidence is no guarantee" in " ".join(told.split())
+    assert "nothing of it belongs on a card" in " ".join(told.split())
+
+
+def test_a_private_run_stays_below_its_ceilings(make: Make, private_run: Path, tmp_path: Path) -> None:
+    attack(private_run).run(make(tmp_path / "attack", private=True))
+    found = report(tmp_path / "attack")
+    assert found["claim"]["epsilon"] == pytest.approx(2.0, rel=0.05)
+    assert 0.5 < found["claim"]["ceilings"]["membership_accuracy"] < 0.8
+    assert not any(one["exceeded"] for one in found["attacks"])
+
+
+def test_a_model_that_leaks_more_than_its_run_claims_makes_the_task_fail(
+    make: Make, private_run: Path, open_run: Path, tmp_path: Path
+) -> None:
+    """The open run's model under the private run's name is what a mechanism without noise would be."""
+    with pytest.raises(PrivacyViolation, match="contradict the claim"):
+        attack(private_run, model=open_run).run(make(tmp_path / "attack", private=True))
+    assert any(one["exceeded"] for one in report(tmp_path / "attack")["attacks"])
+
+
+def test_others_from_another_split_come_with_a_caveat_and_never_with_an_alarm(
+    make: Make, private_run: Path, open_run: Path, tmp_path: Path
+) -> None:
+    attack(private_run, model=open_run, others="dev", queries=60).run(make(tmp_path / "attack", private=True))
+    found = report(tmp_path / "attack")
+    assert "different splits" in found["caveats"][0] and not found["suspects"]["fair_coins"]
+    assert all(one["evidence"] is None for one in found["attacks"])
+
+
+def test_shadow_attacks_resume_by_the_model_and_give_the_same(make: Make, open_run: Path, tmp_path: Path) -> None:
+    task = partial(attack, open_run, shadows=4, minutes=5.0)
+    made = make(tmp_path / "attack", steps=6)
+    first = task().run(made)
+    assert {"auc/lira_online_logit", "auc/lira_offline_reference", "auc/rmia"} <= set(first)
+    found = report(tmp_path / "attack")
+    assert found["shadows"]["models"] == 4 and found["shadows"]["steps"] == 6
+    assert len(found["memorisation"]["most"]) == 10
+    left = {path.name for path in (tmp_path / "attack" / "shadow_0").iterdir()}
+    assert "signals.npz" in left and "model" not in left and "checkpoints" not in left
+    with pytest.raises(ResumeError, match="resume=true"):
+        task().run(made)
+    with pytest.raises(ResumeError, match="other settings"):
+        task(queries=100).run(replace(made, resume=True))
+    # One model was interrupted, the others are done and are not touched.
+    (tmp_path / "attack" / "shadow_2" / "stage.json").unlink()
+    before = {n: (tmp_path / "attack" / f"shadow_{n}" / "signals.npz").stat().st_mtime_ns for n in range(4)}
+    again = task().run(replace(made, resume=True))
+    after = {n: (tmp_path / "attack" / f"shadow_{n}" / "signals.npz").stat().st_mtime_ns for n in range(4)}
+    assert [n for n in range(4) if before[n] != after[n]] == [2]
+    assert set(again) == set(first) and again["auc/loss"] == first["auc/loss"]
+
+
+def test_a_short_time_shortens_the_shadow_models(make: Make, open_run: Path, tmp_path: Path) -> None:
+    attack(open_run, shadows=4, minutes=1e-4).run(make(tmp_path / "attack", steps=30))
+    found = report(tmp_path / "attack")
+    assert found["shadows"]["steps"] == 1 and "weaker for it" in " ".join(found["caveats"])
+
+
+def test_a_release_is_attacked_by_itself(
+    make: Make, open_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A release that repeats all trained queries, and as many held-out ones as phantoms."""
+    coins = Coins.read(open_run)
+    data = make(tmp_path).make_datamodule()
+    data.setup("fit")
+    queries, train = data.collection.queries, data.collection.split("train")
+    made = [query for query in train if coins.heads[query]] + [query for query in train if not coins.heads[query]][:5]
+    folder = tmp_path / "release"
+    (folder / "qrels").mkdir(parents=True)
+    rows = [json.dumps({"_id": f"s{i}", "text": queries[query]}) for i, query in enumerate(made)]
+    (folder / "queries.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "corpus.jsonl").write_text(json.dumps({"_id": "p0", "title": "", "text": "bana delo"}) + "\n")
+    judged = "query-id\tcorpus-id\tscore\n" + "".join(f"s{i}\tp0\t1\n" for i in range(len(made)))
+    (folder / "qrels" / "train.tsv").write_text(judged)
+
+    from tiny_models import tiny_bert, tiny_tokenizer
+
+    from lit_dpret.encoders import Contract, TextEncoder, Towers
+
+    tower = TextEncoder(tiny_bert(), tiny_tokenizer(), Contract(query_max_length=8, passage_max_length=8))
+    monkeypatch.setattr("lit_dpret.tasks.membership.load_towers", lambda name: Towers(tower, tower))
+    aucs = attack(open_run, release=folder).run(make(tmp_path / "attack"))
+    assert aucs["auc/release_bigrams"] > 0.9
+    found = report(tmp_path / "attack")["disclosures"]
+    assert found["trained"] > 30 and found["phantoms"] <= 5 and found["evidence"]["eps_lower"] > 1
+
+
+# -- what is refused, and who is a suspect ---------------------------------------------------------
+
+
+def test_a_run_without_coins_card_or_matching_data_is_refused(make: Make, open_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no folder of a saved model"):
+        attack(tmp_path / "nothing").run(make(tmp_path / "a"))
+    shutil.copytree(open_run, tmp_path / "bare")
+    (tmp_path / "bare" / COINS_NAME).unlink()
+    with pytest.raises(ConfigurationError, match=r"task\.membership_coins=true"):
+        attack(tmp_path / "bare", others="coins").run(make(tmp_path / "b"))
+    (tmp_path / "bare" / "privacy_card.json").unlink()
+    with pytest.raises(DataError, match="no finished run"):
+        attack(tmp_path / "bare").run(make(tmp_path / "c"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"others": "train"}, "task.others"), ({"queries": 3}, "task.queries"), ({"shadows": 5}, "task.shadows"),
+        ({"minutes": 0}, "task.minutes"), ({"release_reference": "x"}, "task.release"), ({"alarm": 1.0}, "confidence"),
+    ],
+)  # fmt: skip
+def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Membership(run="x", **settings)
+
+
+def test_shadow_models_are_not_charged_to_the_data_set(make: Make, private_run: Path, tmp_path: Path) -> None:
+    made = make(tmp_path / "attack", private=True)
+    ledger = replace(made, make_privacy=partial(made.make_privacy, dataset_ledger=tmp_path / "all.jsonl", total_eps=9))
+    with pytest.raises(ConfigurationError, match=r"privacy\.dataset_ledger"):
+        attack(private_run, shadows=4).run(ledger)
+
+
+def test_who_is_attacked_does_not_depend_on_the_coins_and_copies_are_left_out(make: Make, tmp_path: Path) -> None:
+    data = make(tmp_path).make_datamodule()
+    data.setup("fit")
+    queries = data.collection.queries
+    queries["q0"] = queries["q1"].upper()  # the same text under another id
+    train = list(data.collection.split("train"))
+    attacked = []
+    for flip in (False, True):
+        coins = Coins({query: (place % 2 == 0) != flip for place, query in enumerate(train)})
+        found = choose_suspects(data, "coins", coins, count=100, rows=2, seed=1)
+        attacked.append(found.ids[: found.attacked])
+        assert not found.member[found.population].any()
+        assert found.left_out == 2 and not {"q0", "q1"} & set(found.ids)
+    assert attacked[0] == attacked[1]
