@@ -29,8 +29,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.generation.nucleus import from_nucleus_unsorted
 
-HEADS = (256, 2048)  # so many of the largest scores are looked at before the whole vocabulary is sorted
+HEADS = (256, 2048)  # so many of the largest scores are looked at before the whole vocabulary is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,11 +127,18 @@ def choose_tokens(
     mass = scaled_mass.cpu().numpy()
     vocabulary = logits.shape[1]
     tokens = np.full(len(logits), -1)
-    for width in (*(head for head in HEADS if head < vocabulary), vocabulary):
+    unsorted = scores.device.type == "cpu" and decoding.top_k is None  # a full sort is slow there
+    heads = [head for head in (HEADS[:1] if unsorted else HEADS) if head < vocabulary]
+    for width in (*heads, vocabulary):
         rows = np.flatnonzero(tokens < 0)
         if len(rows) == 0:
             break
         part = scores if len(rows) == len(scores) else scores[torch.from_numpy(rows).to(scores.device)]
+        if unsorted and width == vocabulary:
+            scaled = part.double().numpy() / decoding.temperature
+            for row, values, u in zip(rows, scaled, numbers[rows], strict=True):
+                tokens[row] = from_nucleus_unsorted(values, mass[row], u, decoding.top_p)
+            break
         values, ids = _largest(part, width)
         tokens[rows] = _from_nucleus(
             values / decoding.temperature, ids, mass[rows], numbers[rows], decoding, whole=width == vocabulary

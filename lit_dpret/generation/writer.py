@@ -2,7 +2,8 @@
 
 The passages are cut into *canonical groups*: sorted by token length and id, a fixed number at a time.
 The shapes that the model computes are then a function of the list of passages alone, so a run that was
-interrupted twenty times writes the same bytes as one that was not, and little is padded.
+interrupted twenty times, or shared out among processes, writes the same bytes as one that was not, and
+little is padded.
 
 Which passages get queries must not depend on the private queries. "One query for each passage of the
 training data" tells everybody which passages people asked about, however private the generator is;
@@ -13,13 +14,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from lit_dpret.errors import ConfigurationError, DataError, StorageError
@@ -32,17 +32,16 @@ from lit_dpret.generation.dataset_folder import (
     write_readme,
     write_summary,
 )
+from lit_dpret.generation.groups import PRECISIONS, GroupSettings, canonical_groups
 from lit_dpret.generation.passages import passages_hash
-from lit_dpret.generation.sampler import Decoding, decode, encode, uniforms
+from lit_dpret.generation.sampler import Decoding
 from lit_dpret.generation.shards import MANIFEST_NAME, SHARDS_NAME, ShardStore, storage_error
-from lit_dpret.modules.generator_folder import GeneratorModel, TextCodec, load_generator, weights_hash
+from lit_dpret.generation.workers import Drawn, draw_groups
+from lit_dpret.modules.generator_folder import load_generator, weights_hash
 from lit_dpret.privacy.card import CARD_NAME, LEDGER_NAME, inherit_card, write_card
 from lit_dpret.privacy.card_environment import environment_facts
 from lit_dpret.privacy.card_facts import Assumption
 from lit_dpret.privacy.card_notes import with_notes
-
-PRECISIONS = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
-_CHUNK = 1024
 
 
 def synthesize(
@@ -61,6 +60,9 @@ def synthesize(
     min_new_tokens: int = 1,
     device: str = "auto",
     precision: str = "32-true",
+    threads: int = 1,
+    workers: int = 0,
+    groups_in_flight: int = 2,
     language: str = "en",
     tuning: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -69,7 +71,8 @@ def synthesize(
 
     Guarantees:
         - Run again after any interruption, it goes on, and the data files have the same bytes as
-          those of a run that was never interrupted (same machine and library versions).
+          those of a run that was never interrupted (same machine and library versions), with whatever
+          ``workers`` and ``groups_in_flight`` each part of it was made.
         - The queries of a passage do not depend on ``queries_per_passage``, beyond how many there are.
         - The data set's privacy card carries the generator's claim and names its card.
         - Nothing is read but the generator and the passages.
@@ -90,6 +93,10 @@ def synthesize(
         min_new_tokens: Tokens before the end mark may come.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:0``.
         precision: ``32-true`` or ``bf16-true``.
+        threads: Threads that PyTorch computes a group with; with another number the last bits differ, so it
+            belongs to what ``out`` was begun with.
+        workers: Processes that draw groups, each with the generator in memory; 0 draws in this one.
+        groups_in_flight: Groups that each worker holds at once, computed or waiting.
         language: ISO code for the data card.
         tuning: On which data the settings above were chosen, as in ``build_card``.
         progress: Called with (passages done, passages in all).
@@ -104,6 +111,7 @@ def synthesize(
         ResumeError: ``out`` was begun with another configuration.
         StorageError: ``out`` cannot be written, is in use, or the disk is too small.
         UnsupportedModelError: ``generator_folder`` is no generator.
+        WorkerError: A worker died.
     """
     source, folder = Path(generator_folder), Path(out)
     if passages_are_public is not True:
@@ -113,9 +121,15 @@ def synthesize(
             "was fixed without looking at the queries (the whole corpus, or a public sample of it) and set "
             "passages_are_public=true."
         )
-    for name, value in (("queries_per_passage", queries_per_passage), ("group_size", group_size)):
-        if value < 1:
-            raise ConfigurationError(f"{name}={value} must be at least 1.")
+    for name, value, least in (
+        ("queries_per_passage", queries_per_passage, 1),
+        ("group_size", group_size, 1),
+        ("threads", threads, 1),
+        ("workers", workers, 0),
+        ("groups_in_flight", groups_in_flight, 1),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigurationError(f"{name}={value} must be a whole number of at least {least}.")
     if precision not in PRECISIONS:
         raise ConfigurationError(
             f"precision={precision!r} is not one of {', '.join(PRECISIONS)}: T5 overflows in float16."
@@ -149,74 +163,47 @@ def synthesize(
         "group_size": group_size,
         "device": place.type,
         "precision": precision,
+        "threads": threads,
     }
+    settings = GroupSettings(
+        generator=source, draws=queries_per_passage, seed=seed, decoding=decoding, device=str(place),
+        precision=precision, threads=threads,
+    )  # fmt: skip
     _check_disk(folder, texts, queries_per_passage, decoding.max_new_tokens)
     with _alone_in(folder):
         groups = canonical_groups(generator.codec, texts, group_size)
         store = ShardStore(folder, configuration, len(groups))
-        generator.model.to(device=place, dtype=PRECISIONS[precision])
-        missing = set(store.missing)
-        done = sum(len(group) for index, group in enumerate(groups) if index not in missing)
-        if progress is not None:
-            progress(done, len(texts))
-        for index in store.missing:
-            drawn = draw_group(
-                generator, {name: texts[name] for name in groups[index]}, queries_per_passage, seed, decoding
-            )
-            store.add(index, (query.to_dict() for query in drawn))
-            done += len(groups[index])
-            if progress is not None:
-                progress(done, len(texts))
+        drawing = draw_groups(
+            # The longest passages first: what does not fit into memory shows at once, not after hours.
+            ((index, {name: texts[name] for name in groups[index]}) for index in reversed(store.missing)),
+            settings,
+            workers=min(workers, len(store.missing)),
+            groups_in_flight=groups_in_flight,
+            generator=None if workers else generator,
+        )
+        del generator  # with workers, each has its own
+        _keep(drawing, store, [len(group) for group in groups], progress)
         store.seal()
         _assemble(folder, promise, store, texts, configuration, language)
     return folder
 
 
-def canonical_groups(codec: TextCodec, passages: Mapping[str, str], group_size: int) -> list[list[str]]:
-    """Passage ids in groups of ``group_size``, by (token length, id).
-
-    Guarantees:
-        - The groups are a function of the set of passages, not of the order they came in.
-    """
-    names = sorted(passages)
-    lengths: list[int] = []
-    for start in range(0, len(names), _CHUNK):
-        lengths += map(len, codec.passages([passages[name] for name in names[start : start + _CHUNK]]))
-    order = [name for _, name in sorted(zip(lengths, names, strict=True))]
-    return [order[start : start + group_size] for start in range(0, len(order), group_size)]
-
-
-def draw_group(
-    generator: GeneratorModel, group: Mapping[str, str], draws: int | Sequence[int], seed: int, decoding: Decoding
-) -> list[SyntheticQuery]:
-    """The queries of one group of passages, by passage and draw.
-
-    Args:
-        generator: The generator.
-        group: Passages by id.
-        draws: How many draws for each passage, or which ones. Each draw is decoded in a batch of its
-            own, so that it does not depend on how many there are.
-        seed: The public seed.
-        decoding: How to draw.
-    """
-    names, codec = list(group), generator.codec
-    wanted = range(draws) if isinstance(draws, int) else draws
-    encoded = encode(generator.model, codec.passages(list(group.values())))
-    by_draw = []
-    for draw in wanted:
-        numbers = np.stack([uniforms(seed, name, draw, decoding.max_new_tokens) for name in names])
-        by_draw.append(decode(generator.model, encoded, numbers, decoding))
-    return [
-        SyntheticQuery(
-            passage_id=name,
-            draw=draw,
-            text=codec.text(sampled[row].tokens),
-            log_prob=sampled[row].log_prob,
-            finished=sampled[row].finished,
-        )
-        for row, name in enumerate(names)
-        for draw, sampled in zip(wanted, by_draw, strict=True)
-    ]
+def _keep(
+    drawing: Generator[Drawn], store: ShardStore, sizes: Sequence[int], progress: Callable[[int, int], None] | None
+) -> None:
+    """Write each group when it is there."""
+    total = sum(sizes)
+    done = total - sum(sizes[index] for index in store.missing)
+    if progress is not None:
+        progress(done, total)
+    if not store.missing:
+        return
+    with closing(drawing):
+        for index, records in drawing:
+            store.add(index, records)
+            done += sizes[index]
+            if progress is not None:
+                progress(done, total)
 
 
 @dataclass(frozen=True)
