@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -32,6 +33,7 @@ from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.generation.nucleus import from_nucleus_unsorted
 
 HEADS = (256, 2048)  # so many of the largest scores are looked at before the whole vocabulary is
+ENCODED_AT_ONCE = 8  # rows that the encoder sees together on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,13 +204,23 @@ class Encoded:
 
 @torch.inference_mode()
 def encode(model: PreTrainedModel, passages: Sequence[Sequence[int]]) -> Encoded:
-    """Run the encoder once over padded passages; their draws share the result."""
-    width = max(len(ids) for ids in passages)
-    pad = int(model.config.pad_token_id)
-    tokens = torch.tensor([[*ids, *[pad] * (width - len(ids))] for ids in passages], device=model.device)
-    mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in passages], device=model.device)
-    states = model.get_encoder()(input_ids=tokens, attention_mask=mask).last_hidden_state
-    return Encoded(states, mask)
+    """Run the encoder once over passages; their draws share the result.
+
+    On a CPU a few rows at a time: each few are padded to their own longest, and their attention fits a cache.
+    """
+    device = model.device
+    at_once = ENCODED_AT_ONCE if device.type == "cpu" else len(passages)
+    width, pad = max(len(ids) for ids in passages), int(model.config.pad_token_id)
+    mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in passages], device=device)
+    parts = []
+    for start in range(0, len(passages), at_once):
+        part = passages[start : start + at_once]
+        longest = max(len(ids) for ids in part)
+        tokens = torch.tensor([[*ids, *[pad] * (longest - len(ids))] for ids in part], device=device)
+        shown = mask[start : start + at_once, :longest]
+        states = model.get_encoder()(input_ids=tokens, attention_mask=shown).last_hidden_state
+        parts.append(functional.pad(states, (0, 0, 0, width - longest)))
+    return Encoded(torch.cat(parts), mask)
 
 
 @torch.inference_mode()
