@@ -16,20 +16,19 @@ import os
 import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lit_dpret.errors import ConfigurationError, DataError, StorageError
+from lit_dpret.generation.data_card import DataCard, write_readme
 from lit_dpret.generation.dataset_folder import (
     DATA_FILES,
-    DataCard,
     SyntheticQuery,
     check_passages,
     write_dataset,
-    write_readme,
     write_summary,
 )
 from lit_dpret.generation.groups import PRECISIONS, GroupSettings, canonical_groups
@@ -38,7 +37,7 @@ from lit_dpret.generation.sampler import Decoding
 from lit_dpret.generation.shards import MANIFEST_NAME, SHARDS_NAME, ShardStore, storage_error
 from lit_dpret.generation.workers import Drawn, draw_groups
 from lit_dpret.modules.generator_folder import load_generator, weights_hash
-from lit_dpret.privacy.card import CARD_NAME, LEDGER_NAME, inherit_card, write_card
+from lit_dpret.privacy.card import CARD_NAME, LEDGER_NAME, inherit_card, read_card, write_card
 from lit_dpret.privacy.card_environment import environment_facts
 from lit_dpret.privacy.card_facts import Assumption
 from lit_dpret.privacy.card_notes import with_notes
@@ -64,6 +63,7 @@ def synthesize(
     workers: int = 0,
     groups_in_flight: int = 2,
     language: str = "en",
+    license: str = "other",
     tuning: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
@@ -82,7 +82,7 @@ def synthesize(
         passages: Text by id. Passages without text get no query.
         out: The folder to write or to go on with.
         passages_are_public: Must be true: the list of passages was fixed without looking at the
-            private queries.
+            private queries, or the generator's claim treats it as public (``neighbours=zero_out``).
         queries_per_passage: Draws for each passage.
         seed: Public; an experiment's seed, not the noise secret.
         top_p: Mass of the nucleus.
@@ -97,7 +97,8 @@ def synthesize(
             belongs to what ``out`` was begun with.
         workers: Processes that draw groups, each with the generator in memory; 0 draws in this one.
         groups_in_flight: Groups that each worker holds at once, computed or waiting.
-        language: ISO code for the data card.
+        language: ISO codes of the texts for the data card, with commas between them.
+        license: Licence of the set for the data card, as the Hugging Face hub writes it.
         tuning: On which data the settings above were chosen, as in ``build_card``.
         progress: Called with (passages done, passages in all).
 
@@ -115,12 +116,11 @@ def synthesize(
     """
     source, folder = Path(generator_folder), Path(out)
     if passages_are_public is not True:
-        raise ConfigurationError(
-            f"passages_are_public={passages_are_public}: writing queries only for passages that had private "
-            "queries tells everybody which ones those are, and the privacy claim would not cover it. Give a list that "
-            "was fixed without looking at the queries (the whole corpus, or a public sample of it) and set "
-            "passages_are_public=true."
-        )
+        raise ConfigurationError(_why_public(source, passages_are_public))
+    about = DataCard(
+        title=f"Synthetic queries: {folder.resolve().name}",
+        tags=["synthetic", "differential-privacy", "query-generation", "beir"], language=language, license=license,
+    )  # fmt: skip
     for name, value, least in (
         ("queries_per_passage", queries_per_passage, 1),
         ("group_size", group_size, 1),
@@ -184,7 +184,7 @@ def synthesize(
         del generator  # with workers, each has its own
         _keep(drawing, store, [len(group) for group in groups], progress)
         store.seal()
-        _assemble(folder, promise, store, texts, configuration, language)
+        _assemble(folder, promise, store, texts, configuration, about)
     return folder
 
 
@@ -235,9 +235,7 @@ class _Promise:
                 "filters": [],
                 "seeds": [self.seed],
             },
-            assumptions=[
-                Assumption("The list of passages was fixed without looking at the private queries.", "unverified")
-            ],
+            assumptions=[Assumption(_list_assumption(read_card(self.source)["claim"]["neighbours"]), "unverified")],
         )
 
 
@@ -247,7 +245,7 @@ def _assemble(
     store: ShardStore,
     texts: Mapping[str, str],
     configuration: dict[str, Any],
-    language: str,
+    about: DataCard,
 ) -> None:
     counts, hashes = write_dataset(folder, lambda: (SyntheticQuery(**record) for record in store.records()), texts)
     if counts.queries == 0:
@@ -261,15 +259,40 @@ def _assemble(
     write_card(card, folder)
     origin = [
         f"Generator: `{configuration['generator'][:16]}` (SHA-256 of its files), named in the privacy card.",
-        "Passages: a list declared public, fixed without looking at the private queries.",
+        f"Passages: a list declared public. {_list_assumption(card['claim']['neighbours'])}",
         f"Decoding: {', '.join(f'{key} {value}' for key, value in decoding.items() if value is not None)}; "
-        f"{promise.draws} per passage; seed {promise.seed}.",
+        f"{promise.draws} per passage; seed {promise.seed}; precision {configuration['precision']}, on "
+        f"{configuration['device']}, {configuration['group_size']} passages at a time.",
         "Filters: none.",
     ]
-    tags = ["synthetic", "differential-privacy", "query-generation", "beir"]
-    title = f"Synthetic queries: {folder.resolve().name}"
-    write_summary(folder, configuration, counts, hashes)
-    write_readme(folder, DataCard(title=title, origin=origin, tags=tags, language=language), counts, card)
+    write_summary(folder, configuration, counts, hashes, terms=about.terms)
+    write_readme(folder, replace(about, origin=origin), counts, card)
+
+
+def _list_assumption(neighbours: str | None) -> str:
+    """What has to be true of the list of passages for the generator's claim to cover the set."""
+    text = "The list of passages was fixed without looking at the private queries"
+    if neighbours == "zero_out":
+        return f"{text}, or is that of the training data, which the claim (zero-out) takes as known to everybody."
+    return f"{text}."
+
+
+def _why_public(source: Path, declared: object) -> str:
+    """Why nothing is generated for a list that was not declared public, as the generator's claim has it."""
+    given = f"passages_are_public={declared}: "
+    if not (source / CARD_NAME).is_file() or read_card(source)["claim"]["neighbours"] != "zero_out":
+        return given + (
+            "writing queries only for passages that had private queries tells everybody which ones those are, and the "
+            "privacy claim would not cover it: taking a query away, or replacing it, would change that list. Give a "
+            "list that was fixed without looking at the queries (the whole corpus, or a public sample of it) and set "
+            "passages_are_public=true."
+        )
+    return given + (
+        "the list of passages stands in the data set for everybody to read. If these are the passages that had private "
+        "queries, it tells which ones those are; the generator's claim (neighbours=zero_out) takes that as public, and "
+        "protects only what was asked about them. Set passages_are_public=true if that may be known, or if the list "
+        "was fixed without looking at the queries; else give the whole corpus, or a public sample of it."
+    )
 
 
 def _device(name: str) -> torch.device:
