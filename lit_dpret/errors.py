@@ -68,6 +68,10 @@ class StorageError(LitDpretError, OSError):
     """The disk is full, or the run folder cannot be written."""
 
 
+class WorkerError(LitDpretError, RuntimeError):
+    """A process that worked for this one died or failed; what it had finished is kept."""
+
+
 class VerificationError(LitDpretError, RuntimeError):
     """A privacy card, or something that it names, is not what it says."""
 

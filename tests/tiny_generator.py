@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.query_generator import QueryGenerator
-from lit_dpret.privacy.budget import PrivacyBudget
+from lit_dpret.privacy.budget import Neighbours, PrivacyBudget
 from lit_dpret.privacy.card import build_card, subject_of, write_card
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
@@ -84,12 +84,13 @@ def copy_pairs(count: int) -> list[Pair]:
     ]
 
 
-def write_parent_card(folder: Path) -> None:
+def write_parent_card(folder: Path, *, neighbours: Neighbours = "zero_out") -> None:
     """A ledger of one private step, and the card of the generator in ``folder`` that follows from it."""
     law = Poisson(sample_rate=0.01)
     plan = PrivacyPlan(
-        budget=PrivacyBudget(eps=3.0, delta=1e-5), law=law, steps=1, noise_multiplier=1.0, max_grad_norm=1.0,
-        sensitivity=1.0, denominator=10.0, physical_batch_size=8, n_public=1000,
+        budget=PrivacyBudget(eps=3.0, delta=1e-5, neighbours=neighbours), law=law, steps=1,
+        noise_multiplier=1.0, max_grad_norm=1.0, sensitivity=1.0, denominator=10.0,
+        physical_batch_size=8, n_public=1000,
     )  # fmt: skip
     files = [path for path in folder.iterdir() if path.is_file()]
     with PrivacyLedger.open(folder / "privacy_ledger.jsonl") as ledger:

@@ -2,15 +2,15 @@
 
 The layout is BEIR's (``corpus.jsonl``, ``queries.jsonl``, ``qrels/train.tsv``) with a JSONL mirror of
 the qrels and a file of (query, positive) pairs, because Hugging Face ``datasets`` reads one file type
-per repository and would take JSONL for CSV beside a TSV. ``README.md`` is the data card; the privacy
-card lies beside it.
+per repository and would take JSONL for CSV beside a TSV. ``README.md`` is the data card
+(`lit_dpret.generation.data_card`); the privacy card lies beside it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,6 @@ from lit_dpret.generation.shards import SCHEMA, json_line, write_whole
 
 SUMMARY_NAME = "generation.json"
 DATA_FILES = ("queries.jsonl", "qrels/train.tsv", "qrels/train.jsonl", "pairs/train.jsonl", "corpus.jsonl")
-_SIZES = (
-    (1_000, "n<1K"),
-    (10_000, "1K<n<10K"),
-    (100_000, "10K<n<100K"),
-    (1_000_000, "100K<n<1M"),
-    (10_000_000, "1M<n<10M"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,23 +79,6 @@ class Entry:
     passage_id: str
     metadata: Mapping[str, Any]
     first: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataCard:
-    """What the data card says beside counts and the privacy claim.
-
-    Args:
-        title: Its heading.
-        origin: What wrote the queries, as Markdown list items.
-        tags: Tags for the Hugging Face hub.
-        language: ISO code of the texts.
-    """
-
-    title: str
-    origin: list[str] = field(default_factory=list)
-    tags: list[str] = field(default_factory=lambda: ["synthetic", "query-generation", "beir"])
-    language: str = "en"
 
 
 def check_passages(passages: Mapping[str, str]) -> None:
@@ -171,46 +147,22 @@ def write_entries(folder: Path, entries: Callable[[], Iterable[Entry]], passages
     return hashes
 
 
-def write_readme(folder: Path, card: DataCard, counts: Counts, privacy: Mapping[str, Any] | None) -> None:
-    """Write the data card; ``privacy`` is the privacy card of the folder, or None where no private data was touched."""
-    size = next((name for bound, name in _SIZES if counts.queries < bound), "n>10M")
-    text = "\n".join(
-        [
-            *_header(card, size),
-            f"# {card.title}",
-            "",
-            f"{counts.queries} synthetic queries for {counts.passages} passages. The queries were written by a "
-            "program; a query that somebody typed is among them only by coincidence, or by memorisation within the "
-            "bounds stated below.",
-            "",
-            "## Privacy",
-            "",
-            *_privacy_lines(privacy),
-            "",
-            "## Origin",
-            "",
-            *[f"- {line}" for line in card.origin],
-            *_drawn(counts),
-            "",
-            "## Files",
-            "",
-            "`corpus.jsonl`, `queries.jsonl` and `qrels/train.tsv` are BEIR's. `qrels/train.jsonl` says the same as "
-            "the TSV, and `pairs/train.jsonl` holds (query, positive) texts for training. `metadata.log_prob` is the "
-            "log probability of a query under its generator. Where there are `shards/` and `manifest.jsonl`, they are "
-            "the state of the generation and may be deleted.",
-            "",
-            "## Licence",
-            "",
-            "The passages keep the licence of their source, and so does text derived from them; hence `other`.",
-            "",
-        ]
-    )
-    write_whole(folder / "README.md", [text])
-
-
-def write_summary(folder: Path, configuration: Mapping[str, Any], counts: Counts, hashes: Mapping[str, str]) -> None:
-    """Write ``generation.json``: how the data set was made, what was counted, and what its files are."""
-    facts = {"schema": SCHEMA, "configuration": dict(configuration), "counts": asdict(counts), "sha256": dict(hashes)}
+def write_summary(
+    folder: Path,
+    configuration: Mapping[str, Any],
+    counts: Counts,
+    hashes: Mapping[str, str],
+    *,
+    terms: Mapping[str, str],
+) -> None:
+    """Write ``generation.json``: how the data set was made, what was counted, its files, its language and licence."""
+    facts = {
+        "schema": SCHEMA,
+        "configuration": dict(configuration),
+        "counts": asdict(counts),
+        "sha256": dict(hashes),
+        "terms": dict(terms),
+    }
     write_whole(folder / SUMMARY_NAME, [json.dumps(facts, indent=2, sort_keys=True, ensure_ascii=False) + "\n"])
 
 
@@ -241,49 +193,3 @@ def _lines(head: Iterable[str], line: Callable[[Entry], str], entries: Iterable[
     yield from head
     for entry in entries:
         yield line(entry)
-
-
-def _header(card: DataCard, size: str) -> list[str]:
-    return [
-        "---",
-        f"pretty_name: {json.dumps(card.title, ensure_ascii=False)}",
-        f"language: [{card.language}]",
-        "license: other",
-        "task_categories: [text-retrieval]",
-        "task_ids: [document-retrieval]",
-        f'size_categories: ["{size}"]',
-        f"tags: [{', '.join(card.tags)}]",
-        "configs:",
-        "- config_name: default",
-        "  data_files: [{split: train, path: qrels/train.jsonl}]",
-        "- config_name: corpus",
-        "  data_files: [{split: corpus, path: corpus.jsonl}]",
-        "- config_name: queries",
-        "  data_files: [{split: queries, path: queries.jsonl}]",
-        "- config_name: pairs",
-        "  data_files: [{split: train, path: pairs/train.jsonl}]",
-        "---",
-        "",
-    ]
-
-
-def _drawn(counts: Counts) -> list[str]:
-    if not counts.drawn:  # nothing was drawn here: a selection of queries that were
-        return []
-    return [
-        f"- {counts.drawn} queries drawn; {counts.empty} without words dropped; {counts.duplicates} repeated for "
-        f"the same passage merged (`metadata.copies`); {counts.unfinished} cut at the length limit."
-    ]
-
-
-def _privacy_lines(privacy: Mapping[str, Any] | None) -> list[str]:
-    if privacy is None:
-        return ["No private query was read to make these: they come from the passages alone."]
-    return [
-        *[f"**{banner}**" for banner in privacy["banners"]],
-        str(privacy["claim"]["statement"]),
-        "",
-        "The claim is that of the generator, inherited: drawing queries from it for a public list of passages is "
-        "post-processing. `privacy_card.json` says what is not covered. Diagnostics computed on private data are not "
-        "covered by differential privacy, and none are part of this data set.",
-    ]

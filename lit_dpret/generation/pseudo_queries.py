@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.generation.data_card import DataCard, write_readme
 from lit_dpret.generation.dataset_folder import (
-    DataCard,
     SyntheticQuery,
     check_passages,
     write_dataset,
-    write_readme,
     write_summary,
 )
 from lit_dpret.generation.passages import passages_hash
@@ -109,17 +108,13 @@ def write_pseudo_queries(
         "min_words": min_words,
         "max_words": max_words,
     }
-    write_summary(folder, configuration, counts, hashes)
     origin = [
         "Generator: none; words taken from the passages by tf-idf (`lit_dpret.generation.pseudo_queries`).",
         f"{queries_per_passage} per passage, {min_words} to {max_words} words; deterministic.",
     ]
-    write_readme(
-        folder,
-        DataCard(title=f"Pseudo-queries: {folder.resolve().name}", origin=origin, language=language),
-        counts,
-        None,
-    )
+    card = DataCard(title=f"Pseudo-queries: {folder.resolve().name}", origin=origin, language=language)
+    write_summary(folder, configuration, counts, hashes, terms=card.terms)
+    write_readme(folder, card, counts, None)
     return folder
 
 

@@ -25,12 +25,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.generation.nucleus import from_nucleus_unsorted
 
-HEADS = (256, 2048)  # so many of the largest scores are looked at before the whole vocabulary is sorted
+HEADS = (256, 2048)  # so many of the largest scores are looked at before the whole vocabulary is
+ENCODED_AT_ONCE = 8  # rows that the encoder sees together on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,11 +129,18 @@ def choose_tokens(
     mass = scaled_mass.cpu().numpy()
     vocabulary = logits.shape[1]
     tokens = np.full(len(logits), -1)
-    for width in (*(head for head in HEADS if head < vocabulary), vocabulary):
+    unsorted = scores.device.type == "cpu" and decoding.top_k is None  # a full sort is slow there
+    heads = [head for head in (HEADS[:1] if unsorted else HEADS) if head < vocabulary]
+    for width in (*heads, vocabulary):
         rows = np.flatnonzero(tokens < 0)
         if len(rows) == 0:
             break
         part = scores if len(rows) == len(scores) else scores[torch.from_numpy(rows).to(scores.device)]
+        if unsorted and width == vocabulary:
+            scaled = part.double().numpy() / decoding.temperature
+            for row, values, u in zip(rows, scaled, numbers[rows], strict=True):
+                tokens[row] = from_nucleus_unsorted(values, mass[row], u, decoding.top_p)
+            break
         values, ids = _largest(part, width)
         tokens[rows] = _from_nucleus(
             values / decoding.temperature, ids, mass[rows], numbers[rows], decoding, whole=width == vocabulary
@@ -194,13 +204,23 @@ class Encoded:
 
 @torch.inference_mode()
 def encode(model: PreTrainedModel, passages: Sequence[Sequence[int]]) -> Encoded:
-    """Run the encoder once over padded passages; their draws share the result."""
-    width = max(len(ids) for ids in passages)
-    pad = int(model.config.pad_token_id)
-    tokens = torch.tensor([[*ids, *[pad] * (width - len(ids))] for ids in passages], device=model.device)
-    mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in passages], device=model.device)
-    states = model.get_encoder()(input_ids=tokens, attention_mask=mask).last_hidden_state
-    return Encoded(states, mask)
+    """Run the encoder once over passages; their draws share the result.
+
+    On a CPU a few rows at a time: each few are padded to their own longest, and their attention fits a cache.
+    """
+    device = model.device
+    at_once = ENCODED_AT_ONCE if device.type == "cpu" else len(passages)
+    width, pad = max(len(ids) for ids in passages), int(model.config.pad_token_id)
+    mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in passages], device=device)
+    parts = []
+    for start in range(0, len(passages), at_once):
+        part = passages[start : start + at_once]
+        longest = max(len(ids) for ids in part)
+        tokens = torch.tensor([[*ids, *[pad] * (longest - len(ids))] for ids in part], device=device)
+        shown = mask[start : start + at_once, :longest]
+        states = model.get_encoder()(input_ids=tokens, attention_mask=shown).last_hidden_state
+        parts.append(functional.pad(states, (0, 0, 0, width - longest)))
+    return Encoded(torch.cat(parts), mask)
 
 
 @torch.inference_mode()

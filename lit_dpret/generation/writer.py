@@ -2,7 +2,8 @@
 
 The passages are cut into *canonical groups*: sorted by token length and id, a fixed number at a time.
 The shapes that the model computes are then a function of the list of passages alone, so a run that was
-interrupted twenty times writes the same bytes as one that was not, and little is padded.
+interrupted twenty times, or shared out among processes, writes the same bytes as one that was not, and
+little is padded.
 
 Which passages get queries must not depend on the private queries. "One query for each passage of the
 training data" tells everybody which passages people asked about, however private the generator is;
@@ -13,36 +14,33 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from lit_dpret.errors import ConfigurationError, DataError, StorageError
+from lit_dpret.generation.data_card import DataCard, write_readme
 from lit_dpret.generation.dataset_folder import (
     DATA_FILES,
-    DataCard,
     SyntheticQuery,
     check_passages,
     write_dataset,
-    write_readme,
     write_summary,
 )
+from lit_dpret.generation.groups import PRECISIONS, GroupSettings, canonical_groups
 from lit_dpret.generation.passages import passages_hash
-from lit_dpret.generation.sampler import Decoding, decode, encode, uniforms
+from lit_dpret.generation.sampler import Decoding
 from lit_dpret.generation.shards import MANIFEST_NAME, SHARDS_NAME, ShardStore, storage_error
-from lit_dpret.modules.generator_folder import GeneratorModel, TextCodec, load_generator, weights_hash
-from lit_dpret.privacy.card import CARD_NAME, LEDGER_NAME, inherit_card, write_card
+from lit_dpret.generation.workers import Drawn, draw_groups
+from lit_dpret.modules.generator_folder import load_generator, weights_hash
+from lit_dpret.privacy.card import CARD_NAME, LEDGER_NAME, inherit_card, read_card, write_card
 from lit_dpret.privacy.card_environment import environment_facts
 from lit_dpret.privacy.card_facts import Assumption
 from lit_dpret.privacy.card_notes import with_notes
-
-PRECISIONS = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
-_CHUNK = 1024
 
 
 def synthesize(
@@ -61,7 +59,11 @@ def synthesize(
     min_new_tokens: int = 1,
     device: str = "auto",
     precision: str = "32-true",
+    threads: int = 1,
+    workers: int = 0,
+    groups_in_flight: int = 2,
     language: str = "en",
+    license: str = "other",
     tuning: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
@@ -69,7 +71,8 @@ def synthesize(
 
     Guarantees:
         - Run again after any interruption, it goes on, and the data files have the same bytes as
-          those of a run that was never interrupted (same machine and library versions).
+          those of a run that was never interrupted (same machine and library versions), with whatever
+          ``workers`` and ``groups_in_flight`` each part of it was made.
         - The queries of a passage do not depend on ``queries_per_passage``, beyond how many there are.
         - The data set's privacy card carries the generator's claim and names its card.
         - Nothing is read but the generator and the passages.
@@ -79,7 +82,7 @@ def synthesize(
         passages: Text by id. Passages without text get no query.
         out: The folder to write or to go on with.
         passages_are_public: Must be true: the list of passages was fixed without looking at the
-            private queries.
+            private queries, or the generator's claim treats it as public (``neighbours=zero_out``).
         queries_per_passage: Draws for each passage.
         seed: Public; an experiment's seed, not the noise secret.
         top_p: Mass of the nucleus.
@@ -90,7 +93,12 @@ def synthesize(
         min_new_tokens: Tokens before the end mark may come.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:0``.
         precision: ``32-true`` or ``bf16-true``.
-        language: ISO code for the data card.
+        threads: Threads that PyTorch computes a group with; with another number the last bits differ, so it
+            belongs to what ``out`` was begun with.
+        workers: Processes that draw groups, each with the generator in memory; 0 draws in this one.
+        groups_in_flight: Groups that each worker holds at once, computed or waiting.
+        language: ISO codes of the texts for the data card, with commas between them.
+        license: Licence of the set for the data card, as the Hugging Face hub writes it.
         tuning: On which data the settings above were chosen, as in ``build_card``.
         progress: Called with (passages done, passages in all).
 
@@ -104,18 +112,24 @@ def synthesize(
         ResumeError: ``out`` was begun with another configuration.
         StorageError: ``out`` cannot be written, is in use, or the disk is too small.
         UnsupportedModelError: ``generator_folder`` is no generator.
+        WorkerError: A worker died.
     """
     source, folder = Path(generator_folder), Path(out)
     if passages_are_public is not True:
-        raise ConfigurationError(
-            f"passages_are_public={passages_are_public}: writing queries only for passages that had private "
-            "queries tells everybody which ones those are, and the privacy claim would not cover it. Give a list that "
-            "was fixed without looking at the queries (the whole corpus, or a public sample of it) and set "
-            "passages_are_public=true."
-        )
-    for name, value in (("queries_per_passage", queries_per_passage), ("group_size", group_size)):
-        if value < 1:
-            raise ConfigurationError(f"{name}={value} must be at least 1.")
+        raise ConfigurationError(_why_public(source, passages_are_public))
+    about = DataCard(
+        title=f"Synthetic queries: {folder.resolve().name}",
+        tags=["synthetic", "differential-privacy", "query-generation", "beir"], language=language, license=license,
+    )  # fmt: skip
+    for name, value, least in (
+        ("queries_per_passage", queries_per_passage, 1),
+        ("group_size", group_size, 1),
+        ("threads", threads, 1),
+        ("workers", workers, 0),
+        ("groups_in_flight", groups_in_flight, 1),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigurationError(f"{name}={value} must be a whole number of at least {least}.")
     if precision not in PRECISIONS:
         raise ConfigurationError(
             f"precision={precision!r} is not one of {', '.join(PRECISIONS)}: T5 overflows in float16."
@@ -149,74 +163,47 @@ def synthesize(
         "group_size": group_size,
         "device": place.type,
         "precision": precision,
+        "threads": threads,
     }
+    settings = GroupSettings(
+        generator=source, draws=queries_per_passage, seed=seed, decoding=decoding, device=str(place),
+        precision=precision, threads=threads,
+    )  # fmt: skip
     _check_disk(folder, texts, queries_per_passage, decoding.max_new_tokens)
     with _alone_in(folder):
         groups = canonical_groups(generator.codec, texts, group_size)
         store = ShardStore(folder, configuration, len(groups))
-        generator.model.to(device=place, dtype=PRECISIONS[precision])
-        missing = set(store.missing)
-        done = sum(len(group) for index, group in enumerate(groups) if index not in missing)
-        if progress is not None:
-            progress(done, len(texts))
-        for index in store.missing:
-            drawn = draw_group(
-                generator, {name: texts[name] for name in groups[index]}, queries_per_passage, seed, decoding
-            )
-            store.add(index, (query.to_dict() for query in drawn))
-            done += len(groups[index])
-            if progress is not None:
-                progress(done, len(texts))
+        drawing = draw_groups(
+            # The longest passages first: what does not fit into memory shows at once, not after hours.
+            ((index, {name: texts[name] for name in groups[index]}) for index in reversed(store.missing)),
+            settings,
+            workers=min(workers, len(store.missing)),
+            groups_in_flight=groups_in_flight,
+            generator=None if workers else generator,
+        )
+        del generator  # with workers, each has its own
+        _keep(drawing, store, [len(group) for group in groups], progress)
         store.seal()
-        _assemble(folder, promise, store, texts, configuration, language)
+        _assemble(folder, promise, store, texts, configuration, about)
     return folder
 
 
-def canonical_groups(codec: TextCodec, passages: Mapping[str, str], group_size: int) -> list[list[str]]:
-    """Passage ids in groups of ``group_size``, by (token length, id).
-
-    Guarantees:
-        - The groups are a function of the set of passages, not of the order they came in.
-    """
-    names = sorted(passages)
-    lengths: list[int] = []
-    for start in range(0, len(names), _CHUNK):
-        lengths += map(len, codec.passages([passages[name] for name in names[start : start + _CHUNK]]))
-    order = [name for _, name in sorted(zip(lengths, names, strict=True))]
-    return [order[start : start + group_size] for start in range(0, len(order), group_size)]
-
-
-def draw_group(
-    generator: GeneratorModel, group: Mapping[str, str], draws: int | Sequence[int], seed: int, decoding: Decoding
-) -> list[SyntheticQuery]:
-    """The queries of one group of passages, by passage and draw.
-
-    Args:
-        generator: The generator.
-        group: Passages by id.
-        draws: How many draws for each passage, or which ones. Each draw is decoded in a batch of its
-            own, so that it does not depend on how many there are.
-        seed: The public seed.
-        decoding: How to draw.
-    """
-    names, codec = list(group), generator.codec
-    wanted = range(draws) if isinstance(draws, int) else draws
-    encoded = encode(generator.model, codec.passages(list(group.values())))
-    by_draw = []
-    for draw in wanted:
-        numbers = np.stack([uniforms(seed, name, draw, decoding.max_new_tokens) for name in names])
-        by_draw.append(decode(generator.model, encoded, numbers, decoding))
-    return [
-        SyntheticQuery(
-            passage_id=name,
-            draw=draw,
-            text=codec.text(sampled[row].tokens),
-            log_prob=sampled[row].log_prob,
-            finished=sampled[row].finished,
-        )
-        for row, name in enumerate(names)
-        for draw, sampled in zip(wanted, by_draw, strict=True)
-    ]
+def _keep(
+    drawing: Generator[Drawn], store: ShardStore, sizes: Sequence[int], progress: Callable[[int, int], None] | None
+) -> None:
+    """Write each group when it is there."""
+    total = sum(sizes)
+    done = total - sum(sizes[index] for index in store.missing)
+    if progress is not None:
+        progress(done, total)
+    if not store.missing:
+        return
+    with closing(drawing):
+        for index, records in drawing:
+            store.add(index, records)
+            done += sizes[index]
+            if progress is not None:
+                progress(done, total)
 
 
 @dataclass(frozen=True)
@@ -248,9 +235,7 @@ class _Promise:
                 "filters": [],
                 "seeds": [self.seed],
             },
-            assumptions=[
-                Assumption("The list of passages was fixed without looking at the private queries.", "unverified")
-            ],
+            assumptions=[Assumption(_list_assumption(read_card(self.source)["claim"]["neighbours"]), "unverified")],
         )
 
 
@@ -260,7 +245,7 @@ def _assemble(
     store: ShardStore,
     texts: Mapping[str, str],
     configuration: dict[str, Any],
-    language: str,
+    about: DataCard,
 ) -> None:
     counts, hashes = write_dataset(folder, lambda: (SyntheticQuery(**record) for record in store.records()), texts)
     if counts.queries == 0:
@@ -274,15 +259,40 @@ def _assemble(
     write_card(card, folder)
     origin = [
         f"Generator: `{configuration['generator'][:16]}` (SHA-256 of its files), named in the privacy card.",
-        "Passages: a list declared public, fixed without looking at the private queries.",
+        f"Passages: a list declared public. {_list_assumption(card['claim']['neighbours'])}",
         f"Decoding: {', '.join(f'{key} {value}' for key, value in decoding.items() if value is not None)}; "
-        f"{promise.draws} per passage; seed {promise.seed}.",
+        f"{promise.draws} per passage; seed {promise.seed}; precision {configuration['precision']}, on "
+        f"{configuration['device']}, {configuration['group_size']} passages at a time.",
         "Filters: none.",
     ]
-    tags = ["synthetic", "differential-privacy", "query-generation", "beir"]
-    title = f"Synthetic queries: {folder.resolve().name}"
-    write_summary(folder, configuration, counts, hashes)
-    write_readme(folder, DataCard(title=title, origin=origin, tags=tags, language=language), counts, card)
+    write_summary(folder, configuration, counts, hashes, terms=about.terms)
+    write_readme(folder, replace(about, origin=origin), counts, card)
+
+
+def _list_assumption(neighbours: str | None) -> str:
+    """What has to be true of the list of passages for the generator's claim to cover the set."""
+    text = "The list of passages was fixed without looking at the private queries"
+    if neighbours == "zero_out":
+        return f"{text}, or is that of the training data, which the claim (zero-out) takes as known to everybody."
+    return f"{text}."
+
+
+def _why_public(source: Path, declared: object) -> str:
+    """Why nothing is generated for a list that was not declared public, as the generator's claim has it."""
+    given = f"passages_are_public={declared}: "
+    if not (source / CARD_NAME).is_file() or read_card(source)["claim"]["neighbours"] != "zero_out":
+        return given + (
+            "writing queries only for passages that had private queries tells everybody which ones those are, and the "
+            "privacy claim would not cover it: taking a query away, or replacing it, would change that list. Give a "
+            "list that was fixed without looking at the queries (the whole corpus, or a public sample of it) and set "
+            "passages_are_public=true."
+        )
+    return given + (
+        "the list of passages stands in the data set for everybody to read. If these are the passages that had private "
+        "queries, it tells which ones those are; the generator's claim (neighbours=zero_out) takes that as public, and "
+        "protects only what was asked about them. Set passages_are_public=true if that may be known, or if the list "
+        "was fixed without looking at the queries; else give the whole corpus, or a public sample of it."
+    )
 
 
 def _device(name: str) -> torch.device:

@@ -8,14 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import DataError, StorageError
-from lit_dpret.generation.dataset_folder import (
-    Counts,
-    DataCard,
-    Entry,
-    write_entries,
-    write_readme,
-    write_summary,
-)
+from lit_dpret.generation.data_card import DataCard, terms_of, write_readme
+from lit_dpret.generation.dataset_folder import Counts, Entry, write_entries, write_summary
 from lit_dpret.postprocessing.filters import Progress, QueryFilter
 from lit_dpret.postprocessing.released import ReleasedQueries, require_of_its_folder
 from lit_dpret.privacy.card import inherit_card, read_card, write_card
@@ -104,7 +98,8 @@ def write_selection(
     *,
     applied: Sequence[Mapping[str, Any]],
     tuning: Mapping[str, Any] | None = None,
-    language: str = "en",
+    language: str | None = None,
+    license: str | None = None,
 ) -> Path:
     """Write the queries that were kept in BEIR's layout, ids and metadata as they were.
 
@@ -118,7 +113,8 @@ def write_selection(
         out: A new folder.
         applied: Settings and counts of every filter, from `Applied.to_dict`.
         tuning: On which data the filters' settings were chosen, as in ``build_card``.
-        language: ISO code for the data card.
+        language: ISO codes for the data card; null for those of the whole set.
+        license: Licence for the data card; null for that of the whole set.
 
     Raises:
         StorageError: ``out`` holds something already.
@@ -147,13 +143,13 @@ def write_selection(
         + ("; then ".join(f"{_shown(one)} ({one['kept']} of {one['asked']} kept)" for one in applied) or "no filter")
         + "."
     ]
-    write_summary(
-        folder, {"selection_of": None if source is None else source.name, "filters": list(applied)}, counts, hashes
-    )
     tags = ["synthetic", "query-generation", "beir"] + (["differential-privacy"] if card else [])
-    write_readme(
-        folder, DataCard(title=f"Synthetic queries: {name}", origin=origin, tags=tags, language=language), counts, card
-    )
+    terms = {} if source is None else terms_of(source)
+    terms |= {key: value for key, value in (("language", language), ("license", license)) if value is not None}
+    about = DataCard(title=f"Synthetic queries: {name}", origin=origin, tags=tags, **terms)
+    made = {"selection_of": None if source is None else source.name, "filters": list(applied)}
+    write_summary(folder, made, counts, hashes, terms=about.terms)
+    write_readme(folder, about, counts, card)
     return folder
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.errors import ConfigurationError
@@ -20,13 +21,24 @@ class Synthesize:
     Args:
         generator: The ``model`` folder of a generator run.
         passages_are_public: Declares that the datamodule's list of passages does not depend on
-            private queries. Without the declaration nothing is generated.
+            private queries, or that the generator's claim takes it as public (zero-out). Without the
+            declaration nothing is generated.
         queries_per_passage: Draws for each passage.
         max_passages: Generate for a public sample of so many passages, chosen by hash of id.
         top_p: Nucleus.
         temperature: Divides the logits.
+        top_k: Keep this many tokens before the nucleus is taken; null keeps all.
         max_new_tokens: Longest query.
+        min_new_tokens: Tokens before the end mark may come.
         group_size: Passages decoded together; part of what makes the files reproducible.
+        precision: ``32-true`` or ``bf16-true``; another such part, like ``device`` and ``threads``.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:0``.
+        threads: Threads that a group is computed with.
+        workers: Processes that draw groups, each with the generator in memory; 0 for this one. The files are
+            the same.
+        groups_in_flight: Groups that each worker holds at once, computed or waiting.
+        language: ISO codes for the data card, with commas between them.
+        license: Licence for the data card, as the Hugging Face hub writes it.
     """
 
     def __init__(
@@ -38,20 +50,39 @@ class Synthesize:
         max_passages: int | None = None,
         top_p: float = 0.8,
         temperature: float = 1.0,
+        top_k: int | None = None,
         max_new_tokens: int = 32,
+        min_new_tokens: int = 1,
         group_size: int = 64,
+        precision: str = "32-true",
+        device: str = "auto",
+        threads: int = 1,
+        workers: int = 0,
+        groups_in_flight: int = 2,
+        language: str = "en",
+        license: str = "other",
     ) -> None:
-        for knob, value in (("queries_per_passage", queries_per_passage), ("group_size", group_size)):
-            if value < 1:
-                raise ConfigurationError(f"task.{knob}={value} must be at least 1.")
+        for knob, value, least in (
+            ("queries_per_passage", queries_per_passage, 1),
+            ("group_size", group_size, 1),
+            ("threads", threads, 1),
+            ("workers", workers, 0),
+            ("groups_in_flight", groups_in_flight, 1),
+        ):
+            if value < least:
+                raise ConfigurationError(f"task.{knob}={value} must be at least {least}.")
         if max_passages is not None and max_passages < 1:
             raise ConfigurationError(f"task.max_passages={max_passages} must be at least 1.")
         self.generator = Path(generator)
         self.passages_are_public = passages_are_public
         self.queries_per_passage = queries_per_passage
         self.max_passages = max_passages
-        self.top_p, self.temperature = top_p, temperature
-        self.max_new_tokens, self.group_size = max_new_tokens, group_size
+        self.settings: dict[str, Any] = {
+            "top_p": top_p, "temperature": temperature, "top_k": top_k, "max_new_tokens": max_new_tokens,
+            "min_new_tokens": min_new_tokens, "group_size": group_size, "precision": precision, "device": device,
+            "threads": threads, "workers": workers, "groups_in_flight": groups_in_flight, "language": language,
+            "license": license,
+        }  # fmt: skip
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``run_dir/synthetic``; an interrupted run goes on where it stopped."""
@@ -68,11 +99,8 @@ class Synthesize:
                 passages_are_public=self.passages_are_public,
                 queries_per_passage=self.queries_per_passage,
                 seed=parts.seed,
-                top_p=self.top_p,
-                temperature=self.temperature,
-                max_new_tokens=self.max_new_tokens,
-                group_size=self.group_size,
                 progress=progress,
+                **self.settings,
             )
         sys.stdout.write(f"synthetic queries: {folder}\nprivacy card: {folder / 'privacy_card.json'}\n")
         return {"passages": float(len(passages))}

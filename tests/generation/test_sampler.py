@@ -13,7 +13,16 @@ from tiny_generator import generator, lively_generator, passage
 from transformers import PreTrainedModel
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.generation.sampler import HEADS, Decoding, Sampled, choose_tokens, decode, encode, uniforms
+from lit_dpret.generation.sampler import (
+    ENCODED_AT_ONCE,
+    HEADS,
+    Decoding,
+    Sampled,
+    choose_tokens,
+    decode,
+    encode,
+    uniforms,
+)
 
 
 def model_and_passages(count: int = 5) -> tuple[PreTrainedModel, list[list[int]]]:
@@ -125,6 +134,19 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     assert [row.tokens for row in shuffled] == [together[i].tokens for i in order]
     alone = [drawn(model, [ids], u[i : i + 1])[0] for i, ids in enumerate(tokens)]
     assert [row.tokens for row in alone] == [row.tokens for row in together]
+
+
+def test_encoding_a_few_rows_at_a_time_gives_the_states_of_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = model_and_passages(2 * ENCODED_AT_ONCE + 3)
+    few = encode(model, tokens)
+    monkeypatch.setattr("lit_dpret.generation.sampler.ENCODED_AT_ONCE", len(tokens))
+    whole = encode(model, tokens)
+    assert torch.equal(few.mask, whole.mask)
+    shown = whole.mask.bool()
+    torch.testing.assert_close(few.states[shown], whole.states[shown])
+    assert (
+        few.states.isfinite().all()
+    )  # a hidden state that is not a number would spoil the rows that it is hidden from
 
 
 def test_the_numbers_of_a_query_are_its_own() -> None:

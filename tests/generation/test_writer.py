@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_generator import PASSAGES, SETTINGS, content, generator, lines
+from tiny_generator import PASSAGES, SETTINGS, content, generator, lines, write_parent_card
 
 from lit_dpret.errors import ConfigurationError, DataError, StorageError, UnsupportedModelError
 from lit_dpret.generation.dataset_folder import DATA_FILES, SyntheticQuery, write_dataset
 from lit_dpret.generation.writer import synthesize
 from lit_dpret.modules.generator_folder import load_generator
+from lit_dpret.privacy.budget import Neighbours
 from lit_dpret.privacy.card import card_sha256, read_card
 
 # -- the folder ------------------------------------------------------------------------------
@@ -103,6 +104,28 @@ def test_passages_that_nobody_declared_public_are_refused(source: Path, tmp_path
     assert not (tmp_path / "set").exists()
 
 
+@pytest.mark.parametrize(
+    ("relation", "words"),
+    [
+        ("zero_out", r"neighbours=zero_out\) takes that as public.*if that may be known"),
+        ("add_or_remove", "had private queries.*would not cover it.*taking a query away"),
+        ("replace_one", "had private queries.*would not cover it.*replacing it"),
+    ],
+)
+def test_why_the_list_must_be_public_depends_on_the_neighbours(
+    source: Path, tmp_path: Path, relation: Neighbours, words: str
+) -> None:
+    """Zero-out keeps the passage of a blanked query in its place; the other two take it away or change it."""
+    generator_folder = tmp_path / "g"
+    shutil.copytree(source, generator_folder, ignore=shutil.ignore_patterns("privacy_*"))
+    write_parent_card(generator_folder, neighbours=relation)
+    with pytest.raises(ConfigurationError, match=words):
+        synthesize(generator_folder, PASSAGES, tmp_path / "set", **SETTINGS | {"passages_are_public": False})
+    card = read_card(synthesize(generator_folder, PASSAGES, tmp_path / "set", **SETTINGS))
+    told = next(one["text"] for one in card["assumptions"] if one["text"].startswith("The list of passages was fixed"))
+    assert ("which the claim (zero-out) takes as known" in told) == (relation == "zero_out")
+
+
 def test_a_generator_without_a_card_is_refused(source: Path, tmp_path: Path) -> None:
     bare = generator().save_model(tmp_path / "g")
     with pytest.raises(DataError, match=r"privacy_card\.json"):
@@ -161,7 +184,7 @@ def test_a_disk_that_fills_up_keeps_what_is_finished(
     with pytest.raises(StorageError, match="No space left"):
         synthesize(source, PASSAGES, out, **SETTINGS)
     monkeypatch.undo()
-    assert (out / "shards" / "000000.jsonl").exists() and not list(out.rglob("*.partial"))
+    assert (out / "shards" / "000003.jsonl").exists() and not list(out.rglob("*.partial"))
     synthesize(source, PASSAGES, out, **SETTINGS)
     assert content(out) == content(whole)
 
@@ -193,7 +216,15 @@ def test_passages_that_cannot_be_written_are_refused(source: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "change", [{"queries_per_passage": 0}, {"group_size": 0}, {"precision": "16-true"}, {"device": "abacus"}]
+    "change",
+    [
+        {"queries_per_passage": 0},
+        {"group_size": 0},
+        {"precision": "16-true"},
+        {"device": "abacus"},
+        {"language": "English"},
+        {"license": "CC BY 4.0"},
+    ],
 )
 def test_settings_out_of_range_are_refused_by_name(source: Path, tmp_path: Path, change: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(change))):
@@ -225,6 +256,11 @@ def test_passages_without_text_get_no_query(source: Path, tmp_path: Path) -> Non
     assert {query["metadata"]["passage_id"] for query in lines(out / "queries.jsonl")} == {"p"}
 
 
-def test_bfloat16_writes_queries_too(source: Path, tmp_path: Path) -> None:
-    out = synthesize(source, PASSAGES, tmp_path / "set", **SETTINGS | {"precision": "bf16-true"})
+def test_bfloat16_writes_the_same_queries_each_time_and_says_so(source: Path, tmp_path: Path) -> None:
+    settings = SETTINGS | {"precision": "bf16-true"}
+    out = synthesize(source, PASSAGES, tmp_path / "a" / "set", **settings)
     assert len(lines(out / "corpus.jsonl")) == len(PASSAGES)
+    assert content(synthesize(source, PASSAGES, tmp_path / "b" / "set", **settings)) == content(out)
+    assert json.loads((out / "generation.json").read_text())["configuration"]["precision"] == "bf16-true"
+    assert read_card(out)["environment"]["precision"] == "bf16-true"
+    assert "precision bf16-true" in (out / "README.md").read_text()

@@ -1,0 +1,181 @@
+"""Our throughput of queries beside plain ``model.generate``: the same model, settings, batch size and threads.
+
+    pip install "lit-dpret[quickstart]"
+    python benchmarks/synthesize.py
+
+Plain means: passages in the given order, ``--batch-size`` at a time, each batch padded to its longest, and
+``generate(do_sample=True, top_p=..., top_k=0)`` on it. Ours is what ``task=synthesize`` does to a group. Both
+tokenise and write text, and they take turns. The passages are those of InsuranceQA, and the same words cut or
+joined to lengths that are spread evenly on a logarithmic scale.
+
+Two regimes, told apart in the results: ``equal tokens`` forbids the end mark, so that both draw the same number of
+tokens; ``natural ends`` lets queries end, and then the two have drawn other queries, of about the same length.
+Random weights (``t5-small-shape``) never learnt to end, and their flat distribution is the worst case for drawing.
+The machine may be shared, so what is compared is processor time; it is the whole time of an idle machine at one
+thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
+
+from lit_dpret.datamodules import InsuranceQADataModule
+from lit_dpret.generation.groups import canonical_groups, draw_group, fixed_arithmetic
+from lit_dpret.generation.sampler import Decoding
+from lit_dpret.modules.generator_folder import GeneratorContract, GeneratorModel, TextCodec
+from lit_dpret.modules.model_loading import load_seq2seq, load_tokenizer
+
+OUT = Path(__file__).resolve().parent / "results" / "synthesize_cpu.json"
+OURS, PLAIN = "lit-dpret", "model.generate"
+SHORTEST, LONGEST = 8, 300  # words of a passage of mixed length
+
+
+def models(names: list[str]) -> Iterator[tuple[str, GeneratorModel]]:
+    """The generators, by what the results call them."""
+    codec = TextCodec(load_tokenizer("public_t5"), GeneratorContract(prompt="", max_passage_length=384))
+    for name in names:
+        if name == "public_t5":
+            model: PreTrainedModel = load_seq2seq("public_t5")
+        else:
+            torch.manual_seed(0)
+            model = T5ForConditionalGeneration(T5Config(decoder_start_token_id=0))
+        yield name, GeneratorModel(model.eval(), codec, Path())
+
+
+def passages(count: int, *, mixed: bool) -> dict[str, str]:
+    """InsuranceQA's passages, or its words at lengths from `SHORTEST` to `LONGEST`."""
+    data = InsuranceQADataModule()
+    data.setup("test")
+    texts = list(data.public_passages().values())
+    if not mixed:
+        return {f"p{number}": text for number, text in enumerate(texts[:count])}
+    words = " ".join(texts).split()
+    lengths = np.exp(np.random.default_rng(0).uniform(math.log(SHORTEST), math.log(LONGEST), count)).astype(int)
+    ends = np.cumsum(lengths)
+    return {
+        f"p{number}": " ".join(words[end - length : end])
+        for number, (length, end) in enumerate(zip(lengths, ends, strict=True))
+    }
+
+
+def ours(generator: GeneratorModel, texts: Mapping[str, str], decoding: Decoding, batch: int, seed: int) -> list[str]:
+    """Queries by canonical groups."""
+    drawn = []
+    for group in canonical_groups(generator.codec, texts, batch):
+        drawn += draw_group(generator, {name: texts[name] for name in group}, 1, seed, decoding)
+    return [query.text for query in drawn]
+
+
+@torch.inference_mode()
+def plain(generator: GeneratorModel, texts: Mapping[str, str], decoding: Decoding, batch: int, seed: int) -> list[str]:
+    """Queries by ``model.generate``."""
+    torch.manual_seed(seed)
+    tokenizer, drawn, rows = generator.tokenizer, list[str](), generator.codec.passages(list(texts.values()))
+    for start in range(0, len(rows), batch):
+        padded = tokenizer.pad({"input_ids": rows[start : start + batch]}, return_tensors="pt")
+        found = generator.model.generate(
+            input_ids=padded["input_ids"], attention_mask=padded["attention_mask"], do_sample=True,
+            top_p=decoding.top_p, top_k=0, temperature=decoding.temperature,
+            max_new_tokens=decoding.max_new_tokens, min_new_tokens=decoding.min_new_tokens,
+        )  # fmt: skip
+        drawn += tokenizer.batch_decode(found, skip_special_tokens=True)
+    return drawn
+
+
+def side_by_side(generator: GeneratorModel, texts: Mapping[str, str], decoding: Decoding, options: Any) -> Any:
+    """Both in turns, the other one first in every second round."""
+    ways: dict[str, Callable[..., list[str]]] = {OURS: ours, PLAIN: plain}
+    few = dict(list(texts.items())[: options.batch_size])
+    for way in ways.values():
+        way(generator, few, Decoding(max_new_tokens=2), options.batch_size, 0)  # the first time is slower for both
+    rounds = []
+    for turn in range(options.rounds):
+        facts: dict[str, Any] = {"load": os.getloadavg()[0]}
+        for name in list(ways) if turn % 2 == 0 else list(ways)[::-1]:
+            start, used = time.perf_counter(), time.process_time()
+            drawn = ways[name](generator, texts, decoding, options.batch_size, turn)
+            seconds, used = time.perf_counter() - start, time.process_time() - used
+            facts[name] = {
+                "seconds": seconds,
+                "processor_seconds": used,
+                "queries_per_processor_second": len(drawn) / used,
+                "mean_words": sum(len(text.split()) for text in drawn) / len(drawn),
+            }
+            sys.stdout.write(f"  {name:15s} {used:7.2f} s of processor, {len(drawn) / used:7.1f} queries/s\n")
+            sys.stdout.flush()
+        facts["throughput_over_plain"] = facts[PLAIN]["processor_seconds"] / facts[OURS]["processor_seconds"]
+        rounds.append(facts)
+    ratios = [facts["throughput_over_plain"] for facts in rounds]
+    return {"rounds": rounds, "throughput_over_plain": summary(ratios)}
+
+
+def summary(ratios: list[float]) -> dict[str, float]:
+    """Median and range of the rounds."""
+    return {"median": statistics.median(ratios), "least": min(ratios), "greatest": max(ratios)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["public_t5", "t5-small-shape"])
+    parser.add_argument("--passages", type=int, nargs="+", default=[512, 128], help="for each model")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=OUT)
+    options = parser.parse_args()
+    lengths = {"equal tokens": options.max_new_tokens, "natural ends": 1}
+    rows: dict[str, Any] = {}
+    with fixed_arithmetic(options.threads):
+        for (name, generator), count in zip(models(options.models), options.passages, strict=True):
+            for corpus in ("insuranceqa", "mixed lengths"):
+                texts = passages(count, mixed=corpus == "mixed lengths")
+                tokens = [len(row) for row in generator.codec.passages(list(texts.values()))]
+                for regime, least in lengths.items():
+                    if regime == "natural ends" and name != "public_t5":
+                        continue  # random weights do not end their queries
+                    decoding = Decoding(top_p=0.8, max_new_tokens=options.max_new_tokens, min_new_tokens=least)
+                    row = f"{name}, {corpus}, {regime}"
+                    sys.stdout.write(f"{row}\n")
+                    rows[row] = {
+                        "queries": count,
+                        "passage_tokens": {"mean": statistics.mean(tokens), "least": min(tokens), "most": max(tokens)},
+                        **side_by_side(generator, texts, decoding, options),
+                    }
+                    found = rows[row]["throughput_over_plain"]
+                    sys.stdout.write(
+                        f"  over plain: {found['median']:.2f} ({found['least']:.2f} to {found['greatest']:.2f})\n"
+                    )
+    report = {
+        "rows": rows,
+        "settings": {"top_p": 0.8, "temperature": 1.0, "top_k": None, "max_new_tokens": options.max_new_tokens},
+        "batch_size": options.batch_size,
+        "dtype": "float32",
+        "threads": options.threads,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    sys.stdout.write(f"written: {options.out}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
