@@ -159,7 +159,7 @@ def _line(row: CanaryRow) -> tuple[object, ...]:
         _interval(cell.top, "{:.0%}"),
         f"{limits.top:.1%}" if claimed else "none",
         _interval(cell.leaked, "{:.0%}"),
-        f"{limits.leak:.2%}" if claimed and limits.leak is not None else "none",
+        f"{limits.leak:.2%}" if claimed and _has_digits(cell) else "none",
         f"{cell.exposure:.2f}",
         f"{cell.bounds[0].eps_lower:.3g}",
     )
@@ -205,6 +205,11 @@ def _group_delta(limits: Any, copies: int) -> float:
     return math.exp(exponent) if exponent < 0 else 1.0
 
 
+def _has_digits(cell: Any) -> bool:
+    """Whether the ceiling of leaks, which is for ten digits, is about the cell's secrets."""
+    return cell.kind not in ("echo", "new_token")
+
+
 def _interval(found: Interval, form: str) -> str:
     if math.isnan(found.low):
         return form.format(found.mean)
@@ -228,6 +233,7 @@ def _csv(rows: Sequence[CanaryRow]) -> list[list[object]]:
             line += ["" if value is None else value for value in getattr(cell, name).to_dict().values()]
         limits = cell.limits if cell.limits.eps is not None else None
         line += [cell.exposure, cell.chance, cell.bounds[0].eps_lower, cell.bounds[0].method]
-        line += ["", "", ""] if limits is None else [limits.top, limits.mean_rank, limits.leak]
+        leak = limits.leak if limits is not None and _has_digits(cell) else ""
+        line += ["", "", ""] if limits is None else [limits.top, limits.mean_rank, leak]
         table.append(line)
     return table
