@@ -306,9 +306,9 @@ def share(shares: Sequence[float]) -> Estimate:
 
 
 def _mean(values: Sequence[float], low: float, high: float) -> Estimate:
-    """The mean with its t-interval over trainings, inside what is possible; NaN bounds for one training."""
+    """The mean with its t-interval over trainings, inside what is possible; NaN bounds where they do not differ."""
     mean = float(np.mean(values))
-    if len(values) < 2:
+    if len(set(values)) < 2:  # no spread was seen, which says little of how much there is
         return Estimate(mean, math.nan, math.nan)
     reach = float(t.ppf(0.975, len(values) - 1)) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
     return Estimate(mean, max(low, mean - reach), min(high, mean + reach))
