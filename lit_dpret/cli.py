@@ -70,7 +70,7 @@ def build_parts(cfg: DictConfig) -> Parts:
         make_trainer=partial(node, "trainer", _convert_="all"),
         make_callbacks=partial(listed, "callbacks"),
         make_loggers=partial(listed, "logger"),
-        make_canaries=lambda: None if cfg.canaries is None else node("canaries"),
+        make_canaries=lambda: None if cfg.get("canaries") is None else node("canaries"),
         command=" ".join(["python train.py", *_shown_overrides()]),
     )
 
@@ -93,7 +93,7 @@ def _start(cfg: DictConfig) -> dict[str, str]:
 def run(cfg: DictConfig) -> Any:
     """Run the task of a composed configuration."""
     task = instantiate(cfg.task, _convert_="all")
-    if cfg.canaries is not None and not isinstance(task, Fit):
+    if cfg.get("canaries") is not None and not isinstance(task, Fit):
         raise ConfigurationError("canaries are planted by task=fit; task=canaries has its own, task.canaries.")
     if cfg.init_from is not None and not isinstance(task, Fit):
         raise ConfigurationError(f"init_from={cfg.init_from} is for task=fit: no other task starts from a run's model.")

@@ -91,7 +91,7 @@ class Limits:
     Attributes:
         top: Probability of rank 1.
         mean_rank: Expected rank, at least.
-        leak: Probability that the secret stands in any of the draws; None where no prior is known for it.
+        leak: Probability that a secret of ten digits stands in any of the draws.
         eps: The claim for one unit.
         delta: Of the claim.
         group_eps: What the mixture accounting gives for so many units together, at the same delta.
@@ -99,7 +99,7 @@ class Limits:
 
     top: float = 1.0
     mean_rank: float = 1.0
-    leak: float | None = 1.0
+    leak: float = 1.0
     eps: float | None = None
     delta: float | None = None
     group_eps: float | None = None
@@ -272,9 +272,10 @@ def _bounds(
 def _contradictions(first: Sequence[Outcome], alarms: Sequence[Evidence], limits: Limits, alarm: float) -> list[str]:
     """What was measured above its ceiling, with an error of ``alarm`` for each statement."""
     found = []
+    digits = all(one.kind in PAPER_KINDS for one in first)  # whose prior the ceiling of leaks has
     for what, hits, ceiling in (
         ("rank 1", sum(one.rank == 1 for one in first), limits.top),
-        ("leaked", sum(one.found > 0 for one in first), limits.leak),
+        ("leaked", sum(one.found > 0 for one in first), limits.leak if digits else None),
     ):
         at_least = float(rate_at_least(hits, len(first), alarm))
         if ceiling is not None and at_least > ceiling:
@@ -305,9 +306,9 @@ def share(shares: Sequence[float]) -> Estimate:
 
 
 def _mean(values: Sequence[float], low: float, high: float) -> Estimate:
-    """The mean with its t-interval over trainings, inside what is possible; NaN bounds for one training."""
+    """The mean with its t-interval over trainings, inside what is possible; NaN bounds where they do not differ."""
     mean = float(np.mean(values))
-    if len(values) < 2:
+    if len(set(values)) < 2:  # no spread was seen, which says little of how much there is
         return Estimate(mean, math.nan, math.nan)
     reach = float(t.ppf(0.975, len(values) - 1)) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
     return Estimate(mean, max(low, mean - reach), min(high, mean + reach))

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from lit_dpret.errors import DataError
+from lit_dpret.errors import ConfigurationError, DataError
 
 NOBODY = -1
 
@@ -61,8 +61,13 @@ class TrainTexts:
         Queries that nothing answers have no row to train on, and are left out.
 
         Raises:
-            ConfigurationError: The DataModule has no public list of passages.
+            ConfigurationError: The DataModule has no public list of passages, or canaries are planted in it.
         """
+        if getattr(data, "planted_facts", None) is not None:
+            raise ConfigurationError(
+                "model.negatives take negatives for the train queries of the data, and planted canaries are not among "
+                "them. Set canaries to null, or model.negatives to in_batch or a pool."
+            )
         queries, judged = data.evaluation_set("train")
         answered = {query for query, grades in judged.items() if any(grade > 0 for grade in grades.values())}
         kept = {query: text for query, text in queries.items() if query in answered}

@@ -16,6 +16,8 @@ from lit_dpret.privacy.card_text import show_delta, show_epsilon
 from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
 
 SCHEMA = "lit-dpret/canaries-report/1"
+POOLED = "three kinds"
+SHORT = {"query": "the query", "passage": "the passage", "both": "both"}
 FORMS = {
     "query": "Secret in the query",
     "passage": "Secret in the passage, the papers' letter",
@@ -23,10 +25,10 @@ FORMS = {
 }
 _HOW = (
     "Rank: of the planted secret among {candidates} candidates by perplexity, 1 the likeliest, ties against the "
-    "finding; with the t-interval over trainings. A secret that was not planted has {chance} on average. Rank 1 and "
-    "leaked: shares with Clopper and Pearson's interval, counted by training, as if the canaries of one training rose "
-    "and fell together. Leaked: the secret stands in one of {draws} queries drawn for its passage without it. In "
-    "brackets: 95 %."
+    "finding; with the t-interval over trainings, and none where all trainings agree. A secret that was not planted "
+    "has {chance} on average. Rank 1 and leaked: shares with Clopper and Pearson's interval, counted by training, as "
+    "if the canaries of one training rose and fell together. Leaked: the secret stands in one of {draws} queries drawn "
+    "for its passage without it. In brackets: 95 %. Bits: mean exposure."
 )
 _BOUND = (
     "Bound: evidence of leakage at least so much, as epsilon for one unit at 95 %; absence of evidence is no "
@@ -34,9 +36,9 @@ _BOUND = (
     "confidence, are in the JSON alone."
 )
 _CEILING = (
-    "Ceilings follow from the accounting and are no measurements. A secret with k copies is k units, so that its "
-    "ceiling is that of k units together, by the mixture of Gaussians; (k eps, delta_k) of group privacy stands below. "
-    "Trivial ones say that the claim does not protect so many copies."
+    "At least and at most: what the accounting allows, which is no measurement. A secret with k copies is k units, so "
+    "that its ceiling is that of k units together, by the mixture of Gaussians. 100 % says that the claim does not "
+    "protect so many copies."
 )
 
 
@@ -125,44 +127,55 @@ def write_canary_table(
 
 
 def _tables(rows: Sequence[CanaryRow]) -> list[Section]:
-    head = (
-        "model",
-        "copies",
-        "canaries",
-        "n",
-        "rank",
-        "ceiling",
-        "rank 1",
-        "ceiling",
-        "leaked",
-        "ceiling",
-        "bits",
-        "bound",
-    )
+    return [*_in_short(rows), *_in_full(rows)]
+
+
+def _in_short(rows: Sequence[CanaryRow]) -> list[Section]:
+    """The papers' table: their kinds together, a line for each model and form."""
+    pooled = [row for row in rows if row.cell.kind == POOLED]
+    copies = sorted({row.cell.copies for row in pooled})
+    if not pooled:
+        return []
+    lines = []
+    for side, model in sorted(dict.fromkeys((row.cell.side, row.model) for row in pooled), key=_by_form):
+        cells = {row.cell.copies: row.cell for row in pooled if (row.model, row.cell.side) == (model, side)}
+        line: list[object] = [f"{model}, secret in {SHORT[side]}"]
+        for k in copies:
+            if k in cells:
+                line += [_interval(cells[k].mean_rank, "{:.0f}"), _interval(cells[k].leaked, "{:.0%}")]
+            else:
+                line += ["", ""]
+        lines.append(tuple(line))
+    head = ["model", *(f"{what}, {k}" for k in copies for what in ("rank", "leaked"))]
+    return [
+        Section("In short: the three kinds together, by copies", [Grid(head, lines, frozenset(range(1, len(head))))])
+    ]
+
+
+def _in_full(rows: Sequence[CanaryRow]) -> list[Section]:
     sections = []
-    for side in dict.fromkeys(row.cell.side for row in rows):
-        lines = [_line(row) for row in rows if row.cell.side == side]
-        sections.append(Section(FORMS[side], [Grid(head, lines, frozenset({1, 3, *range(4, len(head))}))]))
+    for side, model in dict.fromkeys((row.cell.side, row.model) for row in rows):
+        found = [row for row in rows if (row.cell.side, row.model) == (side, model)]
+        head = ["copies", "canaries", "n", "rank", "rank 1", "leaked", "bits", "bound"]
+        if found[0].cell.limits.eps is not None:
+            head += ["rank at least", "rank 1 at most", "leaked at most"]
+        lines = [_line(row) for row in found]
+        sections.append(Section(f"{FORMS[side]}: {model}", [Grid(head, lines, frozenset({0, *range(2, len(head))}))]))
     return sections
 
 
 def _line(row: CanaryRow) -> tuple[object, ...]:
+    """A row in words; under a claim with what the accounting allows."""
     cell, limits = row.cell, row.cell.limits
-    claimed = limits.eps is not None
-    return (
-        row.model,
-        cell.copies,
-        cell.kind,
-        f"{cell.canaries} in {cell.trainings}",
-        _interval(cell.mean_rank, "{:.1f}"),
-        f"at least {limits.mean_rank:.1f}" if claimed else "none",
-        _interval(cell.top, "{:.0%}"),
-        f"{limits.top:.1%}" if claimed else "none",
-        _interval(cell.leaked, "{:.0%}"),
-        f"{limits.leak:.2%}" if claimed and limits.leak is not None else "none",
-        f"{cell.exposure:.2f}",
-        f"{cell.bounds[0].eps_lower:.3g}",
-    )
+    measured = (
+        cell.copies, cell.kind, f"{cell.canaries} in {cell.trainings}", _interval(cell.mean_rank, "{:.1f}"),
+        _interval(cell.top, "{:.0%}"), _interval(cell.leaked, "{:.0%}"), f"{cell.exposure:.2f}",
+        f"{cell.bounds[0].eps_lower:.2g}",
+    )  # fmt: skip
+    if limits.eps is None:
+        return measured
+    leak = f"{limits.leak:.1%}" if _has_digits(cell) else "none"
+    return (*measured, f"{limits.mean_rank:.1f}", f"{limits.top:.0%}", leak)
 
 
 def _words(rows: Sequence[CanaryRow], facts: Mapping[str, Any], notes: Sequence[str], command: str) -> list[Section]:
@@ -185,14 +198,18 @@ def _claims(rows: Sequence[CanaryRow]) -> list[str]:
         limits = row.cell.limits
         if limits.eps is None:
             continue
-        together = (
-            "nothing that is known" if limits.group_eps is None else f"epsilon = {show_epsilon(limits.group_eps)}"
-        )
-        found[f"{row.model} {row.cell.copies}"] = (
+        text = (
             f"{row.model}: the claim of a training is epsilon = {show_epsilon(limits.eps)} at delta = "
-            f"{show_delta(limits.delta)} for one unit; for {row.cell.copies} together it is {together}, and by group "
-            f"privacy ({show_epsilon(row.cell.copies * limits.eps)}, {_group_delta(limits, row.cell.copies):.2g})."
+            f"{show_delta(limits.delta)} for one unit"
         )
+        if row.cell.copies > 1:
+            known = limits.group_eps is not None
+            together = f"epsilon = {show_epsilon(limits.group_eps)}" if known else "no epsilon that bounds anything"
+            text += (
+                f"; for {row.cell.copies} together the mixture gives {together}, and group privacy "
+                f"({show_epsilon(row.cell.copies * limits.eps)}, {_group_delta(limits, row.cell.copies):.2g})"
+            )
+        found[f"{row.model} {row.cell.copies}"] = f"{text}."
     return list(found.values())
 
 
@@ -203,6 +220,15 @@ def _group_delta(limits: Any, copies: int) -> float:
         return float(delta)
     exponent = math.log(delta) + (copies - 1) * eps + math.log(math.expm1(-copies * eps) / math.expm1(-eps))
     return math.exp(exponent) if exponent < 0 else 1.0
+
+
+def _by_form(key: tuple[str, str]) -> int:
+    return list(SHORT).index(key[0])
+
+
+def _has_digits(cell: Any) -> bool:
+    """Whether the ceiling of leaks, which is for ten digits, is about the cell's secrets."""
+    return cell.kind not in ("echo", "new_token")
 
 
 def _interval(found: Interval, form: str) -> str:
@@ -228,6 +254,7 @@ def _csv(rows: Sequence[CanaryRow]) -> list[list[object]]:
             line += ["" if value is None else value for value in getattr(cell, name).to_dict().values()]
         limits = cell.limits if cell.limits.eps is not None else None
         line += [cell.exposure, cell.chance, cell.bounds[0].eps_lower, cell.bounds[0].method]
-        line += ["", "", ""] if limits is None else [limits.top, limits.mean_rank, limits.leak]
+        leak = limits.leak if limits is not None and _has_digits(cell) else ""
+        line += ["", "", ""] if limits is None else [limits.top, limits.mean_rank, leak]
         table.append(line)
     return table

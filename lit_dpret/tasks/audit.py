@@ -18,6 +18,7 @@ from lit_dpret.audit.scores import CanaryScores
 from lit_dpret.canaries import CANARIES, CanarySet, read_canaries
 from lit_dpret.canaries.files import set_sha256
 from lit_dpret.canaries.findings import ALARM, Cell, Limits, Outcome, cells_of
+from lit_dpret.canaries.suite import QUERY_SIDE_ONLY
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
 from lit_dpret.privacy.card import LEDGER_NAME, read_card
 from lit_dpret.privacy.card_evidence import AttackResult, add_evidence
@@ -174,7 +175,7 @@ def _results(cell: Cell, candidates: int) -> list[AttackResult]:
         AttackResult(
             attack=f"{what}, looked for in {cell.draws} generated queries each", metric="leaked share",
             estimate=cell.leaked.mean, ci=(cell.leaked.low, cell.leaked.high),
-            ceiling=limits.leak if claimed else None, **common,
+            ceiling=limits.leak if claimed and cell.kind not in QUERY_SIDE_ONLY else None, **common,
         ),
     ]  # fmt: skip
 

@@ -110,12 +110,13 @@ class CanaryStudy:
     def _privacy(self, eps: float | None) -> PrivacyMode:
         if eps is None:
             return NoPrivacy()
-        mode = self._parts.make_privacy(eps=eps, max_grad_norm=self.max_grad_norm)
+        mode = self._parts.make_privacy(eps=eps)
         if not isinstance(mode, DPSGD):
             raise ConfigurationError(
                 f"task.eps={eps:g} needs a mode that trains generators: privacy={mode.name} is none. Set "
                 "privacy=dp_sgd."
             )
+        mode.max_grad_norm = self.max_grad_norm
         return mode
 
     def _fingerprint(self) -> str:

@@ -17,6 +17,7 @@ from lit_dpret.canaries import Canary, CanarySet, CanarySuite, plant, read_canar
 from lit_dpret.canaries.planting import plant_in_run
 from lit_dpret.datamodules import ImagesDataModule, PairsDataModule
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
+from lit_dpret.negatives.texts import TrainTexts
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.sampling import Draw, UnitCollator
@@ -181,3 +182,9 @@ def test_a_planted_passage_cannot_replace_one_of_the_data(tmp_path: Path) -> Non
     )  # fmt: skip
     with pytest.raises(DataError, match="p0"):
         plant(data, CanarySet((false,), {}, ""))
+
+
+def test_negatives_that_look_through_the_train_queries_refuse_canaries_before_they_are_mined(tmp_path: Path) -> None:
+    data, _ = planted(tmp_path)
+    with pytest.raises(ConfigurationError, match="in_batch"):
+        TrainTexts.of(data)
