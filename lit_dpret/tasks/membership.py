@@ -151,7 +151,7 @@ class Membership:
         self._learn_reference(parts, attacker)
         start = time.monotonic()
         with ProgressLine("signals of the target") as progress:
-            signals = attacker.signals(target, progress)
+            signals = attacker.signals(target, progress, moments=True)
         scoring = time.monotonic() - start
         scores: dict[str, NDArray[np.float64]] = dict(signals)
         trained = None
@@ -223,14 +223,14 @@ class Membership:
         facts["caveats"] += claim.caveats
         if trained is not None:
             facts["shadows"] = {
-                "models": len(trained.matrix.included), "steps": trained.steps, "planned_steps": trained.planned,
+                "models": len(trained.matrix.included), "steps": list(trained.steps), "planned_steps": trained.planned,
                 "seconds": round(trained.seconds, 1),
             }  # fmt: skip
             facts["memorisation"] = _memorisation(trained, suspects)
-            if trained.steps < trained.planned:
+            if min(trained.steps) < trained.planned:
                 facts["caveats"].append(
-                    f"Shadow models took {trained.steps} of the target's {trained.planned} steps, as many as "
-                    f"task.minutes={self.minutes:g} allows: the attacks that use them are weaker for it."
+                    f"Shadow models took {_range(trained.steps)} of the target's {trained.planned} steps, as many as "
+                    f"task.minutes={self.minutes:g} allowed: the attacks that use them are weaker for it."
                 )
         return facts
 
@@ -341,6 +341,10 @@ class _Claim:
     def usual(self) -> Mapping[str, Any] | None:
         """The ceilings at 10, 1 and 0.1 percent."""
         return None if self.ceilings is None else self.ceilings((0.1, 0.01, 0.001))
+
+
+def _range(steps: Sequence[int]) -> str:
+    return f"{min(steps)}" if len(set(steps)) == 1 else f"{min(steps)} to {max(steps)}"
 
 
 def _memorisation(trained: Trained, suspects: Suspects) -> dict[str, Any]:

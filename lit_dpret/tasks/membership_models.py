@@ -44,11 +44,16 @@ class Attacker:
 
     def learn_reference(self, source: str | Path, progress: Progress) -> None:
         """Look at the suspects with a model that never saw private data."""
-        self._reference = self._look(source, progress, reference=True)
+        self._reference = self._look(source, progress)
 
-    def signals(self, source: str | Path, progress: Progress) -> dict[str, NDArray[np.float64]]:
-        """Signals of every suspect, the mean over its rows, each of shape ``(suspects,)``."""
-        seen, suspects = self._look(source, progress), self.suspects
+    def signals(
+        self, source: str | Path, progress: Progress, *, moments: bool = False
+    ) -> dict[str, NDArray[np.float64]]:
+        """Signals of every suspect, the mean over its rows, each of shape ``(suspects,)``.
+
+        ``moments`` adds the signal of a generator that needs the mean and deviation over its whole vocabulary.
+        """
+        seen, suspects = self._look(source, progress, moments=moments), self.suspects
         if isinstance(seen, TokenScores):
             known = self._reference if isinstance(self._reference, TokenScores) else None
             found = generator_signals(seen, suspects.queries, reference=known)
@@ -57,12 +62,12 @@ class Attacker:
             found = encoder_signals(seen, temperature=self.temperature, reference=paired)
         return mean_by_query(found, suspects.row_of, len(suspects.ids))
 
-    def _look(self, source: str | Path, progress: Progress, *, reference: bool = False) -> TokenScores | EncodedPairs:
+    def _look(self, source: str | Path, progress: Progress, *, moments: bool = False) -> TokenScores | EncodedPairs:
         texts = (self.suspects.queries, self.suspects.passages)
         settings: dict[str, Any] = {"batch_size": self.batch_size, "progress": progress}
         if is_generator(source):
             scorer = TokenScorer.load(source, device=self.device)
-            return scorer.score(*texts, moments=not reference, **settings)
+            return scorer.score(*texts, moments=moments, **settings)
         return encode_pairs(load_towers(source), *texts, self.pool, device=self.device, **settings)
 
 

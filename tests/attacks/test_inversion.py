@@ -131,7 +131,7 @@ def trained() -> dict[str, PrefixDecoder]:
     found = {}
     for name, order in orders.items():
         found[name] = decoder()
-        fit_decoder(found[name], ids, VECTORS[order], steps=250, batch_size=32, lr=5e-3, seed=0)
+        fit_decoder(found[name], ids, VECTORS[order], steps=220, batch_size=32, lr=6e-3, seed=0)
     return found
 
 

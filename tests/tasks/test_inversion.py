@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 from tiny_generator import WORDS
-from tiny_models import tiny_bert
+from tiny_models import tiny_bert, words_tokenizer
 from tiny_tasks import parts
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
@@ -26,23 +24,12 @@ from lit_dpret.tasks.parts import Parts
 pytest.importorskip("sacrebleu")
 
 
-def words_tokenizer() -> PreTrainedTokenizerFast:
-    names = ["<pad>", "[UNK]", "[CLS]", "[SEP]", *WORDS[:40]]
-    backend = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    marks = {"pad_token": "<pad>", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **marks)
-
-
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """An encoder, and the same behind a secret rotation."""
     root = tmp_path_factory.mktemp("encoders")
     contract = Contract(query_max_length=8, passage_max_length=8)
-    tower = TextEncoder(tiny_bert(num_hidden_layers=1), words_tokenizer(), contract)
+    tower = TextEncoder(tiny_bert(num_hidden_layers=1), words_tokenizer(WORDS[:40]), contract)
     rotation = torch.nn.Linear(16, 16, bias=False)
     torch.nn.init.orthogonal_(rotation.weight)
     save_sentence_transformer(root / "plain", tower)
