@@ -114,6 +114,11 @@ class Membership:
             raise ConfigurationError(f"task.minutes={minutes} and task.temperature={temperature} must be above 0.")
         if release is None and release_reference is not None:
             raise ConfigurationError("task.release_reference is compared with task.release, which is null.")
+        if model is not None and shadows:
+            raise ConfigurationError(
+                f"task.model={model} is something derived from the run, and shadow models repeat the run's own "
+                "training alone. Set task.shadows=0, or task.model to null."
+            )
         check_confidence(confidence)
         check_confidence(alarm)
         self.run_folder, self.others, self.queries, self.rows_per_query = Path(run), others, queries, rows_per_query
@@ -145,10 +150,10 @@ class Membership:
             data, others, coins, count=self.queries, rows=self.rows_per_query, seed=parts.seed
         )  # fmt: skip
         attacker = Attacker(
-            suspects, _sample(data.collection.passages, self.pool, parts.seed), self.temperature, self.batch_size,
-            self.device,
+            target, suspects, _sample(data.collection.passages, self.pool, parts.seed), self.temperature,
+            self.batch_size, self.device,
         )  # fmt: skip
-        self._learn_reference(parts, attacker)
+        self._learn_reference(parts, attacker, target)
         start = time.monotonic()
         with ProgressLine("signals of the target") as progress:
             signals = attacker.signals(target, progress, moments=True)
@@ -185,7 +190,7 @@ class Membership:
                 digest.update(hashlib.file_digest(handle, "sha256").digest())
         return digest.hexdigest()
 
-    def _learn_reference(self, parts: Parts, attacker: Attacker) -> None:
+    def _learn_reference(self, parts: Parts, attacker: Attacker, target: Path) -> None:
         if self.reference is None:
             return
         source: str | Path = self.reference
@@ -195,6 +200,11 @@ class Membership:
                 if not hasattr(module, "save_model"):
                     raise ConfigurationError("task.reference=start needs a model that can be saved. Set it to null.")
                 source = module.save_model(parts.run_dir / "reference")
+                if is_generator(source) != is_generator(target):
+                    raise ConfigurationError(
+                        "task.reference=start is the model that this configuration starts from, and what is attacked is "
+                        "of another kind. Name a public model (task.reference=minilm or public_t5), or set it to null."
+                    )
             attacker.learn_reference(source, progress)
 
     def _facts(self, target: Path, suspects: Suspects, claim: _Claim, trained: Trained | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from lit_dpret.attacks.encoder_signals import EncodedPairs, encode_pairs, encode
 from lit_dpret.attacks.generator_signals import generator_signals
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import DataError, StorageError
-from lit_dpret.modules.generator_folder import CONTRACT_NAME
+from lit_dpret.modules.generator_folder import CONTRACT_NAME, load_generator
 from lit_dpret.modules.token_scores import TokenScorer, TokenScores
 from lit_dpret.tasks.membership_suspects import Suspects
 
@@ -28,6 +28,7 @@ class Attacker:
     """What is the same for target, reference and shadow models: the suspects, the pool and the settings.
 
     Args:
+        target: The folder of the attacked model; the others are read as what it is.
         suspects: Queries with their passages.
         pool: Public passages that encoders are asked to tell the right ones from.
         temperature: Of the encoders' softmax.
@@ -35,6 +36,7 @@ class Attacker:
         device: Where to compute.
     """
 
+    target: Path
     suspects: Suspects
     pool: list[str]
     temperature: float
@@ -65,8 +67,9 @@ class Attacker:
     def _look(self, source: str | Path, progress: Progress, *, moments: bool = False) -> TokenScores | EncodedPairs:
         texts = (self.suspects.queries, self.suspects.passages)
         settings: dict[str, Any] = {"batch_size": self.batch_size, "progress": progress}
-        if is_generator(source):
-            scorer = TokenScorer.load(source, device=self.device)
+        if is_generator(self.target):
+            contract = None if is_generator(source) else load_generator(self.target).contract
+            scorer = TokenScorer.load(source, contract=contract, device=self.device)
             return scorer.score(*texts, moments=moments, **settings)
         return encode_pairs(load_towers(source), *texts, self.pool, device=self.device, **settings)
 

@@ -202,6 +202,18 @@ def test_an_encoder_is_attacked_by_its_own_signals(make: Make, encoder_run: Path
     assert report(tmp_path / "attack")["target"]["kind"] == "encoder"
 
 
+def test_an_encoder_made_from_a_generators_queries_is_held_against_the_generators_coins(
+    make: Make, private_run: Path, encoder_run: Path, tmp_path: Path
+) -> None:
+    """The auxiliary-model audit: attack what was trained on the release, by the coins of the run behind it."""
+    task = partial(attack, private_run, model=encoder_run, pool=60)
+    with pytest.raises(ConfigurationError, match="of another kind"):
+        task().run(make(tmp_path / "a", private=True))
+    aucs = task(reference=str(encoder_run / "model")).run(make(tmp_path / "b", private=True))
+    assert aucs["auc/shift"] == 0.5  # its own reference
+    assert report(tmp_path / "b")["claim"]["epsilon"] == pytest.approx(2.0, rel=0.05)
+
+
 @pytest.mark.slow
 def test_an_encoder_is_attacked_by_shadow_models(make: Make, encoder_run: Path, tmp_path: Path) -> None:
     task = attack(encoder_run, shadows=4, minutes=5.0, pool=60)
@@ -256,10 +268,15 @@ def test_a_run_without_coins_card_or_matching_data_is_refused(make: Make, open_r
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"others": "train"}, "task.others"), ({"queries": 3}, "task.queries"), ({"shadows": 5}, "task.shadows"),
-        ({"minutes": 0}, "task.minutes"), ({"release_reference": "x"}, "task.release"), ({"alarm": 1.0}, "confidence"),
+        ({"others": "train"}, "task.others"),
+        ({"queries": 3}, "task.queries"),
+        ({"shadows": 5}, "task.shadows"),
+        ({"minutes": 0}, "task.minutes"),
+        ({"model": "y", "shadows": 8}, "task.model"),
+        ({"release_reference": "x"}, "task.release"),
+        ({"alarm": 1.0}, "confidence"),
     ],
-)  # fmt: skip
+)
 def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Membership(run="x", **settings)
