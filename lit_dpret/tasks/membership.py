@@ -202,7 +202,7 @@ class Membership:
                 source = module.save_model(parts.run_dir / "reference")
                 if is_generator(source) != is_generator(target):
                     raise ConfigurationError(
-                        "task.reference=start is the model that this configuration starts from, and what is attacked is "
+                        "task.reference=start is what this configuration starts from, and what is attacked is "
                         "of another kind. Name a public model (task.reference=minilm or public_t5), or set it to null."
                     )
             attacker.learn_reference(source, progress)
