@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -81,12 +80,12 @@ class Shadows:
         names = [f"shadow_{number}" for number in range(self.count)]
         columns = {query: place for place, query in enumerate(suspects.universe)}
         chosen = np.array([columns[query] for query in suspects.ids])
-        models, steps, spent = [], [self.planned], stages.seconds["pilot"]
+        models, steps, spent = [], [], stages.seconds["pilot"]
         with ProgressLine("shadow models", every=0.0) as progress:
             for number, name in enumerate(names):
                 # What is left, shared among the models that are left, less what each takes besides its steps.
                 share = (60 * self.minutes - spent) / (self.count - number) - scoring - pace["around"]
-                allowed = max(LEAST_STEPS, min(steps[-1], int(share / pace["seconds_per_step"])))
+                allowed = max(LEAST_STEPS, min(self.planned, int(share / pace["seconds_per_step"])))
                 progress(number, self.count, f"next of {allowed} steps")
                 work = partial(self._one, suspects=suspects, half=halves[number], attacker=attacker, number=number)
                 pace = stages.run(name, lambda folder, _, w=work, n=allowed: w(folder, steps=n))  # type: ignore[misc]
@@ -97,7 +96,7 @@ class Shadows:
             progress(self.count, self.count)
         return Trained(
             matrix=ShadowMatrix.stack(models, halves[:, chosen]),
-            steps=tuple(steps[1:]),
+            steps=tuple(steps),
             planned=self.planned,
             seconds=spent,
         )
@@ -116,6 +115,7 @@ class Shadows:
     ) -> dict[str, float]:
         for left_over in folder.iterdir():  # of an attempt that was interrupted
             shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
+        folder.chmod(0o700)  # its log tells of the queries, too
         label, watch, start = f"shadow {number + 1} of {self.count}", _Watch(), time.monotonic()
         seed = self.parts.seed + 1 + number
         model = self._fit(folder, suspects, half, steps=steps, seed=seed, label=label, watch=watch)
@@ -139,9 +139,9 @@ class Shadows:
             made: L.Trainer = self.parts.make_trainer(max_steps=steps, enable_checkpointing=False, **settings)
             return made
 
-        keep: Callable[[], None] = lambda: data.train_on(chosen)  # noqa: E731
         train(
-            module, data, run_dir=folder, make_trainer=make_trainer, loggers=[], resume=False, after_setup=keep,
+            module, data, run_dir=folder, make_trainer=make_trainer, loggers=[], resume=False,
+            after_setup=partial(data.train_on, chosen),
             callbacks=[PrivacyAccountant(run_dir=folder), StepProgress(label), watch],
         )  # fmt: skip
         saved: Path = module.save_model(folder / "model")

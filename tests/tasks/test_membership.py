@@ -167,6 +167,7 @@ def test_shadow_attacks_resume_by_the_model_and_give_the_same(make: Make, open_r
     found = report(tmp_path / "attack")
     assert found["shadows"]["models"] == 4 and found["shadows"]["steps"] == [6] * 4
     assert len(found["memorisation"]["most"]) == 10
+    assert stat.S_IMODE((tmp_path / "attack" / "shadow_0").stat().st_mode) == 0o700
     left = {path.name for path in (tmp_path / "attack" / "shadow_0").iterdir()}
     assert "signals.npz" in left and "model" not in left and "checkpoints" not in left
     with pytest.raises(ResumeError, match="resume=true"):
