@@ -6,7 +6,6 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from lit_dpret.attacks.coins import COINS_NAME, Coins
-from lit_dpret.attacks.membership import AttackResult, Ceilings, measure
+from lit_dpret.attacks.membership import AttackResult, measure
 from lit_dpret.attacks.release import bigram_scores, disclosures, nearest_scores, repeated
 from lit_dpret.attacks.shadows import shadow_scores
 from lit_dpret.audit.checks import check_confidence
@@ -24,14 +23,8 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
 from lit_dpret.postprocessing.released import load_released
-from lit_dpret.privacy.card import LEDGER_NAME
-from lit_dpret.privacy.card_check import verdict_of
-from lit_dpret.privacy.card_facts import ceilings_of, plan_of
-from lit_dpret.privacy.card_file import CARD_NAME, read_card
-from lit_dpret.privacy.card_text import privacy_line
-from lit_dpret.privacy.charges import claimed_releases
-from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.report.membership_report import write_membership
+from lit_dpret.tasks.membership_claim import Claim
 from lit_dpret.tasks.membership_models import Attacker, is_generator
 from lit_dpret.tasks.membership_shadows import Shadows, Trained
 from lit_dpret.tasks.membership_suspects import SHIFT, Others, Suspects, choose_suspects
@@ -139,7 +132,7 @@ class Membership:
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         target = self._target()
         coins = Coins.read(self.run_folder) if (self.run_folder / COINS_NAME).exists() else None
-        claim = _Claim.of(self.run_folder)
+        claim = Claim.of(self.run_folder)
         others: Others = self.others or ("dev" if coins is None else "coins")
         shadows = Shadows(parts, count=self.shadows, minutes=self.minutes) if self.shadows else None
         stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint(parts, target))
@@ -207,7 +200,7 @@ class Membership:
                     )
             attacker.learn_reference(source, progress)
 
-    def _facts(self, target: Path, suspects: Suspects, claim: _Claim, trained: Trained | None) -> dict[str, Any]:
+    def _facts(self, target: Path, suspects: Suspects, claim: Claim, trained: Trained | None) -> dict[str, Any]:
         facts: dict[str, Any] = {
             "internal": True,
             "target": {
@@ -259,7 +252,7 @@ class Membership:
             "release_nearest": nearest_scores(embedded[: len(texts)], embedded[len(texts) :]),
         }
 
-    def _disclosures(self, suspects: Suspects, claim: _Claim) -> dict[str, Any] | None:
+    def _disclosures(self, suspects: Suspects, claim: Claim) -> dict[str, Any] | None:
         """What the release repeats of the attacked queries; None without coins, where phantoms mean nothing."""
         if not suspects.fair:
             return None
@@ -273,7 +266,7 @@ class Membership:
         return {"overlap": self.repeats, **found.to_dict()}
 
     def _measured(
-        self, scores: Mapping[str, NDArray[np.float64]], suspects: Suspects, claim: _Claim
+        self, scores: Mapping[str, NDArray[np.float64]], suspects: Suspects, claim: Claim
     ) -> list[AttackResult]:
         count, member = suspects.attacked, suspects.member
         results = []
@@ -306,51 +299,6 @@ class Membership:
                 f"{above[0]}. Look for the bug in sampling, clipping or noise; {paths.files[0].name} has them all."
             )
         return {f"auc/{result.attack}": result.auc.value for result in results}
-
-
-class _Claim:
-    """What the run promised, as ceilings at any false positive rate."""
-
-    def __init__(self, line: str) -> None:
-        self.line = line
-        self.eps: float | None = None
-        self.delta: float | None = None
-        self.ceilings: Ceilings | None = None
-        self.caveats: list[str] = []
-
-    @classmethod
-    def of(cls, folder: Path) -> _Claim:
-        if not (folder / CARD_NAME).is_file() or not (folder / LEDGER_NAME).is_file():
-            raise DataError(f"task.run={folder} lacks {CARD_NAME} or {LEDGER_NAME}: it is no finished run.")
-        card, records = read_card(folder), PrivacyLedger.read(folder / LEDGER_NAME).records
-        found = cls(privacy_line(card))
-        plan, _ = plan_of(records)
-        verdict = verdict_of(card, records)
-        if plan is None or verdict.epsilon is None:
-            found.caveats.append("The run promises nothing, so that there are no ceilings to hold attacks against.")
-            return found
-        found.eps, found.delta = verdict.epsilon, plan.budget.delta
-        if plan.budget.unit == "pair":
-            found.eps = None
-            found.caveats.append(
-                "The claim is about single pairs, and the attacks are on whole queries: it gives them no ceiling."
-            )
-            return found
-        releases = claimed_releases(records)
-
-        @lru_cache(maxsize=8)
-        def cached(rates: tuple[float, ...]) -> Mapping[str, Any] | None:
-            return ceilings_of(releases, plan, verdict, false_positive_rates=rates)
-
-        if cached((0.1,)) is None:
-            found.caveats.append("No library computes attack ceilings for this sampling: only epsilon is held against.")
-        else:
-            found.ceilings = lambda rates: cached(tuple(rates)) or {}
-        return found
-
-    def usual(self) -> Mapping[str, Any] | None:
-        """The ceilings at 10, 1 and 0.1 percent."""
-        return None if self.ceilings is None else self.ceilings((0.1, 0.01, 0.001))
 
 
 def _range(steps: Sequence[int]) -> str:
