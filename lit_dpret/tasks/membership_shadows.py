@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lit_dpret.attacks.shadows import ShadowMatrix, balanced_halves
 from lit_dpret.callbacks import PrivacyAccountant, ProgressLine, StepProgress
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.tasks.fit import train
 from lit_dpret.tasks.membership_models import Attacker, read_signals, write_signals
 from lit_dpret.tasks.membership_suspects import Suspects
@@ -144,6 +144,11 @@ class Shadows:
             after_setup=partial(data.train_on, chosen),
             callbacks=[PrivacyAccountant(run_dir=folder), StepProgress(label), watch],
         )  # fmt: skip
+        if len(watch.seconds) < steps:  # stopped by a callback, or by a Trainer that takes an interruption for an end
+            raise ResumeError(
+                f"A shadow model was trained for {len(watch.seconds)} of {steps} steps and then stopped. The same "
+                "command with resume=true trains it anew."
+            )
         saved: Path = module.save_model(folder / "model")
         return saved
 

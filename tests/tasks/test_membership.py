@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import Callback
 from tiny_generator import WORDS, generator
 from tiny_models import tiny_bert, tiny_tokenizer, words_tokenizer
 from tiny_tasks import parts, trainer
@@ -181,6 +182,24 @@ def test_shadow_attacks_resume_by_the_model_and_give_the_same(make: Make, open_r
     after = {n: (tmp_path / "attack" / f"shadow_{n}" / "signals.npz").stat().st_mtime_ns for n in range(4)}
     assert [n for n in range(4) if before[n] != after[n]] == [2]
     assert set(again) == set(first) and again["auc/loss"] == first["auc/loss"]
+
+
+def test_a_shadow_model_that_stopped_early_is_not_taken_for_done(make: Make, open_run: Path, tmp_path: Path) -> None:
+    class StopAtTwo(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = trainer.global_step >= 2
+
+    made = make(tmp_path / "attack", steps=6)
+    stopping = replace(made, make_trainer=lambda **s: trainer(max_steps=6, **with_callback(s, StopAtTwo())))
+    with pytest.raises(ResumeError, match="2 of 5 steps"):
+        attack(open_run, shadows=4).run(stopping)
+    assert not (tmp_path / "attack" / "pilot" / "stage.json").exists()
+
+
+def with_callback(settings: dict[str, Any], callback: Callback) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key != "max_steps"} | {
+        "callbacks": [*settings.get("callbacks", []), callback]
+    }
 
 
 def test_a_short_time_shortens_the_shadow_models(make: Make, open_run: Path, tmp_path: Path) -> None:
