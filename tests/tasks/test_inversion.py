@@ -15,6 +15,7 @@ from tiny_generator import WORDS
 from tiny_models import tiny_bert, words_tokenizer
 from tiny_tasks import parts
 
+from lit_dpret.attacks.inversion.decoder import new_language_model
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.st_folder import save_sentence_transformer
@@ -107,3 +108,16 @@ def test_texts_have_an_owner_and_there_must_be_enough(encoders: dict[str, Path],
         task(encoders["plain"], texts, known=1000).run(run_of(tmp_path / "run"))
     with pytest.raises(ConfigurationError, match=r"task\.candidates=51"):
         task(encoders["plain"], texts, candidates=51)
+
+
+@pytest.mark.parametrize("how", ["key_value", "embedding"])
+def test_a_language_model_of_ones_own_takes_the_place_of_the_new_one(
+    encoders: dict[str, Path], texts: Path, tmp_path: Path, how: str
+) -> None:
+    model = new_language_model(44, max_tokens=12, places=2, seed=0, n_embd=16, n_layer=2, n_head=2)
+    model.save_pretrained(tmp_path / "gpt2")
+    words_tokenizer(WORDS[:40]).save_pretrained(tmp_path / "gpt2")
+    settings = {"language_model": tmp_path / "gpt2", "how": how, "places": 2, "attacked": 20, "known": 20}
+    task(encoders["plain"], texts, **settings).run(run_of(tmp_path / "run"))
+    found = json.loads((tmp_path / "run" / "inversion.json").read_text())
+    assert found["language_model"] == "gpt2" and found["how"] == how
