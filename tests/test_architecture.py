@@ -33,8 +33,8 @@ ALLOWED: dict[str, set[str]] = {
     "postprocessing": {
         "errors", "privacy", "retrieval", "encoders", "modules", "generation", "datamodules", "negatives",
     },
-    # What attacks finished models: nothing that trains or accounts knows of it.
-    "attacks": {"errors", "progress", "audit", "encoders", "modules", "textsim", "evaluation_mode"},
+    # What attacks finished models: no module, callback or accountant knows of it.
+    "attacks": {"errors", "audit", "encoders", "modules", "textsim", "evaluation_mode"},
     "datamodules": {"errors", "privacy.sampling"},
     "canaries": {"errors", "privacy", "audit", "datamodules", "generation", "modules"},
     "vision": {"errors", "evaluation_mode"},

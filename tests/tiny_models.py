@@ -5,6 +5,7 @@ Imported by path through ``conftest.py``; not a test.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,6 +57,18 @@ def tiny_tokenizer(special: bool = True, eos_only: bool = False, **settings: Any
             single=single, special_tokens=[(name, vocabulary[name]) for name in names]
         )
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="[UNK]", **settings)
+
+
+def words_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """At most sixty words of your own, [CLS] and [SEP] around a text."""
+    names = ["<pad>", "[UNK]", "[CLS]", "[SEP]", *words]
+    backend = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    marks = {"pad_token": "<pad>", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **marks)
 
 
 def tiny_bert(seed: int = 0, **settings: Any) -> BertModel:

@@ -112,9 +112,11 @@ class TokenScorer:
         for rows in in_batches_by_length([len(ids) for ids in inputs], batch_size, progress):
             for row, logits in zip(rows, self._logits(inputs, labels, rows), strict=True):
                 target = torch.tensor(labels[row], device=logits.device)
-                log_probs = logits[: len(target)].double().log_softmax(dim=1)
-                parts = [log_probs.gather(1, target[:, None])[:, 0]]
+                wide = logits[: len(target)].double()
+                norm = wide.logsumexp(dim=1)
+                parts = [wide.gather(1, target[:, None])[:, 0] - norm]
                 if moments:
+                    log_probs = wide - norm[:, None]
                     mean = (log_probs.exp() * log_probs).nan_to_num().sum(dim=1)
                     square = (log_probs.exp() * log_probs.square()).nan_to_num().sum(dim=1)
                     parts += [mean, (square - mean.square()).clamp(min=0).sqrt()]

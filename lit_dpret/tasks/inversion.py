@@ -58,7 +58,7 @@ class Inversion:
         known: Texts that the attacker knows with their embeddings, and trains on.
         attacked: Others, on which everything is measured.
         language_model: The folder of a causal language model, as GPT-2, with its tokenizer; null for a small new
-            GPT-2 with the encoder's tokens.
+            GPT-2 with those of the encoder's tokens that the known texts have.
         how: Whether embeddings enter as ``key_value`` pairs, as in paper 004, or as word vectors (``embedding``).
         places: Of the prefix.
         max_tokens: Of a text, the end mark included.
@@ -232,7 +232,7 @@ class Inversion:
         self, parts: Parts, stages: Stages, tower: TextEncoder, known: Sequence[str], attacked: Sequence[str],
         embeddings: Sequence[Tensor],
     ) -> dict[str, Any]:  # fmt: skip
-        make, words = self._maker(parts, tower, embeddings[0].shape[1])
+        make, words = self._maker(parts, tower, known, embeddings[0].shape[1])
         ids = [words.ids(part) for part in (known, attacked)]
         given: dict[Arm, list[Tensor | None]] = {"none": [None, None], "own": [*embeddings]}
         given["shuffled"] = [part[torch.from_numpy(shuffled_order(len(part), seed=parts.seed))] for part in embeddings]
@@ -251,18 +251,17 @@ class Inversion:
             "inverter": {arm: inverter[arm] for arm in ("own", "shuffled")},
         }
 
-    def _maker(self, parts: Parts, tower: TextEncoder, dim: int) -> tuple[Any, Words]:
+    def _maker(self, parts: Parts, tower: TextEncoder, known: Sequence[str], dim: int) -> tuple[Any, Words]:
         """What builds the same decoder for every arm, and the tokens that it writes."""
         if self.language_model is None:
-            words = Words(tower.tokenizer, self.max_tokens)
+            words = Words(tower.tokenizer, self.max_tokens, only_of=known)
         else:
             words = Words(load_language_model(self.language_model)[1], self.max_tokens)
 
         def make(arm: str) -> PrefixDecoder:
             torch.manual_seed(parts.seed)
             if self.language_model is None:
-                size = len(words.tokenizer)
-                model = new_language_model(size, max_tokens=self.max_tokens, places=self.places, seed=parts.seed)
+                model = new_language_model(words.size, max_tokens=self.max_tokens, places=self.places, seed=parts.seed)
             else:
                 model = load_language_model(self.language_model)[0]
             given = None if arm == "none" else dim

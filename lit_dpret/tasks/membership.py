@@ -6,7 +6,6 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from lit_dpret.attacks.coins import COINS_NAME, Coins
-from lit_dpret.attacks.membership import AttackResult, Ceilings, measure
+from lit_dpret.attacks.membership import AttackResult, measure
 from lit_dpret.attacks.release import bigram_scores, disclosures, nearest_scores, repeated
 from lit_dpret.attacks.shadows import shadow_scores
 from lit_dpret.audit.checks import check_confidence
@@ -24,14 +23,8 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
 from lit_dpret.postprocessing.released import load_released
-from lit_dpret.privacy.card import LEDGER_NAME
-from lit_dpret.privacy.card_check import verdict_of
-from lit_dpret.privacy.card_facts import ceilings_of, plan_of
-from lit_dpret.privacy.card_file import CARD_NAME, read_card
-from lit_dpret.privacy.card_text import privacy_line
-from lit_dpret.privacy.charges import claimed_releases
-from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.report.membership_report import write_membership
+from lit_dpret.tasks.membership_claim import Claim
 from lit_dpret.tasks.membership_models import Attacker, is_generator
 from lit_dpret.tasks.membership_shadows import Shadows, Trained
 from lit_dpret.tasks.membership_suspects import SHIFT, Others, Suspects, choose_suspects
@@ -114,6 +107,11 @@ class Membership:
             raise ConfigurationError(f"task.minutes={minutes} and task.temperature={temperature} must be above 0.")
         if release is None and release_reference is not None:
             raise ConfigurationError("task.release_reference is compared with task.release, which is null.")
+        if model is not None and shadows:
+            raise ConfigurationError(
+                f"task.model={model} is something derived from the run, and shadow models repeat the run's own "
+                "training alone. Set task.shadows=0, or task.model to null."
+            )
         check_confidence(confidence)
         check_confidence(alarm)
         self.run_folder, self.others, self.queries, self.rows_per_query = Path(run), others, queries, rows_per_query
@@ -134,7 +132,7 @@ class Membership:
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         target = self._target()
         coins = Coins.read(self.run_folder) if (self.run_folder / COINS_NAME).exists() else None
-        claim = _Claim.of(self.run_folder)
+        claim = Claim.of(self.run_folder)
         others: Others = self.others or ("dev" if coins is None else "coins")
         shadows = Shadows(parts, count=self.shadows, minutes=self.minutes) if self.shadows else None
         stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint(parts, target))
@@ -145,13 +143,13 @@ class Membership:
             data, others, coins, count=self.queries, rows=self.rows_per_query, seed=parts.seed
         )  # fmt: skip
         attacker = Attacker(
-            suspects, _sample(data.collection.passages, self.pool, parts.seed), self.temperature, self.batch_size,
-            self.device,
+            target, suspects, _sample(data.collection.passages, self.pool, parts.seed), self.temperature,
+            self.batch_size, self.device,
         )  # fmt: skip
-        self._learn_reference(parts, attacker)
+        self._learn_reference(parts, attacker, target)
         start = time.monotonic()
         with ProgressLine("signals of the target") as progress:
-            signals = attacker.signals(target, progress)
+            signals = attacker.signals(target, progress, moments=True)
         scoring = time.monotonic() - start
         scores: dict[str, NDArray[np.float64]] = dict(signals)
         trained = None
@@ -185,7 +183,7 @@ class Membership:
                 digest.update(hashlib.file_digest(handle, "sha256").digest())
         return digest.hexdigest()
 
-    def _learn_reference(self, parts: Parts, attacker: Attacker) -> None:
+    def _learn_reference(self, parts: Parts, attacker: Attacker, target: Path) -> None:
         if self.reference is None:
             return
         source: str | Path = self.reference
@@ -195,9 +193,14 @@ class Membership:
                 if not hasattr(module, "save_model"):
                     raise ConfigurationError("task.reference=start needs a model that can be saved. Set it to null.")
                 source = module.save_model(parts.run_dir / "reference")
+                if is_generator(source) != is_generator(target):
+                    raise ConfigurationError(
+                        "task.reference=start is what this configuration starts from, and what is attacked is "
+                        "of another kind. Name a public model (task.reference=minilm or public_t5), or set it to null."
+                    )
             attacker.learn_reference(source, progress)
 
-    def _facts(self, target: Path, suspects: Suspects, claim: _Claim, trained: Trained | None) -> dict[str, Any]:
+    def _facts(self, target: Path, suspects: Suspects, claim: Claim, trained: Trained | None) -> dict[str, Any]:
         facts: dict[str, Any] = {
             "internal": True,
             "target": {
@@ -223,14 +226,14 @@ class Membership:
         facts["caveats"] += claim.caveats
         if trained is not None:
             facts["shadows"] = {
-                "models": len(trained.matrix.included), "steps": trained.steps, "planned_steps": trained.planned,
+                "models": len(trained.matrix.included), "steps": list(trained.steps), "planned_steps": trained.planned,
                 "seconds": round(trained.seconds, 1),
             }  # fmt: skip
             facts["memorisation"] = _memorisation(trained, suspects)
-            if trained.steps < trained.planned:
+            if min(trained.steps) < trained.planned:
                 facts["caveats"].append(
-                    f"Shadow models took {trained.steps} of the target's {trained.planned} steps, as many as "
-                    f"task.minutes={self.minutes:g} allows: the attacks that use them are weaker for it."
+                    f"Shadow models took {_range(trained.steps)} of the target's {trained.planned} steps, as many as "
+                    f"task.minutes={self.minutes:g} allowed: the attacks that use them are weaker for it."
                 )
         return facts
 
@@ -249,7 +252,7 @@ class Membership:
             "release_nearest": nearest_scores(embedded[: len(texts)], embedded[len(texts) :]),
         }
 
-    def _disclosures(self, suspects: Suspects, claim: _Claim) -> dict[str, Any] | None:
+    def _disclosures(self, suspects: Suspects, claim: Claim) -> dict[str, Any] | None:
         """What the release repeats of the attacked queries; None without coins, where phantoms mean nothing."""
         if not suspects.fair:
             return None
@@ -263,7 +266,7 @@ class Membership:
         return {"overlap": self.repeats, **found.to_dict()}
 
     def _measured(
-        self, scores: Mapping[str, NDArray[np.float64]], suspects: Suspects, claim: _Claim
+        self, scores: Mapping[str, NDArray[np.float64]], suspects: Suspects, claim: Claim
     ) -> list[AttackResult]:
         count, member = suspects.attacked, suspects.member
         results = []
@@ -298,49 +301,8 @@ class Membership:
         return {f"auc/{result.attack}": result.auc.value for result in results}
 
 
-class _Claim:
-    """What the run promised, as ceilings at any false positive rate."""
-
-    def __init__(self, line: str) -> None:
-        self.line = line
-        self.eps: float | None = None
-        self.delta: float | None = None
-        self.ceilings: Ceilings | None = None
-        self.caveats: list[str] = []
-
-    @classmethod
-    def of(cls, folder: Path) -> _Claim:
-        if not (folder / CARD_NAME).is_file() or not (folder / LEDGER_NAME).is_file():
-            raise DataError(f"task.run={folder} lacks {CARD_NAME} or {LEDGER_NAME}: it is no finished run.")
-        card, records = read_card(folder), PrivacyLedger.read(folder / LEDGER_NAME).records
-        found = cls(privacy_line(card))
-        plan, _ = plan_of(records)
-        verdict = verdict_of(card, records)
-        if plan is None or verdict.epsilon is None:
-            found.caveats.append("The run promises nothing, so that there are no ceilings to hold attacks against.")
-            return found
-        found.eps, found.delta = verdict.epsilon, plan.budget.delta
-        if plan.budget.unit == "pair":
-            found.eps = None
-            found.caveats.append(
-                "The claim is about single pairs, and the attacks are on whole queries: it gives them no ceiling."
-            )
-            return found
-        releases = claimed_releases(records)
-
-        @lru_cache(maxsize=8)
-        def cached(rates: tuple[float, ...]) -> Mapping[str, Any] | None:
-            return ceilings_of(releases, plan, verdict, false_positive_rates=rates)
-
-        if cached((0.1,)) is None:
-            found.caveats.append("No library computes attack ceilings for this sampling: only epsilon is held against.")
-        else:
-            found.ceilings = lambda rates: cached(tuple(rates)) or {}
-        return found
-
-    def usual(self) -> Mapping[str, Any] | None:
-        """The ceilings at 10, 1 and 0.1 percent."""
-        return None if self.ceilings is None else self.ceilings((0.1, 0.01, 0.001))
+def _range(steps: Sequence[int]) -> str:
+    return f"{min(steps)}" if len(set(steps)) == 1 else f"{min(steps)} to {max(steps)}"
 
 
 def _memorisation(trained: Trained, suspects: Suspects) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from lit_dpret.attacks.encoder_signals import EncodedPairs, encode_pairs, encode
 from lit_dpret.attacks.generator_signals import generator_signals
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import DataError, StorageError
-from lit_dpret.modules.generator_folder import CONTRACT_NAME
+from lit_dpret.modules.generator_folder import CONTRACT_NAME, load_generator
 from lit_dpret.modules.token_scores import TokenScorer, TokenScores
 from lit_dpret.tasks.membership_suspects import Suspects
 
@@ -28,6 +28,7 @@ class Attacker:
     """What is the same for target, reference and shadow models: the suspects, the pool and the settings.
 
     Args:
+        target: The folder of the attacked model; the others are read as what it is.
         suspects: Queries with their passages.
         pool: Public passages that encoders are asked to tell the right ones from.
         temperature: Of the encoders' softmax.
@@ -35,6 +36,7 @@ class Attacker:
         device: Where to compute.
     """
 
+    target: Path
     suspects: Suspects
     pool: list[str]
     temperature: float
@@ -44,11 +46,16 @@ class Attacker:
 
     def learn_reference(self, source: str | Path, progress: Progress) -> None:
         """Look at the suspects with a model that never saw private data."""
-        self._reference = self._look(source, progress, reference=True)
+        self._reference = self._look(source, progress)
 
-    def signals(self, source: str | Path, progress: Progress) -> dict[str, NDArray[np.float64]]:
-        """Signals of every suspect, the mean over its rows, each of shape ``(suspects,)``."""
-        seen, suspects = self._look(source, progress), self.suspects
+    def signals(
+        self, source: str | Path, progress: Progress, *, moments: bool = False
+    ) -> dict[str, NDArray[np.float64]]:
+        """Signals of every suspect, the mean over its rows, each of shape ``(suspects,)``.
+
+        ``moments`` adds the signal of a generator that needs the mean and deviation over its whole vocabulary.
+        """
+        seen, suspects = self._look(source, progress, moments=moments), self.suspects
         if isinstance(seen, TokenScores):
             known = self._reference if isinstance(self._reference, TokenScores) else None
             found = generator_signals(seen, suspects.queries, reference=known)
@@ -57,12 +64,13 @@ class Attacker:
             found = encoder_signals(seen, temperature=self.temperature, reference=paired)
         return mean_by_query(found, suspects.row_of, len(suspects.ids))
 
-    def _look(self, source: str | Path, progress: Progress, *, reference: bool = False) -> TokenScores | EncodedPairs:
+    def _look(self, source: str | Path, progress: Progress, *, moments: bool = False) -> TokenScores | EncodedPairs:
         texts = (self.suspects.queries, self.suspects.passages)
         settings: dict[str, Any] = {"batch_size": self.batch_size, "progress": progress}
-        if is_generator(source):
-            scorer = TokenScorer.load(source, device=self.device)
-            return scorer.score(*texts, moments=not reference, **settings)
+        if is_generator(self.target):
+            contract = None if is_generator(source) else load_generator(self.target).contract
+            scorer = TokenScorer.load(source, contract=contract, device=self.device)
+            return scorer.score(*texts, moments=moments, **settings)
         return encode_pairs(load_towers(source), *texts, self.pool, device=self.device, **settings)
 
 

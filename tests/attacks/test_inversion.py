@@ -91,6 +91,14 @@ TEXTS = [f"{WORDS[i % 7]} {WORDS[(i * 3) % 11]} {WORDS[(i * 5) % 13]}" for i in 
 VECTORS = torch.tensor(np.array([meaning(text) for text in TEXTS]), dtype=torch.float32)
 
 
+def test_a_new_models_vocabulary_is_that_of_the_known_texts() -> None:
+    small = Words(tokenizer(), 6, only_of=["bana delo", "delo fibi"])
+    ids = small.ids(["fibi bana", "gomu delo"])
+    assert small.size == 5 and all(row[-1] == small.end == 0 for row in ids)
+    assert [small.text(row[:-1]) for row in ids] == ["fibi bana", "delo"] and ids[1][0] == 1
+    assert Words(tokenizer(), 6).size == len(tokenizer())
+
+
 @pytest.mark.parametrize("how", ["key_value", "embedding"])
 def test_a_token_depends_on_its_embedding_and_on_what_stands_before_it_alone(how: str) -> None:
     made = decoder(how).eval()
@@ -131,7 +139,7 @@ def trained() -> dict[str, PrefixDecoder]:
     found = {}
     for name, order in orders.items():
         found[name] = decoder()
-        fit_decoder(found[name], ids, VECTORS[order], steps=250, batch_size=32, lr=5e-3, seed=0)
+        fit_decoder(found[name], ids, VECTORS[order], steps=220, batch_size=32, lr=6e-3, seed=0)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lit_dpret.attacks.membership import RATES, exceeded, half_accuracy, measure
+from lit_dpret.attacks.membership import exceeded
 from lit_dpret.attacks.shadows import ShadowMatrix, balanced_halves, offline_slope, shadow_scores
 from lit_dpret.audit.metrics import auc
 from lit_dpret.audit.scores import CanaryScores
@@ -28,6 +28,11 @@ def simulated(leak: float, *, seed: int = 0, scale: float = 1.0) -> tuple[dict, 
     matrix = ShadowMatrix(signals(included), included)
     population = np.flatnonzero(~member)[:50]
     return signals(member), matrix, member, population
+
+
+def chance(rates: list[float]) -> dict:
+    """The ceilings of a release that tells nothing."""
+    return {"tpr_at_fpr": {f"{rate:g}": rate for rate in rates}, "membership_accuracy": 0.5}
 
 
 def test_every_text_is_in_half_of_the_models_and_halves_are_repeatable() -> None:
@@ -92,47 +97,3 @@ def test_without_a_leak_no_attack_is_told_from_chance_more_often_than_its_confid
         ]
         wrong += any(flagged)
     assert wrong <= 5 + 3 * 100 * (0.05 * 0.95 / 100) ** 0.5
-
-
-# -- what is measured ----------------------------------------------------------------------------
-
-
-def chance(rates: list[float]) -> dict:
-    """The ceilings of a release that tells nothing."""
-    return {"tpr_at_fpr": {f"{rate:g}": rate for rate in rates}, "membership_accuracy": 0.5}
-
-
-def certainty(rates: list[float]) -> dict:
-    return {"tpr_at_fpr": {f"{rate:g}": 1.0 for rate in rates}, "membership_accuracy": 1.0}
-
-
-def test_a_perfect_attack_exceeds_every_ceiling_but_certainty() -> None:
-    scores = CanaryScores(np.arange(2000) + 5000.0, np.arange(2000))
-    assert len(exceeded(scores, chance, error=0.01)) == len(RATES) + 1
-    assert exceeded(scores, certainty, error=0.01) == ()
-
-
-def test_an_attack_of_a_few_texts_exceeds_nothing() -> None:
-    assert exceeded(CanaryScores([1.0], [0.0]), chance, error=0.05) == ()
-
-
-def test_what_is_above_a_ceiling_says_so_in_numbers() -> None:
-    found = exceeded(CanaryScores(np.arange(2000) + 5000.0, np.arange(2000)), chance, error=0.01)
-    assert str(found[0]).startswith("the true positive rate at a false positive rate of at most 0.1")
-    assert "above the ceiling 0.1" in str(found[0])
-
-
-def test_the_higher_half_is_guessed_without_knowing_a_member() -> None:
-    assert half_accuracy(CanaryScores([3, 4], [1, 2])) == 1.0
-    assert half_accuracy(CanaryScores([1, 2], [3, 4])) == 0.0
-    assert half_accuracy(CanaryScores([1, 1], [1, 1])) == 0.5
-
-
-def test_evidence_is_asked_for_where_coins_were_tossed_and_divided_among_the_attacks() -> None:
-    scores = CanaryScores(np.arange(200) + 100.0, np.arange(200))
-    alone, one_of_ten = (measure("x", scores, delta=1e-6, attacks=count, resamples=10) for count in (1, 10))
-    assert alone.evidence is not None and one_of_ten.evidence is not None
-    assert alone.evidence.eps_lower > one_of_ten.evidence.eps_lower > 0
-    assert one_of_ten.evidence.confidence == pytest.approx(0.995)
-    assert measure("x", scores, resamples=10).evidence is None
-    assert set(measure("x", scores, resamples=10).to_dict()["tpr_at_fpr"]) == {"0.1", "0.01", "0.001"}

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from tiny_generator import WORDS
-from tiny_models import tiny_bert
+from tiny_models import tiny_bert, words_tokenizer
 from tiny_tasks import parts
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
+from lit_dpret.attacks.inversion.decoder import new_language_model
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.st_folder import save_sentence_transformer
@@ -26,23 +25,12 @@ from lit_dpret.tasks.parts import Parts
 pytest.importorskip("sacrebleu")
 
 
-def words_tokenizer() -> PreTrainedTokenizerFast:
-    names = ["<pad>", "[UNK]", "[CLS]", "[SEP]", *WORDS[:40]]
-    backend = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    marks = {"pad_token": "<pad>", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **marks)
-
-
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """An encoder, and the same behind a secret rotation."""
     root = tmp_path_factory.mktemp("encoders")
     contract = Contract(query_max_length=8, passage_max_length=8)
-    tower = TextEncoder(tiny_bert(num_hidden_layers=1), words_tokenizer(), contract)
+    tower = TextEncoder(tiny_bert(num_hidden_layers=1), words_tokenizer(WORDS[:40]), contract)
     rotation = torch.nn.Linear(16, 16, bias=False)
     torch.nn.init.orthogonal_(rotation.weight)
     save_sentence_transformer(root / "plain", tower)
@@ -120,3 +108,16 @@ def test_texts_have_an_owner_and_there_must_be_enough(encoders: dict[str, Path],
         task(encoders["plain"], texts, known=1000).run(run_of(tmp_path / "run"))
     with pytest.raises(ConfigurationError, match=r"task\.candidates=51"):
         task(encoders["plain"], texts, candidates=51)
+
+
+@pytest.mark.parametrize("how", ["key_value", "embedding"])
+def test_a_language_model_of_ones_own_takes_the_place_of_the_new_one(
+    encoders: dict[str, Path], texts: Path, tmp_path: Path, how: str
+) -> None:
+    model = new_language_model(44, max_tokens=12, places=2, seed=0, n_embd=16, n_layer=2, n_head=2)
+    model.save_pretrained(tmp_path / "gpt2")
+    words_tokenizer(WORDS[:40]).save_pretrained(tmp_path / "gpt2")
+    settings = {"language_model": tmp_path / "gpt2", "how": how, "places": 2, "attacked": 20, "known": 20}
+    task(encoders["plain"], texts, **settings).run(run_of(tmp_path / "run"))
+    found = json.loads((tmp_path / "run" / "inversion.json").read_text())
+    assert found["language_model"] == "gpt2" and found["how"] == how

@@ -13,19 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import Callback
 from tiny_generator import WORDS, generator
+from tiny_models import tiny_bert, tiny_tokenizer, words_tokenizer
 from tiny_tasks import parts, trainer
 
 from lit_dpret.attacks.coins import COINS_NAME, Coins
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.encoders import Contract, TextEncoder, Towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation, ResumeError
+from lit_dpret.modules import DualEncoder, OptimizerSpec
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 from lit_dpret.tasks import Fit, Membership
 from lit_dpret.tasks.membership_suspects import choose_suspects
 from lit_dpret.tasks.parts import Parts
 
-QUERIES, STEPS = 160, 120
+QUERIES, STEPS = 160, 80
 SHAPE = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
 Make = Callable[..., Parts]
 
@@ -35,7 +39,7 @@ def write_queries(folder: Path) -> Path:
     rng = random.Random(0)
 
     def some(count: int) -> str:
-        return " ".join(rng.choices(WORDS, k=count))
+        return " ".join(rng.choices(WORDS[:40], k=count))
 
     (folder / "qrels").mkdir(parents=True)
     corpus, queries = ({f"{kind}{i}": some(count) for i in range(QUERIES + 40)} for kind, count in (("p", 4), ("q", 5)))
@@ -53,6 +57,17 @@ def make_generator(privacy: Any) -> Any:
     return generator(privacy=privacy, config=SHAPE)
 
 
+def make_encoder(privacy: Any) -> Any:
+    bert = tiny_bert(
+        hidden_size=32, num_hidden_layers=1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )  # fmt: skip
+    tower = TextEncoder(bert, words_tokenizer(WORDS[:40]), Contract(query_max_length=8, passage_max_length=8))
+    return DualEncoder(
+        privacy=privacy, optimizer=OptimizerSpec(name="adam", lr=2e-3), encoder=tower, max_query_length=8,
+        max_passage_length=8,
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     root = tmp_path_factory.mktemp("membership")
@@ -60,16 +75,17 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
     def made(run: Path, *, steps: int = STEPS, private: bool = False, **changes: Any) -> Parts:
         mode = partial(DPSGD, eps=2.0, max_grad_norm=0.1, secret_file=root / "secret")
-        data = partial(PairsDataModule, folder=folder, sampling="poisson", expected_batch_size=40)
+        data = partial(
+            PairsDataModule, folder=folder, sampling="poisson", expected_batch_size=40, physical_batch_size=64
+        )
         return parts(
             root,
             run_dir=run,
             make_privacy=mode if private else NoPrivacy,
             make_datamodule=data,
-            make_module=make_generator,
             make_trainer=lambda **s: trainer(**({"max_steps": steps} | s)),
             make_callbacks=lambda: [PrivacyAccountant(run_dir=run), PrivacyCard(run_dir=run)],
-            **changes,
+            **{"make_module": make_generator} | changes,
         )
 
     return made
@@ -150,8 +166,9 @@ def test_shadow_attacks_resume_by_the_model_and_give_the_same(make: Make, open_r
     first = task().run(made)
     assert {"auc/lira_online_logit", "auc/lira_offline_reference", "auc/rmia"} <= set(first)
     found = report(tmp_path / "attack")
-    assert found["shadows"]["models"] == 4 and found["shadows"]["steps"] == 6
+    assert found["shadows"]["models"] == 4 and found["shadows"]["steps"] == [6] * 4
     assert len(found["memorisation"]["most"]) == 10
+    assert stat.S_IMODE((tmp_path / "attack" / "shadow_0").stat().st_mode) == 0o700
     left = {path.name for path in (tmp_path / "attack" / "shadow_0").iterdir()}
     assert "signals.npz" in left and "model" not in left and "checkpoints" not in left
     with pytest.raises(ResumeError, match="resume=true"):
@@ -167,10 +184,61 @@ def test_shadow_attacks_resume_by_the_model_and_give_the_same(make: Make, open_r
     assert set(again) == set(first) and again["auc/loss"] == first["auc/loss"]
 
 
+def test_a_shadow_model_that_stopped_early_is_not_taken_for_done(make: Make, open_run: Path, tmp_path: Path) -> None:
+    class StopAtTwo(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = trainer.global_step >= 2
+
+    made = make(tmp_path / "attack", steps=6)
+    stopping = replace(made, make_trainer=lambda **s: trainer(max_steps=6, **with_callback(s, StopAtTwo())))
+    with pytest.raises(ResumeError, match="2 of 5 steps"):
+        attack(open_run, shadows=4).run(stopping)
+    assert not (tmp_path / "attack" / "pilot" / "stage.json").exists()
+
+
+def with_callback(settings: dict[str, Any], callback: Callback) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key != "max_steps"} | {
+        "callbacks": [*settings.get("callbacks", []), callback]
+    }
+
+
 def test_a_short_time_shortens_the_shadow_models(make: Make, open_run: Path, tmp_path: Path) -> None:
     attack(open_run, shadows=4, minutes=1e-4).run(make(tmp_path / "attack", steps=30))
     found = report(tmp_path / "attack")
-    assert found["shadows"]["steps"] == 1 and "weaker for it" in " ".join(found["caveats"])
+    assert found["shadows"]["steps"] == [1] * 4 and "weaker for it" in " ".join(found["caveats"])
+
+
+@pytest.fixture(scope="module")
+def encoder_run(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("targets") / "encoder"
+    Fit(min_free_mb=1, membership_coins=True).run(make(folder, make_module=make_encoder, steps=60))
+    return folder
+
+
+def test_an_encoder_is_attacked_by_its_own_signals(make: Make, encoder_run: Path, tmp_path: Path) -> None:
+    aucs = attack(encoder_run, pool=60).run(make(tmp_path / "attack", make_module=make_encoder))
+    assert aucs["auc/logit"] > 0.7
+    assert {"auc/shift", "auc/norm", "auc/margin_reference"} <= set(aucs)
+    assert report(tmp_path / "attack")["target"]["kind"] == "encoder"
+
+
+def test_an_encoder_made_from_a_generators_queries_is_held_against_the_generators_coins(
+    make: Make, private_run: Path, encoder_run: Path, tmp_path: Path
+) -> None:
+    """The auxiliary-model audit: attack what was trained on the release, by the coins of the run behind it."""
+    task = partial(attack, private_run, model=encoder_run, pool=60)
+    with pytest.raises(ConfigurationError, match="of another kind"):
+        task().run(make(tmp_path / "a", private=True))
+    aucs = task(reference=str(encoder_run / "model")).run(make(tmp_path / "b", private=True))
+    assert aucs["auc/shift"] == 0.5  # its own reference
+    assert report(tmp_path / "b")["claim"]["epsilon"] == pytest.approx(2.0, rel=0.05)
+
+
+@pytest.mark.slow
+def test_an_encoder_is_attacked_by_shadow_models(make: Make, encoder_run: Path, tmp_path: Path) -> None:
+    task = attack(encoder_run, shadows=4, minutes=5.0, pool=60)
+    aucs = task.run(make(tmp_path / "attack", make_module=make_encoder, steps=20))
+    assert aucs["auc/rmia"] > 0.6 and "auc/lira_online_logit_reference" in aucs
 
 
 def test_a_release_is_attacked_by_itself(
@@ -190,9 +258,9 @@ def test_a_release_is_attacked_by_itself(
     judged = "query-id\tcorpus-id\tscore\n" + "".join(f"s{i}\tp0\t1\n" for i in range(len(made)))
     (folder / "qrels" / "train.tsv").write_text(judged)
 
-    from tiny_models import tiny_bert, tiny_tokenizer
+    from tiny_models import tiny_bert
 
-    from lit_dpret.encoders import Contract, TextEncoder, Towers
+    from lit_dpret.encoders import Contract, TextEncoder
 
     tower = TextEncoder(tiny_bert(), tiny_tokenizer(), Contract(query_max_length=8, passage_max_length=8))
     monkeypatch.setattr("lit_dpret.tasks.membership.load_towers", lambda name: Towers(tower, tower))
@@ -220,10 +288,15 @@ def test_a_run_without_coins_card_or_matching_data_is_refused(make: Make, open_r
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"others": "train"}, "task.others"), ({"queries": 3}, "task.queries"), ({"shadows": 5}, "task.shadows"),
-        ({"minutes": 0}, "task.minutes"), ({"release_reference": "x"}, "task.release"), ({"alarm": 1.0}, "confidence"),
+        ({"others": "train"}, "task.others"),
+        ({"queries": 3}, "task.queries"),
+        ({"shadows": 5}, "task.shadows"),
+        ({"minutes": 0}, "task.minutes"),
+        ({"model": "y", "shadows": 8}, "task.model"),
+        ({"release_reference": "x"}, "task.release"),
+        ({"alarm": 1.0}, "confidence"),
     ],
-)  # fmt: skip
+)
 def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Membership(run="x", **settings)

@@ -31,28 +31,45 @@ class Words:
     Args:
         tokenizer: Of the language model, or of any other where the model is new.
         max_tokens: Longest text, the end mark included.
+        only_of: For a new model: its vocabulary is the tokens of these texts, the end mark, and one for all other
+            tokens, which makes it many times faster. None keeps the tokenizer's.
 
     Raises:
         UnsupportedModelError: The tokenizer has no token to end a text with.
+        ConfigurationError: ``max_tokens`` leaves no room for a word.
     """
 
-    def __init__(self, tokenizer: Any, max_tokens: int) -> None:
+    def __init__(self, tokenizer: Any, max_tokens: int, *, only_of: Sequence[str] | None = None) -> None:
         marks = (tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id)
         end = next((mark for mark in marks if mark is not None), None)
         if end is None:
             raise UnsupportedModelError("The tokenizer has neither an end mark nor a separator: no text would end.")
         if max_tokens < 2:
             raise ConfigurationError(f"task.max_tokens={max_tokens} leaves no room for a word. Give at least 2.")
-        self.tokenizer, self.end, self.max_tokens = tokenizer, int(end), max_tokens
+        self.tokenizer, self.max_tokens = tokenizer, max_tokens
+        self._own: dict[int, int] | None = None  # from the tokenizer's ids to ours, of which 0 ends, 1 is unknown
+        if only_of is not None:
+            seen = sorted({token for ids in self._tokens(only_of) for token in ids})
+            self._own = {token: place for place, token in enumerate(seen, start=2)}
+            self._back = {place: token for token, place in self._own.items()}
+        self.end = int(end) if self._own is None else 0
+        self.size = len(tokenizer) if self._own is None else 2 + len(self._own)
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids without special tokens, cut, and the end mark."""
-        found: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        found, own = self._tokens(texts), self._own
+        if own is not None:
+            found = [[own.get(token, 1) for token in ids] for ids in found]
         return [[*ids[: self.max_tokens - 1], self.end] for ids in found]
 
     def text(self, ids: Sequence[int]) -> str:
-        """The words of token ids."""
-        return " ".join(str(self.tokenizer.decode(list(ids), skip_special_tokens=True)).split())
+        """The words of token ids; unknown ones are left out."""
+        tokens = list(ids) if self._own is None else [self._back[token] for token in ids if token in self._back]
+        return " ".join(str(self.tokenizer.decode(tokens, skip_special_tokens=True)).split())
+
+    def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
+        found: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return found
 
 
 class PrefixDecoder(nn.Module):
@@ -145,7 +162,15 @@ def new_language_model(vocabulary: int, *, max_tokens: int, places: int, seed: i
     torch.manual_seed(seed)
     settings = {**SMALL, "n_positions": max_tokens + places + 1, **shape}
     return GPT2LMHeadModel(
-        GPT2Config(vocab_size=vocabulary, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **settings)
+        GPT2Config(
+            vocab_size=vocabulary,
+            bos_token_id=None,
+            eos_token_id=None,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            **settings,
+        )
     )
 
 
