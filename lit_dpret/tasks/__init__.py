@@ -10,6 +10,7 @@ from lit_dpret.tasks.evaluate import Evaluate
 from lit_dpret.tasks.export import Export
 from lit_dpret.tasks.filter import Filter
 from lit_dpret.tasks.fit import Fit
+from lit_dpret.tasks.histogram import Histogram
 from lit_dpret.tasks.index import Index
 from lit_dpret.tasks.pipeline import Pipeline
 from lit_dpret.tasks.plan import Plan
@@ -36,6 +37,7 @@ __all__ = [
     "Export",
     "Filter",
     "Fit",
+    "Histogram",
     "Index",
     "Pipeline",
     "Plan",
