@@ -196,8 +196,9 @@ class TopicBins(Bins):
     def _embed(self, texts: Sequence[str], side: str) -> np.ndarray:
         towers = load_towers(self.encoder)
         tower = towers.query_encoder if side == "query" else towers.passage_encoder
-        vectors: np.ndarray = tower.encode(list(texts), side).float().numpy()  # type: ignore[arg-type]
-        return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+        vectors = tower.encode(list(texts), side).float().numpy()  # type: ignore[arg-type]
+        unit: np.ndarray = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+        return unit
 
 
 def _require_public(encoder: str, declared: bool) -> None:

@@ -138,7 +138,7 @@ def release_histogram(
     else:
         run.ledger.append("replay", **key)
     noise = run.stream.normal(counts.shape, attempt=run.attempt, step=0, parameter=LABEL, salt=tag, dtype=torch.float64)
-    noised = np.rint((counts + noise * plan.noise_std).numpy())
+    noised: np.ndarray = np.rint((counts + noise * plan.noise_std).numpy())
     if (run.attempt, 0) not in run.releases:
         run.releases[run.attempt, 0] = run.ledger.append(
             "release", **key, noise_std=plan.noise_std, sensitivity=plan.sensitivity, denominator=plan.denominator,
