@@ -104,11 +104,11 @@ def test_with_little_noise_it_is_the_histogram_of_the_queries(chain: Path, tmp_p
 
 
 def test_the_chosen_queries_come_closer_to_the_histogram_and_carry_its_claim(
-    chain: Path, histogram: Path, tmp_path: Path
+    chain: Path, histogram: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     match = HistogramMatch(histogram, keep_share=0.5)
     Filter(data=chain / "made" / "synthetic", filters={"match": match}, tuning_data="none").run(parts(tmp_path))
-    folder = tmp_path / "run" / "filtered"
+    folder, told = tmp_path / "run" / "filtered", capsys.readouterr().out
     card = read_card(folder)
     facts = card["generation"]["filters"][-1]
     assert facts["distance_after"] < facts["distance_before"] or facts["distance_before"] == 0
@@ -116,7 +116,11 @@ def test_the_chosen_queries_come_closer_to_the_histogram_and_carry_its_claim(
     assert card["claim"]["epsilon"] == read_card(histogram)["claim"]["epsilon"]
     assert card["claim"]["epsilon"] > read_card(chain / "made" / "synthetic")["claim"]["epsilon"]
     assert card["parents"][0]["sha256"] == card_sha256(histogram)
-    assert "histogram_match" in (folder / "README.md").read_text()
+    readme = (folder / "README.md").read_text()
+    assert (
+        "histogram_match" in readme and "of the generator and of a histogram of the private queries together" in readme
+    )
+    assert f"histogram {facts['distance_before']:.3f} before, {facts['distance_after']:.3f} after" in told
     found = verify_chain(folder, parents=[histogram, chain / "generator"])
     assert not found.failed, found.failed
 
