@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ class Histogram:
             subject=subject_of("histogram", folder.resolve().name, [file], root=folder),
             plan=plan,
             mechanism={"bins": len(noised), "max_count": self.max_count},
-            tuning={"data": "none"},
+            tuning=_tuning(read_card(self.generator)),
             environment=environment_facts(),
             randomness={"rng": SHAKE if mode.secure_rng else PHILOX, "secure": mode.secure_rng},
             output_released=("the noised histogram", "the generator that it was charged together with"),
@@ -175,7 +175,7 @@ class Histogram:
                 "planned_steps": 1,
                 "plan": plan.to_dict(),
                 "plan_fingerprint": plan.fingerprint(),
-                "rows_per_unit": f"at most {self.max_count} counts",
+                "rows_per_unit": f"at most {self.max_count} count{'' if self.max_count == 1 else 's'}",
                 "secure_rng": mode.secure_rng,
                 "noise_seed": seed,
                 "bins": bins,
@@ -233,6 +233,12 @@ class Histogram:
             )
         sys.stdout.write(f"histogram: {folder / HISTOGRAM_NAME}\nprivacy card: {folder / CARD_NAME}\n")
         return told
+
+
+def _tuning(generator: Mapping[str, Any]) -> dict[str, Any]:
+    """On what the generator's settings were chosen; a search that its card priced is not priced for both together."""
+    told = generator["tuning"]
+    return {"data": told["data"], "n_trials": told.get("n_trials"), "note": "Of the generator, as its card says."}
 
 
 def contributed(units: Any, bins: Bins) -> list[list[int]]:

@@ -80,6 +80,9 @@ def test_the_card_claims_training_and_histogram_composed_from_one_ledger(chain: 
     assert "training and histogram together" in card["pretraining"]["start"]
     assert verify_card(card, histogram / "privacy_ledger.jsonl", folder=histogram) == []
     assert len(claimed_releases(records)) == 2
+    assert card["claim"]["statement"].startswith("A histogram on 56 queries was made. Each query added at most 1 ")
+    assert card["tuning"]["data"] == parent["tuning"]["data"] == "unknown"
+    assert any("hyper-parameters" in gap for gap in card["not_covered"])
 
 
 def test_it_counts_every_train_query_once_in_the_bin_of_its_passage(chain: Path) -> None:
