@@ -23,10 +23,9 @@ from lit_dpret.privacy.card_leaks import leaks
 from lit_dpret.privacy.card_notes import with_notes
 from lit_dpret.privacy.card_protocols import note_protocols, protocol_facts
 from lit_dpret.privacy.card_tuning import declared_search
+from lit_dpret.privacy.noise import PHILOX, SHAKE
 
 MODEL_FOLDER = "model"
-SHAKE = "SHAKE-256"
-PHILOX = "Philox (NumPy), keyed; not cryptographic"
 
 
 class PrivacyCard(Callback):

@@ -103,3 +103,25 @@ def test_grad_cache_takes_less_memory_for_the_same_loss(tmp_path: Path) -> None:
     whole, chunks = json.loads(out.read_text())["rows"]
     assert whole["loss"] == pytest.approx(chunks["loss"], rel=1e-4)
     assert chunks["peak_bytes"] < whole["peak_bytes"] / 2
+
+
+@pytest.mark.slow
+def test_synthesis_is_compared_with_generate_in_both_regimes(tmp_path: Path) -> None:
+    out = tmp_path / "synthesize.json"
+    small = ["--models", "public_t5", "--passages", "24", "--batch-size", "8", "--rounds", "2", "--max-new-tokens", "6"]
+    command = [sys.executable, str(BENCHMARKS / "synthesize.py"), *small, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert set(rows) == {
+        f"public_t5, {corpus}, {regime}"
+        for corpus in ("insuranceqa", "mixed lengths")
+        for regime in ("equal tokens", "natural ends")
+    }
+    for row in rows.values():
+        found = row["throughput_over_plain"]
+        assert 0 < found["least"] <= found["median"] <= found["greatest"] and len(row["rounds"]) == 2
+    mixed, plain = (
+        rows[f"public_t5, {corpus}, equal tokens"]["passage_tokens"] for corpus in ("mixed lengths", "insuranceqa")
+    )
+    assert mixed["most"] / mixed["least"] > plain["most"] / plain["least"] > 1

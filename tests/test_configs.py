@@ -84,6 +84,7 @@ NEEDED = {
     "datamodule.cifar100": ["datamodule.folder=x"],
     "datamodule.vision_folder": ["datamodule.folder=x"],
     "task.synthesize": ["task.generator=x"],
+    "task.histogram": ["task.generator=x"],
     "task.export": ["task.checkpoint=x"],
     "privacy.logit_dp": ["privacy.delta=1e-6"],
     "task.second_task": ["task.study=x"],

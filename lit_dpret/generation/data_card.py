@@ -17,6 +17,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.generation.dataset_folder import SUMMARY_NAME, Counts
 from lit_dpret.generation.shards import write_whole
 from lit_dpret.privacy.card_text import show_delta, show_epsilon
+from lit_dpret.privacy.histogram import LABEL as HISTOGRAM
 
 _SIZES = (
     (1_000, "n<1K"),
@@ -192,14 +193,21 @@ def _privacy_lines(privacy: Mapping[str, Any] | None) -> list[str]:
         "",
         str(privacy["claim"]["statement"]),
         "",
-        "The claim is that of the generator, inherited: drawing queries from it for a public list of passages is "
-        "post-processing. `privacy_card.json` says all of it; `lit-dpret verify FOLDER` checks it. Diagnostics "
-        "computed on private data are not covered by differential privacy, and none are part of this data set.",
+        f"The claim is that of {_whose(privacy)}, inherited: drawing queries for a public list of passages, and "
+        "choosing among them, is post-processing. `privacy_card.json` says all of it; `lit-dpret verify FOLDER` "
+        "checks it. Diagnostics computed on private data are not covered by differential privacy, and none are part "
+        "of this data set.",
         "",
         "### What is not covered",
         "",
         *[f"- {gap}" for gap in privacy["not_covered"]],
     ]
+
+
+def _whose(privacy: Mapping[str, Any]) -> str:
+    parts = (privacy["accounting"] or {}).get("composition", [])
+    counted = any(part["release"].get("label") == HISTOGRAM for part in parts)
+    return "the generator and of a histogram of the private queries together" if counted else "the generator"
 
 
 def _claim_table(privacy: Mapping[str, Any]) -> list[str]:

@@ -80,7 +80,11 @@ def _handed_out(tasks: Iterator[Task], pool: list[_Worker], groups_in_flight: in
         for ready in wait(list(busy)):
             worker = busy[ready]  # type: ignore[index]
             drawn = worker.take()
-            _supply(worker, tasks)
+            try:
+                _supply(worker, tasks)
+            except WorkerError:
+                yield drawn  # finished before it died, so it is kept
+                raise
             yield drawn
 
 

@@ -1,5 +1,6 @@
 """What can be done with released queries at no cost in privacy: choose among them, and label them."""
 
+from lit_dpret.postprocessing.bins import Bins, LabelBins, LengthBins, TopicBins
 from lit_dpret.postprocessing.filters import (
     BestOf,
     CrossEncoderScore,
@@ -7,17 +8,23 @@ from lit_dpret.postprocessing.filters import (
     QueryFilter,
     RoundTrip,
 )
+from lit_dpret.postprocessing.histogram_match import HistogramMatch
 from lit_dpret.postprocessing.released import ReleasedQueries, ReleasedQuery, load_released
 from lit_dpret.postprocessing.selection import apply_filters, write_selection
 
 __all__ = [
     "BestOf",
+    "Bins",
     "CrossEncoderScore",
+    "HistogramMatch",
+    "LabelBins",
     "LanguageModelScore",
+    "LengthBins",
     "QueryFilter",
     "ReleasedQueries",
     "ReleasedQuery",
     "RoundTrip",
+    "TopicBins",
     "apply_filters",
     "load_released",
     "write_selection",

@@ -61,6 +61,13 @@ class QueryFilter(ABC):
     def settings(self) -> dict[str, Any]:
         """What it was set to, for the card: plain JSON values."""
 
+    def claim(self, released: ReleasedQueries) -> Path | None:
+        """A folder whose card covers what is kept instead of the queries' own; None where that goes on to do so.
+
+        A filter that looks at one more release of private data names the card that composes both.
+        """
+        return None
+
     def choose(self, released: ReleasedQueries, progress: Progress | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Scores, and which queries to keep.
 

@@ -66,6 +66,7 @@ class ReleasedQueries:
         provenance: ``card``: a privacy card says what they promise; or ``declared public``.
         ancestors: SHA-256 of the privacy cards of the data set and of all that it was made from.
         folder: Where they were read.
+        claim: Where the card lies that covers them, where it is not the one in ``folder``.
     """
 
     queries: tuple[ReleasedQuery, ...]
@@ -73,6 +74,7 @@ class ReleasedQueries:
     provenance: Provenance
     ancestors: frozenset[str] = frozenset()
     folder: Path | None = None
+    claim: Path | None = None
 
     def __len__(self) -> int:
         return len(self.queries)
@@ -83,6 +85,14 @@ class ReleasedQueries:
     def only(self, kept: Sequence[bool]) -> ReleasedQueries:
         """Those queries for which ``kept`` is true, in their order; the passages stay."""
         return replace(self, queries=tuple(q for q, keep in zip(self.queries, kept, strict=True) if keep))
+
+    def under(self, claim: Path | None) -> ReleasedQueries:
+        """The same under another card, which covers them as well as what else entered their choice."""
+        if claim is None:
+            return self
+        card = read_card(claim)
+        names = card_names(claim / CARD_NAME, card) | {str(parent["sha256"]) for parent in card["parents"]}
+        return replace(self, claim=claim, ancestors=self.ancestors | names)
 
     def pairs(self) -> tuple[list[str], list[str]]:
         """The texts of the queries, and of the passage of each."""

@@ -81,7 +81,7 @@ def apply_filters(
                 examples=(shown[0], shown[1]),
             )
         )  # fmt: skip
-        left = left.only(kept.tolist())
+        left = left.only(kept.tolist()).under(one.claim(left))
     return left, done
 
 
@@ -128,10 +128,9 @@ def write_selection(
     name, source = folder.resolve().name, kept.folder
     card: dict[str, Any] | None = None
     if kept.provenance == "card" and source is not None:
-        parent = read_card(source)
-        generation = dict(parent["generation"])
+        generation = dict(read_card(source)["generation"])
         card = inherit_card(
-            source,
+            kept.claim or source,
             {"artifact_type": "dataset", "name": name, "sha256": hashes},
             description="a selection of the queries by public means",
             tuning=tuning,

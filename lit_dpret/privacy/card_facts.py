@@ -158,6 +158,11 @@ def _declared(plan: PrivacyPlan) -> list[Assumption]:
 def _bound_assumption(plan: PrivacyPlan) -> Assumption:
     """How far one unit moves the sum, and who says so."""
     coupling = plan.coupling
+    if plan.mode == "histogram":
+        moved = plan.sensitivity * (2 if plan.budget.neighbours == "replace_one" else 1)
+        return Assumption(
+            f"The bins are public, and neighbours differ by at most {moved:.6g} in the counts.", "unverified"
+        )
     if coupling is None:
         return Assumption(
             f"One unit moves the sum of a step by at most the clipping bound (engine: {plan.engine}).", "unverified"

@@ -24,7 +24,7 @@ SCHEMA = "lit-dpret/privacy-card/1"
 CARD_NAME = "privacy_card.json"
 SIGNATURE_NAME = "privacy_card.sig"
 
-ArtifactType = Literal["weights", "dataset", "index"]
+ArtifactType = Literal["weights", "dataset", "index", "histogram"]
 
 
 def subject_of(

@@ -120,6 +120,11 @@ def _mechanism_sentence(card: Card) -> str:
     done = mechanism["steps_done"]
     if not done:
         return f"Training made no step{size}, so nothing was released."
+    if mechanism.get("mode") == "histogram":
+        return (
+            f"A histogram{size} was made. Each {card['claim']['unit']} added {mechanism['rows_per_unit']} to public "
+            f"bins, and Gaussian noise of standard deviation {_n(mechanism['noise_std'])} was added to each bin once."
+        )
     return (
         f"Training made {done} noisy step{'' if done == 1 else 's'}{size}. Batches were drawn so: "
         f"{mechanism['law_text']}. {_bounded(card)}, and "

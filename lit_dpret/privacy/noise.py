@@ -34,6 +34,10 @@ from lit_dpret.errors import ConfigurationError, ResumeError
 
 SECRET_BYTES = 32
 
+SHAKE = "SHAKE-256"
+PHILOX = "Philox (NumPy), keyed; not cryptographic"
+"""What a card calls the generator of the noise, with ``secure_rng`` and without."""
+
 
 def default_secret_file() -> Path:
     """Where the secret lies when ``privacy.secret_file`` is null: the user's state folder."""

@@ -36,10 +36,12 @@ class Start:
         folder: Of the earlier run.
         facts: What goes into the ledger: ``name``, ``card_sha256``, ``public``, ``guarantee``,
             ``releases``, ``parents``, and ``unit``, ``neighbours`` and ``epsilon`` where there are any.
+        knob: The setting that named it, for messages.
     """
 
     folder: Path
     facts: Mapping[str, Any]
+    knob: str = "init_from"
 
     def check(self, mode: Any) -> None:
         """Refuse a start with which the run could not claim what its mode promises.
@@ -52,20 +54,20 @@ class Start:
             return
         if guarantee == "inherited":
             raise ConfigurationError(
-                f"init_from={self.folder} was trained on private data, and privacy={mode.name} claims no more than the "
-                "card of its data: the two claims are not composed. Start from a public model, or train under "
+                f"{self.knob}={self.folder} was trained on private data, and privacy={mode.name} claims no more than "
+                "the card of its data: the two claims are not composed. Start from a public model, or train under "
                 "privacy=dp_sgd."
             )
         if facts["guarantee"] != "dp":
             raise ConfigurationError(
-                f"init_from={self.folder} carries no privacy guarantee ({facts['guarantee']}), so nothing that is "
+                f"{self.knob}={self.folder} carries no privacy guarantee ({facts['guarantee']}), so nothing that is "
                 f"trained from it under privacy={mode.name} could. Start from another run, choose privacy=none, or, if "
                 "it was trained on public data alone, say init_from_is_public=true."
             )
         for knob in ("unit", "neighbours"):
             if facts[knob] != getattr(mode, knob):
                 raise ConfigurationError(
-                    f"privacy.{knob}={getattr(mode, knob)}, but init_from={self.folder} was trained under "
+                    f"privacy.{knob}={getattr(mode, knob)}, but {self.knob}={self.folder} was trained under "
                     f"privacy.{knob}={facts[knob]}, and epsilons of different guarantees do not add up. Use the same."
                 )
         for release in map(release_from_dict, facts["releases"]):
@@ -99,7 +101,7 @@ def model_folder(run: str | Path) -> Path:
     return folder / MODEL_FOLDER if (folder / MODEL_FOLDER).is_dir() else folder
 
 
-def read_start(run: str | Path, *, public: bool) -> Start:
+def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Start:
     """The start that ``init_from=run`` means.
 
     Guarantees:
@@ -112,6 +114,7 @@ def read_start(run: str | Path, *, public: bool) -> Start:
         run: A run folder with ``model/``, ``privacy_card.json`` and ``privacy_ledger.jsonl``; or any
             model folder that is declared public.
         public: ``init_from_is_public``: nothing private went into it.
+        knob: The setting that named it, for messages.
 
     Raises:
         ConfigurationError: There is no such folder, or no card and no declaration, or both disagree.
@@ -119,16 +122,16 @@ def read_start(run: str | Path, *, public: bool) -> Start:
     """
     folder = Path(run).expanduser()
     if not folder.is_dir():
-        raise ConfigurationError(f"init_from={run} is no folder. Give the folder of a run, or a model folder.")
+        raise ConfigurationError(f"{knob}={run} is no folder. Give the folder of a run, or a model folder.")
     name = folder.resolve().name
     if not (folder / CARD_NAME).is_file():
         if not public:
             raise ConfigurationError(
-                f"init_from={run} has no {CARD_NAME}: nobody can say which private data its weights have seen. If it "
+                f"{knob}={run} has no {CARD_NAME}: nobody can say which private data its weights have seen. If it "
                 "was trained on public data alone, say init_from_is_public=true."
             )
         return Start(folder, {"name": name, "card_sha256": None, "public": True, "guarantee": None,
-                              "releases": [], "parents": []})  # fmt: skip
+                              "releases": [], "parents": []}, knob)  # fmt: skip
     card = read_card(folder)
     claim, sha256 = card["claim"], card_sha256(folder)
     parents = [{"name": card["subject"]["name"], "sha256": sha256, "schema": card["schema"]}, *card["parents"]]
@@ -137,13 +140,13 @@ def read_start(run: str | Path, *, public: bool) -> Start:
     if public:
         if claim["guarantee"] != "none":
             raise ConfigurationError(
-                f"init_from_is_public=true, but the card of init_from={run} tells of private data "
+                f"init_from_is_public=true, but the card of {knob}={run} tells of private data "
                 f"(guarantee: {claim['guarantee']}). Leave it false: the claims are composed."
             )
-        return Start(folder, facts)
+        return Start(folder, facts, knob)
     if card["mechanism"]["kind"] == "post_processing":
         raise ConfigurationError(
-            f"init_from={run} carries the claim of {card['parents'][0]['name']!r}, whose releases lie in another "
+            f"{knob}={run} carries the claim of {card['parents'][0]['name']!r}, whose releases lie in another "
             "ledger. Start from a run that was trained on the private data itself."
         )
     ledger = folder / str(card["ledger"]["name"])
@@ -151,19 +154,19 @@ def read_start(run: str | Path, *, public: bool) -> Start:
     listed = card["subject"]["sha256"]
     found = [p for p in sorted(model.rglob("*")) if p.is_file() and not p.name.startswith("privacy_card.")]
     if not listed or any(path.relative_to(model).as_posix() not in listed for path in found):
-        raise DataError(f"init_from={run}: its card does not describe the model in {model}. Finish that run first.")
+        raise DataError(f"{knob}={run}: its card does not describe the model in {model}. Finish that run first.")
     if problems := verify_card(card, ledger, folder=model):
-        raise DataError(f"init_from={run}: its card does not agree with what lies there: {problems[0]}")
+        raise DataError(f"{knob}={run}: its card does not agree with what lies there: {problems[0]}")
     try:
         releases = claimed_releases(PrivacyLedger.read(ledger).records)
     except LedgerError as error:
-        raise DataError(f"init_from={run}: {error}") from error
+        raise DataError(f"{knob}={run}: {error}") from error
     if (card["accounting"] or {}).get("basis") == "no_amplification":
         releases = every_unit_in_every_step(releases)
     facts["releases"] = [replace(release, label="earlier run").to_dict() for release in releases]
     if claim["guarantee"] == "dp":
         facts |= {key: claim[key] for key in ("unit", "neighbours", "epsilon", "delta")}
-    return Start(folder, facts)
+    return Start(folder, facts, knob)
 
 
 def start_parents(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -177,12 +180,13 @@ def start_assumptions(records: Sequence[Mapping[str, Any]]) -> list[Assumption]:
     start = start_of(records)
     if start is None:
         return []
+    what = "that this histogram is charged with" if _is_histogram(records) else "that training started from"
     if start["public"]:
-        text = f"The model that training started from ({start['name']}) was made from public data alone, as declared."
+        text = f"The model {what} ({start['name']}) was made from public data alone, as declared."
         return [Assumption(text, "unverified")]
     if start["guarantee"] == "not_proved":
-        return [Assumption(f"For the model that training started from ({start['name']}) a guarantee is proved.", False)]
-    text = f"The ledger of the model that training started from ({start['name']}) is whole."
+        return [Assumption(f"For the model {what} ({start['name']}) a guarantee is proved.", False)]
+    text = f"The ledger of the model {what} ({start['name']}) is whole."
     return [Assumption(text, "unverified")]
 
 
@@ -212,12 +216,14 @@ def start_text(
         return {}
     if start["public"]:
         return {"start": f"Training started from {start['name']}, which was declared to be public."}
-    text = f"Training started from {start['name']}, which was trained on private data (card sha256 "
-    text += f"{start['card_sha256']})."
+    counted = _is_histogram(records)
+    text = "This histogram is charged together with" if counted else "Training started from"
+    text += f" {start['name']}, which was trained on private data (card sha256 {start['card_sha256']})."
     if plan is None or verdict.guarantee != "dp":
         return {"start": text}
     parts = start_accounting(records, own, plan, verdict)["init_from"]
-    text += " The claim is about both trainings together, whether or not they used the same data"
+    both = "training and histogram" if counted else "both trainings"
+    text += f" The claim is about {both} together, whether or not they used the same data"
     if parts["epsilon_of_this_run"] is not None:
         text += (
             f": this run alone cost epsilon = {show_epsilon(parts['epsilon_of_this_run'])} of its own budget of "
@@ -225,3 +231,8 @@ def start_text(
             f"{show_delta(plan.budget.delta)}"
         )
     return {"start": f"{text}."}
+
+
+def _is_histogram(records: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the run counted, and trained nothing."""
+    return any(record.get("kind") == "plan" and record.get("mode") == "histogram" for record in records)

@@ -12,6 +12,7 @@ from lit_dpret.tasks.evaluate import Evaluate
 from lit_dpret.tasks.export import Export
 from lit_dpret.tasks.filter import Filter
 from lit_dpret.tasks.fit import Fit
+from lit_dpret.tasks.histogram import Histogram
 from lit_dpret.tasks.index import Index
 from lit_dpret.tasks.inversion import Inversion
 from lit_dpret.tasks.membership import Membership
@@ -42,6 +43,7 @@ __all__ = [
     "Export",
     "Filter",
     "Fit",
+    "Histogram",
     "Index",
     "Inversion",
     "Membership",

@@ -84,7 +84,11 @@ class Filter:
 
 def _line(one: Applied) -> str:
     share = f"{one.kept} of {one.asked} ({one.kept / one.asked:.1%})"
-    return f"{one.settings['filter']}: {share}, lowest score {one.lowest_kept:.3g}"
+    line = f"{one.settings['filter']}: {share}, lowest score {one.lowest_kept:.3g}"
+    if "distance_after" in one.settings:
+        before, after = one.settings["distance_before"], one.settings["distance_after"]
+        line += f"; distance of its bins to the histogram {before:.3f} before, {after:.3f} after"
+    return line
 
 
 def _examples(applied: Sequence[Applied]) -> str:

@@ -1,0 +1,225 @@
+r"""A histogram of private units over public bins, with Gaussian noise, charged like every other release.
+
+Let h be the vector of counts, and let one unit add at most m counts, wherever it puts them. Then, in L2:
+
+- ``zero_out``: a blanked unit has no text and falls into no bin, so it takes at most m counts away: m.
+- ``add_or_remove``: the same counts come or go: m.
+- ``replace_one``: m counts leave some bins and m enter others. Both vectors are non-negative with sums of at
+  most m, so the squared distance is at most m² + m², and all from one bin into another reaches it: √2 m.
+
+Accountants here take the noise over C, and know that a replacement moves a sum by 2C; hence C = m, and m / √2
+under ``replace_one``, which is less than what a clipped gradient would have to be charged.
+
+The bins must be public: boundaries, centroids or labels that were chosen by looking at private queries would let
+out more than is counted here. The noise is the library's keyed noise, with its floating-point caveat
+(`lit_dpret.privacy.noise`); counts are rounded to whole numbers afterwards, which is post-processing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, schema_problem
+from lit_dpret.privacy.accounting import Accountant
+from lit_dpret.privacy.budget import AccountantName, Neighbours, PrivacyBudget
+from lit_dpret.privacy.fingerprints import sum_tag
+from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.releases import FullBatch, GaussianRelease
+from lit_dpret.privacy.run import PrivateRun
+
+HISTOGRAM_NAME = "histogram.json"
+LABEL = "histogram"
+SCHEMA = "lit-dpret/private-histogram/1"
+
+
+def histogram_sensitivity(max_count: int, neighbours: Neighbours) -> float:
+    """The bound C of the module's text for units of at most ``max_count`` counts.
+
+    Example:
+        >>> histogram_sensitivity(1, "zero_out"), round(2 * histogram_sensitivity(1, "replace_one"), 6)
+        (1.0, 1.414214)
+    """
+    if isinstance(max_count, bool) or not isinstance(max_count, int) or max_count < 1:
+        raise ConfigurationError(f"task.max_count={max_count} must be a whole number of at least 1.")
+    return max_count / math.sqrt(2) if neighbours == "replace_one" else float(max_count)
+
+
+def histogram_plan(
+    budget: PrivacyBudget,
+    *,
+    noise_multiplier: float,
+    max_count: int = 1,
+    accountant: AccountantName = "pld",
+    n_public: int | None = None,
+    max_units_per_user: int | None = None,
+) -> PrivacyPlan:
+    """The plan of one histogram.
+
+    Args:
+        budget: What this release alone may cost, and for whom.
+        noise_multiplier: Standard deviation of the noise on each bin over C.
+        max_count: Counts that one unit adds at most.
+        accountant: ``pld`` or ``rdp``; ``prv`` judges no release of all units.
+        n_public: The number of units where it is public.
+        max_units_per_user: As in `PrivacyPlan`.
+
+    Raises:
+        BudgetExceededError: The histogram alone costs more than the budget.
+        ConfigurationError: A value is out of range.
+    """
+    if not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
+        raise ConfigurationError(f"task.noise_multiplier={noise_multiplier} is not a positive, finite number.")
+    if n_public is not None:
+        budget.check_delta(n_public)
+    bound = histogram_sensitivity(max_count, budget.neighbours)
+    release = GaussianRelease(noise_multiplier=noise_multiplier, law=FullBatch(), label=LABEL)
+    counter = Accountant(delta=budget.delta, neighbours=budget.neighbours, name=accountant)
+    if (cost := counter.epsilon([release])) > budget.eps:
+        raise BudgetExceededError(
+            f"task.noise_multiplier={noise_multiplier:g} costs epsilon {cost:.4g} for the histogram alone, more than "
+            f"privacy.eps={budget.eps:g}. Raise it, or the budget."
+        )
+    return PrivacyPlan(
+        budget=budget, law=FullBatch(), steps=1, noise_multiplier=noise_multiplier, max_grad_norm=bound,
+        sensitivity=bound, denominator=1.0, physical_batch_size=1, accountant=accountant, engine="counting",
+        mode=LABEL, n_public=n_public, max_units_per_user=max_units_per_user,
+    )  # fmt: skip
+
+
+def release_histogram(
+    run: PrivateRun, plan: PrivacyPlan, contributions: Iterable[Sequence[int]], *, bins: int, max_count: int, spec: str
+) -> np.ndarray:
+    """Count, announce in the ledger, add noise, and confirm.
+
+    Guarantees:
+        - No unit adds more than ``max_count`` counts, whatever ``contributions`` holds.
+        - The ledger on the disk announces the release before its noise is drawn.
+        - Made again after an interruption, on the same counts, it gives the same numbers and is charged once; on
+          other counts or bins it is a release of its own, with fresh noise, and charged as one.
+
+    Args:
+        run: The run, its ledger open.
+        plan: From `histogram_plan`.
+        contributions: The bins of each unit's counts, in an order that depends on nothing but the unit.
+        bins: How many bins there are.
+        max_count: Counts of a unit that are taken; the rest is left out.
+        spec: A fingerprint of the bins; another one never shares noise with this one.
+
+    Returns:
+        Noised counts, whole numbers, some of them below zero; shape ``(bins,)``.
+    """
+    if plan.sensitivity < histogram_sensitivity(max_count, plan.budget.neighbours):
+        raise ConfigurationError(
+            f"max_count={max_count} is more than the plan's sensitivity {plan.sensitivity:g} covers."
+        )
+    counts = torch.zeros(bins, dtype=torch.float64)
+    for unit in contributions:
+        for place in list(unit)[:max_count]:
+            counts[place] += 1
+    tag = sum_tag(run.stream, {f"{LABEL} {spec}": counts})
+    known = run.intents.get((run.attempt, 0))
+    if known is not None and known.get("sum_tag") != tag:
+        run.attempt += 1
+        known = None
+    key = {"attempt": run.attempt, "step": 0}
+    if known is None:
+        release = GaussianRelease(noise_multiplier=plan.noise_multiplier, law=plan.law, label=LABEL).to_dict()
+        announced = run.ledger.append("intent", **key, release=release, state_hash=None, sum_tag=tag)
+        run.intents[run.attempt, 0] = announced
+    else:
+        run.ledger.append("replay", **key)
+    noise = run.stream.normal(counts.shape, attempt=run.attempt, step=0, parameter=LABEL, salt=tag, dtype=torch.float64)
+    noised: np.ndarray = np.rint((counts + noise * plan.noise_std).numpy())
+    if (run.attempt, 0) not in run.releases:
+        run.releases[run.attempt, 0] = run.ledger.append(
+            "release", **key, noise_std=plan.noise_std, sensitivity=plan.sensitivity, denominator=plan.denominator,
+            law=plan.law.to_dict(), update_hash=hashlib.sha256(noised.tobytes()).hexdigest(),
+        )  # fmt: skip
+    return noised
+
+
+def shares(counts: np.ndarray) -> np.ndarray:
+    """Noised counts as a distribution: what is below zero is taken for zero, and the rest is normalised.
+
+    Example:
+        >>> shares(np.array([6.0, -2.0, 2.0])).tolist()
+        [0.75, 0.0, 0.25]
+
+    Raises:
+        DataError: No count is above zero.
+    """
+    positive = np.maximum(counts, 0.0)
+    if positive.sum() == 0:
+        raise DataError("No bin of the histogram is above zero: its noise hides everything. Take fewer bins or less.")
+    found: np.ndarray = positive / positive.sum()
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleasedHistogram:
+    """What a histogram's file holds, all of it released.
+
+    Args:
+        names: Of the bins.
+        counts: Noised counts, as released; some may be below zero.
+        bins: How texts are put into bins; public.
+        noise_std: Standard deviation of the noise on each count.
+        max_count: Counts that one unit added at most.
+    """
+
+    names: tuple[str, ...]
+    counts: tuple[float, ...]
+    bins: Mapping[str, Any]
+    noise_std: float
+    max_count: int
+
+    @property
+    def target(self) -> np.ndarray:
+        """The distribution that it estimates."""
+        return shares(np.array(self.counts))
+
+    def write(self, folder: Path) -> Path:
+        """Write it as JSON; returns the file."""
+        facts = {
+            "schema": SCHEMA,
+            "names": list(self.names),
+            "counts": list(self.counts),
+            "noise_std": self.noise_std,
+            "max_count": self.max_count,
+            "bins": dict(self.bins),
+        }
+        path = folder / HISTOGRAM_NAME
+        path.write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def read(cls, folder: Path) -> ReleasedHistogram:
+        """What `write` wrote.
+
+        Raises:
+            DataError: There is none, or it is malformed or of a newer version.
+        """
+        path = folder / HISTOGRAM_NAME
+        try:
+            facts = json.loads(path.read_text(encoding="utf-8"))
+            if problem := schema_problem(facts["schema"], SCHEMA):
+                raise DataError(f"{path}: {problem}")
+            return cls(
+                names=tuple(map(str, facts["names"])), counts=tuple(map(float, facts["counts"])),
+                bins=dict(facts["bins"]), noise_std=float(facts["noise_std"]), max_count=int(facts["max_count"]),
+            )  # fmt: skip
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}. Give the folder of task=histogram.") from error
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{path} is no histogram of this program ({type(error).__name__}: {error}).") from error

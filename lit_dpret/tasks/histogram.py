@@ -1,0 +1,263 @@
+"""`task=histogram`: how often private queries are of which kind, with noise, charged together with a generator."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.postprocessing.bins import Bins
+from lit_dpret.privacy.budget import PrivacyBudget
+from lit_dpret.privacy.card import CARD_NAME, LEDGER_NAME, build_card, read_card, subject_of, verify_card, write_card
+from lit_dpret.privacy.card_environment import environment_facts
+from lit_dpret.privacy.card_leaks import leaks
+from lit_dpret.privacy.charges import charged_releases
+from lit_dpret.privacy.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.dataset_total import TOTAL_EVENT
+from lit_dpret.privacy.histogram import (
+    HISTOGRAM_NAME,
+    LABEL,
+    ReleasedHistogram,
+    histogram_plan,
+    release_histogram,
+)
+from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.modes import GaussianMode
+from lit_dpret.privacy.noise import PHILOX, SHAKE, load_secret, published_secret
+from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.run import PrivateRun
+from lit_dpret.privacy.run_lock import RunLock
+from lit_dpret.privacy.start import Start, note_start, read_start
+from lit_dpret.tasks.parts import Parts, check_run_dir
+
+
+class Histogram:
+    """Release a histogram of the private train queries over public bins.
+
+    The ledger of this run begins with what the generator's training cost, so that its card claims both together;
+    queries that are chosen by the histogram (``filter=histogram_match``) get that card.
+
+    Args:
+        generator: The run folder of the generator, or the ``model`` folder in it.
+        bins: Public bins; `LengthBins`, `TopicBins` or `LabelBins` of `lit_dpret.postprocessing.bins`.
+        noise_multiplier: Standard deviation of the noise on each bin, over what one unit can change.
+        max_count: Queries of one unit that are counted, chosen by a hash of their text. More than 1 only makes
+            sense under ``privacy.unit=user``, and costs noise.
+        min_free_mb: Refuse to start with less free disk.
+    """
+
+    def __init__(
+        self,
+        *,
+        generator: str | Path,
+        bins: Bins,
+        noise_multiplier: float = 10.0,
+        max_count: int = 1,
+        min_free_mb: float = 50,
+    ) -> None:
+        self.generator, self.bins = Path(generator).expanduser(), bins
+        self.noise_multiplier, self.max_count, self.min_free_mb = noise_multiplier, max_count, min_free_mb
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Write ``histogram.json``, its ledger and its card to the run folder; returns the epsilons."""
+        folder = parts.run_dir
+        check_run_dir(folder, min_free_mb=self.min_free_mb)
+        if parts.resume and (folder / CARD_NAME).is_file():
+            return self._tell(folder)
+        mode = parts.make_privacy()
+        if not isinstance(mode, GaussianMode):
+            raise ConfigurationError(
+                f"task=histogram adds noise and charges it; privacy={mode.name} does neither. Choose privacy=dp_sgd, "
+                "with the unit, neighbours and delta of the generator."
+            )
+        if mode.noise_multiplier is not None:
+            raise ConfigurationError(
+                f"privacy.noise_multiplier={mode.noise_multiplier:g} is that of training. Leave it null, and set "
+                "task.noise_multiplier for the histogram."
+            )
+        start = self._start(mode)
+        data = parts.make_datamodule()
+        data.prepare_data()
+        data.setup("fit")
+        data.use_unit(mode.unit, mode.neighbours)
+        units = data.train_units()
+        self.bins.fit(data.public_passages())
+        plan = histogram_plan(
+            PrivacyBudget(eps=mode.eps, delta=start.facts["delta"], unit=mode.unit, neighbours=mode.neighbours),
+            noise_multiplier=self.noise_multiplier,
+            max_count=self.max_count,
+            accountant=mode.accountant,
+            n_public=mode.public_units(len(units)),
+            max_units_per_user=mode.max_units_per_user,
+        )
+        dataset = mode.ledger_of_dataset(plan.budget, run_dir=folder)
+        self._check_dataset_ledger(dataset)
+        if dataset is not None and not parts.resume:
+            dataset.require([plan.release()])
+        run = self._open(parts, mode, data, plan, start, dataset)
+        with run.ledger:
+            noised = self._release(run, plan, units, dataset, folder)
+            histogram = ReleasedHistogram(
+                names=self.bins.names, counts=tuple(map(float, noised)), bins=self.bins.spec(),
+                noise_std=plan.noise_std, max_count=self.max_count,
+            )  # fmt: skip
+            file = histogram.write(folder)
+            run.ledger.append("end", reason="finished", steps=1)
+            records = run.ledger.records
+        card = build_card(
+            ledger_records=records,
+            subject=subject_of("histogram", folder.resolve().name, [file], root=folder),
+            plan=plan,
+            mechanism={"bins": len(noised), "max_count": self.max_count},
+            tuning=_tuning(read_card(self.generator)),
+            environment=environment_facts(),
+            randomness={"rng": SHAKE if mode.secure_rng else PHILOX, "secure": mode.secure_rng},
+            output_released=("the noised histogram", "the generator that it was charged together with"),
+            duplicates_policy=data.describe_duplicates(),
+            assumptions=leaks(records),
+        )
+        write_card(card, folder)
+        return self._tell(folder)
+
+    def _start(self, mode: GaussianMode) -> Start:
+        """What the generator cost, its card held against its ledger."""
+        folder = self.generator
+        if not (folder / LEDGER_NAME).is_file() and (folder.parent / LEDGER_NAME).is_file():
+            folder = folder.parent
+        start = read_start(folder, public=False, knob="task.generator")
+        start.check(mode)
+        if mode.delta is not None and mode.delta != start.facts["delta"]:
+            raise ConfigurationError(
+                f"privacy.delta={mode.delta:g}, but the generator's claim is at delta={start.facts['delta']:g}: one "
+                "claim has one delta. Leave privacy.delta null."
+            )
+        self.generator = folder
+        return start
+
+    def _check_dataset_ledger(self, dataset: DatasetLedger | None) -> None:
+        """Refuse to count the data set's histogram elsewhere than its generator, where that is counted."""
+        records = PrivacyLedger.read(self.generator / LEDGER_NAME).records
+        known = {record.get("dataset_ledger") for record in records if record["kind"] == "plan"} - {None}
+        if known and (dataset is None or dataset.begin() not in known):
+            raise ConfigurationError(
+                "The generator was counted in a privacy.dataset_ledger, and this run names none or another: the total "
+                "of the data set would miss the histogram. Name the same file."
+            )
+
+    def _open(
+        self, parts: Parts, mode: GaussianMode, data: Any, plan: PrivacyPlan, start: Start,
+        dataset: DatasetLedger | None,
+    ) -> PrivateRun:  # fmt: skip
+        folder, seed = parts.run_dir, mode.noise_seed
+        bins = self.bins.fingerprint()
+        if parts.resume and (folder / LEDGER_NAME).is_file():
+            before = PrivacyLedger.read(folder / LEDGER_NAME).records
+            if any(record.get("bins") != bins for record in before if record["kind"] == "plan"):
+                raise ResumeError(
+                    "resume=true with other bins: this run was begun for another histogram. Restore task.bins, or "
+                    "start a new run in another hydra.run.dir."
+                )
+        run = PrivateRun.open(
+            folder / LEDGER_NAME,
+            resume=parts.resume,
+            secret=load_secret(mode.secret_file, run_dir=folder) if seed is None else published_secret(seed),
+            secure_rng=mode.secure_rng,
+            described={
+                "mode": LABEL,
+                "unit": mode.unit,
+                "neighbours": mode.neighbours,
+                "law": plan.law.to_dict(),
+                "planned_steps": 1,
+                "plan": plan.to_dict(),
+                "plan_fingerprint": plan.fingerprint(),
+                "rows_per_unit": f"at most {self.max_count} count{'' if self.max_count == 1 else 's'}",
+                "secure_rng": mode.secure_rng,
+                "noise_seed": seed,
+                "bins": bins,
+                "dataset_ledger": None if dataset is None else dataset.begin(),
+            },
+            data_fingerprint=data.data_fingerprint,
+            run_id=None if seed is None else "seeded",
+        )
+        note_start(run.ledger, start)
+        return run
+
+    def _release(
+        self, run: PrivateRun, plan: PrivacyPlan, units: Any, dataset: DatasetLedger | None, folder: Path
+    ) -> np.ndarray:
+        contributions = contributed(units, self.bins)
+
+        def made() -> np.ndarray:
+            return release_histogram(
+                run, plan, contributions, bins=len(self.bins.names), max_count=self.max_count,
+                spec=self.bins.fingerprint(),
+            )  # fmt: skip
+
+        if dataset is None:
+            return made()
+        lock = RunLock(dataset.path, run.run_id)
+        lock.take()
+        try:
+            heads = [str(record["hash"]) for record in run.ledger.records]
+            spent = charged_releases(run.ledger.records)
+            dataset.reserve(run.run_id, spent=spent, planned=[*spent, plan.release()], heads=heads, name=str(folder))
+            noised = made()
+            heads = [str(record["hash"]) for record in run.ledger.records]
+            total = dataset.settle(
+                run.run_id, spent=charged_releases(run.ledger.records), heads=heads, name=str(folder)
+            )
+            run.ledger.append("event", name=TOTAL_EVENT, **total.to_dict())
+        finally:
+            lock.release()
+        return noised
+
+    def _tell(self, folder: Path) -> dict[str, float]:
+        card, histogram = read_card(folder), ReleasedHistogram.read(folder)
+        if problems := verify_card(card, folder / LEDGER_NAME, folder=folder):
+            raise ResumeError(f"{folder} holds a card that does not agree with what lies there: {problems[0]}")
+        for name, share in zip(histogram.names, histogram.target, strict=True):
+            sys.stdout.write(f"{name:24s} {share:7.1%}\n")
+        claim, parts = card["claim"], (card["accounting"] or {}).get("init_from") or {}
+        told = {"bins": float(len(histogram.names))}
+        if claim["epsilon"] is not None:
+            told |= {"epsilon": claim["epsilon"], "epsilon_of_histogram_alone": parts["epsilon_of_this_run"],
+                     "epsilon_of_generator_alone": parts["epsilon_of_start"]}  # fmt: skip
+            sys.stdout.write(
+                f"epsilon of generator and histogram together: {claim['epsilon']:.4g} (generator alone "
+                f"{parts['epsilon_of_start']:.4g}), delta {claim['delta']:.3g}\n"
+            )
+        sys.stdout.write(f"histogram: {folder / HISTOGRAM_NAME}\nprivacy card: {folder / CARD_NAME}\n")
+        return told
+
+
+def _tuning(generator: Mapping[str, Any]) -> dict[str, Any]:
+    """On what the generator's settings were chosen; a search that its card priced is not priced for both together."""
+    told = generator["tuning"]
+    return {"data": told["data"], "n_trials": told.get("n_trials"), "note": "Of the generator, as its card says."}
+
+
+def contributed(units: Any, bins: Bins) -> list[list[int]]:
+    """The bins of each unit's queries, each query once, in the order of a hash of its text; private."""
+    texts, sources, owners = list[str](), list[str](), list[int]()
+    for unit in range(len(units)):
+        first: dict[str, Any] = {}
+        for row in units.rows(unit):
+            first.setdefault(row.query_id, row)
+        for row in sorted(first.values(), key=lambda row: _order(row.query)):
+            texts.append(row.query)
+            sources.append(row.passage_id)
+            owners.append(unit)
+    found: list[list[int]] = [[] for _ in range(len(units))]
+    placed: Sequence[int] = bins.assign(texts, sources).tolist() if texts else []
+    for unit, place in zip(owners, placed, strict=True):
+        found[unit].append(place)
+    return found
+
+
+def _order(text: str) -> bytes:
+    return sha256(f"lit-dpret histogram\x1f{text}".encode("utf-8", "surrogatepass")).digest()

@@ -1,0 +1,205 @@
+"""What one unit can do to a histogram, what the histogram costs, and what the ledger knows of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError
+from lit_dpret.privacy.accounting import epsilon
+from lit_dpret.privacy.budget import Neighbours, PrivacyBudget
+from lit_dpret.privacy.card_facts import plan_of
+from lit_dpret.privacy.charges import charged_releases
+from lit_dpret.privacy.histogram import (
+    ReleasedHistogram,
+    histogram_plan,
+    histogram_sensitivity,
+    release_histogram,
+    shares,
+)
+from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.releases import FullBatch, GaussianRelease, Poisson
+from lit_dpret.privacy.run import PrivateRun
+
+PAPER = {3: 0.7296, 8: 0.5541, 16: 0.4659}
+UNITS, BATCH, STEPS, DELTA = 532_000, 1024, 15_586, 9.398e-7
+
+
+def histogram_of(units: list[tuple[int, ...]], bins: int) -> np.ndarray:
+    return np.array([sum(unit.count(place) for unit in units) for place in range(bins)], dtype=float)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+@pytest.mark.parametrize("relation", ["zero_out", "add_or_remove", "replace_one"])
+def test_the_sensitivity_is_the_largest_distance_of_all_neighbours(most: int, relation: Neighbours) -> None:
+    """Every unit of up to ``most`` counts in three bins, against nothing or against every other."""
+    units = [unit for size in range(most + 1) for unit in itertools.product(range(3), repeat=size)]
+    others = units if relation == "replace_one" else [()]
+    rest = [(0,), (1, 2)]
+    largest = max(
+        float(np.linalg.norm(histogram_of([*rest, unit], 3) - histogram_of([*rest, other], 3)))
+        for unit in units
+        for other in others
+    )
+    moves = 2 if relation == "replace_one" else 1  # as the accountants here have it
+    assert moves * histogram_sensitivity(most, relation) == pytest.approx(largest, rel=1e-12)
+
+
+@pytest.mark.parametrize("relation", ["zero_out", "add_or_remove", "replace_one"])
+def test_the_accountant_charges_the_distance_between_neighbours_over_the_noise(relation: Neighbours) -> None:
+    plan = histogram_plan(PrivacyBudget(eps=9.0, delta=1e-5, neighbours=relation), noise_multiplier=4.0, max_count=2)
+    distance = 2 * (math.sqrt(2) if relation == "replace_one" else 1.0)
+    same = GaussianRelease(noise_multiplier=plan.noise_std / distance, law=FullBatch())
+    assert plan.epsilon() == pytest.approx(epsilon([same], delta=1e-5, neighbours="zero_out"), rel=1e-9)
+
+
+def added_cost(eps: int, sigma: float) -> float:
+    training = GaussianRelease(noise_multiplier=PAPER[eps], law=Poisson(sample_rate=BATCH / UNITS), count=STEPS)
+    counted = GaussianRelease(noise_multiplier=sigma, law=FullBatch(), label="histogram")
+    together, alone = (
+        epsilon(releases, delta=DELTA, neighbours="zero_out") for releases in ([training, counted], [training])
+    )
+    return together - alone
+
+
+@pytest.mark.parametrize(("sigma", "cost"), [(10.0, 0.032), (20.0, 0.008)])
+def test_beside_the_training_of_the_paper_it_costs_hundredths_of_an_epsilon(sigma: float, cost: float) -> None:
+    assert added_cost(3, sigma) == pytest.approx(cost, abs=1.5e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("eps", "sigma", "cost"), [(8, 10.0, 0.015), (8, 20.0, 0.004), (16, 10.0, 0.011), (16, 20.0, 0.003)]
+)
+def test_at_larger_epsilons_it_costs_less(eps: int, sigma: float, cost: float) -> None:
+    assert added_cost(eps, sigma) == pytest.approx(cost, abs=1.5e-3)
+
+
+def test_a_histogram_that_costs_more_than_its_budget_is_refused() -> None:
+    with pytest.raises(BudgetExceededError, match=r"task\.noise_multiplier=1 .*privacy\.eps=0\.5"):
+        histogram_plan(PrivacyBudget(eps=0.5, delta=1e-5), noise_multiplier=1.0)
+
+
+@pytest.mark.parametrize("wrong", [{"noise_multiplier": 0.0}, {"noise_multiplier": math.inf}, {"max_count": 0}])
+def test_values_out_of_range_are_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+        histogram_plan(PrivacyBudget(eps=5.0, delta=1e-5), **{"noise_multiplier": 5.0} | wrong)
+
+
+# -- the release ------------------------------------------------------------------------------
+
+
+def planned(**settings: Any) -> PrivacyPlan:
+    return histogram_plan(PrivacyBudget(eps=9.0, delta=1e-5), **{"noise_multiplier": 2.0} | settings)
+
+
+def opened(folder: Path, plan: PrivacyPlan, *, resume: bool = False, secret: bytes = b"s" * 32) -> PrivateRun:
+    described = {
+        "mode": "histogram", "unit": "query", "neighbours": "zero_out", "law": plan.law.to_dict(), "planned_steps": 1,
+        "plan": plan.to_dict(), "rows_per_unit": "one", "secure_rng": False,
+    }  # fmt: skip
+    return PrivateRun.open(
+        folder / "privacy_ledger.jsonl", resume=resume, secret=secret, secure_rng=False, described=described,
+        data_fingerprint=lambda key: "data",
+    )  # fmt: skip
+
+
+def made(run: PrivateRun, plan: PrivacyPlan, units: list[list[int]], spec: str = "bins", most: int = 1) -> np.ndarray:
+    return release_histogram(run, plan, units, bins=4, max_count=most, spec=spec)
+
+
+def test_the_noise_has_the_deviation_that_the_ledger_states(tmp_path: Path) -> None:
+    plan = planned()
+    with opened(tmp_path, plan).ledger as ledger:
+        run = PrivateRun(ledger, opened(tmp_path / "b", plan).stream, "r")
+        noised = release_histogram(run, plan, [[0]] * 500, bins=4000, max_count=1, spec="bins")
+    noise = noised - np.array([500.0] + [0.0] * 3999)
+    assert noise.std() == pytest.approx(math.sqrt(plan.noise_std**2 + 1 / 12), rel=0.05)  # and of rounding
+    assert abs(noise.mean()) < 5 * plan.noise_std / math.sqrt(4000)
+    assert (noised == np.rint(noised)).all()
+
+
+def test_a_unit_adds_no_more_than_its_bound(tmp_path: Path) -> None:
+    plan = planned(noise_multiplier=1e-6 + 2.0, max_count=2)
+    run = opened(tmp_path, plan)
+    noised = made(run, plan, [[0] * 10_000], most=2)
+    run.ledger.close()
+    assert noised[0] < 2 + 10 * plan.noise_std
+
+
+def test_a_bound_that_the_plan_does_not_cover_is_refused_before_anything_is_announced(tmp_path: Path) -> None:
+    plan = planned(max_count=1)
+    run = opened(tmp_path, plan)
+    with pytest.raises(ConfigurationError, match="max_count=2"):
+        made(run, plan, [[0, 1]], most=2)
+    assert [record["kind"] for record in run.ledger.records] == ["plan"]
+    run.ledger.close()
+
+
+def test_the_release_is_announced_charged_once_and_the_same_when_it_is_made_again(tmp_path: Path) -> None:
+    plan, units = planned(), [[0], [1], [1]]
+    first = opened(tmp_path, plan)
+    before = made(first, plan, units)
+    first.ledger.close()
+    again = opened(tmp_path, plan, resume=True)
+    assert np.array_equal(made(again, plan, units), before)
+    again.ledger.close()
+    kinds = [record["kind"] for record in again.ledger.records]
+    assert kinds == ["plan", "intent", "release", "plan", "replay"]
+    assert charged_releases(again.ledger.records) == [
+        GaussianRelease(noise_multiplier=plan.noise_multiplier, law=FullBatch(), label="histogram")
+    ]
+    assert plan_of(again.ledger.records)[0] == plan
+
+
+@pytest.mark.parametrize("change", ["counts", "bins"])
+def test_other_counts_or_bins_never_get_the_same_noise_and_are_charged(tmp_path: Path, change: str) -> None:
+    plan, units = planned(), [[0], [1], [1]]
+    run = opened(tmp_path, plan)
+    before = made(run, plan, units)
+    after = made(run, plan, units[:2] if change == "counts" else units, spec="bins" if change == "counts" else "other")
+    run.ledger.close()
+    assert not np.array_equal(before - after, [0, 1, 0, 0] if change == "counts" else [0, 0, 0, 0])
+    assert sum(release.count for release in charged_releases(run.ledger.records)) == 2
+
+
+def test_an_announced_release_that_was_never_made_is_charged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned()
+    run = opened(tmp_path, plan)
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run.stream, "normal", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made(run, plan, [[0]])
+    run.ledger.close()
+    assert len(charged_releases(run.ledger.records)) == 1
+
+
+def test_shares_of_counts_below_zero_are_zero_and_of_nothing_but_those_are_refused() -> None:
+    assert shares(np.array([3.0, -1.0, 1.0])).tolist() == [0.75, 0.0, 0.25]
+    with pytest.raises(DataError, match="noise hides everything"):
+        shares(np.array([-3.0, -1.0, 0.0]))
+
+
+def test_a_histogram_is_read_as_it_was_written_and_a_newer_one_is_refused(tmp_path: Path) -> None:
+    histogram = ReleasedHistogram(
+        names=("a", "b"), counts=(4.0, -1.0), bins={"kind": "length", "edges": [3]}, noise_std=2.0, max_count=1
+    )
+    path = histogram.write(tmp_path)
+    assert ReleasedHistogram.read(tmp_path) == histogram
+    path.write_text(path.read_text().replace("private-histogram/1", "private-histogram/2"))
+    with pytest.raises(DataError, match="reads up to version 1"):
+        ReleasedHistogram.read(tmp_path)
+    path.write_text("[]")
+    with pytest.raises(DataError, match="no histogram of this program"):
+        ReleasedHistogram.read(tmp_path)
+    path.unlink()
+    with pytest.raises(DataError, match="task=histogram"):
+        ReleasedHistogram.read(tmp_path)

@@ -1,0 +1,245 @@
+"""`task=histogram` and the choice by it: one claim for generator and histogram, and no choice without it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from card_chain import run
+from tiny_generator import generator
+from tiny_tasks import parts, write_log
+
+from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, PrivateDataError, ResumeError
+from lit_dpret.generation.writer import synthesize
+from lit_dpret.postprocessing import HistogramMatch, LabelBins, LengthBins, apply_filters, load_released
+from lit_dpret.postprocessing.histogram_match import quotas
+from lit_dpret.privacy.accounting import epsilon
+from lit_dpret.privacy.card import card_sha256, read_card, verify_card
+from lit_dpret.privacy.charges import charged_releases, claimed_releases
+from lit_dpret.privacy.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.histogram import ReleasedHistogram
+from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.modes import DPSGD, NoPrivacy
+from lit_dpret.privacy.verification import verify_chain
+from lit_dpret.tasks import Filter, Histogram
+from lit_dpret.tasks.histogram import contributed
+
+LABELS = {f"p{i}": ("even", "odd")[i % 2] for i in range(0, 100)}
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A generator's run, and queries that it wrote."""
+    root = tmp_path_factory.mktemp("chain")
+    log = PairsDataModule(folder=write_log(root / "log"), sampling="poisson", expected_batch_size=8)
+    mode = DPSGD(eps=50.0, noise_multiplier=4.0, max_grad_norm=0.5, secret_file=root / "secret")
+    run(root / "generator", generator(privacy=mode, seed=0), log)
+    synthesize(
+        root / "generator" / "model", log.public_passages(), root / "made" / "synthetic",
+        passages_are_public=True, queries_per_passage=4,
+    )  # fmt: skip
+    return root
+
+
+def counted(chain: Path, folder: Path, task: dict[str, Any] | None = None, **changes: Any) -> dict[str, float]:
+    mode = partial(DPSGD, **{"eps": 9.0, "secret_file": chain / "secret"} | changes.pop("mode", {}))
+    datamodule = partial(PairsDataModule, folder=chain / "log", sampling="poisson", **changes.pop("data", {}))
+    settings = {
+        "generator": chain / "generator", "bins": LabelBins(mapping=LABELS), "noise_multiplier": 2.0, **(task or {}),
+    }  # fmt: skip
+    job = Histogram(**settings)
+    return job.run(parts(folder.parent, mode, run_dir=folder, make_datamodule=datamodule, **changes))
+
+
+@pytest.fixture(scope="module")
+def histogram(chain: Path) -> Path:
+    counted(chain, chain / "histogram")
+    return chain / "histogram"
+
+
+def test_the_card_claims_training_and_histogram_composed_from_one_ledger(chain: Path, histogram: Path) -> None:
+    card, parent = read_card(histogram), read_card(chain / "generator")
+    records = PrivacyLedger.read(histogram / "privacy_ledger.jsonl").records
+    training = charged_releases(PrivacyLedger.read(chain / "generator" / "privacy_ledger.jsonl").records)
+    own = charged_releases(records)
+    delta = parent["claim"]["delta"]
+    assert [release.label for release in own] == ["histogram"]
+    assert card["claim"]["delta"] == delta
+    assert card["claim"]["epsilon"] == pytest.approx(
+        epsilon([*training, *own], delta=delta, neighbours="zero_out"), rel=1e-9
+    )
+    alone = [epsilon(releases, delta=delta, neighbours="zero_out") for releases in (training, own)]
+    assert max(alone) < card["claim"]["epsilon"] < sum(alone)
+    assert card["parents"][0]["sha256"] == card_sha256(chain / "generator")
+    assert "training and histogram together" in card["pretraining"]["start"]
+    assert verify_card(card, histogram / "privacy_ledger.jsonl", folder=histogram) == []
+    assert len(claimed_releases(records)) == 2
+    assert card["claim"]["statement"].startswith("A histogram on 56 queries was made. Each query added at most 1 ")
+    assert card["tuning"]["data"] == parent["tuning"]["data"] == "unknown"
+    assert any("hyper-parameters" in gap for gap in card["not_covered"])
+
+
+def test_it_counts_every_train_query_once_in_the_bin_of_its_passage(chain: Path) -> None:
+    data = PairsDataModule(folder=chain / "log")
+    data.setup("fit")
+    data.use_unit("query")
+    units = data.train_units()
+    bins = LabelBins(mapping=LABELS)
+    bins.fit(data.public_passages())
+    expected = [[int(bins.assign(["x"], [units.rows(i)[0].passage_id])[0])] for i in range(len(units))]
+    assert contributed(units, bins) == expected
+
+
+def test_with_little_noise_it_is_the_histogram_of_the_queries(chain: Path, tmp_path: Path) -> None:
+    counted(chain, tmp_path / "run", {"noise_multiplier": 1.0})
+    counts = np.array(ReleasedHistogram.read(tmp_path / "run").counts)
+    data = PairsDataModule(folder=chain / "log")
+    data.setup("fit")
+    passages = [row.passage_id for row in data.pair_rows("train")]
+    exact = [sum(LABELS[name] == label for name in passages) for label in ("even", "odd")]
+    assert np.abs(counts - [*exact, 0]).max() <= 8 and min(exact) > 20
+
+
+def test_the_chosen_queries_come_closer_to_the_histogram_and_carry_its_claim(
+    chain: Path, histogram: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    match = HistogramMatch(histogram, keep_share=0.5)
+    Filter(data=chain / "made" / "synthetic", filters={"match": match}, tuning_data="none").run(parts(tmp_path))
+    folder, told = tmp_path / "run" / "filtered", capsys.readouterr().out
+    card = read_card(folder)
+    facts = card["generation"]["filters"][-1]
+    assert facts["distance_after"] < facts["distance_before"] or facts["distance_before"] == 0
+    assert facts["uses_private_data"] is False and facts["histogram_card_sha256"] == card_sha256(histogram)
+    assert card["claim"]["epsilon"] == read_card(histogram)["claim"]["epsilon"]
+    assert card["claim"]["epsilon"] > read_card(chain / "made" / "synthetic")["claim"]["epsilon"]
+    assert card["parents"][0]["sha256"] == card_sha256(histogram)
+    readme = (folder / "README.md").read_text()
+    assert (
+        "histogram_match" in readme and "of the generator and of a histogram of the private queries together" in readme
+    )
+    assert f"histogram {facts['distance_before']:.3f} before, {facts['distance_after']:.3f} after" in told
+    found = verify_chain(folder, parents=[histogram, chain / "generator"])
+    assert not found.failed, found.failed
+
+
+def test_the_choice_is_repeatable_and_another_seed_makes_another(chain: Path, histogram: Path) -> None:
+    released = load_released(chain / "made" / "synthetic")
+
+    def chosen(seed: int) -> list[str]:
+        kept, _ = apply_filters(released, [HistogramMatch(histogram, keep_share=0.4, seed=seed)])
+        return [query.query_id for query in kept]
+
+    assert chosen(0) == chosen(0) != chosen(1)
+    assert len(chosen(0)) == round(0.4 * len(released))
+
+
+def test_a_histogram_that_was_charged_to_another_generator_is_refused(chain: Path, tmp_path: Path) -> None:
+    """Its own card is in order; but no claim covers both it and these queries."""
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copytree(chain / "log", other / "log")
+    log = PairsDataModule(folder=other / "log", sampling="poisson", expected_batch_size=8)
+    mode = DPSGD(eps=50.0, noise_multiplier=5.0, max_grad_norm=0.5, secret_file=chain / "secret")
+    run(other / "generator", generator(privacy=mode, seed=1), log, steps=1)
+    counted(chain, other / "histogram", {"generator": other / "generator"})
+    released = load_released(chain / "made" / "synthetic")
+    with pytest.raises(PrivateDataError, match=r"another ledger than these queries.*no claim covers both"):
+        apply_filters(released, [HistogramMatch(other / "histogram")])
+
+
+def test_a_histogram_whose_counts_were_changed_is_refused(chain: Path, histogram: Path, tmp_path: Path) -> None:
+    edited = tmp_path / "edited"
+    shutil.copytree(histogram, edited)
+    facts = json.loads((edited / "histogram.json").read_text())
+    facts["counts"][0] += 1
+    (edited / "histogram.json").write_text(json.dumps(facts))
+    with pytest.raises(Exception, match="does not agree with what lies there"):
+        apply_filters(load_released(chain / "made" / "synthetic"), [HistogramMatch(edited)])
+
+
+def test_it_goes_on_after_an_interruption_and_is_charged_once(
+    chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ReleasedHistogram, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        counted(chain, tmp_path / "run")
+    monkeypatch.undo()
+    with pytest.raises(ResumeError, match="already holds a ledger"):
+        counted(chain, tmp_path / "run")
+    with pytest.raises(ResumeError, match="other bins"):
+        counted(chain, tmp_path / "run", {"bins": LengthBins(edges=[2])}, resume=True)
+    told = counted(chain, tmp_path / "run", resume=True)
+    records = PrivacyLedger.read(tmp_path / "run" / "privacy_ledger.jsonl").records
+    assert sum(release.count for release in charged_releases(records)) == 1
+    before = (tmp_path / "run" / "privacy_ledger.jsonl").read_bytes()
+    assert counted(chain, tmp_path / "run", resume=True) == told
+    assert (tmp_path / "run" / "privacy_ledger.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"mode": {"unit": "pair"}}, ConfigurationError, r"privacy\.unit=pair, but task\.generator"),
+        ({"mode": {"neighbours": "replace_one"}}, ConfigurationError, r"privacy\.neighbours=replace_one"),
+        ({"mode": {"delta": 1e-3}}, ConfigurationError, r"privacy\.delta=0\.001"),
+        ({"mode": {"noise_multiplier": 3.0}}, ConfigurationError, r"task\.noise_multiplier"),
+        ({"task": {"noise_multiplier": 0.1}}, BudgetExceededError, r"privacy\.eps=9"),
+        ({"task": {"max_count": 0}}, ConfigurationError, "max_count=0"),
+    ],
+)
+def test_what_makes_no_one_claim_is_refused_before_anything_is_counted(
+    chain: Path, tmp_path: Path, changes: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        counted(chain, tmp_path / "run", changes.get("task"), mode=changes.get("mode", {}))
+    assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
+
+
+def test_no_noise_is_no_histogram(chain: Path, tmp_path: Path) -> None:
+    job = Histogram(generator=chain / "generator", bins=LengthBins())
+    with pytest.raises(ConfigurationError, match="privacy=none does neither"):
+        job.run(parts(tmp_path, NoPrivacy))
+
+
+def test_the_ledger_of_the_data_set_counts_the_histogram_too(chain: Path, tmp_path: Path) -> None:
+    counts = {"dataset_ledger": tmp_path / "total.jsonl", "total_eps": 1.1}
+    counted(chain, tmp_path / "run", mode=counts)
+    card = read_card(tmp_path / "run")
+    budget = DPSGD(eps=9.0, delta=card["claim"]["delta"]).budget(None)
+    total = DatasetLedger(tmp_path / "total.jsonl", total_eps=None, budget=budget).total()
+    alone = card["accounting"]["init_from"]["epsilon_of_this_run"]
+    assert (total.runs, total.running) == (1, 0) and total.epsilon == pytest.approx(alone)
+    with pytest.raises(BudgetExceededError, match="total_eps"):
+        counted(chain, tmp_path / "second", mode=counts)
+    assert not (tmp_path / "second" / "privacy_ledger.jsonl").exists()
+
+
+# -- quotas -----------------------------------------------------------------------------------
+
+
+def test_quotas_follow_the_target_as_far_as_there_are_queries() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        target = random.dirichlet(np.ones(6)) * (random.random(6) < 0.8)
+        if target.sum() == 0:
+            continue
+        target /= target.sum()
+        there = random.integers(0, 40, 6)
+        wanted = int(random.integers(1, 120))
+        quota = quotas(target, there, wanted)
+        assert (quota <= there).all() and (quota[target == 0] == 0).all()
+        assert quota.sum() == min(wanted, there[target > 0].sum())
+        free = (quota < there) & (target > 0)
+        if free.all() and wanted:
+            assert np.abs(quota - wanted * target).max() <= 1
+        elif free.any():  # a bin that ran short leaves its share to the others, none of which falls below its own
+            assert (quota[free] >= np.floor(wanted * target[free])).all()
