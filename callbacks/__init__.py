@@ -2,6 +2,7 @@
 
 from lit_dpret.callbacks.doctor import Examination, Finding, examine
 from lit_dpret.callbacks.metrics_file import MetricsFile
+from lit_dpret.callbacks.one_run_audit import OneRunAudit
 from lit_dpret.callbacks.privacy_accountant import PrivacyAccountant
 from lit_dpret.callbacks.privacy_card import PrivacyCard
 from lit_dpret.callbacks.progress import ProgressLine, StepProgress
@@ -11,6 +12,7 @@ __all__ = [
     "Examination",
     "Finding",
     "MetricsFile",
+    "OneRunAudit",
     "PrivacyAccountant",
     "PrivacyCard",
     "ProgressLine",

@@ -123,6 +123,9 @@ class PrivacyAccountant(Callback):
             if mode.noise_seed is None
             else published_secret(mode.noise_seed)
         )
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if hasattr(callback, "plant_canaries"):  # an audit: before the run is planned, because n counts its units
+                callback.plant_canaries(trainer, module, data)
         planned = plan_run(trainer, mode, data, module=pl_module, reserve=self.resume_reserve)
         self.plan, self.planned_steps = planned.plan, planned.steps
         self._dataset = self._dataset_ledger(mode)
@@ -166,7 +169,8 @@ class PrivacyAccountant(Callback):
         """Let nothing of an earlier fit with this object stand for this one: not its reservation, nor its place."""
         if self._account is not None:
             self._account.close()
-        self._begun, self._account, self._restored = False, None, None
+        self._begun = self._ended = False
+        self._account, self._restored = None, None
         for name in ("_run", "_gate"):
             vars(self).pop(name, None)
 
@@ -264,7 +268,7 @@ class PrivacyAccountant(Callback):
         if not hasattr(self, "_gate"):
             return
         try:
-            if not isinstance(exception, OSError):
+            if not isinstance(exception, OSError) and not self._ended:  # the card names the ledger's last record
                 self._settle()
                 self.ledger.append("end", reason=type(exception).__name__, steps=self._gate.steps_done)
         finally:

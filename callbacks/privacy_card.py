@@ -21,6 +21,7 @@ from lit_dpret.privacy.card import LEDGER_NAME, build_card, inherit_card, subjec
 from lit_dpret.privacy.card_environment import environment_facts
 from lit_dpret.privacy.card_leaks import leaks
 from lit_dpret.privacy.card_notes import with_notes
+from lit_dpret.privacy.card_pretraining import overlap_facts
 from lit_dpret.privacy.card_protocols import note_protocols, protocol_facts
 from lit_dpret.privacy.card_tuning import declared_search
 from lit_dpret.privacy.noise import PHILOX, SHAKE
@@ -46,6 +47,8 @@ class PrivacyCard(Callback):
         tuning_mean_runs: The mean of that number. The number itself must not be told.
         tuning_runs_law: Its law: ``geometric`` (null), ``logarithmic``, ``poisson``, or the shape of a
             truncated negative binomial.
+        pretraining_overlap: The ``pretraining_overlap.json`` of `task=pretraining_overlap` on public texts; what it
+            found goes onto the card.
         audit_protocols: Files that say how the result will be audited; their hashes go into the ledger before
             the first release, and onto the card.
     """
@@ -60,6 +63,7 @@ class PrivacyCard(Callback):
         tuning_method: str | None = None,
         tuning_mean_runs: float | None = None,
         tuning_runs_law: str | float | None = None,
+        pretraining_overlap: str | Path | None = None,
         audit_protocols: Sequence[str | Path] = (),
     ) -> None:
         self.run_dir = None if run_dir is None else Path(run_dir)
@@ -74,10 +78,12 @@ class PrivacyCard(Callback):
         }
         self.audit_protocols = [Path(file) for file in audit_protocols or ()]
         protocol_facts(self.audit_protocols)  # a file that cannot be read is refused before the run
+        self.overlap = None if pretraining_overlap is None else overlap_facts(pretraining_overlap)
         declared_search(self.tuning)  # a declaration that cannot be priced is refused before the run, not after it
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Register the protocols in the ledger, which the accountant has just opened."""
+        self._written = False
         if stage != "fit" or not self.audit_protocols:
             return
         module: Any = pl_module
@@ -103,6 +109,8 @@ class PrivacyCard(Callback):
             self.on_train_end(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if self._written:  # what failed came after the end of training: the card of the finished model stays
+            return
         accountant = _accountant(trainer)
         begun = accountant is not None and hasattr(accountant, "ledger") and accountant.ledger.records
         if begun and not isinstance(exception, OSError):
@@ -141,7 +149,8 @@ class PrivacyCard(Callback):
                 mechanism=_mechanism(module),
                 tuning=self.tuning,
                 environment=environment,
-                pretraining={"model": str(getattr(module, "pretrained", None) or "unstated"), "overlap_check": None},
+                pretraining={"model": str(getattr(module, "pretrained", None) or "unstated"),
+                             "overlap_check": self.overlap},
                 randomness={"rng": SHAKE if module.privacy.secure_rng else PHILOX,
                             "secure": module.privacy.secure_rng},
                 duplicates_policy=_duplicates(trainer),

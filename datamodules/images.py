@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 from lit_dpret.datamodules.image_files import RawSplit
 from lit_dpret.datamodules.image_sources import SOURCES, ImageSplit, SourceName, read_hub, read_source
+from lit_dpret.datamodules.planted import Planted
 from lit_dpret.datamodules.records import stable_hash
 from lit_dpret.datamodules.sampled import SampledDataModule, SamplingName
 from lit_dpret.errors import ConfigurationError, DataError
@@ -53,21 +54,26 @@ class ImageUnits:
         ids: One public id per image.
         images: Pixels, uint8, shape (n, channels, height, width).
         labels: int64, shape (n,).
+        planted: Units that stand in no file of the data; a unit without rows is one that is blank.
     """
 
     duplicates = "keep"
 
-    def __init__(self, ids: Sequence[str], images: Tensor, labels: Tensor) -> None:
-        self._ids, self._images, self._labels = ids, images, labels
+    def __init__(
+        self, ids: Sequence[str], images: Tensor, labels: Tensor, planted: Sequence[Sequence[ImageRow]] = ()
+    ) -> None:
+        self._ids, self._images, self._labels, self._planted = ids, images, labels, planted
 
     def __len__(self) -> int:
         """The number of units: public under ``zero_out`` and ``replace_one``, private under ``add_or_remove``."""
-        return len(self._ids)
+        return len(self._ids) + len(self._planted)
 
     def rows(self, unit: int) -> Sequence[ImageRow]:
-        """The one row of unit number ``unit`` (0 to ``len(self) - 1``)."""
+        """The one row of unit number ``unit`` (0 to ``len(self) - 1``); none where it was planted blank."""
         if not 0 <= unit < len(self):
             raise IndexError(f"There is no unit {unit}; units are numbered from 0 to {len(self) - 1}.")
+        if unit >= len(self._ids):
+            return self._planted[unit - len(self._ids)]
         return (ImageRow(self._ids[unit], self._images[unit], int(self._labels[unit])),)
 
     def most_units_of_a_user(self) -> int | None:
@@ -173,6 +179,7 @@ class ImagesDataModule(SampledDataModule):
         self.folder = self._folder(folder)
         self._splits: dict[ImageSplit, _Split] = {}
         self._unit: str | None = None
+        self._planted: Planted | None = None
 
     def _folder(self, folder: str | Path | None) -> Path | None:
         """Where the data lies, after a look at whether the settings agree; None where the hub is read."""
@@ -255,7 +262,34 @@ class ImagesDataModule(SampledDataModule):
     def train_units(self) -> ImageUnits:
         """The train images, one unit each."""
         train = self._split("train")
-        return ImageUnits(train.ids, train.images, self._labels_of(train, None))
+        planted = () if self._planted is None else self._planted.units
+        return ImageUnits(train.ids, train.images, self._labels_of(train, None), planted)
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of the images; public."""
+        channels, height, width = self._split("train").images.shape[1:]
+        return int(channels), int(height), int(width)
+
+    def plant(self, planted: Planted) -> None:
+        """Train on these units of `ImageRow` too: canaries, whose fate an audit looks at afterwards.
+
+        Guarantees:
+            - Each is drawn and counted as every other unit, and `data_fingerprint` covers them; no split has them.
+
+        Raises:
+            ConfigurationError: Something was planted before, or a sampler is attached.
+        """
+        if self._batch_sampler is not None or self._planted is not None:
+            raise ConfigurationError(
+                "Something is planted already, or the sampler is attached. Plant once, before fit."
+            )
+        self._planted = planted
+
+    @property
+    def planted_facts(self) -> dict[str, Any] | None:
+        """What may be told of the planted units, for ledger and card; None where there are none."""
+        return None if self._planted is None else dict(self._planted.facts)
 
     def _train_items(self) -> Dataset[Any]:
         return ImageItems(self.train_units())
@@ -263,16 +297,22 @@ class ImagesDataModule(SampledDataModule):
     def _without_a_plan(self) -> str:
         return "for plain images in a loop of your own use labelled('train')"
 
-    def data_fingerprint(self, key: bytes) -> str:
+    def data_fingerprint(self, key: bytes, *, planted: bool = True) -> str:
         """A keyed fingerprint of the train images and labels, so that a resume notices changed data.
 
-        ``key`` is the run's privacy secret; without it the fingerprint says nothing about the data.
+        It covers what is planted, unless ``planted`` is false. ``key`` is the run's privacy secret; without it the
+        fingerprint says nothing about the data.
         """
         train = self._split("train")
         mac = hmac.new(key, digestmod="sha256")
         mac.update(stable_hash("lit-dpret image data", self.labels, str(tuple(train.images.shape)), *train.ids))
         mac.update(train.images.numpy().tobytes())
         mac.update(self._labels_of(train, None).numpy().tobytes())
+        if planted and self._planted is not None:
+            for rows in self._planted.units:
+                mac.update(stable_hash("lit-dpret planted images", *(row.image_id for row in rows)))
+                for row in rows:
+                    mac.update(row.image.numpy().tobytes())
         return mac.hexdigest()
 
     def describe_duplicates(self) -> str:

@@ -22,11 +22,12 @@ class Planted:
     """What is planted.
 
     Args:
-        units: The rows of each: one, or none. A canary that stands k times in the data is k units.
+        units: The rows of each, of the kind that the data have: one, or none. A canary that stands k times in
+            the data is k units.
         facts: What may be told of them, as JSON values: it goes into the ledger and onto the card.
     """
 
-    units: Sequence[Sequence[Row]] = field(repr=False)
+    units: Sequence[Sequence[Any]] = field(repr=False)
     facts: Mapping[str, Any]
 
     def check(self, before: Planted | None, *, duplicates: Duplicates, passages: Mapping[str, str]) -> None:

@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "canaries": {"errors", "privacy", "audit", "datamodules", "generation", "modules"},
     "vision": {"errors", "evaluation_mode"},
     "report": {"errors", "retrieval", "privacy", "textsim"},
-    "callbacks": {"errors", "privacy", "progress", "retrieval", "report"},
+    "callbacks": {"errors", "privacy", "progress", "retrieval", "report", "audit", "canaries"},
     "testing": {"errors", "privacy", "modules"},
     "pytest_plugin": {"testing"},
     "tasks": {

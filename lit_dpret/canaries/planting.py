@@ -32,7 +32,7 @@ def plant(data: Plantable, canaries: CanarySet) -> None:
     Raises:
         ConfigurationError: The DataModule cannot take them; the message says why.
     """
-    if not hasattr(data, "plant"):
+    if not hasattr(data, "plant") or not hasattr(data, "public_passages"):
         raise _no_pairs(data)
     data.plant(Planted(canaries.units(), planted_facts(canaries)))
 
@@ -53,7 +53,7 @@ def plant_in_run(data: Plantable, suite: CanarySuite, run_dir: Path, *, resume: 
         ResumeError: There are canaries and ``resume`` is false, or the run was begun with another suite.
         ConfigurationError: The DataModule cannot take them, or has too little to make them from.
     """
-    if not hasattr(data, "plant"):
+    if not hasattr(data, "plant") or not hasattr(data, "public_passages"):
         raise _no_pairs(data)
     path = run_dir / CANARIES
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:

@@ -24,6 +24,7 @@ from lit_dpret.encoders.embedding_cache import content_hash, encode_to_file
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, StorageError
 from lit_dpret.indexing.folder import EMBEDDINGS, FAISS, MANIFEST, OFFSETS, TEXTS, IndexFolder, Manifest
 from lit_dpret.privacy.card import CARD_NAME, card_sha256, inherit_card, subject_of, write_card
+from lit_dpret.privacy.card_environment import environment_facts
 from lit_dpret.privacy.card_file import file_sha256
 from lit_dpret.retrieval.backends import Faiss
 from lit_dpret.retrieval.rows import STORAGES, Storage
@@ -121,7 +122,9 @@ def encode_folder(
     except OSError as error:
         raise _storage(folder, error) from error
     what = "embedding public passages with it" if side == "passage" else "embedding public queries with it"
-    return _seal(folder, manifest, (EMBEDDINGS, TEXTS, OFFSETS), None if private else parent, what, begun)
+    made_on = environment_facts(device=device or next(tower.parameters()).device, precision=dtype)
+    names = (EMBEDDINGS, TEXTS, OFFSETS)
+    return _seal(folder, manifest, names, None if private else parent, what, begun, environment=made_on)
 
 
 def index_folder(
@@ -179,7 +182,9 @@ def index_folder(
         raise _storage(folder, error) from error
     manifest = replace(given.manifest, kind="exact" if search == "exact" else "faiss", factory=factory or None)
     parent = given.folder / CARD_NAME if given.manifest.card else None
-    return _seal(folder, manifest, names, parent, f"building a search structure ({search}) over it", {})
+    what = f"building a search structure ({search}) over it"
+    made_on = environment_facts(device=device, precision="float32")
+    return _seal(folder, manifest, names, parent, what, {}, environment=made_on)
 
 
 def _is_private(side: Side, queries: Declared | None) -> bool:
@@ -247,13 +252,15 @@ def _seal(
     parent: Path | None,
     description: str,
     begun: Mapping[str, Any],
+    *,
+    environment: Mapping[str, Any],
 ) -> IndexFolder:
     """Write the card, and then the manifest that makes the folder whole."""
     files = [folder / name for name in names]
     card = None
     if parent is not None:
         subject = subject_of("index", folder.resolve().name, files, root=folder)
-        write_card(inherit_card(parent, subject, description=description), folder)
+        write_card(inherit_card(parent, subject, description=description, environment=environment), folder)
         card = card_sha256(folder)
     digests = {file.name: file_sha256(file) for file in files}
     encoder = {**manifest.encoder, **({"begun": dict(begun)} if begun else {})}

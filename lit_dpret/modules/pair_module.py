@@ -8,7 +8,7 @@ of the batch, and the pairs whose similarities are clipped one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from lit_dpret.encoders import Side
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.losses import InBatchSoftmaxLoss, PairwiseLoss, SoftmaxPairLoss
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy.clipping.pairs import PairBatch
 from lit_dpret.privacy.modes import PrivacyMode
-from lit_dpret.privacy.sampling import UnitBatch, take_rows
+from lit_dpret.privacy.sampling import Row, UnitBatch, take_rows
 
 
 class PairModule(PrivateModule):
@@ -167,6 +168,31 @@ class PairModule(PrivateModule):
             return found
 
         return losses
+
+    def canary_scores(self, rows: Sequence[Row]) -> Tensor:
+        """As `PrivateModule.canary_scores`: the log odds of each row's own passage among those of the other rows.
+
+        The rows of an audit are public but for the coins, so they serve as each other's candidates, whatever the
+        candidates in training were. Two rows at least.
+        """
+        with evaluation_mode(self), torch.no_grad():
+            queries, passages = (side.double().cpu() for side in self._both_sides(rows))
+            logits = queries @ passages.T / float(getattr(self.loss, "temperature", 1.0))
+        own = logits.diagonal().clone()
+        others = logits.fill_diagonal_(float("-inf")).logsumexp(dim=1)
+        return own - others
+
+    def _both_sides(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+        """Embeddings of queries and passages, ``(rows, dim)`` each."""
+        own: Any = self
+        if hasattr(own, "encode_queries") and hasattr(own, "encode_passages"):
+            return own.encode_queries([r.query for r in rows]), own.encode_passages([r.passage for r in rows])
+        found = [
+            (self.embed(features["query"], "query"), self.embed(features["passage"], "passage"))
+            for features in self.features_in_turn(rows)
+        ]
+        queries, passages = zip(*found, strict=True)
+        return torch.cat(queries), torch.cat(passages)
 
     # -- whole batches -----------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ a reducer of its own can take them another way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ from lit_dpret.modules.checkpointed import Checkpointed
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.privacy.guard import Guard, uncounted
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
-from lit_dpret.privacy.sampling import Row, UnitBatch, take_rows
+from lit_dpret.privacy.sampling import Row, UnitBatch, map_rows, rows_in_turn, take_rows
 
 
 class PrivateModule(Checkpointed):
@@ -177,6 +177,29 @@ class PrivateModule(Checkpointed):
     def note_loss(self, total: float) -> None:
         """Count the summed loss of some units into the mean of the step. Private: it is logged only where declared."""
         self._loss_sum += total
+
+    def canary_scores(self, rows: Sequence[Row]) -> Tensor:
+        """How well the model knows each row, higher for a row that it learned from; here minus the row's loss.
+
+        It belongs to an audit of planted rows. Of private rows the scores are as private as the rows.
+
+        Guarantees:
+            - Deterministic for a model: no dropout, nothing drawn, and the module comes back in its mode.
+
+        Args:
+            rows: At least one; a row's score depends on itself and, in a module that contrasts pairs, on the others.
+
+        Returns:
+            float64 on the CPU, ``(rows,)``.
+        """
+        with evaluation_mode(self), torch.no_grad():
+            found = [-self.per_row_loss(features) for features in self.features_in_turn(rows)]
+        return torch.cat(found).double().cpu()
+
+    def features_in_turn(self, rows: Sequence[Row], *, at_once: int = 32) -> Iterator[Any]:
+        """What ``collate_rows`` makes of some rows at a time, on the module's device."""
+        for part in rows_in_turn(len(rows), at_once):
+            yield map_rows(lambda tensor: tensor.to(self.device), self.collate_rows(list(rows[part])))
 
     @contextmanager
     def _replayable_dropout(self, seed: int) -> Any:

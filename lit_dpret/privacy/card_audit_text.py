@@ -15,6 +15,10 @@ SIGNOFF = (
 )
 
 NO_GUARANTEE = "absence of evidence is no guarantee"
+BOUND = "lower bound on epsilon"
+"""The metric of a result whose estimate is such a bound, and whose ceiling is the epsilon of the accounting."""
+ALARM = 1 - 1e-4
+"""The confidence with which a result has to contradict a claim for anybody to be told so."""
 
 
 def audit_sections(card: Mapping[str, Any]) -> list[Section]:
@@ -44,6 +48,32 @@ def audit_sections(card: Mapping[str, Any]) -> list[Section]:
         command = f"lit-dpret verify CARD task.public_key=KEY   # {signoff['signature']} is the signature"
         sections.append(Section("Checking this card", [Paragraph(str(signoff["text"])), Code(command)]))
     return sections
+
+
+def contradicted(card: Mapping[str, Any]) -> bool:
+    """Whether a result on the card lies above what the accounting allows, with the confidence of `ALARM`.
+
+    That is a lower bound on epsilon (`BOUND`) above its ceiling, or an interval that lies above it.
+    """
+    for one in card["empirical"].get("results", []):
+        if one["ceiling"] is None or (one["confidence"] or 0) < ALARM:
+            continue
+        least = one["eps_lower"] if one["metric"] == BOUND else (one["ci"] or [None])[0]
+        if least is not None and least > one["ceiling"]:
+            return True
+    return False
+
+
+def attacks_sentence(card: Mapping[str, Any]) -> str:
+    """What the statement of a card says of attacks."""
+    if not card["empirical"].get("results"):
+        return "No attack has been run against this artefact; and where attacks find nothing, that proves nothing."
+    if contradicted(card):
+        return (
+            "AN AUDIT CONTRADICTS THIS CLAIM: an attack listed under empirical found more than the accounting allows, "
+            "so the program did not do what its ledger says. Publish nothing before the defect is known."
+        )
+    return "Attacks that were run are listed under empirical; what they did not find is no guarantee."
 
 
 def bound_text(eps_lower: float, delta: float | None, confidence: float | None) -> str:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lit_dpret.privacy.card_audit_text import audit_sections
+from lit_dpret.privacy.card_audit_text import attacks_sentence, audit_sections, contradicted
 from lit_dpret.privacy.page import (
     Banner,
     Block,
@@ -99,11 +99,7 @@ def statement(card: Card) -> str:
         "What it does not cover is listed on this card."
     )
     sentences.append(str(card["tuning"]["text"]))
-    sentences.append(
-        "No attack has been run against this artefact; and where attacks find nothing, that proves nothing."
-        if not card["empirical"].get("results")
-        else "Attacks that were run are listed under empirical; what they did not find is no guarantee."
-    )
+    sentences.append(attacks_sentence(card))
     return " ".join(sentences)
 
 
@@ -199,6 +195,7 @@ def claim_blocks(card: Card) -> list[Block]:
     number = Claim(printed_epsilon(card), facts, guaranteed=claim["guarantee"] == "dp")
     return [
         *(Banner(text) for text in card["banners"]),
+        *([Banner(attacks_sentence(card))] if contradicted(card) else []),
         number,
         *(Banner(text, "caution") for text in card["cautions"]),
     ]
@@ -353,7 +350,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str
         if isinstance(value, Mapping):
             rows += _flatten(value, f"{label} ")
         else:
-            rows.append((label, _n(value)))
+            rows.append((label, "not stated" if value is None else _n(value)))  # "none" would read as "none found"
     return rows
 
 

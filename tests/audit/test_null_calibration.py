@@ -12,6 +12,7 @@ from canary_samples import flipped
 from scipy.stats import norm
 
 from lit_dpret.audit.bayesian import bayesian_audit
+from lit_dpret.audit.claim import both_ends_audit
 from lit_dpret.audit.clopper_pearson import clopper_pearson_audit
 from lit_dpret.audit.evidence import Evidence
 from lit_dpret.audit.gdp import gdp_audit, mu_at_least
@@ -41,6 +42,7 @@ ON_SCORES: dict[str, Callable[[CanaryScores], Evidence]] = {
     "one run, split": partial(one_run_audit, delta=DELTA, strategy=Split()),
     "one run, splits": partial(one_run_audit, delta=DELTA, strategy=MultiSplit(splits=3)),
     "one run, both ways": partial(extremes, one_run_counts),
+    "one run, both ends": partial(both_ends_audit, delta=DELTA),
     "f-DP": partial(one_run_fdp_audit, delta=DELTA),
     "f-DP, hull": partial(one_run_fdp_audit, delta=DELTA, strategy=HULL),
     "f-DP, both ways": partial(extremes, one_run_fdp_counts),

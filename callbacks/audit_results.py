@@ -1,0 +1,65 @@
+"""What a one-run audit found, as entries of the card's empirical part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lit_dpret.audit.claim import Refutation
+from lit_dpret.audit.evidence import Evidence
+from lit_dpret.audit.power import most_certifiable
+from lit_dpret.privacy.card_audit_text import BOUND
+from lit_dpret.privacy.card_evidence import AttackResult
+
+
+def audit_results(
+    evidence: Evidence,
+    *,
+    canaries: int,
+    counts: Sequence[tuple[int, int]],
+    refutation: Refutation | None,
+    at_point: Evidence | None,
+) -> list[AttackResult]:
+    """The bound at the claim's delta, and the point of the claimed curve that the guesses speak against most.
+
+    The scores behind them belong to planted rows and public words, so that the numbers are post-processing of the
+    model, which is released anyway.
+
+    Args:
+        evidence: The bound on epsilon.
+        canaries: How many were planted or left out.
+        counts: Guesses and right ones, the largest number of guesses first.
+        refutation: Of the claimed curve, where something is claimed.
+        at_point: The bound at the delta of ``refutation``, at the confidence of the alarm.
+    """
+    guesses, right = counts[0]
+    best = most_certifiable(canaries, delta=0.0, confidence=evidence.confidence or 0.95).one_run
+    found = [
+        AttackResult(
+            attack="one-run audit: a fair coin decided for each canary whether it was trained on, and the coins were "
+            f"guessed from what the model had gained; so many canaries can show {best:.3g} at most",
+            n=canaries,
+            metric=f"share of right guesses among {guesses}",
+            estimate=right / guesses,
+            eps_lower=evidence.eps_lower,
+            delta=evidence.delta,
+            confidence=evidence.confidence,
+            method=evidence.method,
+            assumption=evidence.assumption,
+        )
+    ]
+    if refutation is not None and at_point is not None:
+        found.append(
+            AttackResult(
+                attack="the same guesses held against the whole claimed curve, at the delta where they say most",
+                n=canaries,
+                metric=BOUND,
+                estimate=at_point.eps_lower,
+                eps_lower=at_point.eps_lower,
+                delta=refutation.delta,
+                confidence=at_point.confidence,
+                method=at_point.method,
+                assumption=at_point.assumption,
+                ceiling=refutation.eps,
+            )
+        )
+    return found

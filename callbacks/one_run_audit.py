@@ -1,0 +1,298 @@
+"""An audit that any training can carry: canaries with a coin each, and a guess of the coins when it is over.
+
+The canaries are planted before the run is planned, as private units like all others, and scored with the model before
+its first step and after its last. How many of the coins can be guessed from what the model gained bounds epsilon from
+below (`lit_dpret.audit.claim`, `lit_dpret.canaries.coin_flips`). Where the bound contradicts what the ledger claims,
+something is broken: the model and its card are written first, and then the run ends with an error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lit_dpret.audit.claim import SHARES, Refutation, both_ends, both_ends_audit, refute
+from lit_dpret.audit.evidence import Evidence
+from lit_dpret.audit.power import most_certifiable
+from lit_dpret.audit.scores import CanaryScores
+from lit_dpret.callbacks.audit_results import audit_results
+from lit_dpret.callbacks.privacy_card import MODEL_FOLDER, PrivacyCard
+from lit_dpret.canaries.audit_scores import AuditScores, read_scores, write_scores
+from lit_dpret.canaries.canary import Kind
+from lit_dpret.canaries.coin_flips import CoinFlips
+from lit_dpret.canaries.coins_in_run import coins_in_run
+from lit_dpret.errors import ConfigurationError, PrivacyViolation, ResumeError
+from lit_dpret.privacy.card import LEDGER_NAME
+from lit_dpret.privacy.card_audit_text import ALARM
+from lit_dpret.privacy.card_evidence import add_evidence
+from lit_dpret.privacy.claimed_curve import ClaimedCurve, claimed_curve
+
+AUDIT_EVENT = "one_run_audit"
+LEAST, MOST = 32, 1000
+
+_log = logging.getLogger(__name__)
+
+
+class OneRunAudit(Callback):
+    """Plant coin-flipped canaries, guess the coins from the trained model, and hold the guesses against the claim.
+
+    It stands after `PrivacyAccountant`, which has it plant, and after `PrivacyCard`, to whose card it adds what it
+    found. The model that is released is the one that was trained on the canaries, and the card says so.
+
+    Guarantees:
+        - Flipping a canary's coin makes a neighbour of the data set under the relation of the claim.
+        - How many canaries are guessed, and at which confidence, stands in the ledger before the first release,
+          and so does a hash of canaries and coins.
+        - Model, ledger and card, with the findings on it, are on the disk before the run ends with an error.
+        - A true claim is contradicted with a probability of at most 1e-4.
+        - A resumed run has the same canaries, coins and first scores; other settings are refused.
+
+    Args:
+        run_dir: The run folder; null for the Trainer's ``default_root_dir``. ``canaries.json`` (secrets and coins) and
+            ``audit_scores.json`` there are for nobody else before the audit is over.
+        resume: Go on with the canaries found there.
+        canaries: How many; null for 1 percent of the units, and no more than 1,000. Under
+            ``privacy.neighbours=add_or_remove`` it has to be declared.
+        max_share: Refuse more canaries than this share of the units.
+        kind: What a canary of a text looks like: ``random_passage`` (a query of public words and ten digits, with
+            any public passage), ``own_passage``, or ``echo`` (rare words for digits).
+        queries: Where the words before the digits come from: ``pseudo`` (public passages), or a file of public
+            queries, one in a line.
+        confidence: Of the bound on the card.
+        seed: Of canaries and coins; null takes one from the operating system. Whoever knows it knows the coins.
+
+    Raises:
+        ConfigurationError: A setting is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_dir: str | Path | None = None,
+        resume: bool = False,
+        canaries: int | None = None,
+        max_share: float = 0.01,
+        kind: Kind = "random_passage",
+        queries: str = "pseudo",
+        confidence: float = 0.95,
+        seed: int | None = None,
+    ) -> None:
+        if canaries is not None and (isinstance(canaries, bool) or not isinstance(canaries, int) or canaries < LEAST):
+            raise ConfigurationError(
+                f"callbacks.audit.canaries={canaries} must be a whole number from {LEAST}, or null."
+            )
+        if not 0 < max_share <= 1:
+            raise ConfigurationError(f"callbacks.audit.max_share={max_share} must be above 0 and at most 1.")
+        if not 0 < confidence < 1:
+            raise ConfigurationError(f"callbacks.audit.confidence={confidence} must lie between 0 and 1.")
+        if kind not in ("random_passage", "own_passage", "echo"):
+            raise ConfigurationError(f"callbacks.audit.kind={kind!r} is not one of random_passage, own_passage, echo.")
+        self.run_dir = None if run_dir is None else Path(run_dir)
+        self.resume = resume
+        self.canaries, self.max_share = canaries, max_share
+        self.kind, self.queries, self.confidence, self.seed = kind, queries, confidence, seed
+        self._coins: CoinFlips | None = None
+        self._scores: AuditScores | None = None
+        self._neighbours = "zero_out"
+        self._judged = False
+        self._violation: PrivacyViolation | None = None
+
+    # -- before the run ----------------------------------------------------------------------
+
+    def plant_canaries(self, trainer: L.Trainer, module: Any, data: Any) -> None:
+        """Plant the canaries in ``data``; the accountant calls this before it plans the run.
+
+        Raises:
+            ConfigurationError: The run cannot be audited so; the message says why.
+            ResumeError: The run folder holds another audit, or none, and a ledger.
+        """
+        self._judged, self._violation, self._scores = False, None, None
+        self._refuse(trainer, module, data)
+        mode = module.privacy
+        folder = self._folder(trainer)
+        data.use_unit(mode.unit, mode.neighbours)
+        count = self._count(data.n_units, mode.neighbours)
+        self._neighbours = mode.neighbours
+        self._coins = coins_in_run(
+            data, count, kind=self.kind, queries=self.queries, seed=self.seed, run_dir=folder,
+            begun=(folder / LEDGER_NAME).exists(), resume=self.resume,
+        )  # fmt: skip
+        data.plant(self._coins.planted(mode.neighbours))
+
+    def _refuse(self, trainer: L.Trainer, module: Any, data: Any) -> None:
+        callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
+        if any(isinstance(other, PrivacyCard) for other in callbacks[callbacks.index(self) :]):
+            raise ConfigurationError(
+                "OneRunAudit stands before PrivacyCard in the Trainer's callbacks, and would have no card to write on. "
+                "Put it after."
+            )
+        if module.privacy.guarantee == "inherited":
+            raise ConfigurationError(
+                f"callbacks.audit with privacy={module.privacy.name}: this run trains on released data, in which a "
+                "canary would be nobody's. Audit the run that trains on the private data."
+            )
+        if trainer.world_size > 1:
+            raise ConfigurationError(
+                f"callbacks.audit with trainer.devices={trainer.world_size} processes: canaries are planted and scored "
+                "in one process. Set trainer.devices=1."
+            )
+        if not hasattr(data, "plant"):
+            raise ConfigurationError(
+                f"callbacks.audit: {type(data).__name__} has no plant(planted), so canaries cannot stand beside its "
+                "units. Set callbacks.audit to null."
+            )
+        if getattr(data, "planted_facts", None) is not None:
+            raise ConfigurationError(
+                "callbacks.audit: other canaries are planted in these data already (canaries=...), and copies without "
+                "coins would be audited along. Set one of the two to null."
+            )
+        if not hasattr(module, "canary_scores"):
+            raise ConfigurationError(
+                f"callbacks.audit: {type(module).__name__} has no canary_scores(rows), so nothing could be guessed "
+                "from it. Set callbacks.audit to null."
+            )
+
+    def _count(self, units: int, neighbours: str) -> int:
+        if self.canaries is None and neighbours == "add_or_remove":
+            raise ConfigurationError(
+                "callbacks.audit.canaries=null cannot be derived: under privacy.neighbours=add_or_remove the number of "
+                "units is private, and 1 percent of it would tell. Set callbacks.audit.canaries."
+            )
+        allowed = int(self.max_share * units)
+        count = min(MOST, allowed) if self.canaries is None else self.canaries
+        if count > allowed or count < LEAST:
+            raise ConfigurationError(
+                f"callbacks.audit: {LEAST if self.canaries is None else count} canaries or more are more than "
+                f"callbacks.audit.max_share={self.max_share:g} of the units. Raise it, at the price of a model that "
+                "is trained on more canaries, or set callbacks.audit to null."
+            )
+        return count
+
+    def _folder(self, trainer: L.Trainer) -> Path:
+        return self.run_dir or Path(trainer.default_root_dir)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Register the audit in the ledger, and score the canaries with the model that training begins with."""
+        if self._coins is None:
+            raise ConfigurationError(
+                "callbacks.audit: nothing was planted, because no PrivacyAccountant planned this run. Put it among the "
+                "Trainer's callbacks."
+            )
+        ledger = _ledger(trainer)
+        self._register(ledger)
+        folder, sha256 = self._folder(trainer), self._coins.facts["sha256"]
+        if any(record["kind"] == "intent" for record in ledger.records):
+            self._scores = read_scores(folder, sha256=sha256)
+        else:
+            before, twins = self._score(pl_module)
+            self._scores = AuditScores(sha256=sha256, before=before, twins_before=twins)
+            write_scores(self._scores, folder)
+
+    def _register(self, ledger: Any) -> None:
+        """Write down what will be done, before the first release; a resume that would do otherwise is refused."""
+        facts = {
+            "canaries": len(self._planted.rows),
+            "sha256": self._planted.facts["sha256"],
+            "guessed_shares": list(SHARES),
+            "confidence": self.confidence,
+            "alarm": ALARM,
+        }
+        known = [r for r in ledger.records if r["kind"] == "event" and r.get("name") == AUDIT_EVENT]
+        if known:
+            for name, value in facts.items():
+                if known[0]["audit"].get(name) != value:
+                    raise ResumeError(
+                        f"resume=true with another audit: {name} was {known[0]['audit'].get(name)!r} and is {value!r} "
+                        "now. It was fixed before the first release; restore it."
+                    )
+            return
+        ledger.append("event", name=AUDIT_EVENT, audit=facts)
+        claim = _planned_eps(ledger.records)
+        best = most_certifiable(len(self._planted.rows), delta=0.0, confidence=self.confidence).one_run
+        if claim is not None and best < claim:
+            _log.warning(
+                "callbacks.audit: %d canaries can show an epsilon of %.3g at most, so that they cannot contradict "
+                "privacy.eps=%g, whatever the run does.", len(self._planted.rows), best, claim,
+            )  # fmt: skip
+
+    @property
+    def _planted(self) -> CoinFlips:
+        if self._coins is None:
+            raise ConfigurationError("callbacks.audit: no canaries are planted.")
+        return self._coins
+
+    def _score(self, module: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Scores of the canaries and, where they stand in for them, of their twins."""
+        with torch.random.fork_rng(devices=[module.device] if module.device.type == "cuda" else []):
+            rows = module.canary_scores(list(self._planted.rows))
+            twins = module.canary_scores(list(self._planted.twins)) if self._neighbours == "replace_one" else ()
+        return tuple(map(float, rows)), tuple(map(float, twins))
+
+    # -- after it ----------------------------------------------------------------------------
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._judge(trainer, pl_module)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Judge a run that went on from its very last step, and end with an error where the claim is contradicted.
+
+        Raises:
+            PrivacyViolation: The canaries contradict the ledger's claim with confidence 1 - 1e-4.
+        """
+        if not self._judged:
+            self._judge(trainer, pl_module)
+        if self._violation is not None:
+            raise self._violation
+
+    def _judge(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if self._scores is None:
+            raise ResumeError("callbacks.audit: there are no scores of the canaries before training.")
+        folder = self._folder(trainer)
+        after, twins = self._score(module)
+        self._scores = AuditScores(
+            sha256=self._scores.sha256, before=self._scores.before, after=after,
+            twins_before=self._scores.twins_before, twins_after=twins,
+        )  # fmt: skip
+        write_scores(self._scores, folder)
+        scores = CanaryScores.of(self._scores.learned(), list(self._planted.included))
+        claim = claimed_curve(_ledger(trainer).records)
+        evidence = both_ends_audit(scores, delta=0.0 if claim is None else claim.delta, confidence=self.confidence)
+        refutation = None if claim is None else refute(scores, claim.pairs)
+        at_point = None if refutation is None else both_ends_audit(scores, delta=refutation.delta, confidence=ALARM)
+        found = audit_results(
+            evidence, canaries=len(scores), counts=both_ends(scores), refutation=refutation, at_point=at_point
+        )
+        for place in (folder, folder / MODEL_FOLDER):
+            add_evidence(place, found)
+        self._judged = True
+        if claim is not None and refutation is not None and refutation.contradicts(confidence=ALARM):
+            self._violation = _violation(evidence, claim, refutation, len(scores))
+
+
+def _violation(evidence: Evidence, claim: ClaimedCurve, refutation: Refutation, canaries: int) -> PrivacyViolation:
+    return PrivacyViolation(
+        f"The audit contradicts the claim: with {canaries} canaries, guesses as good as these have a probability of at "
+        f"most {refutation.p_value:.2g} under a run that is ({refutation.eps:.4g}, {refutation.delta:.3g})-DP, as the "
+        f"ledger says this one is. Evidence of leakage at least {evidence.eps_lower:.4g} at delta={claim.delta:.3g} "
+        f"(confidence {evidence.confidence:g}), where {claim.eps:.4g} is claimed. The model and its card are written, "
+        "and the card says what was found: publish neither before the defect is known."
+    )
+
+
+def _ledger(trainer: L.Trainer) -> Any:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if getattr(callback, "counts_releases", False) and hasattr(callback, "ledger"):
+            return callback.ledger
+    raise ConfigurationError("callbacks.audit needs the PrivacyAccountant callback before it: it reads its ledger.")
+
+
+def _planned_eps(records: Sequence[Mapping[str, Any]]) -> float | None:
+    """The budget of the last plan, where there is one."""
+    plans = [record["plan"] for record in records if record["kind"] == "plan"]
+    return None if not plans or plans[-1] is None else float(plans[-1]["budget"]["eps"])

@@ -1,0 +1,231 @@
+"""An audit that any training carries: it finds a broken mechanism, lets an honest one pass, and loses nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jsonschema import Draft202012Validator
+from memoriser import CANARIES, Memoriser, a_fixed_batch, audited, large_log, without_noise, write_large_log
+from stand_ins import KillAt, Killed
+from tiny_tasks import trainer
+
+from lit_dpret.callbacks import OneRunAudit, PrivacyAccountant, PrivacyCard
+from lit_dpret.errors import ConfigurationError, PrivacyViolation, ResumeError
+from lit_dpret.privacy.card import verify_card
+from lit_dpret.privacy.card_file import read_card
+from lit_dpret.privacy.claimed_curve import claimed_curve
+from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
+
+slow = pytest.mark.slow
+NEIGHBOURS = ["zero_out", pytest.param("add_or_remove", marks=slow), pytest.param("replace_one", marks=slow)]
+SCHEMA = json.loads((Path(__file__).parents[2] / "lit_dpret/privacy/privacy_card.schema.json").read_text("utf-8"))
+
+
+def settings_for(neighbours: str, folder: Path) -> dict[str, Any]:
+    """What a run under these neighbours has to declare."""
+    rate = {"sample_rate": 0.15} if neighbours == "add_or_remove" else {}
+    return {"neighbours": neighbours, "data": large_log(folder, **rate), "steps": 40}
+
+
+def card_of(folder: Path) -> dict[str, Any]:
+    return read_card(folder / "run")
+
+
+def ledger_of(folder: Path) -> list[dict[str, Any]]:
+    return PrivacyLedger.read(folder / "run" / "privacy_ledger.jsonl").records
+
+
+# -- what it finds -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("neighbours", NEIGHBOURS)
+def test_noise_that_is_silently_missing_behind_a_claim_of_eps_2_is_caught(
+    neighbours: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_noise(monkeypatch)
+    with pytest.raises(PrivacyViolation, match=r"contradicts the claim: with 300 canaries.*publish neither"):
+        audited(tmp_path, **settings_for(neighbours, tmp_path))
+    assert card_of(tmp_path)["claim"]["epsilon"] <= 2.0
+    assert card_of(tmp_path)["empirical"]["results"][0]["eps_lower"] > 2.0
+
+
+@pytest.mark.parametrize("neighbours", NEIGHBOURS)
+def test_the_honest_mechanism_of_the_same_settings_is_not_flagged(neighbours: str, tmp_path: Path) -> None:
+    audited(tmp_path, **settings_for(neighbours, tmp_path))
+    found = card_of(tmp_path)["empirical"]["results"][0]
+    assert found["eps_lower"] <= card_of(tmp_path)["claim"]["epsilon"] and found["n"] == CANARIES
+
+
+@pytest.mark.parametrize("broken", [True, pytest.param(False, marks=slow)])
+def test_a_fixed_batch_of_canaries_behind_a_claim_of_poisson_sampling_is_caught(
+    broken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every batch has the planned size, so that nothing but the audit can see it."""
+    if broken:
+        a_fixed_batch(monkeypatch)
+    write_large_log(tmp_path / "log", queries=3800)
+    audit = OneRunAudit(canaries=200, max_share=0.06, seed=11)
+    run = {"data": large_log(tmp_path, expected_batch_size=200), "audit": audit, "eps": 1.0, "steps": 40}
+    if broken:
+        with pytest.raises(PrivacyViolation, match="contradicts the claim"):
+            audited(tmp_path, **run)
+    else:
+        audited(tmp_path, **run)
+    assert card_of(tmp_path)["claim"]["epsilon"] <= 1.0
+
+
+def test_without_privacy_there_is_a_bound_and_no_claim_to_contradict(tmp_path: Path) -> None:
+    audited(tmp_path, module=Memoriser(NoPrivacy()), steps=40)
+    (found,) = card_of(tmp_path)["empirical"]["results"]
+    assert found["eps_lower"] > 3.0 and found["ceiling"] is None
+
+
+# -- what is on the disk when it is over ---------------------------------------------------------
+
+
+def test_model_ledger_and_card_are_whole_when_the_run_ends_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_noise(monkeypatch)
+    with pytest.raises(PrivacyViolation):
+        audited(tmp_path, steps=40)
+    run, card = tmp_path / "run", card_of(tmp_path)
+    assert ledger_of(tmp_path)[-1]["reason"] == "finished"
+    assert (run / "model" / "weights.pt").is_file() and list(card["subject"]["sha256"]) == ["weights.pt"]
+    assert read_card(run / "model")["empirical"] == card["empirical"]
+    assert verify_card(card, run / "privacy_ledger.jsonl") == []
+    assert not list(Draft202012Validator(SCHEMA).iter_errors(card))
+    assert "AN AUDIT CONTRADICTS THIS CLAIM" in card["claim"]["statement"]
+    page = (run / "privacy_card.html").read_text(encoding="utf-8")
+    assert page.count("AN AUDIT CONTRADICTS THIS CLAIM") == 2  # the banner, and the statement
+
+
+def test_the_card_says_what_was_found_and_that_the_model_is_the_canaried_one(tmp_path: Path) -> None:
+    audited(tmp_path, steps=3)
+    card, page = card_of(tmp_path), (tmp_path / "run" / "privacy_card.md").read_text(encoding="utf-8")
+    bound, curve = card["empirical"]["results"]
+    assert (bound["n"], bound["confidence"], bound["delta"]) == (CANARIES, 0.95, card["claim"]["delta"])
+    assert (curve["confidence"], curve["metric"]) == (1 - 1e-4, "lower bound on epsilon")
+    assert (curve["ceiling"], curve["delta"]) in claimed_curve(ledger_of(tmp_path)).pairs
+    assert card["empirical"]["planted"]["canaries"] == CANARIES == card["empirical"]["planted"]["units"]
+    assert "absence of evidence is no guarantee" in page and "This is the canaried model" in page
+    assert "CONTRADICTS" not in page
+    assert verify_card(card, tmp_path / "run" / "privacy_ledger.jsonl") == []
+
+
+def test_canaries_and_coins_are_told_by_their_hash_alone(tmp_path: Path) -> None:
+    audited(tmp_path, steps=3)
+    run = tmp_path / "run"
+    secrets = [one["secret"] for one in json.loads((run / "canaries.json").read_text(encoding="utf-8"))["canaries"]]
+    for file in [*run.glob("privacy_*"), *(run / "model").iterdir()]:
+        assert not any(secret.encode() in file.read_bytes() for secret in secrets), file
+    for name in ("canaries.json", "audit_scores.json"):
+        assert (run / name).stat().st_mode & 0o777 == 0o600
+
+
+def test_what_will_be_done_stands_in_the_ledger_before_the_first_release(tmp_path: Path) -> None:
+    audited(tmp_path, steps=3)
+    kinds = [record["kind"] if record.get("name") != "one_run_audit" else "audit" for record in ledger_of(tmp_path)]
+    assert kinds.index("audit") < kinds.index("intent")
+    (record,) = [record for record in ledger_of(tmp_path) if record.get("name") == "one_run_audit"]
+    assert (
+        record["audit"]["canaries"] == CANARIES
+        and record["audit"]["sha256"] == ledger_of(tmp_path)[0]["planted"]["sha256"]
+    )
+
+
+# -- resuming ------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_run_goes_on_with_the_same_canaries_and_first_scores(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        audited(tmp_path, steps=20, callbacks=(KillAt(12),))
+    before = {name: (tmp_path / "run" / name).read_bytes() for name in ("canaries.json", "audit_scores.json")}
+    assert card_of(tmp_path)["empirical"]["results"] == []
+    audited(tmp_path, steps=20, resume=True)
+    after = json.loads((tmp_path / "run" / "audit_scores.json").read_text(encoding="utf-8"))
+    assert (tmp_path / "run" / "canaries.json").read_bytes() == before["canaries.json"]
+    assert after["before"] == json.loads(before["audit_scores.json"])["before"] and after["after"] is not None
+    assert len(card_of(tmp_path)["empirical"]["results"]) == 2
+
+
+def test_a_run_that_is_finished_already_is_judged_alike_again(tmp_path: Path) -> None:
+    audited(tmp_path, steps=5)
+    before = card_of(tmp_path)["empirical"]["results"]
+    audited(tmp_path, steps=5, resume=True)
+    assert card_of(tmp_path)["empirical"]["results"][: len(before)] == before
+
+
+def test_a_resume_with_another_audit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        audited(tmp_path, steps=20, callbacks=(KillAt(12),))
+    with pytest.raises(ResumeError, match="count was 300 and is 200 now"):
+        audited(tmp_path, steps=20, resume=True, audit=OneRunAudit(canaries=200, max_share=0.9, seed=11))
+    with pytest.raises(ResumeError, match=r"confidence was 0\.95 and is 0\.9 now"):
+        audited(tmp_path, steps=20, resume=True,
+                audit=OneRunAudit(canaries=CANARIES, max_share=0.9, seed=11, confidence=0.9))  # fmt: skip
+    (tmp_path / "run" / "audit_scores.json").unlink()
+    with pytest.raises(ResumeError, match="without the scores before training"):
+        audited(tmp_path, steps=20, resume=True)
+
+
+# -- what is refused before anything is trained --------------------------------------------------
+
+
+def refused(folder: Path, audit: OneRunAudit, match: str, **settings: Any) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        audited(folder, audit=audit, **settings)
+    assert not (folder / "run" / "privacy_ledger.jsonl").exists()
+
+
+def test_numbers_of_canaries_that_cannot_be_are_refused_by_name(tmp_path: Path) -> None:
+    refused(tmp_path, OneRunAudit(), "max_share=0.01 of the units")
+    refused(tmp_path, OneRunAudit(canaries=100), "100 canaries or more are more than callbacks.audit.max_share=0.01")
+    refused(
+        tmp_path,
+        OneRunAudit(max_share=0.5),
+        "canaries=null cannot be derived",
+        **settings_for("add_or_remove", tmp_path),
+    )
+    for wrong in ({"canaries": 8}, {"max_share": 0.0}, {"confidence": 1.0}, {"kind": "loud"}):
+        with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+            OneRunAudit(**wrong)  # type: ignore[arg-type]
+
+
+def test_one_percent_of_the_units_and_a_thousand_at_most_are_planted_by_default() -> None:
+    audit = OneRunAudit()
+    assert [audit._count(units, "zero_out") for units in (3200, 12_889, 532_000)] == [32, 128, 1000]
+
+
+def test_a_run_that_cannot_be_audited_is_refused_with_the_reason(tmp_path: Path) -> None:
+    audit, run = OneRunAudit(canaries=64, max_share=0.5), tmp_path / "run"
+    bare = Memoriser(DPSGD(eps=2.0, delta=1e-5, secret_file=tmp_path / "secret"))
+    log, counted, card = large_log(tmp_path), PrivacyAccountant(run_dir=run), PrivacyCard(run_dir=run)
+    for callbacks, module, match in (
+        ([counted, audit, card], bare, "stands before PrivacyCard"),
+        ([audit], Memoriser(NoPrivacy()), "PrivacyAccountant"),
+    ):
+        found = trainer(max_steps=2, logger=False, callbacks=callbacks, default_root_dir=str(run))
+        with pytest.raises(ConfigurationError, match=match):
+            found.fit(module, datamodule=log)
+    with pytest.raises(ConfigurationError, match="trains on released data"):
+        audit._refuse(trainer(callbacks=[audit]), Memoriser(SyntheticData()), log)
+    with pytest.raises(ConfigurationError, match="has no plant"):
+        audit._refuse(trainer(callbacks=[audit]), bare, object())
+    with pytest.raises(ConfigurationError, match="has no canary_scores"):
+        nothing = torch.nn.Linear(1, 1)
+        nothing.privacy = NoPrivacy()  # type: ignore[assignment]
+        audit._refuse(trainer(callbacks=[audit]), nothing, log)
+
+
+def test_an_audit_that_could_not_contradict_the_claim_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    audited(tmp_path, steps=2, audit=OneRunAudit(canaries=64, max_share=0.5), eps=8.0)
+    assert "64 canaries can show an epsilon of 3.04 at most" in caplog.text
+    caplog.clear()
+    audited(tmp_path / "b", steps=2, audit=OneRunAudit(canaries=64, max_share=0.5), eps=2.0)
+    assert "at most" not in caplog.text
