@@ -30,8 +30,9 @@ POOLED = "three kinds"
 PAPER_KINDS = ("digits", "own_passage", "random_passage")
 
 ALARM = 1e-4
-"""The error of a contradiction, for all cells of a table together."""
+"""The error of all contradictions of one budget's cells together."""
 
+_STATEMENTS = 4  # that may contradict the claim, for each cell: two shares and two bounds
 _DIGITS = 10
 _CHARACTERS_PER_TOKEN = 16
 
@@ -118,7 +119,7 @@ class Cell:
         exposure: Mean bits.
         chance: Mean probability that one draw begins with query and secret; None where that says nothing.
         bounds: Lower bounds on epsilon at 95 %, the first one chosen beforehand for the table.
-        alarms: The same estimators at confidence 1 - `ALARM` / cells.
+        alarms: The same estimators at an error of `ALARM`, divided by the statements that could contradict.
         limits: What the accounting allows.
         contradictions: What was measured above it, in sentences.
     """
@@ -195,13 +196,16 @@ def cells_of(
     if not outcomes:
         raise DataError("There is no canary to make a table of.")
     groups: dict[tuple[str, int, str], list[Outcome]] = {}
+    pools = len({outcome.kind for outcome in outcomes} & set(PAPER_KINDS)) > 1
     for outcome in outcomes:
-        for kind in (outcome.kind, *((POOLED,) if outcome.kind in PAPER_KINDS else ())):
+        for kind in (outcome.kind, *((POOLED,) if pools and outcome.kind in PAPER_KINDS else ())):
             groups.setdefault((outcome.side, outcome.copies, kind), []).append(outcome)
     count = cells or len(groups)
     order = sorted(groups, key=lambda key: (key[0] != "query", key[0], key[1], key[2] != POOLED, key[2]))
     return [
-        _cell(groups[key], key, candidates, limits.get(key[1], Limits()), delta, neighbours, ALARM / count)
+        _cell(
+            groups[key], key, candidates, limits.get(key[1], Limits()), delta, neighbours, ALARM / (_STATEMENTS * count)
+        )
         for key in order
     ]
 

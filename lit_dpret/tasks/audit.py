@@ -17,7 +17,7 @@ from lit_dpret.audit.one_run import one_run_audit
 from lit_dpret.audit.scores import CanaryScores
 from lit_dpret.canaries import CANARIES, CanarySet, read_canaries
 from lit_dpret.canaries.files import set_sha256
-from lit_dpret.canaries.findings import ALARM, Cell, Limits, Outcome, cells_of
+from lit_dpret.canaries.findings import ALARM, PAPER_KINDS, POOLED, Cell, Limits, Outcome, cells_of
 from lit_dpret.canaries.suite import QUERY_SIDE_ONLY
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
 from lit_dpret.privacy.card import LEDGER_NAME, read_card
@@ -133,7 +133,9 @@ class Audit:
         candidates: int,
         canaries: CanarySet,
     ) -> None:
-        results = [result for cell in cells for result in _results(cell, candidates)]
+        pooled = {(cell.side, cell.copies) for cell in cells if cell.kind == POOLED}
+        told = [cell for cell in cells if (cell.side, cell.copies) not in pooled or cell.kind not in PAPER_KINDS]
+        results = [result for cell in told for result in _results(cell, candidates)]
         results += [_coin_result(evidence, canaries) for evidence in coins]
         for row in rows:
             cell = row.cell
@@ -159,9 +161,7 @@ def _candidates(canaries: CanarySet) -> int:
 
 
 def _results(cell: Cell, candidates: int) -> list[AttackResult]:
-    """What a cell says, for the card: the papers' kinds together, other kinds each; numbers of planted data alone."""
-    if cell.kind in ("digits", "own_passage", "random_passage") and cell.canaries == cell.trainings:
-        return []
+    """What a cell says, for the card: numbers of planted data alone."""
     bound, claimed = cell.bounds[0], cell.limits.eps is not None
     what = f"planted secrets ({cell.kind}, secret in the {cell.side})"
     common: dict[str, Any] = {"n": cell.canaries, "copies": cell.copies, "confidence": 0.95}
