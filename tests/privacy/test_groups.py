@@ -67,7 +67,7 @@ def test_the_distribution_is_the_librarys_own(
     """At one discretisation, theirs by bisection in Python, ours by Newton's method on all values at once."""
     width = 5e-3
     monkeypatch.setattr(groups, "FINE", width)
-    groups._composed_epsilon.cache_clear()
+    groups._composed.cache_clear()
     chances = stats.binom.pmf(np.arange(units + 1), units, rate)
     single = library.from_mixture_gaussian_mechanism(
         noise, list(range(units + 1)), list(chances), value_discretization_interval=width
@@ -75,7 +75,7 @@ def test_the_distribution_is_the_librarys_own(
     for steps in (1, 20):
         theirs = single.self_compose(steps).get_epsilon_for_delta(DELTA)
         assert group(drawn(noise, Poisson(sample_rate=rate), steps), units=units) == pytest.approx(theirs, rel=1e-6)
-    groups._composed_epsilon.cache_clear()
+    groups._composed.cache_clear()
 
 
 def mixture(units: int, noise: float, rate: float, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
