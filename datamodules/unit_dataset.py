@@ -157,15 +157,6 @@ class GroupedUnitDataset:
                 counts[user] = counts.get(user, 0) + 1
         return max(counts.values(), default=None)
 
-    def count_duplicates(self) -> dict[str, int]:
-        """How many texts occur under several ids, and under how many ids in all; private, do not log."""
-        ids: dict[str, int] = {}
-        for query_id in self._collection.split(self._split):
-            text = normalise(self._collection.queries[query_id])
-            ids[text] = ids.get(text, 0) + 1
-        repeated = [count for count in ids.values() if count > 1]
-        return {"texts": len(repeated), "query_ids": sum(repeated)}
-
 
 def _lowest(rows: list[tuple[str, str]], limit: int | None, queries: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """At most ``limit`` of ``rows``, chosen by the hash of query text and passage id, in their own order."""

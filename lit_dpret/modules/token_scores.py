@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
 
 from lit_dpret.errors import DataError, UnsupportedModelError
 from lit_dpret.modules.generator_folder import CONTRACT_NAME, GeneratorContract, TextCodec, load_generator
@@ -42,9 +41,9 @@ class TokenScores:
     def __repr__(self) -> str:
         return f"TokenScores(queries={len(self.mask)}, tokens={int(self.mask.sum())})"
 
-    def sums(self, where: NDArray[np.bool_] | None = None) -> Floats:
-        """Log probability of each query, or of its tokens ``where`` only, shape ``(queries,)``."""
-        return np.asarray(np.where(self.mask if where is None else self.mask & where, self.log_probs, 0.0).sum(axis=1))
+    def sums(self) -> Floats:
+        """Log probability of each query, shape ``(queries,)``."""
+        return np.asarray(np.where(self.mask, self.log_probs, 0.0).sum(axis=1))
 
     def per_token(self) -> Floats:
         """Mean log probability of a query's tokens, shape ``(queries,)``."""
@@ -145,40 +144,6 @@ def token_scores(
 ) -> TokenScores:
     """`TokenScorer.score` of the generator in ``folder``, or of the model of that name; ``settings`` are its."""
     return TokenScorer.load(folder, device=device).score(queries, passages, **settings)
-
-
-def span_mask(codec: TextCodec, queries: Sequence[str], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
-    """Which tokens of a query hold characters from ``start`` up to ``end``, as a mask for `TokenScores.sums`.
-
-    A token that reaches over an edge of the span counts, the end mark never does.
-
-    Args:
-        codec: Of the scorer.
-        queries: As they are scored.
-        spans: Start and end of each, in characters.
-
-    Returns:
-        Shape ``(queries, tokens)``, as the scores of the same queries.
-
-    Raises:
-        DataError: A span lies outside its query, or the query was cut before its end.
-        UnsupportedModelError: The tokenizer does not tell where its tokens come from.
-    """
-    tokenizer: PreTrainedTokenizerBase = codec.tokenizer
-    if not tokenizer.is_fast:
-        raise UnsupportedModelError("Spans need a fast tokenizer, which tells which characters a token comes from.")
-    labels = codec.queries(list(queries))
-    found = np.zeros((len(queries), max(map(len, labels))), dtype=bool)
-    for row, (query, (start, end)) in enumerate(zip(queries, spans, strict=True)):
-        text = query.lower() if codec.contract.lower_case else query
-        if not 0 <= start < end <= len(text):
-            raise DataError(f"The span ({start}, {end}) does not lie in query {row}, of {len(query)} characters.")
-        places = tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"][: len(labels[row]) - 1]
-        inside = [first < end and last > start for first, last in places]
-        if not places or places[-1][1] < end:
-            raise DataError(f"Query {row} is cut before the end of its span: raise model.max_query_length.")
-        found[row, : len(inside)] = inside
-    return found
 
 
 def _padded(rows: Sequence[Sequence[int]], filler: int) -> torch.Tensor:

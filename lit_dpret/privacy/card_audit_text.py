@@ -111,7 +111,7 @@ def planted_text(planted: Mapping[str, Any]) -> str:
     """What a card says of planted canaries."""
     return (
         f"{planted['canaries']} canaries were planted in the training data of this artefact, or of what it was derived "
-        f"from, as {planted['units']} units of their own; the number of units counts them. Where an audit tossed coins, "
+        f"from, as {planted['units']} units of their own; n counts them. Where an audit tossed coins, "
         "those that showed tails stand there without their text. This is the canaried model. The set was fixed "
         f"before training by its SHA-256, {planted['sha256']}."
     )

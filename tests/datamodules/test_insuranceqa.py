@@ -54,7 +54,6 @@ def test_the_installed_data_has_the_published_sizes(installed: InsuranceQADataMo
     sizes = Counter(len(units.rows(unit)) for unit in range(len(units)))
     assert len(units) == 12_889 and max(sizes) == 15
     assert sum(size * count for size, count in sizes.items()) == 21_325 == len(installed.pair_rows("train"))
-    assert units.count_duplicates()["texts"] > 0
 
 
 def test_the_installed_data_equals_the_converted_folder(installed: InsuranceQADataModule, shared_data: Path) -> None:

@@ -125,7 +125,6 @@ def test_the_duplicates_policy_is_described_without_counts(data: Collection) -> 
         units = GroupedUnitDataset(data, unit="query", duplicates=policy)
         sentence = units.describe_duplicates()
         assert sentence.endswith(".") and not any(character.isdigit() for character in sentence)
-        assert units.count_duplicates() == {"texts": 1, "query_ids": 2}
 
 
 def test_the_most_units_of_a_user_are_counted_where_users_are_known(data: Collection) -> None:

@@ -11,7 +11,7 @@ import tiny_generator
 import torch
 
 from lit_dpret.errors import DataError
-from lit_dpret.modules.token_scores import TokenScorer, span_mask, token_scores
+from lit_dpret.modules.token_scores import TokenScorer, token_scores
 
 QUERIES = ["bana delo", "fibi", "gomu kuri bana felo"]
 PASSAGES = ["bana delo fibi", "kuri", "gomu gomu gomu"]
@@ -50,26 +50,6 @@ def test_moments_are_those_of_a_token_that_the_model_draws(folder: Path) -> None
     low, high = specials * math.log(specials / 4), specials * math.log(specials)
     assert mean + low - 1e-6 <= found.means[0, 0] <= mean + high + 1e-6
     assert found.deviations[0, 0] > 0 and found.deviations.shape == found.log_probs.shape
-
-
-def test_the_tokens_of_a_span_are_those_that_hold_its_characters(folder: Path) -> None:
-    scorer = TokenScorer.load(folder)
-    found = scorer.score(QUERIES, PASSAGES)
-    mask = span_mask(scorer.codec, QUERIES, [(5, 9), (0, 4), (6, 11)])
-    assert mask.tolist() == [
-        [False, True, False, False, False],
-        [True, *[False] * 4],
-        [False, True, True, False, False],
-    ]
-    np.testing.assert_allclose(found.sums(mask)[2], found.log_probs[2, 1:3].sum())
-
-
-def test_a_span_outside_its_query_or_cut_off_is_refused(folder: Path) -> None:
-    codec = TokenScorer.load(folder).codec
-    with pytest.raises(DataError, match="does not lie in query 0"):
-        span_mask(codec, ["bana"], [(2, 9)])
-    with pytest.raises(DataError, match="cut before the end of its span"):
-        span_mask(codec, [" ".join(["bana"] * 20)], [(90, 94)])
 
 
 def test_queries_without_passages_are_refused(folder: Path) -> None:
