@@ -114,7 +114,9 @@ def test_the_chosen_queries_come_closer_to_the_histogram_and_carry_its_claim(
     folder, told = tmp_path / "run" / "filtered", capsys.readouterr().out
     card = read_card(folder)
     facts = card["generation"]["filters"][-1]
-    assert facts["distance_after"] < facts["distance_before"] or facts["distance_before"] == 0
+    kept = len((folder / "queries.jsonl").read_text().splitlines())
+    granularity = 3 / (2 * kept)  # shares of three bins are multiples of 1 / kept
+    assert facts["distance_after"] <= min(facts["distance_before"], granularity)
     assert facts["uses_private_data"] is False and facts["histogram_card_sha256"] == card_sha256(histogram)
     assert card["claim"]["epsilon"] == read_card(histogram)["claim"]["epsilon"]
     assert card["claim"]["epsilon"] > read_card(chain / "made" / "synthetic")["claim"]["epsilon"]
