@@ -1,7 +1,8 @@
 """From scores and leaks of planted secrets to a table: ranks, leaked shares, bounds on epsilon, and their ceilings.
 
 What may be concluded depends on who shares a model. Canaries of one training touch each other, so a cell with several
-of them is bounded by `top_rank_one_training` (pure DP, any dependence inside a training); one with a single canary in
+of them is bounded by `top_rank_one_training` (any dependence inside a training; the bound in the table is for pure DP,
+what is held against a claim has the claim's delta); one with a single canary in
 each training has independent ranks, and `top_rank_bound` and `mean_rank_bound` hold. Intervals of shares count
 trainings and not canaries, as if those of one training rose and fell together. Ceilings are checked on one canary of
 each training, the first: those are independent, and Clopper and Pearson's bound is exact.
@@ -118,7 +119,7 @@ class Cell:
         exposure: Mean bits.
         chance: Mean probability that one draw begins with query and secret; None where that says nothing.
         bounds: Lower bounds on epsilon at 95 %, the first one chosen beforehand for the table.
-        alarms: The same estimators at confidence 1 - `ALARM` / cells.
+        alarms: The same estimators at the claim's delta and confidence 1 - `ALARM` / cells.
         limits: What the accounting allows.
         contradictions: What was measured above it, in sentences.
     """
@@ -226,10 +227,10 @@ def _cell(
     top, leaked = share(tops), share(leaks)
     shared = len(found) > len(trainings)
 
-    def bounds(confidence: float) -> tuple[Evidence, ...]:
-        return _bounds(ranks, shared, candidates, copies, delta, neighbours, confidence)
+    def bounds(confidence: float, of_shared: float) -> tuple[Evidence, ...]:
+        return _bounds(ranks, shared, candidates, copies, delta, of_shared, neighbours, confidence)
 
-    alarms = bounds(1 - alarm)
+    alarms = bounds(1 - alarm, delta)  # a claim with a delta is contradicted by what holds with that delta alone
     return Cell(
         side=side,
         kind=kind,
@@ -242,7 +243,7 @@ def _cell(
         leaked=leaked,
         exposure=float(np.mean([one.exposure for one in found])),
         chance=float(np.mean(chances)) if chances else None,
-        bounds=bounds(0.95),
+        bounds=bounds(0.95, 0.0),
         alarms=alarms,
         limits=limits,
         contradictions=tuple(_contradictions(first, alarms, limits, alarm)),
@@ -255,14 +256,16 @@ def _bounds(
     candidates: int,
     copies: int,
     delta: float,
+    delta_of_shared: float,
     neighbours: Neighbours,
     confidence: float,
 ) -> tuple[Evidence, ...]:
     hits = sum(rank == 1 for rank in ranks)
     point = mean_rank_point(float(np.mean(ranks)), candidates=candidates, copies=copies, delta=delta)
     together = top_rank_one_training(
-        hits, len(ranks), candidates=candidates, copies=copies, neighbours=neighbours, confidence=confidence
-    )
+        hits, len(ranks), candidates=candidates, copies=copies, delta=delta_of_shared, neighbours=neighbours,
+        confidence=confidence,
+    )  # fmt: skip
     if shared or neighbours == "replace_one":
         return together, point
     alone: dict[str, Any] = {"candidates": candidates, "copies": copies, "delta": delta, "confidence": confidence}
