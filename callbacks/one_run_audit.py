@@ -29,11 +29,11 @@ from lit_dpret.canaries.coin_flips import CoinFlips
 from lit_dpret.canaries.coins_in_run import coins_in_run
 from lit_dpret.errors import ConfigurationError, PrivacyViolation, ResumeError
 from lit_dpret.privacy.card import LEDGER_NAME
-from lit_dpret.privacy.card_audit_text import ALARM
+from lit_dpret.privacy.card_audit_text import ALARM, AUDIT_EVENT
 from lit_dpret.privacy.card_evidence import add_evidence
+from lit_dpret.privacy.card_file import CARD_NAME, read_card
 from lit_dpret.privacy.claimed_curve import ClaimedCurve, claimed_curve
 
-AUDIT_EVENT = "one_run_audit"
 LEAST, MOST = 32, 1000
 
 _log = logging.getLogger(__name__)
@@ -269,7 +269,8 @@ class OneRunAudit(Callback):
             evidence, canaries=len(scores), counts=both_ends(scores), refutation=refutation, at_point=at_point
         )
         for place in (folder, folder / MODEL_FOLDER):
-            add_evidence(place, found)
+            known = read_card(place)["empirical"]["results"] if (place / CARD_NAME).is_file() else []
+            add_evidence(place, [result for result in found if result.to_dict() not in known])
         self._judged = True
         if claim is not None and refutation is not None and refutation.contradicts(confidence=ALARM):
             self._violation = _violation(evidence, claim, refutation, len(scores))

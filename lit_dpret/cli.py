@@ -220,6 +220,12 @@ def _explain_composition(error: BaseException) -> str:
     if choice:
         group, name = choice.groups()
         return f"{group}={name} does not exist. Choose one of {', '.join(_options(group))}."
+    if text.startswith("Error in call to target") and error.__cause__ is not None:  # what a constructor choked on
+        where, cause = re.search(r"full_key: (\S+)", text), " ".join(str(error.__cause__).split())
+        return (
+            f"{where.group(1) if where else 'a part of the configuration'} cannot be made: {cause}. Is one of its "
+            "settings a text where a number belongs, or the other way round?"
+        )
     first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
     return first.strip()
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from cards import Run, make_plan, rewrite_chain
 from hydra import compose, initialize_config_module
+from hydra.errors import HydraException
+from hydra.utils import instantiate
 
 from lit_dpret.cli import build_parts, explain
 from lit_dpret.errors import ConfigurationError, LitDpretError
@@ -389,6 +391,14 @@ def test_a_refusal_in_what_hydra_builds_reaches_the_task_as_itself(tmp_path: Pat
         cfg = compose("train", overrides=[f"run_dir={tmp_path}", "model.pretrained=/nowhere"])
     with pytest.raises(LitDpretError, match=r"model\.pretrained=/nowhere is no folder"):
         build_parts(cfg).make_module(privacy=NoPrivacy())
+
+
+def test_a_setting_that_a_constructor_chokes_on_is_explained_by_place_and_cause() -> None:
+    part = {"callbacks": {"audit": {"_target_": "lit_dpret.callbacks.OneRunAudit", "confidence": "high"}}}
+    with pytest.raises(HydraException) as found:
+        instantiate(part)
+    line = explain(found.value) or ""
+    assert line.startswith("callbacks.audit cannot be made: '<' not supported") and "\n" not in line
 
 
 def test_a_full_disk_is_explained_and_a_defect_is_not() -> None:

@@ -147,16 +147,25 @@ def top_rank_one_training(
     candidates: int,
     top: int = 1,
     copies: int = 1,
+    delta: float = 0.0,
     neighbours: Literal["zero_out", "add_or_remove", "replace_one"] = "zero_out",
     confidence: float = 0.95,
 ) -> Evidence:
-    """The same where all canaries stood in one training, for pure DP.
+    """The same where all canaries stood in one training.
 
-    Given the model and all other secrets, the odds of two candidates differ from their prior odds by at most
-    e^(2 k eps) (one secret out, the other in; e^(k eps) under ``replace_one``), so that any ``top`` of them hold the
-    secret with probability at most p = top e^(2 k eps) / (top e^(2 k eps) + R - top). Revealed one after the other, the
-    hits are at most Binomial(canaries, p) in distribution, as in the one-run audit, which has two candidates. The
-    tail rises with p and so with epsilon, which the bisection rests on.
+    Pure DP (``delta=0``). Given the model and all other secrets, the odds of two candidates differ from their prior
+    odds by at most e^(2 k eps) (one secret out, the other in; e^(k eps) under ``replace_one``), so that any ``top`` of
+    them hold the secret with probability at most p = top e^(2 k eps) / (top e^(2 k eps) + R - top). Revealed one after
+    the other, the hits are at most Binomial(canaries, p) in distribution, as in the one-run audit, which has two
+    candidates. The tail rises with p and so with epsilon, which the bisection rests on.
+
+    With a delta, what may be told beyond that is a second count. Let t be the delta of the exchange of two secrets:
+    delta_k (1 + e^(k eps)), or delta_k under ``replace_one``. Let h be the probability, given the model and the secrets
+    before, that the guesses hold the next one. In E[(h - p)+] every ordered pair of candidates a, b stands with
+    P_a - e^(2 k eps) P_b over the outputs that guess a and not b, at most t; so it is at most
+    u = (R - 1) t / (top e^(2 k eps) + R - top). Each hit is thus one of the Binomial's or one of a count with an
+    expectation of at most canaries * u, and nothing is known of how the two hang together: the p-value is the largest
+    probability of so many hits that any such pair has. (An argument of our own, for more than two candidates.)
 
     >>> round(top_rank_one_training(67, 100, candidates=100, copies=10).eps_lower, 4)
     0.2468
@@ -164,7 +173,7 @@ def top_rank_one_training(
     Raises:
         ConfigurationError: More hits than canaries, ``top`` not from 1 to R - 1, or a number out of its range.
     """
-    error = _check(candidates, copies, 0.0, confidence)
+    error = _check(candidates, copies, delta, confidence)
     check_hits(hits, canaries, names=("hits", "canaries"))
     _check_top(top, candidates)
     if neighbours not in ("zero_out", "add_or_remove", "replace_one"):
@@ -172,13 +181,19 @@ def top_rank_one_training(
     steps = copies if neighbours == "replace_one" else 2 * copies
 
     def contradicted(eps: float) -> bool:
-        rate = top / (top + (candidates - top) * math.exp(-min(700.0, steps * eps)))
-        return float(binom.sf(hits - 1, canaries, rate)) < error
+        odds = math.exp(min(700.0, steps * eps))
+        rate = top / (top + (candidates - top) / odds)
+        if delta == 0:
+            return float(binom.sf(hits - 1, canaries, rate)) < error
+        one_way = group_delta(eps, delta, copies)
+        swap = one_way if neighbours == "replace_one" else one_way * (1 + math.exp(min(700.0, copies * eps)))
+        beyond = (candidates - 1) * min(1.0, swap) / (top * odds + candidates - top)
+        return _chance_of_hits(hits, canaries, rate, canaries * beyond) < error
 
+    about = "pure DP, with delta=0," if delta == 0 else f"delta={delta:.3g}"
     return Evidence(
-        method=f"rank {top} or better, one training", eps_lower=largest_contradicted(contradicted), delta=0.0,
-        confidence=confidence, assumption=f"{TOGETHER} The bound is for pure DP, with delta=0, under {neighbours}.",
-        copies=copies,
+        method=f"rank {top} or better, one training", eps_lower=largest_contradicted(contradicted), delta=delta,
+        confidence=confidence, assumption=f"{TOGETHER} The bound is for {about} under {neighbours}.", copies=copies,
     )  # fmt: skip
 
 
@@ -193,6 +208,18 @@ def _check_top(top: int, candidates: int) -> None:
     check_count("top", top, least=1)
     if top >= candidates:
         raise ConfigurationError(f"top={top} of candidates={candidates}: every secret is among those.")
+
+
+def _chance_of_hits(hits: int, canaries: int, rate: float, beyond: float) -> float:
+    """The largest P[B + G >= hits] of B ~ Bin(canaries, rate) and any count G with an expectation of ``beyond``.
+
+    Where B is j short, G must be j: those outcomes are bought with the expectation, the cheapest first.
+    """
+    chance = float(binom.sf(hits - 1, canaries, rate))
+    for short in range(1, hits + 1):
+        bought = min(float(binom.pmf(hits - short, canaries, rate)), beyond / short)
+        chance, beyond = chance + bought, beyond - short * bought
+    return min(1.0, chance)
 
 
 def _chance_of_sum(eps: float, total: int, trainings: int, candidates: int, copies: int, delta: float) -> float:

@@ -1,7 +1,8 @@
 """From scores and leaks of planted secrets to a table: ranks, leaked shares, bounds on epsilon, and their ceilings.
 
 What may be concluded depends on who shares a model. Canaries of one training touch each other, so a cell with several
-of them is bounded by `top_rank_one_training` (pure DP, any dependence inside a training); one with a single canary in
+of them is bounded by `top_rank_one_training` (any dependence inside a training; the bound in the table is for pure DP,
+what is held against a claim has the claim's delta); one with a single canary in
 each training has independent ranks, and `top_rank_bound` and `mean_rank_bound` hold. Intervals of shares count
 trainings and not canaries, as if those of one training rose and fell together. Ceilings are checked on one canary of
 each training, the first: those are independent, and Clopper and Pearson's bound is exact.
@@ -10,7 +11,7 @@ each training, the first: those are independent, and Clopper and Pearson's bound
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,9 @@ PAPER_KINDS = ("digits", "own_passage", "random_passage")
 ALARM = 1e-4
 """The error of all contradictions of one budget's cells together."""
 
-_STATEMENTS = 4  # that may contradict the claim, for each cell: two shares and two bounds
+_STATEMENTS = 4
+"""Of a cell, that may contradict a claim: its two shares, and two bounds at most."""
+
 _DIGITS = 10
 _CHARACTERS_PER_TOKEN = 16
 
@@ -107,6 +110,35 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Excess:
+    """What was measured above what the accounting allows.
+
+    Attributes:
+        what: The share or the bound.
+        estimate: As it was measured.
+        at_least: Its lower bound.
+        ceiling: What is allowed.
+        confidence: Of the lower bound.
+        evidence: The bound on epsilon, where it is one.
+    """
+
+    what: str
+    estimate: float
+    at_least: float
+    ceiling: float
+    confidence: float
+    evidence: Evidence | None = None
+
+    def __str__(self) -> str:
+        if self.evidence is not None:
+            return f"CONTRADICTION: the claim is epsilon = {self.ceiling:.4g}, and there is {self.evidence}"
+        return (
+            f"CONTRADICTION: {self.what} is at least {self.at_least:.4g} with confidence "
+            f"1 - {1 - self.confidence:.1g}, and the accounting allows {self.ceiling:.4g}."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cell:
     """One row of the table.
 
@@ -119,9 +151,9 @@ class Cell:
         exposure: Mean bits.
         chance: Mean probability that one draw begins with query and secret; None where that says nothing.
         bounds: Lower bounds on epsilon at 95 %, the first one chosen beforehand for the table.
-        alarms: The same estimators at an error of `ALARM`, divided by the statements that could contradict.
+        alarms: The same estimators at the claim's delta and with the confidence of a contradiction.
         limits: What the accounting allows.
-        contradictions: What was measured above it, in sentences.
+        excesses: What was measured above it.
     """
 
     side: str
@@ -138,11 +170,17 @@ class Cell:
     bounds: tuple[Evidence, ...]
     alarms: tuple[Evidence, ...]
     limits: Limits
-    contradictions: tuple[str, ...]
+    excesses: tuple[Excess, ...]
+
+    @property
+    def contradictions(self) -> tuple[str, ...]:
+        """What was measured above the accounting, in sentences."""
+        return tuple(map(str, self.excesses))
 
     def to_dict(self) -> dict[str, Any]:
         """The cell as JSON values."""
-        facts = dict(vars(self))
+        facts = {name: value for name, value in vars(self).items() if name != "excesses"}
+        facts["contradictions"] = list(self.contradictions)
         for name in ("mean_rank", "top", "leaked"):
             facts[name] = facts[name].to_dict()
         facts["limits"] = vars(self.limits)
@@ -179,6 +217,7 @@ def cells_of(
     delta: float = 0.0,
     neighbours: Neighbours = "zero_out",
     cells: int | None = None,
+    tables: int = 1,
 ) -> list[Cell]:
     """Rows for each side and number of copies: the papers' kinds together, and each kind.
 
@@ -188,7 +227,9 @@ def cells_of(
         limits: By number of copies; trivial ones where it is missing.
         delta: Of the claim; 0 where there is none.
         neighbours: What the absence of a unit means.
-        cells: Among how many rows the error of a contradiction is divided; None for those returned.
+        cells: Among how many rows the error of a contradiction is divided, and among the statements of each; None for
+            those returned.
+        tables: How many calls share that error.
 
     Raises:
         DataError: There is no outcome.
@@ -200,12 +241,10 @@ def cells_of(
     for outcome in outcomes:
         for kind in (outcome.kind, *((POOLED,) if pools and outcome.kind in PAPER_KINDS else ())):
             groups.setdefault((outcome.side, outcome.copies, kind), []).append(outcome)
-    count = cells or len(groups)
+    statements = (cells or len(groups)) * tables * _STATEMENTS
     order = sorted(groups, key=lambda key: (key[0] != "query", key[0], key[1], key[2] != POOLED, key[2]))
     return [
-        _cell(
-            groups[key], key, candidates, limits.get(key[1], Limits()), delta, neighbours, ALARM / (_STATEMENTS * count)
-        )
+        _cell(groups[key], key, candidates, limits.get(key[1], Limits()), delta, neighbours, ALARM / statements)
         for key in order
     ]
 
@@ -230,10 +269,10 @@ def _cell(
     top, leaked = share(tops), share(leaks)
     shared = len(found) > len(trainings)
 
-    def bounds(confidence: float) -> tuple[Evidence, ...]:
-        return _bounds(ranks, shared, candidates, copies, delta, neighbours, confidence)
+    def bounds(confidence: float, of_shared: float) -> tuple[Evidence, ...]:
+        return _bounds(ranks, shared, candidates, copies, delta, of_shared, neighbours, confidence)
 
-    alarms = bounds(1 - alarm)
+    alarms = bounds(1 - alarm, delta)  # a claim with a delta is contradicted by what holds with that delta alone
     return Cell(
         side=side,
         kind=kind,
@@ -246,10 +285,10 @@ def _cell(
         leaked=leaked,
         exposure=float(np.mean([one.exposure for one in found])),
         chance=float(np.mean(chances)) if chances else None,
-        bounds=bounds(0.95),
+        bounds=bounds(0.95, 0.0),
         alarms=alarms,
         limits=limits,
-        contradictions=tuple(_contradictions(first, alarms, limits, alarm)),
+        excesses=tuple(_excesses(first, alarms, limits, alarm)),
     )
 
 
@@ -259,38 +298,40 @@ def _bounds(
     candidates: int,
     copies: int,
     delta: float,
+    delta_of_shared: float,
     neighbours: Neighbours,
     confidence: float,
 ) -> tuple[Evidence, ...]:
     hits = sum(rank == 1 for rank in ranks)
     point = mean_rank_point(float(np.mean(ranks)), candidates=candidates, copies=copies, delta=delta)
     together = top_rank_one_training(
-        hits, len(ranks), candidates=candidates, copies=copies, neighbours=neighbours, confidence=confidence
-    )
+        hits, len(ranks), candidates=candidates, copies=copies, delta=delta_of_shared, neighbours=neighbours,
+        confidence=confidence,
+    )  # fmt: skip
     if shared or neighbours == "replace_one":
         return together, point
     alone: dict[str, Any] = {"candidates": candidates, "copies": copies, "delta": delta, "confidence": confidence}
     return top_rank_bound(hits, len(ranks), **alone), mean_rank_bound(ranks, **alone), point
 
 
-def _contradictions(first: Sequence[Outcome], alarms: Sequence[Evidence], limits: Limits, alarm: float) -> list[str]:
+def _excesses(first: Sequence[Outcome], alarms: Sequence[Evidence], limits: Limits, alarm: float) -> Iterator[Excess]:
     """What was measured above its ceiling, with an error of ``alarm`` for each statement."""
-    found = []
     digits = all(one.kind in PAPER_KINDS for one in first)  # whose prior the ceiling of leaks has
     for what, hits, ceiling in (
-        ("rank 1", sum(one.rank == 1 for one in first), limits.top),
-        ("leaked", sum(one.found > 0 for one in first), limits.leak if digits else None),
+        ("the share of rank 1", sum(one.rank == 1 for one in first), limits.top),
+        ("the leaked share", sum(one.found > 0 for one in first), limits.leak if digits else None),
     ):
         at_least = float(rate_at_least(hits, len(first), alarm))
         if ceiling is not None and at_least > ceiling:
-            found.append(
-                f"CONTRADICTION: the share with {what} is at least {at_least:.4g} with confidence 1 - {alarm:.1g}, and "
-                f"the accounting allows {ceiling:.4g}."
+            yield Excess(
+                what=what, estimate=hits / len(first), at_least=at_least, ceiling=ceiling, confidence=1 - alarm
             )
     for one in alarms:
         if one.confidence is not None and limits.eps is not None and one.eps_lower > limits.eps:
-            found.append(f"CONTRADICTION: the claim is epsilon = {limits.eps:.4g}, and there is {one}")
-    return found
+            yield Excess(
+                what=one.method, estimate=one.eps_lower, at_least=one.eps_lower, ceiling=limits.eps,
+                confidence=one.confidence, evidence=one,
+            )  # fmt: skip
 
 
 def share(shares: Sequence[float]) -> Estimate:

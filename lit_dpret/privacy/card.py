@@ -22,7 +22,7 @@ from typing import Any
 
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError
 from lit_dpret.privacy import card_terms as terms
-from lit_dpret.privacy.card_audit_text import SIGNOFF
+from lit_dpret.privacy.card_audit_text import SIGNOFF, contradicted
 from lit_dpret.privacy.card_check import verify_card
 from lit_dpret.privacy.card_claim import claim_facts, group_facts, without_numbers
 from lit_dpret.privacy.card_environment import environment_facts, package_versions
@@ -186,7 +186,7 @@ def inherit_card(
 
     Guarantees:
         - The claim is the parent's: same epsilon, delta, unit and neighbours; never better. A parent
-          without a guarantee passes on that there is none.
+          without a guarantee, or with an audit that contradicts its claim, passes on that there is none.
         - The parent is named by the SHA-256 of its card, and so are the parent's parents.
 
     Args:
@@ -229,6 +229,7 @@ def inherit_card(
     known = [
         Assumption("Nothing but what the parent released, and public data, entered this computation.", "unverified"),
         Assumption("The parent's epsilon follows from the parent's ledger.", True if checked else "unverified"),
+        *_contradictions(parent),
         *assumptions,
     ]
     claim = copy.deepcopy(dict(parent["claim"]))
@@ -270,6 +271,12 @@ def inherit_card(
         **_made_with(environment),
     }
     return _finished(card)
+
+
+def _contradictions(parent: Mapping[str, Any]) -> list[Assumption]:
+    """That the parent's own audits leave its claim alone, where they do not."""
+    name = parent["subject"]["name"]
+    return [Assumption(f"An audit of {name} does not contradict its claim.", False)] if contradicted(parent) else []
 
 
 def _planted(facts: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -14,6 +14,9 @@ SIGNOFF = (
     "show that the parts fit each other, and not whose they are."
 )
 
+AUDIT_EVENT = "one_run_audit"
+"""The record by which a run's ledger registers its audit before the first release."""
+
 NO_GUARANTEE = "absence of evidence is no guarantee"
 BOUND = "lower bound on epsilon"
 """The metric of a result whose estimate is such a bound, and whose ceiling is the epsilon of the accounting."""
@@ -62,6 +65,25 @@ def contradicted(card: Mapping[str, Any]) -> bool:
         if least is not None and least > one["ceiling"]:
             return True
     return False
+
+
+def audit_problems(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What audits leave against a card: a contradiction, or a result that is due by the run's ledger and is not there.
+
+    Args:
+        card: As it is now, with all its amendments.
+        records: Of its ledger, as far as the card was made from them; none where it was not found.
+    """
+    if contradicted(card):
+        return [attacks_sentence(card)]
+    events = [record for record in records if record["kind"] == "event" and record.get("name") == AUDIT_EVENT]
+    ended = any(record["kind"] == "end" and record.get("reason") == "finished" for record in records)
+    if events and ended and not card["empirical"].get("results"):
+        return [
+            "The ledger registered an audit by canaries before the first release, and its result is not on the card. "
+            "Resume the run with the same settings: it judges the canaries again."
+        ]
+    return []
 
 
 def attacks_sentence(card: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError
 from lit_dpret.privacy import accounting
+from lit_dpret.privacy.card_audit_text import contradicted
 from lit_dpret.privacy.card_check import verify_card
 from lit_dpret.privacy.card_facts import Assumption, Verdict, every_unit_in_every_step
 from lit_dpret.privacy.card_file import CARD_NAME, card_sha256, read_card
@@ -107,6 +108,7 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
     Guarantees:
         - A private start is taken only if its card agrees with its ledger, file for file and number
           for number.
+        - A start whose card an audit contradicts has no guarantee to pass on.
         - Without a card, only a declaration makes a start public; a card that claims differential
           privacy, and so tells of private data, cannot be declared away.
 
@@ -164,7 +166,9 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
     if (card["accounting"] or {}).get("basis") == "no_amplification":
         releases = every_unit_in_every_step(releases)
     facts["releases"] = [replace(release, label="earlier run").to_dict() for release in releases]
-    if claim["guarantee"] == "dp":
+    if contradicted(card):
+        facts["guarantee"] = "not_proved"
+    elif claim["guarantee"] == "dp":
         facts |= {key: claim[key] for key in ("unit", "neighbours", "epsilon", "delta")}
     return Start(folder, facts, knob)
 

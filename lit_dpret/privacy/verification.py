@@ -17,6 +17,7 @@ from typing import Any
 
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.privacy.card import gaps, said
+from lit_dpret.privacy.card_audit_text import NO_GUARANTEE, audit_problems
 from lit_dpret.privacy.card_check import changed_files, verify_card
 from lit_dpret.privacy.card_environment import CHANGED, code_commit, version_of
 from lit_dpret.privacy.card_file import CARD_NAME, SIGNATURE_NAME, card_path, card_sha256, read_card
@@ -45,9 +46,9 @@ def verify_chain(
     """Check a card, its files, its ledger, and every card that it was derived from.
 
     Guarantees:
-        - Nothing failed only if: each card found is the one that its child names, and unedited; each child claims no
-          more than its parent; each file that a card lists and that must be there has its SHA-256; and each
-          ledger that was found gives the numbers of its card.
+        - Nothing failed only if: each card found is the one that its child names, and unedited; no audit on it
+          contradicts it; each child claims no more than its parent; each file that a card lists and that must be
+          there has its SHA-256; and each ledger that was found gives the numbers of its card.
         - A parent or a ledger that is not found is a failure, unless it was allowed to be missing; then it
           is among what was not checked.
         - Nothing is written.
@@ -130,6 +131,7 @@ def _examine(
     derived = found.card["mechanism"].get("kind") == "post_processing"
     if not (derived and any(lineage.card(str(parent["sha256"])) for parent in found.card["parents"][:1])):
         _check_ledger(result, lineage, found, allow_missing=allow_missing_ledger)
+        _check_audits(result, lineage, found)
     _check_words(result, found)
 
 
@@ -174,6 +176,19 @@ def _check_ledger(result: Verification, lineage: Lineage, found: FoundCard, *, a
     except LitDpretError as error:
         count, wrong = 0, [str(error)]
     result.add(name, "numbers", wrong, f"{count} on the card, ceilings and mechanism included, follow from the ledger")
+
+
+def _check_audits(result: Verification, lineage: Lineage, found: FoundCard) -> None:
+    """Nothing that was found by an audit contradicts the card, and nothing that is due is left out of it."""
+    ledger, count = lineage.ledger(found.card, found.path), found.card["ledger"]["records"]
+    try:
+        records = [] if ledger is None else PrivacyLedger.read(ledger).records[:count]
+    except LitDpretError:  # which the check of the ledger has told
+        records = []
+    problems, results = audit_problems(found.card, records), found.card["empirical"].get("results")
+    if problems or results:
+        text = f"{len(results or ())} results of attacks, none of which contradicts the claim; {NO_GUARANTEE}"
+        result.add(_name(found), "audit", problems, text)
 
 
 def _check_words(result: Verification, found: FoundCard) -> None:

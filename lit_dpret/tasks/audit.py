@@ -17,10 +17,11 @@ from lit_dpret.audit.one_run import one_run_audit
 from lit_dpret.audit.scores import CanaryScores
 from lit_dpret.canaries import CANARIES, CanarySet, read_canaries
 from lit_dpret.canaries.files import set_sha256
-from lit_dpret.canaries.findings import ALARM, PAPER_KINDS, POOLED, Cell, Limits, Outcome, cells_of
+from lit_dpret.canaries.findings import ALARM, PAPER_KINDS, POOLED, Cell, Excess, Limits, Outcome, cells_of
 from lit_dpret.canaries.suite import QUERY_SIDE_ONLY
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
 from lit_dpret.privacy.card import LEDGER_NAME, read_card
+from lit_dpret.privacy.card_audit_text import BOUND
 from lit_dpret.privacy.card_evidence import AttackResult, add_evidence
 from lit_dpret.privacy.card_text import privacy_line
 from lit_dpret.privacy.start import MODEL_FOLDER
@@ -64,9 +65,13 @@ class Audit:
         claim = card["claim"]
         claimed = claim["guarantee"] == "dp"
         law: dict[str, Any] = {"delta": claim["delta"], "neighbours": claim["neighbours"]} if claimed else {}
+        tossed = {one["score"]["copies"] for one in found if not one["score"]["included"]}
         planted = [Outcome.of(0, one["score"], one["leak"]) for one in found if one["score"]["included"]]
-        cells = cells_of(planted, candidates=candidates, limits=limits, **law) if planted else []
-        coins = self._coins(found, law.get("delta", 0.0), 0.95), self._coins(found, law.get("delta", 0.0), 1 - ALARM)
+        tables = 2 if tossed else 1  # the error of a contradiction is for ranks and coins together
+        cells = cells_of(planted, candidates=candidates, limits=limits, tables=tables, **law) if planted else []
+        sure = 1 - ALARM / (2 * max(1, len(tossed)))
+        coins, surely = (self._coins(found, law.get("delta", 0.0), level) for level in (0.95, sure))
+        above = [one for one in surely if claimed and one.eps_lower > claim["epsilon"]]
         rows = [CanaryRow(model=privacy_line(card), cell=cell, candidates=candidates) for cell in cells]
         facts = {
             "run": self.run_folder.name,
@@ -74,12 +79,12 @@ class Audit:
             "measure": vars(self.measure),
             "sha256": set_sha256(canaries),
             "canaries": found,
-            _COINS: [evidence.to_dict() for evidence in coins[0]],
+            _COINS: [evidence.to_dict() for evidence in coins],
         }
         notes = [
             f"{len(canaries.canaries)} canaries stood in this training, as {len(canaries.units())} units: it is the "
             "canaried model.",
-            *map(str, coins[0]),
+            *map(str, coins),
         ]
         written, contradictions = write_canary_table(
             parts.run_dir, rows, name=NAME, title="Audit of a run by its canaries", facts=facts, notes=notes,
@@ -87,8 +92,17 @@ class Audit:
         )  # fmt: skip
         for path in written.values():
             path.chmod(0o600)
-        contradictions += _above(coins[1], claim["epsilon"] if claimed else None)
-        self._tell(rows, cells, coins[0], written, candidates, canaries)
+        contradictions += [
+            f"CONTRADICTION: the claim is epsilon = {claim['epsilon']:.4g}, and there is {one}" for one in above
+        ]
+        pooled = {(cell.side, cell.copies) for cell in cells if cell.kind == POOLED}
+        told = [(cell.side, cell.copies) not in pooled or cell.kind not in PAPER_KINDS for cell in cells]
+        results = [
+            result for cell, tell in zip(cells, told, strict=True) for result in _results(cell, candidates, told=tell)
+        ]
+        results += [_coin_result(one, canaries) for one in coins]
+        results += [_coin_result(one, canaries, ceiling=claim["epsilon"]) for one in above]
+        self._tell(rows, coins, written, results)
         if contradictions:
             raise PrivacyViolation(
                 f"The audit contradicts the claim of {self.run_folder.name} ({privacy_line(card)}): "
@@ -127,16 +141,10 @@ class Audit:
     def _tell(
         self,
         rows: Sequence[CanaryRow],
-        cells: Sequence[Cell],
         coins: Sequence[Evidence],
         written: dict[str, Path],
-        candidates: int,
-        canaries: CanarySet,
+        results: Sequence[AttackResult],
     ) -> None:
-        pooled = {(cell.side, cell.copies) for cell in cells if cell.kind == POOLED}
-        told = [cell for cell in cells if (cell.side, cell.copies) not in pooled or cell.kind not in PAPER_KINDS]
-        results = [result for cell in told for result in _results(cell, candidates)]
-        results += [_coin_result(evidence, canaries) for evidence in coins]
         for row in rows:
             cell = row.cell
             sys.stdout.write(
@@ -160,11 +168,18 @@ def _candidates(canaries: CanarySet) -> int:
     return counts.pop()
 
 
-def _results(cell: Cell, candidates: int) -> list[AttackResult]:
-    """What a cell says, for the card: numbers of planted data alone."""
-    bound, claimed = cell.bounds[0], cell.limits.eps is not None
+def _results(cell: Cell, candidates: int, *, told: bool) -> list[AttackResult]:
+    """What a cell says, for the card, numbers of planted data alone; a cell that is not ``told`` only what contradicts.
+
+    What contradicts the claim is there for every cell, with the confidence by which it does.
+    """
     what = f"planted secrets ({cell.kind}, secret in the {cell.side})"
-    common: dict[str, Any] = {"n": cell.canaries, "copies": cell.copies, "confidence": 0.95}
+    common: dict[str, Any] = {"n": cell.canaries, "copies": cell.copies}
+    surely = [_excess_result(one, f"{what}, held against the claim", common) for one in cell.excesses]
+    if not told:
+        return surely
+    bound, claimed = cell.bounds[0], cell.limits.eps is not None
+    common["confidence"] = 0.95
     limits: Limits = cell.limits
     return [
         AttackResult(
@@ -177,17 +192,27 @@ def _results(cell: Cell, candidates: int) -> list[AttackResult]:
             estimate=cell.leaked.mean, ci=(cell.leaked.low, cell.leaked.high),
             ceiling=limits.leak if claimed and cell.kind not in QUERY_SIDE_ONLY else None, **common,
         ),
+        *surely,
     ]  # fmt: skip
 
 
-def _coin_result(evidence: Evidence, canaries: CanarySet) -> AttackResult:
-    count = sum(canary.copies == evidence.copies for canary in canaries.canaries)
+def _excess_result(excess: Excess, attack: str, common: dict[str, Any]) -> AttackResult:
+    """A contradiction, in the form in which a card knows one."""
+    if (bound := excess.evidence) is None:
+        return AttackResult(
+            attack=attack, metric=excess.what, estimate=excess.estimate, ci=(excess.at_least, 1.0),
+            ceiling=excess.ceiling, confidence=excess.confidence, **common,
+        )  # fmt: skip
     return AttackResult(
-        attack="one-run audit of planted secrets", n=count, metric="none", eps_lower=evidence.eps_lower,
-        delta=evidence.delta, confidence=evidence.confidence, method=evidence.method, assumption=evidence.assumption,
-        copies=evidence.copies,
+        attack=attack, metric=BOUND, estimate=bound.eps_lower, eps_lower=bound.eps_lower, delta=bound.delta,
+        confidence=bound.confidence, method=bound.method, assumption=bound.assumption, ceiling=excess.ceiling, **common,
     )  # fmt: skip
 
 
-def _above(coins: Sequence[Evidence], eps: float | None) -> list[str]:
-    return [f"CONTRADICTION: {one}" for one in coins if eps is not None and one.eps_lower > eps]
+def _coin_result(evidence: Evidence, canaries: CanarySet, *, ceiling: float | None = None) -> AttackResult:
+    return AttackResult(
+        attack="one-run audit of planted secrets", n=sum(one.copies == evidence.copies for one in canaries.canaries),
+        metric="none" if ceiling is None else BOUND, estimate=None if ceiling is None else evidence.eps_lower,
+        eps_lower=evidence.eps_lower, delta=evidence.delta, confidence=evidence.confidence, method=evidence.method,
+        assumption=evidence.assumption, copies=evidence.copies, ceiling=ceiling,
+    )  # fmt: skip

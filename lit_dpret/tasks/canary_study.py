@@ -221,6 +221,7 @@ class CanaryStudy:
             limits=limits,
             delta=claim["delta"] if private else 0.0,
             neighbours=claim["neighbours"] if private else "zero_out",
+            tables=len(self.eps),
         )
         return [CanaryRow(model=_model(eps), cell=cell, candidates=candidates) for cell in cells]
 

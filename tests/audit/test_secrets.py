@@ -145,6 +145,32 @@ def test_one_training_of_two_candidates_is_the_one_run_audit_at_twice_the_epsilo
     assert swapped == pytest.approx(2 * eps, rel=1e-6)
 
 
+@pytest.mark.parametrize("together", [False, True], ids=["each by itself", "all at once"])
+def test_a_mechanism_that_tells_secrets_with_probability_delta_keeps_to_the_bound_in_one_training(
+    together: bool,
+) -> None:
+    """As good as (eps, delta)-DP for a replacement allows, told one by one or all at once: every number of hits."""
+    eps, delta, canaries, candidates, error = 1.0, 0.02, 12, 10, 0.1
+    rate = math.exp(eps) / (math.exp(eps) + candidates - 1)
+    counts = np.arange(canaries + 1)
+    chances = binom.pmf(counts, canaries, delta + (1 - delta) * rate)
+    if together:
+        chances = delta * (counts == canaries) + (1 - delta) * binom.pmf(counts, canaries, rate)
+    wrong = 0.0
+    for hits, chance in enumerate(chances):
+        found = top_rank_one_training(
+            hits, canaries, candidates=candidates, delta=delta, neighbours="replace_one", confidence=1 - error
+        )
+        wrong += float(chance) * (found.eps_lower > eps)
+    assert wrong <= error
+    assert top_rank_one_training(canaries, canaries, candidates=candidates, delta=1e-6).eps_lower > 0.5
+
+
+def test_the_bound_of_one_training_falls_with_delta_and_a_tiny_one_costs_little() -> None:
+    found = [top_rank_one_training(60, 60, candidates=100, delta=delta).eps_lower for delta in (0.0, 1e-9, 1e-5, 1e-3)]
+    assert found == sorted(found, reverse=True) and found[0] - found[1] < 0.01 and found[3] < found[0]
+
+
 def test_hits_in_one_training_are_no_likelier_than_the_bound_says() -> None:
     """A release of one of R secrets by the exponential mechanism: the true one by e^(2 eps), the others alike."""
     for candidates, top, eps in ((10, 1, 0.4), (20, 3, 1.0)):

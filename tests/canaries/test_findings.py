@@ -85,6 +85,30 @@ def test_a_mechanism_at_its_ceiling_is_contradicted_with_no_more_than_the_allowe
     assert 0 < chance <= ALARM / 4
 
 
+def test_every_statement_of_a_cell_and_every_table_shares_the_error_of_a_contradiction() -> None:
+    """Shares of rank 1 and of leaks, two bounds: four chances to be wrong about a cell, and eight in two tables."""
+    ranks, limits = {i: [1, 1, 1] for i in range(4)}, {10: Limits(top=0.3, leak=1e-3, eps=0.05, delta=1e-5)}
+    for tables in (1, 2):
+        cells = cells_of(outcomes(ranks), candidates=100, limits=limits, tables=tables)
+        errors = [1 - one.confidence for cell in cells for one in cell.alarms if one.confidence is not None]
+        assert errors == pytest.approx([ALARM / (4 * 4 * tables)] * len(errors), rel=1e-6)
+
+
+def test_a_mechanism_that_tells_all_secrets_with_probability_delta_is_not_contradicted_for_it() -> None:
+    """It is (0, delta)-DP, and delta is more than the allowed error: all ranks in one training are 1 that often."""
+    limits = {1: Limits(top=0.5, leak=1.0, eps=0.5, delta=1e-3)}
+    told = cells_of(outcomes({0: [1] * 9}, copies=1), candidates=100, limits=limits, delta=1e-3)
+    assert not any(cell.contradictions for cell in told)
+    pure = cells_of(outcomes({0: [1] * 9}, copies=1), candidates=100, limits={1: Limits(top=0.5, eps=0.5)}, delta=0.0)
+    assert pure[0].contradictions  # where nothing may be told with any probability, the same ranks are one
+
+
+def test_ranks_of_one_training_contradict_a_claim_whose_delta_is_small() -> None:
+    limits = {1: Limits(top=0.5, leak=1.0, eps=0.5, delta=1e-7)}
+    told = cells_of(outcomes({0: [1] * 9}, copies=1), candidates=100, limits=limits, delta=1e-7)
+    assert "at delta=1e-07" in told[0].contradictions[0]
+
+
 def test_secrets_that_were_never_planted_are_evidence_with_no_more_than_the_allowed_probability() -> None:
     """Uniform ranks of 15 canaries in five trainings: every number of them in first place, by its probability."""
     chance = 0.0

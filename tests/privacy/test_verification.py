@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 from card_chain import Chain, make_chain
 from cards import Run, make_plan, rewrite_chain
+from memoriser import audited
 
-from lit_dpret.errors import DataError, VerificationError
+from lit_dpret.errors import ConfigurationError, DataError, VerificationError
 from lit_dpret.privacy import verification
 from lit_dpret.privacy.card import build_card, inherit_card, read_card, subject_of, write_card
+from lit_dpret.privacy.card_audit_text import ALARM, BOUND
+from lit_dpret.privacy.card_evidence import AttackResult, add_evidence
 from lit_dpret.privacy.card_file import checksum
 from lit_dpret.privacy.card_history import text_sha256, versions
 from lit_dpret.privacy.card_notes import note_not_covered
 from lit_dpret.privacy.findings import Verification
 from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.start import note_start, read_start
 from lit_dpret.privacy.verification import verify_chain
 from lit_dpret.tasks import Verify
@@ -296,6 +300,43 @@ def test_a_parent_that_was_amended_is_still_the_one_that_was_named(chain: Chain)
     result = verify_chain(chain.encoder)
     assert not result.failed
     assert "and was amended since" in next(f.text for f in result.findings if f.artefact == "synthetic")
+
+
+def contradict(chain: Chain) -> None:
+    """What an audit of the generator writes when it found more than the claim allows."""
+    found = AttackResult(
+        attack="one-run audit", n=300, metric=BOUND, estimate=90.0, eps_lower=90.0, delta=1e-5, confidence=ALARM,
+        ceiling=50.0,
+    )  # fmt: skip
+    for folder in (chain.generator, chain.generator / "model"):
+        add_evidence(folder, [found])
+
+
+@pytest.mark.parametrize("link", ["index", "synthetic", "generator"])
+def test_a_chain_whose_generator_an_audit_contradicts_is_rejected_from_each_link(link: str, chain: Chain) -> None:
+    contradict(chain)
+    text = rejected(verify_chain(getattr(chain, link)), artefact="QueryGenerator", check="audit")
+    assert text.startswith("AN AUDIT CONTRADICTS THIS CLAIM")
+
+
+def test_nothing_is_claimed_of_what_is_made_from_an_artefact_that_an_audit_contradicts(chain: Chain) -> None:
+    contradict(chain)
+    subject = subject_of("dataset", "made", [], root=None)
+    card = inherit_card(chain.generator, subject, description="generation")
+    assert card["claim"]["guarantee"] == "not_proved" and card["claim"]["epsilon"] is None
+    assert any("An audit of QueryGenerator" in text for text in card["banners"])
+    with pytest.raises(ConfigurationError, match="no privacy guarantee"):
+        read_start(chain.generator, public=False).check(DPSGD(eps=1.0))
+
+
+def test_a_card_that_lost_the_result_of_an_audit_that_its_ledger_registered_is_rejected(tmp_path: Path) -> None:
+    audited(tmp_path, steps=3)
+    folder = tmp_path / "run"
+    assert not verify_chain(folder).failed
+    for path in (folder / "privacy_card.json", folder / "model" / "privacy_card.json"):
+        edit(path, lambda card: (card["empirical"].update(results=[]), card.pop("amendments")))
+    text = [finding.text for finding in verify_chain(folder).failed if finding.check == "audit"]
+    assert len(text) == 1 and "registered" in text[0]
 
 
 def test_an_amendment_does_not_hide_another_change(chain: Chain) -> None:

@@ -199,16 +199,39 @@ def test_without_a_guarantee_there_are_results_and_no_ceilings(tmp_path: Path) -
 
 def test_coins_are_judged_by_the_one_run_audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that knows every planted secret contradicts a small claim; files and card are there all the same."""
-    suite = CanarySuite(kinds=("own_passage",), repetitions=(1,), count=24, candidates=5, include=0.5, seed=1)
+    words = tmp_path / "words.txt"
+    words.write_text("".join(f"{number:03d}\n" for number in range(100)), encoding="utf-8")
+    suite = CanarySuite(
+        kinds=("own_passage",), repetitions=(1,), count=100, candidates=5, include=0.5, seed=1, queries=str(words)
+    )
     run = run_with_canaries(
         tmp_path, partial(DPSGD, eps=0.2, delta=1e-6, secret_file=tmp_path / "secret"), suite=suite, steps=1
     )
     monkeypatch.setattr(Measurement, "of", _known_by_heart)
     with pytest.raises(PrivacyViolation, match="contradicts the claim"):
         Audit(run=run, measure=MEASURE).run(parts(tmp_path, run_dir=tmp_path / "audit"))
-    found = [one for one in read_card(run)["empirical"]["results"] if "one-run" in one["attack"]]
-    assert len(found) == 1 and found[0]["n"] == 24 and found[0]["eps_lower"] > 0.2
+    for folder in (run, run / "model"):
+        found = [one for one in read_card(folder)["empirical"]["results"] if "one-run" in one["attack"]]
+        assert [one["n"] for one in found] == [100, 100] and found[0]["eps_lower"] > found[1]["eps_lower"] > 0.2
+        assert "AN AUDIT CONTRADICTS THIS CLAIM" in read_card(folder)["claim"]["statement"]
     assert (tmp_path / "audit" / "audit.html").is_file()
+
+
+def test_ranks_that_contradict_a_claim_are_a_banner_on_the_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite = CanarySuite(repetitions=(1,), count=8, candidates=100, seed=1)
+    mode = partial(DPSGD, eps=0.2, delta=1e-9, secret_file=tmp_path / "secret")
+    run = run_with_canaries(tmp_path, mode, suite=suite, steps=1)
+    monkeypatch.setattr(Measurement, "of", _known_by_heart)
+    with pytest.raises(PrivacyViolation, match="contradicts the claim"):
+        Audit(run=run, measure=MEASURE).run(parts(tmp_path, run_dir=tmp_path / "audit"))
+    worst = [one for one in read_card(run)["empirical"]["results"] if one["confidence"] > 0.999]
+    assert {one["metric"] for one in worst} == {"lower bound on epsilon", "the leaked share"}
+    bounds = [one for one in worst if one["metric"] == "lower bound on epsilon"]
+    assert all(one["eps_lower"] > one["ceiling"] and one["delta"] == 1e-9 for one in bounds)
+    assert all(one["ci"][0] > one["ceiling"] for one in worst if one not in bounds)
+    assert "AN AUDIT CONTRADICTS THIS CLAIM" in read_card(run)["claim"]["statement"]
 
 
 def test_a_run_without_canaries_or_with_others_than_its_ledgers_is_refused(tmp_path: Path) -> None:
