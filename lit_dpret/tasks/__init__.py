@@ -1,5 +1,6 @@
 """What the command line can be asked to do; one class each, chosen by ``task=``."""
 
+from lit_dpret.tasks.build_silos import BuildSilos
 from lit_dpret.tasks.check_data import CheckData
 from lit_dpret.tasks.compare import Compare
 from lit_dpret.tasks.compare_modes import CompareModes
@@ -26,6 +27,7 @@ from lit_dpret.tasks.verify import Verify
 from lit_dpret.tasks.zero_shot import ZeroShot
 
 __all__ = [
+    "BuildSilos",
     "CheckData",
     "Compare",
     "CompareModes",
