@@ -317,7 +317,7 @@ class Server:
                 kind="too few clients",
             )
         vectors = list(self.masked.values())
-        total = np.sum(vectors, axis=0, dtype=np.uint32)
+        total: Words = np.add.reduce(vectors, axis=0, dtype=np.uint32)
         length = len(total)
         for client in self.active:
             seed = self._joined(answers, client, "seeds")
@@ -341,7 +341,8 @@ def stream(key: bytes, words: int) -> Words:
     """So many words of the ChaCha20 key stream under ``key``; each key serves one sum alone."""
     encryptor = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
     found: Any = np.frombuffer(encryptor.update(bytes(4 * words)), dtype="<u4")
-    return found.astype(np.uint32)
+    words_: Words = found.astype(np.uint32)
+    return words_
 
 
 def pair_key(session: Session, own: X25519PrivateKey, other: bytes, one: int, two: int) -> bytes:
