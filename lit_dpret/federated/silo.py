@@ -33,6 +33,7 @@ from lit_dpret.negatives import (
     NegativeSource,
     StaticNegatives,
 )
+from lit_dpret.negatives.base import coins
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.privacy.releases import Poisson, SamplingLaw
 from lit_dpret.retrieval.metrics import Values
@@ -101,7 +102,7 @@ class SiloClient:
             return load_file(done)
         warm = number < stage.warmup_rounds
         module = self._make(
-            privacy=self._privacy(),
+            privacy=self._privacy("stage1", number),
             optimizer_lr=stage.lr,
             towers="shared",
             passage_tower="trained",
@@ -187,7 +188,7 @@ class SiloClient:
             listed = list(self.queries) if pool.lists is not None else None
             source = FedNegatives(pool, queries=listed, per_query=stage.n, depth=stage.top_k, seed=self.settings.seed)
         sources: list[NegativeSource] = [InBatchNegatives(), source] if stage.in_batch else [source]
-        module = self._personal_module(weights, privacy=self._privacy(), negatives=sources)
+        module = self._personal_module(weights, privacy=self._privacy(self._kind, number), negatives=sources)
         anchor = [TowardsAnchor(take_weights(self._fresh(weights)), stage.anchor)] if stage.anchor else []
         data = self._datamodule(stage.batch_size)
         fit_epochs(module, data, attempt_folder(self.state / f"{self._kind}-{number:03}"), callbacks=anchor)
@@ -226,9 +227,12 @@ class SiloClient:
         """What was spent of the silo's queries so far; None where nothing is promised."""
         return None if self.ledger is None else self.ledger.epsilon()
 
-    def _privacy(self) -> PrivacyMode:
+    def _privacy(self, *turn: object) -> PrivacyMode:
+        """The mode of one fit; without a budget its shuffling follows the public seed, so that runs can be repeated."""
         if self.ledger is None or self.noise is None:
-            return NoPrivacy()
+            mode = NoPrivacy()
+            mode.noise_seed = int(coins(self.settings.seed, self.name, *map(str, turn)).integers(2**31))
+            return mode
         return self.ledger.training(
             noise_multiplier=self.noise.training, max_grad_norm=self.settings.privacy.max_grad_norm
         )

@@ -9,17 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_silos import PRIVATE, SIZE, declare_public, encoder, federation
+from tiny_silos import PRIVATE, SIZE, SMALL, declare_public, encoder, federation
 
 from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.datamodules.silo_folder import read_silo, silo_folders, write_silos
 from lit_dpret.errors import BudgetExceededError, DataError
 from lit_dpret.federated.aggregation import TowardsAnchor, client_weights, put_weights, take_weights, weighted_mean
 from lit_dpret.federated.data import merged_silo, planted_silos
+from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.fed_negatives import FedPool
 from lit_dpret.federated.fitting import fit_epochs
 from lit_dpret.federated.negatives import FedNegatives
 from lit_dpret.federated.secure_mean import secure_mean
+from lit_dpret.federated.settings import PddAs2, Stage1, Stage2
 from lit_dpret.modules import AS2DualEncoder, OptimizerSpec
 from lit_dpret.privacy.modes import NoPrivacy
 
@@ -203,3 +205,30 @@ def test_public_answers_are_made_of_public_sentences_alone(tmp_path: Path) -> No
     run = federation(tmp_path, PRIVATE)
     block = run.clients["client1"].serve(run.start, torch.randn(5, 16), refresh=0)
     assert len(block.embeddings) <= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("negatives", ["dynamic", "fed"])
+def test_on_planted_dialects_a_personal_query_encoder_beats_the_shared_one(negatives: Any, tmp_path: Path) -> None:
+    """Half of the dialect words mean something else at every client, which no shared encoder can know.
+
+    The paper's last step, that fed-negatives beat the client's own at equal number, is not asserted: what decides
+    a planted question is in the client's own collection, and there the own ones are better (docs/federated.md).
+    """
+    size = Planted(clients=3, entities=12, attributes=6, told=6, questions=6, phrasings=3, shared=0.5)
+    settings = PddAs2(
+        stage1=Stage1(warmup_rounds=1, rounds=3, batch_size=16, bm25_n=4, static_n=4, top_k=20, lr=3e-3),
+        stage2=Stage2(epochs=5, batch_size=16, n=8, top_k=24, lr=3e-3, negatives=negatives),
+    )
+    result = federation(tmp_path, settings, size=size, dim=64, spread=0.1).run()
+    found = {system: result.mean(system, "sentence/success@1") for system in result.systems}
+    assert found["bm25"] < found["stage1"] < found["stage2"] - 0.1, found
+
+
+def test_a_run_without_a_budget_is_repeated_by_its_seed(tmp_path: Path) -> None:
+    settings = replace(SMALL, stage1=replace(SMALL.stage1, warmup_rounds=0), stage2=replace(SMALL.stage2, epochs=0))
+    two = replace(SIZE, clients=2, entities=4)
+    runs = [federation(tmp_path, settings, size=two, state=name).train_shared() for name in ("a", "b")]
+    other = federation(tmp_path, replace(settings, seed=1), size=two, state="c").train_shared()
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+    assert any(not torch.equal(runs[0][name], other[name]) for name in other)

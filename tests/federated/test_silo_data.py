@@ -247,3 +247,17 @@ def test_no_two_clients_mean_the_same_by_a_dialect_word_unless_it_is_shared() ->
 def test_a_skewed_federation_has_clients_of_falling_size() -> None:
     sizes = [silo.counts()["train"] for silo in planted_silos(Planted(clients=4, entities=40, skew=8))]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] >= 6 * sizes[-1]
+
+
+def test_common_entities_are_told_of_everywhere_and_no_two_clients_tell_the_same() -> None:
+    size = Planted(clients=3, entities=8, attributes=9, told=3, common=True, duplicates=1, hubs=0)
+    silos = planted_silos(size)
+    facts = [{tuple(text.split()[:2]) for text in silo.sentences.values() if "attribute" in text} for silo in silos]
+    assert not facts[0] & facts[1] and not facts[1] & facts[2] and {len(found) for found in facts} == {24}
+    for silo in silos:
+        held_out = {query.text.split()[-1] for query in silo.queries if query.split == "test"}
+        assert held_out and not held_out & {query.text.split()[-1] for query in silo.queries if query.split == "train"}
+        assert {len(query.positives) for query in silo.queries if query.split == "train"} == {1}
+        assert {len(query.positives) for query in silo.queries if query.split == "test"} == {2}
+    with pytest.raises(ConfigurationError, match="divides attributes=6"):
+        Planted(clients=3, attributes=6, told=3, common=True)
