@@ -54,10 +54,10 @@ def sights(run: PddAs2) -> list[Sight]:
         )
     if run.stage2.epochs and run.stage2.negatives == "fed":
         found += [_request(run, dp), _response(run)]
-    found.append(
-        Sight("personal query encoders, metrics, rankings, |D_i|" if run.stage1.weighting == "uniform"
-              else "personal query encoders, metrics, rankings", "nothing", "nothing", "they stay in the silo")
-    )  # fmt: skip
+    kept = "personal query encoders, metrics, rankings"
+    if run.stage1.weighting == "uniform":
+        kept += ", how many train queries a silo has"
+    found.append(Sight(f"{kept}: never", "nothing", "nothing", "they stay in the silo"))
     return found
 
 
