@@ -6,6 +6,7 @@ from lit_dpret.datamodules.images import ImagesDataModule
 from lit_dpret.datamodules.insuranceqa import InsuranceQADataModule
 from lit_dpret.datamodules.msmarco import MSMarcoDataModule
 from lit_dpret.datamodules.pairs import PairsDataModule
+from lit_dpret.datamodules.silo import SiloDataModule
 from lit_dpret.datamodules.squad import SquadDataModule
 from lit_dpret.datamodules.synthetic import SyntheticDataModule
 
@@ -16,6 +17,7 @@ __all__ = [
     "InsuranceQADataModule",
     "MSMarcoDataModule",
     "PairsDataModule",
+    "SiloDataModule",
     "SquadDataModule",
     "SyntheticDataModule",
 ]

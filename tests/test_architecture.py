@@ -40,12 +40,16 @@ ALLOWED: dict[str, set[str]] = {
     "vision": {"errors", "evaluation_mode"},
     "report": {"errors", "retrieval", "privacy", "textsim"},
     "callbacks": {"errors", "privacy", "progress", "retrieval", "report", "audit", "canaries"},
+    "federated": {
+        "errors", "privacy", "retrieval", "encoders", "losses", "negatives", "modules", "datamodules", "callbacks",
+        "progress", "report",
+    },
     "testing": {"errors", "privacy", "modules"},
     "pytest_plugin": {"testing"},
     "tasks": {
         "errors", "privacy", "retrieval", "report", "callbacks", "datamodules", "generation", "modules",
         "encoders", "assets", "vision", "indexing", "losses", "evaluation_mode", "textsim", "postprocessing",
-        "negatives", "canaries", "audit", "attacks",
+        "negatives", "canaries", "audit", "attacks", "federated", "progress",
     },
     "cli": {"errors", "tasks"},
     "__main__": {"cli"},

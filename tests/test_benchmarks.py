@@ -125,3 +125,13 @@ def test_synthesis_is_compared_with_generate_in_both_regimes(tmp_path: Path) -> 
         rows[f"public_t5, {corpus}, equal tokens"]["passage_tokens"] for corpus in ("mixed lengths", "insuranceqa")
     )
     assert mixed["most"] / mixed["least"] > plain["most"] / plain["least"] > 1
+
+
+@pytest.mark.slow
+def test_planted_silos_are_measured_for_every_system(tmp_path: Path) -> None:
+    out = tmp_path / "fed.json"
+    command = [sys.executable, str(BENCHMARKS / "fed_planted.py"), "--seeds", "0", "--entities", "4", "--epochs", "1"]
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    assert len(report["systems"]) == 5 and all(len(values) == 1 for values in report["systems"].values())

@@ -1,5 +1,6 @@
 """Lightning modules: one loop, and the families built on it."""
 
+from lit_dpret.modules.as2 import AS2DualEncoder
 from lit_dpret.modules.dual_encoder import DualEncoder
 from lit_dpret.modules.embedding_trainer import EmbeddingTrainer
 from lit_dpret.modules.frozen_dual_encoder import FrozenDualEncoder
@@ -8,6 +9,7 @@ from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.modules.query_generator import QueryGenerator
 
 __all__ = [
+    "AS2DualEncoder",
     "DualEncoder",
     "EmbeddingTrainer",
     "FrozenDualEncoder",

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from lit_dpret.errors import ConfigurationError
 
-Unit = Literal["query", "pair", "user", "image"]
+Unit = Literal["query", "pair", "user", "image", "passage"]
 Neighbours = Literal["zero_out", "add_or_remove", "replace_one"]
 AccountantName = Literal["pld", "rdp", "prv"]
 

@@ -18,9 +18,12 @@ _UNITS: dict[str, str] = {
     "pair": "one (query, passage) pair",
     "user": "everything that one user contributed",
     "image": "one image with every view made of it",
+    "passage": "one passage of a collection with every sentence of it",
 }
-_SHORT: dict[str, str] = {"query": "query", "pair": "pair", "user": "user", "image": "image"}
-_PLURAL: dict[str, str] = {"query": "queries", "pair": "pairs", "user": "users", "image": "images"}
+_SHORT: dict[str, str] = {"query": "query", "pair": "pair", "user": "user", "image": "image", "passage": "passage"}
+_PLURAL: dict[str, str] = {
+    "query": "queries", "pair": "pairs", "user": "users", "image": "images", "passage": "passages",
+}  # fmt: skip
 
 
 def describe_unit(unit: Unit) -> str:
@@ -46,6 +49,8 @@ def protected(unit: Unit, neighbours: Neighbours) -> list[str]:
     """What the guarantee hides, up to epsilon and delta."""
     if unit == "image":
         hidden = ["the pixels of each image, and of every view made of it"]
+    elif unit == "passage":
+        hidden = ["the text of each passage of the collection"]
     else:
         whose = {"query": "of each query", "pair": "of the query in each pair", "user": "of all queries of each user"}
         hidden = [
@@ -62,10 +67,10 @@ def protected(unit: Unit, neighbours: Neighbours) -> list[str]:
 
 def unprotected_quantities(unit: Unit, neighbours: Neighbours, n: int | None) -> list[str]:
     """What the guarantee takes as known to everybody."""
-    public = [] if unit == "image" else ["the text of every passage in the corpus"]
+    public = [] if unit in ("image", "passage") else ["the text of every passage in the corpus"]
     if neighbours == "add_or_remove":
         return [*public, "the declared constants: delta, sampling rate, batch cap, denominator"]
-    if neighbours == "zero_out" and unit != "image":
+    if neighbours == "zero_out" and unit not in ("image", "passage"):
         public.append("the list of passages that stand in the training data")
     size = "" if n is None else f" (n = {n})"
     return [*public, f"the number of {_PLURAL[unit]}{size}, and what follows from it, such as the sampling rate"]

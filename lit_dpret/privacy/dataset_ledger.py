@@ -156,6 +156,13 @@ class DatasetLedger:
         book = _DatasetFile.read(self.path).book
         return self._total(book.entries, self._agreed(book))
 
+    def releases(self) -> dict[str, list[Release]]:
+        """What each run is charged with, by the name it gave; runs of one name together."""
+        found: dict[str, list[Release]] = {}
+        for entry in _DatasetFile.read(self.path).book.entries.values():
+            found.setdefault(entry.name, []).extend(entry.releases)
+        return found
+
     def reserve(
         self, run_id: str, *, spent: Sequence[Release], planned: Sequence[Release], heads: Sequence[str], name: str
     ) -> Total:

@@ -1,0 +1,60 @@
+"""One client of a federation as a DataModule: its sentences are the passages that its queries are trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Unpack
+
+from lit_dpret.datamodules.collection import Collection
+from lit_dpret.datamodules.complaints import Complain, refuse
+from lit_dpret.datamodules.pairs import PairsDataModule
+from lit_dpret.datamodules.settings import PairSettings
+from lit_dpret.datamodules.silo_folder import Silo, read_silo
+
+
+class SiloDataModule(PairsDataModule):
+    """The folder of one client (`lit_dpret.datamodules.silo_folder`).
+
+    The words *public passages* mean here what the guarantee needs: the client's collection is a fixed list that
+    depends on no query. It stays inside the client; what of it is sent elsewhere is decided, and accounted for,
+    by `lit_dpret.federated`.
+
+    Args:
+        folder: ``.../clients/NAME``.
+        settings: As for `PairsDataModule`.
+
+    Raises:
+        ConfigurationError: Settings that contradict each other.
+    """
+
+    def __init__(self, *, folder: str | Path, **settings: Unpack[PairSettings]) -> None:
+        super().__init__(folder=folder, **settings)
+        self._silo: Silo | None = None
+
+    @property
+    def silo(self) -> Silo:
+        """What the folder holds; read on first use."""
+        if self._silo is None:
+            self._silo = read_silo(str(self.folder))
+        return self._silo
+
+    def _sources(self) -> dict[str, Any]:
+        return {"silo": Path(str(self.folder))}
+
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        """What is read of each file."""
+        return {"sentences": ("sid", "pid", "text"), "queries": ("qid", "text", "pos_sids", "split")}
+
+    def read_collection(self, complain: Complain = refuse) -> Collection:
+        """Sentences as passages, judged 1 for the queries that they answer."""
+        silo = self.silo if complain is refuse else read_silo(str(self.folder), complain=complain)
+        qrels: dict[str, dict[str, dict[str, int]]] = {}
+        for query in silo.queries:
+            qrels.setdefault(query.split, {})[query.qid] = dict.fromkeys(query.positives, 1)
+        return Collection(
+            passages=dict(silo.sentences),
+            queries={query.qid: query.text for query in silo.queries},
+            qrels=qrels,
+            passage_domains=dict.fromkeys(silo.sentences, silo.name),
+            source=str(self.folder),
+        )

@@ -1,0 +1,270 @@
+"""Silos on disk: what each client of a federation holds, in one folder of its own.
+
+    FOLDER/manifest.json
+    FOLDER/clients/NAME/passages.jsonl     {"pid", "title"}
+    FOLDER/clients/NAME/sentences.jsonl    {"sid", "pid", "text"}
+    FOLDER/clients/NAME/queries.jsonl      {"qid", "text", "pos_sids": [...], "split"}
+    FOLDER/clients/NAME/manifest.json      counts and SHA-256 of the three files
+
+A client's folder stands alone, so that it can lie beside the data that it was made from and nowhere else.
+The manifest of the whole is for experiments in one place; a real federation has none. Everything here is as
+private as the queries: folders are made for their owner alone, and no message shows a text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.datamodules.complaints import Complain, refuse
+from lit_dpret.datamodules.fields import Fields
+from lit_dpret.datamodules.readers import RecordFile
+from lit_dpret.datamodules.records import SPLITS
+from lit_dpret.errors import ConfigurationError, DataError, StorageError, schema_problem
+
+SCHEMA = "lit-dpret/silos/1"
+MANIFEST = "manifest.json"
+CLIENTS = "clients"
+FILES = ("passages.jsonl", "sentences.jsonl", "queries.jsonl")
+
+
+@dataclass(frozen=True)
+class SiloQuery:
+    """A question of a client, and the sentences of its own collection that answer it."""
+
+    qid: str
+    text: str = field(repr=False)
+    positives: tuple[str, ...] = field(repr=False)
+    split: str
+
+
+@dataclass(frozen=True)
+class Silo:
+    """All that one client holds; its ``repr`` shows no text.
+
+    Attributes:
+        name: Of the client.
+        passages: Title by passage id; a passage's text is that of its sentences.
+        sentences: Text by sentence id.
+        passage_of: Passage id by sentence id.
+        queries: With their split.
+    """
+
+    name: str
+    passages: Mapping[str, str] = field(repr=False)
+    sentences: Mapping[str, str] = field(repr=False)
+    passage_of: Mapping[str, str] = field(repr=False)
+    queries: Sequence[SiloQuery] = field(repr=False)
+
+    def counts(self) -> dict[str, int]:
+        """Passages, sentences, and queries of each split; private where the number of queries is."""
+        splits = {split: sum(query.split == split for query in self.queries) for split in SPLITS}
+        return {"passages": len(self.passages), "sentences": len(self.sentences), **splits}
+
+    def contradictions(self) -> Iterator[DataError]:
+        """What makes the silo unusable: a name that is no folder, an id that leads nowhere, a part that is empty."""
+        where = f"silo {self.name!r}"
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.name):
+            yield DataError(f"{where}: the name must be up to 64 letters, digits, dots, dashes or underscores.")
+        for what, found in (("passages", self.passages), ("sentences", self.sentences), ("queries", self.queries)):
+            if not found:
+                yield DataError(f"{where} holds no {what}.", kind="empty part")
+        for sid, text in self.sentences.items():
+            if self.passage_of.get(sid) not in self.passages:
+                yield DataError(f"{where}: sentence {sid!r} belongs to no known passage.", kind="unknown passage")
+            if not text.strip():
+                yield DataError(f"{where}: sentence {sid!r} has an empty text.", kind="empty sentence")
+        seen: set[str] = set()
+        for query in self.queries:
+            if query.qid in seen:
+                yield DataError(f"{where}: query {query.qid!r} comes twice.", kind="repeated id")
+            seen.add(query.qid)
+            if query.split not in SPLITS:
+                yield DataError(f"{where}: query {query.qid!r} is in none of the splits {', '.join(SPLITS)}.")
+            if not query.positives:
+                yield DataError(f"{where}: query {query.qid!r} has no answer.", kind="query without answer")
+            unknown = next((sid for sid in query.positives if sid not in self.sentences), None)
+            if unknown is not None:
+                yield DataError(
+                    f"{where}: query {query.qid!r} is answered by sentence {unknown!r}, which the silo does not hold.",
+                    kind="unknown sentence",
+                )
+
+    def check(self) -> Silo:
+        """Refuse the first contradiction; return the silo itself.
+
+        Raises:
+            DataError: One line with the ids concerned; never a text.
+        """
+        for problem in self.contradictions():
+            raise problem
+        return self
+
+
+def write_silos(folder: str | Path, silos: Iterable[Silo], *, facts: Mapping[str, Any], knob: str = "task.out") -> Path:
+    """Write silos into a new folder that its owner alone can read.
+
+    Guarantees:
+        - What is written reads back as the same silos.
+        - The folder appears whole or not at all, and nothing is ever overwritten.
+
+    Args:
+        folder: A new folder.
+        silos: At least one; names differ.
+        facts: Where the data come from and how they were made; go into the manifest.
+        knob: What the user set to name the folder, for messages.
+
+    Raises:
+        ConfigurationError: The folder exists.
+        DataError: A silo contradicts itself, two share a name, or there is none.
+        StorageError: The folder cannot be written.
+    """
+    folder = Path(folder)
+    if folder.exists():
+        raise ConfigurationError(f"{knob}={folder} exists, and nothing is overwritten. Name a new folder.")
+    draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
+    clients: dict[str, Any] = {}
+    try:
+        (draft / CLIENTS).mkdir(parents=True, mode=0o700)
+        draft.chmod(0o700)
+        for silo in silos:
+            if silo.check().name in clients:
+                raise DataError(f"Two silos are called {silo.name!r}.", kind="repeated id")
+            clients[silo.name] = write_silo(draft / CLIENTS / silo.name, silo)
+        if not clients:
+            raise DataError(f"There is no silo to write into {folder}.", kind="empty part")
+        _write_json(draft / MANIFEST, {"schema": SCHEMA, **facts, "clients": clients})
+        os.rename(draft, folder)
+    except OSError as error:
+        raise StorageError(f"{knob}={folder} cannot be written: {error.strerror or error}.") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+def write_silo(folder: Path, silo: Silo) -> dict[str, Any]:
+    """Write one client's folder; returns its counts."""
+    folder.mkdir(mode=0o700)
+    lines: tuple[Iterable[Mapping[str, Any]], ...] = (
+        ({"pid": pid, "title": title} for pid, title in silo.passages.items()),
+        ({"sid": sid, "pid": silo.passage_of[sid], "text": text} for sid, text in silo.sentences.items()),
+        ({"qid": q.qid, "text": q.text, "pos_sids": list(q.positives), "split": q.split} for q in silo.queries),
+    )
+    for name, records in zip(FILES, lines, strict=True):
+        with open(folder / name, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    counts = silo.counts()
+    sums = {name: _sha256(folder / name) for name in FILES}
+    _write_json(folder / MANIFEST, {"schema": SCHEMA, "name": silo.name, "counts": counts, "sha256": sums})
+    return counts
+
+
+def read_manifest(folder: str | Path, *, knob: str = "federated.data") -> dict[str, Any]:
+    """The manifest of a folder of silos, or of one client's folder.
+
+    Raises:
+        DataError: There is none, it is no JSON object, or a newer version wrote it.
+    """
+    path = Path(folder) / MANIFEST
+    if not path.is_file():
+        raise DataError(
+            f"{path} does not exist; check {knob}. task=build_silos makes such a folder.", kind="missing file"
+        )
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as JSON ({type(error).__name__}).", kind="malformed JSON") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} holds no JSON object.", kind="malformed JSON")
+    if problem := schema_problem(found.get("schema"), SCHEMA):
+        raise DataError(f"{path}: {problem}")
+    return found
+
+
+def silo_folders(folder: str | Path, *, knob: str = "federated.data") -> dict[str, Path]:
+    """The folder of each client by name, in the manifest's order.
+
+    Raises:
+        DataError: There is no manifest, or a client of it has no folder.
+    """
+    names = read_manifest(folder, knob=knob).get("clients")
+    if not isinstance(names, dict) or not names:
+        raise DataError(f"{Path(folder) / MANIFEST} lists no clients.", kind="empty part")
+    found = {name: Path(folder) / CLIENTS / name for name in names}
+    for name, path in found.items():
+        if not path.is_dir():
+            raise DataError(f"{path} does not exist, but the manifest lists {name!r}; check {knob}.")
+    return found
+
+
+def read_silo(folder: str | Path, *, complain: Complain = refuse, verify: bool = True) -> Silo:
+    """One client's folder.
+
+    Args:
+        folder: ``.../clients/NAME``.
+        complain: Gets every problem of a record; unless it raises it, the record is left out.
+        verify: Compare the files with the SHA-256 of the manifest first.
+
+    Raises:
+        DataError: A file is missing, was changed, or contradicts itself; the message names file and line.
+    """
+    root = Path(folder)
+    manifest = read_manifest(root)
+    sums = manifest.get("sha256", {})
+    for name in FILES:
+        if not (root / name).is_file():
+            raise DataError(f"{root / name} does not exist; check federated.data.", kind="missing file")
+        if verify and sums.get(name) != _sha256(root / name):
+            raise DataError(
+                f"{root / name} is not what its manifest says: its SHA-256 differs. Build the silos again "
+                "(task=build_silos), or restore the file.",
+                kind="changed file",
+            )
+    passages = {pid: title for pid, title, _ in _records(root / FILES[0], ("pid", "title"), complain)}
+    sentences: dict[str, str] = {}
+    passage_of: dict[str, str] = {}
+    for sid, pid, record in _records(root / FILES[1], ("sid", "pid"), complain):
+        sentences[sid], passage_of[sid] = str(record.get("text", "")), pid
+    queries = [
+        SiloQuery(qid, text, tuple(map(str, record.get("pos_sids") or ())), str(record.get("split")))
+        for qid, text, record in _records(root / FILES[2], ("qid", "text"), complain)
+    ]
+    silo = Silo(str(manifest.get("name", root.name)), passages, sentences, passage_of, queries)
+    for problem in silo.contradictions():
+        complain(DataError(f"{root}: {problem}", kind=problem.kind))
+    return silo
+
+
+def _records(path: Path, columns: tuple[str, str], complain: Complain) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """An id, a second text, and the record; repeated ids and missing columns are complained about."""
+    file = RecordFile(path, knob="federated.data", complain=complain)
+    fields = Fields(file)
+    seen: set[str] = set()
+    for number, record in file:
+        try:
+            name = fields.id(number, record, columns[:1])
+            second = fields.text(number, record, columns[1:])
+            if name in seen:
+                raise DataError(f"{file.where(number)}: id {name!r} was given before.", kind="repeated id")
+        except DataError as error:
+            complain(error)
+            continue
+        seen.add(name)
+        yield name, second, record
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,148 @@
+r"""Centroids of private embeddings under differential privacy: what is asked, or answered, in place of them.
+
+Noise on every query's own embedding leaves nothing of it: at epsilon 8 and 768 dimensions the noise is thirty times
+as long as the signal. A centroid of fifty is worth more, because all fifty add to it and noise is added once. The
+centroids are found by Lloyd's iterations whose sums and counts are noised (Blum et al., "Practical Privacy: the SuLQ
+Framework", PODS 2005, section 3.1; Su et al., "Differentially Private K-Means Clustering", CODASPY 2016). One row x,
+assigned to centroid j, adds (x, w) to place j of a table, x scaled down to length ``radius``; a unit of at most r
+rows therefore moves the table by at most
+
+    C = r * sqrt(radius^2 + w^2)
+
+when it is emptied, added or removed, and by 2 C when it is replaced. Each iteration releases the table once with
+Gaussian noise of standard deviation ``noise_multiplier * C``; everything else is made of what was released.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.negatives.base import coins
+
+Noised = Callable[[Tensor, float], Tensor]
+"""Takes a table and its sensitivity C, writes the release down, and returns the table with noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CentroidPlan:
+    """How centroids are made; public.
+
+    Args:
+        count: Of centroids. One for about fifty rows; where the number of rows is private, a constant.
+        iterations: Releases.
+        radius: The longest that a row counts as; 1 for requests, whose length plays no part in a ranking.
+        rows_per_unit: Of a unit of privacy, the first so many rows count.
+        count_weight: What a row adds to the count, in units of ``radius``.
+        normalise: Scale every row to length ``radius`` instead of cutting longer ones.
+        seed: Of the directions that it begins with; public.
+
+    Raises:
+        ConfigurationError: A number is out of range.
+    """
+
+    count: int
+    iterations: int = 3
+    radius: float = 1.0
+    rows_per_unit: int = 1
+    count_weight: float = 1.0
+    normalise: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("count", "iterations", "rows_per_unit"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"federated.centroids.{name}={getattr(self, name)} must be at least 1.")
+        for name in ("radius", "count_weight"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigurationError(
+                    f"federated.centroids.{name}={getattr(self, name)} must be positive and finite."
+                )
+
+    @property
+    def sensitivity(self) -> float:
+        """C: how far emptying one unit moves the table (L2)."""
+        return self.rows_per_unit * self.radius * math.sqrt(1 + self.count_weight**2)
+
+    def start(self, dim: int) -> Tensor:
+        """Random directions of length ``radius``, the same whatever the data, ``(count, dim)``."""
+        drawn = coins(self.seed, "first centroids", self.count, dim).standard_normal((self.count, dim))
+        return self.radius * F.normalize(torch.from_numpy(drawn), dim=-1)
+
+
+def table_of(
+    embeddings: Tensor, centroids: Tensor, plan: CentroidPlan, units: Sequence[Hashable] | None = None
+) -> Tensor:
+    """Sums and weighted counts of the rows by nearest centroid.
+
+    Guarantees:
+        - Emptying, adding or removing the rows of one unit moves it by at most ``plan.sensitivity`` (L2), replacing
+          them by at most twice that, whatever the rows are: one that is not finite counts for nothing.
+
+    Args:
+        embeddings: Private rows, ``(rows, dim)``.
+        centroids: What was released before, ``(count, dim)``.
+        plan: The bounds.
+        units: Whose row each is; each row by itself where it is None.
+
+    Returns:
+        float64, ``(count, dim + 1)``, the count in the last column.
+    """
+    rows = embeddings.detach().double().cpu()
+    if units is not None and len(units) != len(rows):
+        raise DataError(f"{len(rows)} rows have {len(units)} units.")
+    kept = torch.isfinite(rows).all(dim=1) & _first_of_unit(units, len(rows), plan.rows_per_unit)
+    bounded = _bounded(rows[kept], plan)
+    nearest = torch.cdist(bounded, centroids.double()).argmin(dim=1)
+    table = torch.zeros(len(centroids), rows.shape[1] + 1, dtype=torch.float64)
+    weight = torch.full((len(bounded), 1), plan.count_weight * plan.radius, dtype=torch.float64)
+    return table.index_add_(0, nearest, torch.cat([bounded, weight], dim=1))
+
+
+def dp_centroids(
+    embeddings: Tensor, plan: CentroidPlan, noised: Noised, *, units: Sequence[Hashable] | None = None
+) -> Tensor:
+    """Centroids of private rows, ``(count, dim)``, float32: a function of what ``noised`` returned and of nothing else.
+
+    Args:
+        embeddings: Private rows, ``(rows, dim)``; there may be none.
+        plan: How.
+        noised: Called ``plan.iterations`` times (`lit_dpret.federated.silo_ledger.SiloLedger.gaussian`).
+        units: As for `table_of`.
+    """
+    centroids = plan.start(embeddings.shape[1])
+    for _ in range(plan.iterations):
+        table = noised(table_of(embeddings, centroids, plan, units), plan.sensitivity)
+        counts = table[:, -1:] / (plan.count_weight * plan.radius)
+        moved = table[:, :-1] / counts.clamp(min=1.0)
+        # A place that fewer than one row seem to fill holds noise: it keeps its direction.
+        centroids = torch.where(counts >= 1.0, _shortened(moved, plan.radius), centroids)
+    return centroids.float()
+
+
+def _bounded(rows: Tensor, plan: CentroidPlan) -> Tensor:
+    return plan.radius * F.normalize(rows, dim=-1) if plan.normalise else _shortened(rows, plan.radius)
+
+
+def _shortened(rows: Tensor, radius: float) -> Tensor:
+    lengths = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    shortened: Tensor = rows * (radius / lengths.clamp(min=radius))
+    return shortened
+
+
+def _first_of_unit(units: Sequence[Hashable] | None, count: int, most: int) -> Tensor:
+    """Which rows are among the first so many of their unit."""
+    if units is None:
+        return torch.ones(count, dtype=torch.bool)
+    seen: dict[Hashable, int] = {}
+    kept = []
+    for unit in units:
+        seen[unit] = seen.get(unit, 0) + 1
+        kept.append(seen[unit] <= most)
+    return torch.tensor(kept, dtype=torch.bool)

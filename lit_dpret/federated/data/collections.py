@@ -1,0 +1,127 @@
+"""Fed-InsuranceQA and Fed-MedQuAD: a retrieval collection whose queries name a domain, one client for each.
+
+An answer is a passage of several sentences, and nobody marked which of them answers, so all of them count as
+positives: the any-hit measures (`lit_dpret.federated.evaluation`) are the ones to read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+from lit_dpret.datamodules.collection import Collection
+from lit_dpret.datamodules.silo_folder import Silo, SiloQuery
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.federated.data.sentences import sentences_of
+
+
+def silos_by_domain(
+    collection: Collection,
+    *,
+    clients: int | None = 10,
+    min_train: int = 20,
+    min_test: int = 5,
+    max_train_queries: int | None = None,
+    max_passages: int | None = None,
+) -> list[Silo]:
+    """One client for each domain of the queries, the largest first.
+
+    A client's passages are those of its domain (`Collection.passage_domains`) and those that answer its
+    queries; a passage that answers in two domains is in both. Splits stay as they are.
+
+    Args:
+        collection: With a domain for each query.
+        clients: How many of the largest domains; null for all that are large enough.
+        min_train: Train queries that a client needs.
+        min_test: Test queries that it needs.
+        max_train_queries: Of each client, the first in order of id; for samples.
+        max_passages: Of each client: those that answer a kept query, and others up to so many.
+
+    Raises:
+        ConfigurationError: A number is below 1.
+        DataError: The queries name no domain, or fewer domains than ``clients`` are large enough.
+    """
+    for knob, value in (("clients", clients), ("max_train_queries", max_train_queries), ("max_passages", max_passages)):
+        if value is not None and value < 1:
+            raise ConfigurationError(f"task.{knob}={value} must be at least 1, or null.")
+    if not collection.domains:
+        raise DataError(f"{collection.source}: no query names a domain, so there is nothing to make clients of.")
+    queries = _queries(collection)
+    sizes = {name: Counter(query.split for query in found) for name, found in queries.items()}
+    enough = [name for name, count in sizes.items() if count["train"] >= min_train and count["test"] >= min_test]
+    enough.sort(key=lambda name: (-sizes[name]["train"], name))
+    if clients is not None and len(enough) < clients:
+        raise DataError(
+            f"{collection.source}: {len(enough)} domains have {min_train} train and {min_test} test queries, and "
+            f"{clients} clients were asked for. Lower task.clients, task.min_train or task.min_test."
+        )
+    kept = {}
+    for name in enough[:clients]:
+        few = _first(queries[name], max_train_queries)
+        kept[name] = _silo(collection, name, few, max_passages)
+    return list(kept.values())
+
+
+def _queries(collection: Collection) -> dict[str, list[SiloQuery]]:
+    found: dict[str, list[SiloQuery]] = {}
+    for split, judged in collection.qrels.items():
+        for qid in judged:
+            domain = collection.domains.get(qid)
+            positives = collection.positives(split, qid)
+            if domain is not None and positives:
+                found.setdefault(domain, []).append(SiloQuery(qid, collection.queries[qid], positives, split))
+    return found
+
+
+def _first(queries: list[SiloQuery], limit: int | None) -> list[SiloQuery]:
+    if limit is None:
+        return queries
+    counts: Counter[str] = Counter()
+    kept = []
+    for query in sorted(queries, key=lambda one: one.qid):
+        counts[query.split] += 1
+        if counts[query.split] <= limit:
+            kept.append(query)
+    return kept
+
+
+def _silo(collection: Collection, domain: str, queries: list[SiloQuery], limit: int | None) -> Silo:
+    answering = {pid for query in queries for pid in query.positives}
+    others = sorted(
+        pid for pid, named in collection.passage_domains.items() if named == domain and pid not in answering
+    )
+    chosen = sorted(answering) + (others if limit is None else others[: max(0, limit - len(answering))])
+    texts = {pid: collection.passages[pid] for pid in chosen}
+    return silo_of(safe_name(domain), texts, queries)
+
+
+def silo_of(name: str, passages: Mapping[str, str], queries: list[SiloQuery]) -> Silo:
+    """A silo whose queries are answered by passages, and so by each of their sentences."""
+    sentences: dict[str, str] = {}
+    passage_of: dict[str, str] = {}
+    of_passage: dict[str, tuple[str, ...]] = {}
+    for pid, text in passages.items():
+        found = {f"{pid}-s{number}": one for number, one in enumerate(sentences_of(text))}
+        sentences |= found
+        passage_of |= dict.fromkeys(found, pid)
+        of_passage[pid] = tuple(found)
+    answered = [
+        SiloQuery(query.qid, query.text, tuple(sid for pid in query.positives for sid in of_passage[pid]), query.split)
+        for query in queries
+    ]
+    kept = {pid: "" for pid in passages if of_passage[pid]}
+    return Silo(name, kept, sentences, passage_of, [query for query in answered if query.positives])
+
+
+def safe_name(domain: str) -> str:
+    """A domain as the name of a folder.
+
+    Example:
+        >>> safe_name("7_SeniorHealth QA"), safe_name("Café/Bar")
+        ('7_SeniorHealth-QA', 'Caf-Bar')
+    """
+    name = re.sub(r"[^A-Za-z0-9._]+", "-", domain).strip("-._")[:64]
+    if not name:
+        raise DataError("A domain has no letter or digit that could name a client.")
+    return name

@@ -1,0 +1,169 @@
+"""Silos of invented words with a known structure, for tests and for trying things out; nothing in them is private.
+
+A passage is about one entity, and each of its sentences tells one attribute of it. A question names the entity,
+and the attribute in the *dialect* of its client: the same dialect word means another attribute elsewhere. One
+shared query encoder therefore cannot be right for every client, and a personal one can, which is what stage 2 of
+PDD-AS2 is for. Among the sentences are *hubs*, which name many attributes and are near to every question, and
+*near duplicates*, which tell the same of another entity in the same words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lit_dpret.datamodules.silo_folder import Silo, SiloQuery
+from lit_dpret.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planted:
+    """How large the planted silos are.
+
+    Args:
+        clients: How many.
+        entities: Of each client.
+        attributes: That an entity can have; as many dialect words.
+        told: Attributes that a passage tells, one sentence each.
+        questions: Attributes that are asked about of each entity.
+        phrasings: How often each is asked, in other words.
+        hubs: Hub sentences of each client.
+        duplicates: Further sentences that tell the same in almost the same words, for each that is told. Test and
+            dev questions are judged for all of them, train questions for the first alone, as real labels are: the
+            others are false negatives that a search of the own collection finds.
+        common: The clients tell of the same entities, each of other attributes: what is near to a question is then
+            in other collections rather than in its own, as fed-negatives suppose.
+        shared: The share of dialect words that mean the same everywhere.
+        skew: The last client has ``1 / skew`` of the first one's entities; those between lie between.
+        seed: Of everything.
+    """
+
+    clients: int = 3
+    entities: int = 24
+    attributes: int = 6
+    told: int = 4
+    questions: int = 3
+    phrasings: int = 1
+    hubs: int = 4
+    duplicates: int = 0
+    common: bool = False
+    shared: float = 0.0
+    skew: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("clients", "entities", "attributes", "told", "questions", "phrasings"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"task.planted.{name}={getattr(self, name)} must be at least 1.")
+        if min(self.hubs, self.duplicates, self.seed) < 0:
+            raise ConfigurationError(
+                f"task.planted: hubs={self.hubs}, duplicates={self.duplicates}, seed={self.seed} must not be negative."
+            )
+        if not self.questions <= self.told <= self.attributes:
+            raise ConfigurationError(
+                f"task.planted: questions={self.questions}, told={self.told} and attributes={self.attributes} must not "
+                "fall in this order: a question is about what a passage tells, and that is one of the attributes."
+            )
+        if self.common and self.clients * self.told > self.attributes:
+            raise ConfigurationError(
+                f"task.planted.common=true divides attributes={self.attributes} of an entity among "
+                f"clients={self.clients}, which leaves less than told={self.told} for each. Raise attributes, or lower "
+                "told."
+            )
+        if not 0 <= self.shared <= 1 or not self.skew >= 1:
+            raise ConfigurationError(
+                f"task.planted.shared={self.shared} must be in [0, 1] and skew={self.skew} at least 1."
+            )
+
+
+_FILLERS = tuple(f"filler{i}" for i in range(12))
+_VALUES = tuple(f"value{i}" for i in range(16))
+
+
+def planted_words(size: Planted) -> list[str]:
+    """Every word that can occur, in order: a public vocabulary for a word tokenizer."""
+    entities = list(dict.fromkeys(_entity(size, c, e) for c in range(size.clients) for e in range(size.entities)))
+    kinds = [f"{kind}{i}" for kind in ("attribute", "dialect") for i in range(size.attributes)]
+    return [*_FILLERS, *_VALUES, *kinds, *entities]
+
+
+def planted_silos(size: Planted) -> list[Silo]:
+    """The silos, each with train, dev and test questions about every entity's attributes.
+
+    Guarantees:
+        - The same for the same ``size`` on every machine.
+        - A question is answered by the one sentence that tells its attribute of its entity.
+    """
+    return [_silo(size, number) for number in range(size.clients)]
+
+
+def meaning(size: Planted, client: int) -> list[int]:
+    """The attribute that each dialect word means at one client."""
+    fixed = round(size.shared * size.attributes)
+    # A rotation by the client's number: no two clients of at most `attributes - fixed` agree on any word.
+    free = list(range(fixed, size.attributes))
+    turned = [free[(place + client) % len(free)] for place in range(len(free))] if free else []
+    return [*range(fixed), *turned]
+
+
+def _silo(size: Planted, client: int) -> Silo:
+    draw = np.random.default_rng((size.seed, client))
+    share = 1.0 if size.clients == 1 else client / (size.clients - 1)
+    count = max(2, round(size.entities / size.skew**share))
+    word_for = {attribute: word for word, attribute in enumerate(meaning(size, client))}
+    passages: dict[str, str] = {}
+    sentences: dict[str, str] = {}
+    passage_of: dict[str, str] = {}
+    queries: list[SiloQuery] = []
+
+    def add(pid: str, text: str) -> str:
+        sid = f"{pid}-s{sum(owner == pid for owner in passage_of.values())}"
+        sentences[sid], passage_of[sid] = text, pid
+        return sid
+
+    for entity in range(count):
+        pid, name = f"c{client}p{entity}", _entity(size, client, entity)
+        passages[pid] = name
+        told = _told(size, client, entity)
+        answers: dict[int, list[str]] = {}
+        for one in told:
+            fact = f"{name} attribute{one} {_some(draw, _VALUES, 1)}"
+            answers[one] = [add(pid, f"{fact} {_some(draw, _FILLERS, 2)}") for _ in range(1 + size.duplicates)]
+        add(pid, f"{name} {_some(draw, _FILLERS, 3)}")
+        asked = draw.permutation(told)[: size.questions].tolist()
+        for number, one in enumerate(asked):
+            split = _split(size, client, entity, number)
+            for phrasing in range(size.phrasings):
+                text = f"{_some(draw, _FILLERS, 1 + phrasing % 2)} dialect{word_for[one]} {name}"
+                qid = f"c{client}q{entity}-{number}-{phrasing}"
+                judged = answers[one][:1] if split == "train" else answers[one]
+                queries.append(SiloQuery(qid, text, tuple(judged), split))
+    for hub in range(size.hubs):
+        pid = f"c{client}p{int(draw.integers(count))}"
+        named = " ".join(f"attribute{i}" for i in draw.permutation(size.attributes)[: max(1, size.attributes // 2)])
+        add(pid, f"{named} {_FILLERS[hub % len(_FILLERS)]}")
+    return Silo(f"client{client}", passages, sentences, passage_of, queries)
+
+
+def _split(size: Planted, client: int, entity: int, number: int) -> str:
+    """Common entities are held out whole, at each client others; else one question of each is held out."""
+    if size.common:
+        place = (entity + client) % 8
+        return "test" if place in (0, 4) else "dev" if place == 5 else "train"
+    return "test" if number == 0 else "dev" if number == 1 and entity % 4 == 0 else "train"
+
+
+def _entity(size: Planted, client: int, entity: int) -> str:
+    return f"entity{entity}" if size.common else f"entity{client}x{entity}"
+
+
+def _told(size: Planted, client: int, entity: int) -> list[int]:
+    """The attributes that a client's passage tells; with common entities no two clients tell the same one."""
+    key, first = (0, client * size.told) if size.common else (client + 1, 0)
+    order: list[int] = np.random.default_rng((size.seed, key, entity)).permutation(size.attributes).tolist()
+    return order[first : first + size.told]
+
+
+def _some(draw: np.random.Generator, words: tuple[str, ...], count: int) -> str:
+    return " ".join(words[i] for i in draw.integers(len(words), size=count))

@@ -1,0 +1,219 @@
+"""Negatives from other clients' collections (paper 004, section 2.2), as functions of what is sent.
+
+Three acts: the asker makes *request rows*, each asked client answers with a *block*, the asker merges the blocks
+into a *pool*. Nothing here sends anything; an engine does.
+
+What is asked with decides what a responder learns of the asker's queries:
+
+| request | rows | guarantee |
+| --- | --- | --- |
+| ``exact`` | the embedding of every train query, as in the paper | none: embeddings of texts are nearly the texts |
+| ``dp_centroid`` | private centroids of them (`lit_dpret.federated.centroids`) | that of the asker's ledger |
+| ``none`` | nothing; a uniform sample is answered | nothing of the queries leaves the silo |
+
+What is answered with decides what the asker learns of the responder's collection:
+
+| response | rows | guarantee |
+| --- | --- | --- |
+| ``raw`` | embeddings of its sentences, as in the paper | none: repeated requests map the collection |
+| ``public`` | embeddings of those of its sentences that are declared public | nothing private is read |
+| ``dp_centroid`` | private centroids of its collection | that of the collection's ledger |
+| ``synthetic`` | embeddings of sentences that its DP generator wrote | that of the generator's card |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.negatives.base import coins
+from lit_dpret.retrieval.rescoring import canonical_scores
+from lit_dpret.retrieval.rows import TensorRows
+from lit_dpret.retrieval.search import MISSING, TopK, merged, search
+
+Request = Literal["exact", "dp_centroid", "none"]
+Response = Literal["raw", "public", "dp_centroid", "synthetic"]
+SENT_AS = {"float32": torch.float32, "float16": torch.float16}
+
+
+@dataclass(frozen=True, repr=False)
+class Block:
+    """What one client answers: every embedding once, and for each request row which of them, best first.
+
+    Neighbouring requests have neighbours in common, so this is several times smaller than a table.
+
+    Attributes:
+        client: Who answers.
+        embeddings: ``(unique, dim)``, in the type that was agreed on.
+        starts: Where each request row's entries begin, long, ``(rows + 1,)``.
+        entries: Places in ``embeddings``, int32, ``(entries,)``.
+    """
+
+    client: str
+    embeddings: Tensor
+    starts: Tensor
+    entries: Tensor
+
+    def __repr__(self) -> str:
+        return f"Block(from {self.client}: {len(self.embeddings)} embeddings)"
+
+    @property
+    def rows(self) -> int:
+        """How many request rows it answers."""
+        return len(self.starts) - 1
+
+    @property
+    def bytes(self) -> int:
+        """Its size on the wire, without the envelope."""
+        return sum(part.numel() * part.element_size() for part in (self.embeddings, self.starts, self.entries))
+
+    def check(self, *, rows: int, dim: int, limit: int | None = None) -> Block:
+        """Refuse a block of wrong shape, with values that are not finite, or larger than was asked for.
+
+        Raises:
+            DataError: Naming the client and what is wrong.
+        """
+        wrong = None
+        if self.embeddings.dim() != 2 or self.embeddings.shape[1] != dim:
+            wrong = f"embeddings of shape {tuple(self.embeddings.shape)} where {dim} dimensions were asked for"
+        elif not bool(torch.isfinite(self.embeddings).all()):
+            wrong = "embeddings that are not finite"
+        elif self.rows != rows:
+            wrong = f"answers to {self.rows} rows where {rows} were asked"
+        elif not _is_csr(self.starts, self.entries, len(self.embeddings)):
+            wrong = "lists that do not fit its embeddings"
+        elif limit is not None and len(self.entries) > max(1, rows) * limit:
+            wrong = f"{len(self.entries)} entries where at most {limit} for each of {rows} rows were asked for"
+        if wrong is not None:
+            raise DataError(f"The answer of client {self.client!r} has {wrong}; it is left out.", kind="bad answer")
+        return self
+
+
+@dataclass(frozen=True, repr=False)
+class FedPool:
+    """Negatives from other clients, as an asker keeps them.
+
+    Attributes:
+        embeddings: float32, ``(pool, dim)``.
+        lists: Places in the pool for each request row, best first, `MISSING` where there are no more,
+            ``(rows, n)``; None where the request rows were no queries, and the pool is searched instead.
+    """
+
+    embeddings: Tensor
+    lists: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"FedPool({len(self.embeddings)} embeddings)"
+
+
+def respond(client: str, request_rows: Tensor, candidates: Tensor, n: int, *, send_as: str = "float16") -> Block:
+    """The ``n`` candidates with the highest dot product for every request row.
+
+    Guarantees:
+        - Candidates are compared as they are sent, so that the asker, who sees no others, ranks them alike.
+
+    Args:
+        client: Who answers.
+        request_rows: ``(rows, dim)``.
+        candidates: What may be sent, ``(candidates, dim)``; the kind of response decides which these are.
+        n: For each row.
+        send_as: ``float16`` or ``float32``.
+
+    Raises:
+        ConfigurationError: n is not positive, or the type unknown.
+    """
+    sent = as_sent(candidates, send_as)
+    if n < 1:
+        raise ConfigurationError(f"federated.stage2.n={n} must be at least 1.")
+    top = search(request_rows.float(), sent.float(), min(n, len(sent)))
+    return _block(client, sent, [row[row != MISSING] for row in top.indices])
+
+
+def respond_uniformly(client: str, candidates: Tensor, n: int, *, seed: int, send_as: str = "float16") -> Block:
+    """``n`` candidates drawn uniformly, for a request that says nothing; the answer to one empty row."""
+    sent = as_sent(candidates, send_as)
+    drawn = coins(seed, "uniform answer", client).permutation(len(sent))[:n]
+    return _block(client, sent, [torch.from_numpy(drawn.copy()).long()])
+
+
+def as_sent(embeddings: Tensor, send_as: str) -> Tensor:
+    """Embeddings rounded to the type that is sent.
+
+    Raises:
+        ConfigurationError: The type is unknown, or a value has no place in it.
+    """
+    if send_as not in SENT_AS:
+        raise ConfigurationError(f"federated.stage2.send_as={send_as!r} is not one of {', '.join(SENT_AS)}.")
+    sent = embeddings.detach().cpu().to(SENT_AS[send_as])
+    if not bool(torch.isfinite(sent).all()):
+        raise ConfigurationError(f"federated.stage2.send_as={send_as} cannot hold these embeddings. Send float32.")
+    return sent
+
+
+def merge_lists(blocks: Sequence[Block], query_embeddings: Tensor, n: int) -> FedPool:
+    """``TopK`` of equation 8: the asker's best ``n`` of what all clients returned for each of its queries.
+
+    Guarantees:
+        - With blocks of at least ``n`` for each row it is the best ``n`` of all their collections together,
+          ties included: what a search of the union would give.
+
+    Args:
+        blocks: Answers to the same request rows, in any order.
+        query_embeddings: The request rows, ``(queries, dim)``.
+        n: How many to keep.
+    """
+    if not blocks:
+        return FedPool(torch.empty(0, query_embeddings.shape[1]), torch.full((len(query_embeddings), n), MISSING))
+    ordered = sorted(blocks, key=lambda block: block.client)
+    embeddings = torch.cat([block.embeddings.float() for block in ordered])
+    parts: list[TopK] = []
+    offset = 0
+    for block in ordered:
+        table = _table(block)
+        places = torch.where(table == MISSING, table, table + offset)
+        scores = canonical_scores(query_embeddings.double().cpu(), TensorRows(embeddings), places, cosine=False)
+        parts.append(TopK(scores, places))
+        offset += len(block.embeddings)
+    top = merged(parts, n, tie_rank=torch.arange(len(embeddings)))
+    used = torch.unique(top.indices[top.indices != MISSING])
+    renumbered = torch.full((len(embeddings),), MISSING, dtype=torch.long)
+    renumbered[used] = torch.arange(len(used))
+    lists = torch.where(top.indices == MISSING, top.indices, renumbered[top.indices.clamp(min=0)])
+    return FedPool(embeddings[used], lists)
+
+
+def pool_of(blocks: Sequence[Block], dim: int) -> FedPool:
+    """All that clients returned, each embedding once, to be searched with the asker's own queries."""
+    ordered = sorted(blocks, key=lambda block: block.client)
+    found = [block.embeddings.float() for block in ordered]
+    return FedPool(torch.unique(torch.cat(found), dim=0) if found else torch.empty(0, dim))
+
+
+def _block(client: str, sent: Tensor, rows: Sequence[Tensor]) -> Block:
+    flat = torch.cat(list(rows)) if rows else torch.empty(0, dtype=torch.long)
+    used, entries = torch.unique(flat, return_inverse=True)
+    starts = torch.tensor([0, *[len(row) for row in rows]]).cumsum(0)
+    return Block(client, sent[used], starts, entries.to(torch.int32))
+
+
+def _table(block: Block) -> Tensor:
+    """The lists as a table filled up with `MISSING`."""
+    lengths = block.starts.diff()
+    width = max(1, int(lengths.max())) if len(lengths) else 1
+    table = torch.full((block.rows, width), MISSING, dtype=torch.long)
+    rows = torch.arange(block.rows).repeat_interleave(lengths)
+    columns = torch.arange(len(block.entries)) - block.starts[:-1].repeat_interleave(lengths)
+    table[rows, columns] = block.entries.long()
+    return table
+
+
+def _is_csr(starts: Tensor, entries: Tensor, count: int) -> bool:
+    if starts.dim() != 1 or len(starts) < 1 or entries.dim() != 1:
+        return False
+    fits = int(starts[0]) == 0 and int(starts[-1]) == len(entries) and bool((starts.diff() >= 0).all())
+    return fits and (not len(entries) or (int(entries.min()) >= 0 and int(entries.max()) < count))

@@ -1,0 +1,56 @@
+"""A few local epochs by an ordinary Trainer, with the accountant that every run of this project has."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+
+from lit_dpret.callbacks import PrivacyAccountant
+
+
+def fit_epochs(module: Any, data: Any, folder: Path, *, epochs: int = 1, callbacks: Sequence[Callback] = ()) -> None:
+    """Train ``module`` on ``data`` for so many epochs, its ledger in ``folder``.
+
+    Nothing is logged, validated or checkpointed: what comes out of a local epoch is the weights, and the ledger.
+
+    Args:
+        module: Of this project.
+        data: Its DataModule.
+        folder: New; it holds the round's own ledger.
+        epochs: How many.
+        callbacks: More of them.
+    """
+    quiet = logging.getLogger("lightning.pytorch")
+    level = quiet.level
+    quiet.setLevel(logging.ERROR)
+    try:
+        trainer = L.Trainer(
+            accelerator="auto",
+            devices=1,
+            max_epochs=epochs,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+            callbacks=[PrivacyAccountant(run_dir=folder, eps_log_points=1), *callbacks],
+        )
+        trainer.fit(module, datamodule=data)
+    finally:
+        quiet.setLevel(level)
+
+
+def attempt_folder(folder: Path) -> Path:
+    """The first of ``attempt-0``, ``attempt-1`` and so on that does not exist.
+
+    A round that was killed leaves a ledger whose releases stay charged; it is not gone on with but made again.
+    """
+    number = 0
+    while (folder / f"attempt-{number}").exists():
+        number += 1
+    return folder / f"attempt-{number}"

@@ -1,0 +1,175 @@
+"""PDD-AS2 from beginning to end with all clients in one process: Algorithm 1 of paper 004, and its second stage.
+
+No server, no messages: what would be sent is passed on, checked and measured. A transport calls the same methods
+of `lit_dpret.federated.silo.SiloClient` and the same functions in between.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lit_dpret.encoders.embedding_cache import content_hash
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.federated.aggregation import Weights, check_weights, client_weights, weighted_mean
+from lit_dpret.federated.fed_negatives import Block, FedPool, merge_lists, pool_of
+from lit_dpret.federated.secure_mean import secure_mean
+from lit_dpret.federated.selection import Site, select_clients
+from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.silo import SiloClient
+from lit_dpret.federated.storage import keep_facts, save_tensors
+from lit_dpret.progress import ProgressLine
+from lit_dpret.retrieval.metrics import Values
+
+PerClient = dict[str, dict[str, Values]]
+
+
+@dataclass
+class FedResult:
+    """What a run found; values are per query, and as private as the queries.
+
+    Attributes:
+        systems: For ``bm25``, ``stage1`` and ``stage2`` the measures of each client.
+        sent: Bytes by phase, both ways, without envelopes.
+        epsilon: Spent of each silo's queries; None where nothing is promised.
+        faults: Clients whose answers were left out, and why.
+    """
+
+    systems: dict[str, PerClient] = field(default_factory=dict)
+    sent: Counter[str] = field(default_factory=Counter)
+    epsilon: dict[str, float | None] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+    def mean(self, system: str, metric: str) -> float:
+        """Over all queries of all clients together."""
+        return float(np.concatenate([values[metric] for values in self.systems[system].values()]).mean())
+
+
+class InProcessFederation:
+    """All clients of one run.
+
+    Guarantees:
+        - A round or refresh that is finished is not made again when the run is started once more.
+        - An answer of wrong shape or with values that are not finite is left out and named; the round goes on
+          with the others.
+
+    Args:
+        clients: With different names.
+        settings: Those that the clients were made with.
+        start: The weights to begin with; public.
+        folder: Of the server's state.
+        sites: Where the clients are; null where nothing is known.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[SiloClient],
+        settings: PddAs2,
+        start: Mapping[str, Tensor],
+        folder: str | Path,
+        *,
+        sites: Mapping[str, Site] | None = None,
+    ) -> None:
+        self.clients = {client.name: client for client in clients}
+        if len(self.clients) != len(clients) or not clients:
+            raise ConfigurationError("A federation needs at least one client, and clients of different names.")
+        self.settings, self.folder = settings.check(), Path(folder)
+        self.start = dict(start)
+        began = {name: content_hash({}, {name: value}, ()) for name, value in self.start.items()}
+        facts = {"clients": sorted(self.clients), "secure_sum": settings.secure_sum, "seed": settings.seed}
+        keep_facts(self.folder / "run.json", "server", {**facts, **asdict(settings.stage1), "start": began})
+        self.sites = dict(sites or dict.fromkeys(self.clients, Site()))
+        self.result = FedResult()
+
+    def run(self) -> FedResult:
+        """Both stages, and what they are worth on each client's test questions."""
+        weights = self.train_shared()
+        self.measure("bm25", None, personal=False)
+        self.measure("stage1", weights, personal=False)
+        if self.settings.stage2.epochs:
+            self.personalise(weights)
+            self.measure("stage2", weights, personal=True)
+        self.result.epsilon = {name: client.epsilon() for name, client in self.clients.items()}
+        return self.result
+
+    def train_shared(self) -> Weights:
+        """Stage 1: every client one local epoch, then the mean, round after round; the global weights."""
+        weights = self.start
+        rounds = self.settings.stage1.warmup_rounds + self.settings.stage1.rounds
+        with ProgressLine("stage 1, rounds of all clients") as progress:
+            for number in range(rounds):
+                path = self.folder / f"global-{number:03}.safetensors"
+                if path.is_file():
+                    weights = load_file(path)
+                    continue
+                updates = {name: one.train_shared(weights, number) for name, one in self.clients.items()}
+                size = sum(value.numel() * value.element_size() for value in weights.values())
+                self.result.sent["stage 1"] += 2 * size * len(updates)
+                weights = self.aggregate(weights, updates, number)
+                save_tensors(weights, path)
+                progress(number + 1, rounds)
+        return dict(weights)
+
+    def aggregate(
+        self, weights: Mapping[str, Tensor], updates: Mapping[str, Mapping[str, Tensor]], number: int
+    ) -> Weights:
+        """The next global weights, of the clients whose updates are of the model."""
+        stage = self.settings.stage1
+        shares = client_weights(
+            {name: self.clients[name].examples for name in updates}, stage.weighting, n_hat=stage.n_hat
+        )
+        if self.settings.secure_sum:
+            return secure_mean(
+                weights, updates, shares, limit=self.settings.update_limit, name=f"stage 1, round {number}",
+                faults=self.result.faults,
+            )  # fmt: skip
+        good: dict[str, Mapping[str, Tensor]] = {}
+        for name, update in updates.items():
+            try:
+                check_weights(f"client {name!r}", update, weights)
+                good[name] = update
+            except DataError as error:
+                self.result.faults.append(f"round {number}: {error}")
+        return weighted_mean(good, shares)
+
+    def personalise(self, weights: Mapping[str, Tensor]) -> None:
+        """Stage 2: every client its own query encoder, negatives asked for anew before each epoch."""
+        epochs = self.settings.stage2.epochs
+        with ProgressLine("stage 2, epochs of all clients") as progress:
+            for number in range(epochs):
+                for name, client in self.clients.items():
+                    fed = self.settings.stage2.negatives == "fed"
+                    client.personalise(weights, self.pool(name, weights, number) if fed else None, number)
+                progress(number + 1, epochs)
+
+    def pool(self, asker: str, weights: Mapping[str, Tensor], refresh: int) -> FedPool:
+        """What the selected clients answer to one client's request."""
+        stage = self.settings.stage2
+        asked = select_clients(
+            asker, self.sites, stage.select, count=stage.select_count, seed=self.settings.seed, refresh=refresh
+        )
+        rows = self.clients[asker].request(weights, refresh)
+        self.result.sent["requests"] += rows.numel() * rows.element_size() * len(asked)
+        blocks: list[Block] = []
+        for name in asked:
+            block = self.clients[name].serve(weights, rows, refresh=refresh)
+            self.result.sent["responses"] += block.bytes
+            try:
+                blocks.append(block.check(rows=max(1, len(rows)), dim=rows.shape[1]))
+            except DataError as error:
+                self.result.faults.append(f"refresh {refresh} of client {asker!r}: {error}")
+        return merge_lists(blocks, rows, stage.top_k) if stage.request == "exact" else pool_of(blocks, rows.shape[1])
+
+    def measure(
+        self, system: str, weights: Mapping[str, Tensor] | None, *, personal: bool, split: str = "test"
+    ) -> None:
+        """Every client's measures on its own collection."""
+        self.result.systems[system] = {
+            name: client.evaluate(weights, personal=personal, split=split) for name, client in self.clients.items()
+        }

@@ -1,0 +1,109 @@
+"""What a client may answer other clients' requests with, by the kind of response that it agreed to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.federated.centroids import CentroidPlan, dp_centroids
+from lit_dpret.federated.evaluation import SentenceCollection
+from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.silo_ledger import SiloLedger
+from lit_dpret.federated.storage import save_tensors
+from lit_dpret.modules.as2 import AS2DualEncoder
+from lit_dpret.privacy.accounting import calibrate_noise
+from lit_dpret.privacy.budget import PrivacyBudget
+from lit_dpret.privacy.card_file import CARD_NAME
+from lit_dpret.privacy.releases import FullBatch
+
+PUBLIC = "public_sids.txt"
+SYNTHETIC = "synthetic"
+SENTENCES_PER_PASSAGE = 1
+"""How many sentences of a passage count in the centroids of a private collection: each costs noise for all."""
+
+
+def public_places(folder: Path, collection: SentenceCollection) -> list[int]:
+    """Places of the sentences that the silo declares public, one id in a line of ``public_sids.txt``.
+
+    Raises:
+        DataError: There is no such file, or it names none of the collection.
+    """
+    path = folder / PUBLIC
+    if not path.is_file():
+        raise DataError(
+            f"federated.stage2.response=public needs {path}, one id of a public sentence in a line. Write it, or "
+            "choose another response."
+        )
+    ids = set(path.read_text(encoding="utf-8").split())
+    places = [place for place, sid in enumerate(collection.sentence_ids) if sid in ids]
+    if not places:
+        raise DataError(f"{path} names no sentence of this collection.")
+    return places
+
+
+def synthetic_texts(folder: Path) -> list[str]:
+    """The texts of ``synthetic/queries.jsonl``, which the silo's DP generator wrote under the card beside it.
+
+    Raises:
+        DataError: There is no such folder, no card in it, or no text.
+    """
+    root = folder / SYNTHETIC
+    if not (root / CARD_NAME).is_file():
+        raise DataError(
+            f"federated.stage2.response=synthetic needs {root} with a {CARD_NAME}: without one nothing says what the "
+            "texts give away. Make it with task=synthesize on this silo."
+        )
+    try:
+        lines = (root / "queries.jsonl").read_text(encoding="utf-8").splitlines()
+        texts = list(dict.fromkeys(str(json.loads(line)["text"]) for line in lines if line.strip()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{root / 'queries.jsonl'} cannot be read ({type(error).__name__}).") from error
+    if not texts:
+        raise DataError(f"{root / 'queries.jsonl'} holds no text.")
+    return texts
+
+
+def collection_centroids(
+    sentences: Tensor,
+    collection: SentenceCollection,
+    module: AS2DualEncoder,
+    state: Path,
+    settings: PddAs2,
+    *,
+    secret_file: str | Path | None,
+) -> Tensor:
+    """Private centroids of a collection, released once for each sentence encoder and then reused for free.
+
+    The unit is a passage, in a ledger of its own; one sentence of each counts.
+    """
+    kept = state / f"collection-{module.tower('passage').fingerprint()[:16]}.safetensors"
+    if kept.is_file():
+        return load_file(kept)["rows"]
+    privacy, stage = settings.privacy, settings.stage2
+    if privacy.collection_eps is None:
+        raise ConfigurationError("federated.stage2.response=dp_centroid needs federated.privacy.collection_eps.")
+    budget = PrivacyBudget(
+        eps=privacy.collection_eps, delta=privacy.collection_delta, unit="passage", neighbours=privacy.neighbours
+    )
+    noise = calibrate_noise(
+        eps=budget.eps, delta=budget.delta, neighbours=budget.neighbours, law=FullBatch(),
+        steps=stage.centroid_iterations, accountant=privacy.accountant,
+    )  # fmt: skip
+    ledger = SiloLedger(state / "private", budget, accountant=privacy.accountant, secret_file=secret_file)
+    plan = CentroidPlan(
+        count=stage.centroids,
+        iterations=stage.centroid_iterations,
+        radius=privacy.collection_radius,
+        rows_per_unit=SENTENCES_PER_PASSAGE,
+        normalise=False,
+        seed=settings.seed,
+    )
+    units = collection.passage_of.tolist()
+    with ledger.gaussian("fed_response", noise_multiplier=noise, count=stage.centroid_iterations) as noised:
+        rows = dp_centroids(sentences, plan, noised, units=units)
+    save_tensors({"rows": rows}, kept)
+    return rows

@@ -1,0 +1,371 @@
+"""A sum that a server learns without learning any summand, also where some clients go away in the middle.
+
+Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning" (CCS 2017), section 4,
+figure 4. Every pair of clients agrees on a mask that one adds and the other subtracts; each adds a mask of its
+own besides; and the keys to both are shared among all, so that after a dropout exactly one of the two can be
+found out about anybody. Four acts, whatever carries the messages:
+
+1. `Client.advertise`: two public keys each.
+2. `Client.share`: for every peer sealed shares of the own mask's seed and of the mask key.
+3. `Client.mask`: the vector under all its masks, from clients whose shares arrived.
+4. `Client.unmask`: for each client that sent its vector a share of the seed, for each that did not of the key.
+
+What is trusted, plainly:
+
+- **The server follows the protocol** (honest but curious), or holds fewer than ``threshold`` clients' views. A
+  client answers act 4 once, refuses lists that are not disjoint, and refuses fewer than ``threshold`` survivors; no
+  consistency check by signatures (their round 3) is made, so a threshold of more than 2/3 is what withstands a
+  server that tells different clients different things.
+- **Keys are whose they say**: the server relays them, and one that replaced them would read everything. Give every
+  client a long-term signing key and everybody the ``roster`` of the public halves; without a roster this is taken
+  on trust.
+- **The sum itself is released.** With two honest clients each knows the other's vector from it. It is no
+  differential privacy: noise has to be in the vectors.
+
+Masks are ChaCha20 key streams under keys from X25519 and HKDF-SHA256, added modulo 2^32 (`FixedPoint`). Flower's
+own SecAgg+ folds the secret into 32 bits and seeds a Mersenne twister with it, which a server can try out.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.federated.fixed_point import Words
+from lit_dpret.federated.shamir import SECRET_BYTES, SHARE_BYTES, join, split
+
+try:
+    from cryptography.exceptions import InvalidSignature, InvalidTag
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+    from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+except ImportError as error:  # pragma: no cover
+    raise ConfigurationError(
+        'federated.secure_sum needs the package cryptography: pip install "lit-dpret[federated]".'
+    ) from error
+
+_RAW = serialization.Encoding.Raw
+_PUBLIC = serialization.PublicFormat.Raw
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What all clients and the server of one sum agree on beforehand.
+
+    Args:
+        name: Of this sum; no two may share one, since masks are derived from it.
+        clients: Everybody's number, from 1.
+        threshold: How many must be there at the end; more than half. Null for more than two thirds.
+
+    Raises:
+        ConfigurationError: There are fewer than three clients, or the threshold is out of range.
+    """
+
+    name: str
+    clients: tuple[int, ...]
+    threshold: int = 0
+
+    def __post_init__(self) -> None:
+        count = len(self.clients)
+        if len(set(self.clients)) != count or min(self.clients, default=0) < 1:
+            raise ConfigurationError("federated.secure_sum needs different positive numbers for its clients.")
+        if count < 3:
+            raise ConfigurationError(
+                f"federated.secure_sum=true with {count} clients hides nothing: of two, each knows the other's update "
+                "from the sum. Have at least three."
+            )
+        if not self.threshold:
+            object.__setattr__(self, "threshold", 2 * count // 3 + 1)
+        if not count // 2 < self.threshold <= count:
+            raise ConfigurationError(
+                f"federated.secure_sum.threshold={self.threshold} must be more than half of {count} clients, and no "
+                "more than all: two halves could otherwise be asked for different things."
+            )
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What a client advertises; ``signature`` is empty where there is no roster."""
+
+    client: int
+    seal: bytes
+    mask: bytes
+    signature: bytes = b""
+
+
+@dataclass(frozen=True)
+class Unmasking:
+    """What a client reveals at the end: a share for each of the others and itself."""
+
+    client: int
+    seeds: Mapping[int, bytes] = field(repr=False)
+    keys: Mapping[int, bytes] = field(repr=False)
+
+
+class Client:
+    """One client's side of one sum; used once.
+
+    Guarantees:
+        - What it sends before act 4 is uniformly distributed to whoever holds fewer than ``threshold`` views.
+        - It reveals, for any other client, a share of the seed or of the key, never of both.
+
+    Args:
+        session: The sum.
+        number: The client's own.
+        identity: Its long-term signing key, 32 bytes; with it ``roster``, the public halves of everybody's by
+            number. Null takes the keys that the server relays on trust.
+        roster: See ``identity``.
+    """
+
+    def __init__(
+        self, session: Session, number: int, *, identity: bytes | None = None, roster: Mapping[int, bytes] | None = None
+    ) -> None:
+        if number not in session.clients:
+            raise ConfigurationError(f"Client {number} is no client of the sum {session.name!r}.")
+        if (identity is None) != (roster is None):
+            raise ConfigurationError("A signing key and the roster of everybody's public keys go together.")
+        self.session, self.number = session, number
+        self._identity, self._roster = identity, roster
+        self._seal, self._mask = X25519PrivateKey.generate(), X25519PrivateKey.generate()
+        self._seed = secrets.token_bytes(SECRET_BYTES)
+        self._peers: dict[int, Keys] = {}
+        self._held: dict[int, tuple[bytes, bytes]] = {}
+        self._masked = self._done = False
+
+    def advertise(self) -> Keys:
+        """Act 1."""
+        seal, mask = (_public(key) for key in (self._seal, self._mask))
+        signature = b""
+        if self._identity is not None:
+            signature = Ed25519PrivateKey.from_private_bytes(self._identity).sign(self._signed(self.number, seal, mask))
+        return Keys(self.number, seal, mask, signature)
+
+    def share(self, advertised: Iterable[Keys]) -> dict[int, bytes]:
+        """Act 2: a sealed pair of shares for every peer that advertised.
+
+        Raises:
+            DataError: Fewer than ``threshold`` clients advertised, a number comes twice or is unknown, two clients
+                have one key, or a signature is not that of the roster.
+        """
+        found = list(advertised)
+        self._peers = {keys.client: keys for keys in found}
+        if len(self._peers) != len(found) or not set(self._peers) <= set(self.session.clients):
+            raise DataError("The server relayed keys of unknown clients, or two of one client.", kind="bad protocol")
+        if self.number not in self._peers or self._peers[self.number].mask != _public(self._mask):
+            raise DataError(
+                "The server relayed other keys than this client's own under its number.", kind="bad protocol"
+            )
+        if len({keys.mask for keys in found} | {keys.seal for keys in found}) != 2 * len(found):
+            raise DataError("The server relayed one key for two clients.", kind="bad protocol")
+        self._need(len(self._peers), "advertised keys")
+        for keys in found:
+            self._verify(keys)
+        holders = sorted(self._peers)
+        mask_key = self._mask.private_bytes(_RAW, serialization.PrivateFormat.Raw, serialization.NoEncryption())
+        seeds = split(self._seed, threshold=self.session.threshold, holders=holders)
+        keys_ = split(mask_key, threshold=self.session.threshold, holders=holders)
+        self._held[self.number] = (seeds[self.number], keys_[self.number])
+        return {peer: self._sealed(peer, seeds[peer] + keys_[peer]) for peer in holders if peer != self.number}
+
+    def mask(self, words: Words, sealed: Mapping[int, bytes]) -> Words:
+        """Act 3: the vector under all its masks.
+
+        Args:
+            words: The client's vector (`FixedPoint.encode`).
+            sealed: What each peer sealed for this client; peers that are missing are taken for gone.
+
+        Raises:
+            DataError: Fewer than ``threshold`` clients shared, or a share does not open.
+            ConfigurationError: It was called before.
+        """
+        if self._masked:
+            raise ConfigurationError("A client masks one vector in one sum: two under the same masks would show both.")
+        for peer, box in sealed.items():
+            if peer not in self._peers or peer == self.number:
+                raise DataError(f"Client {peer} shared without having advertised keys.", kind="bad protocol")
+            opened = self._opened(peer, box)
+            self._held[peer] = (opened[:SHARE_BYTES], opened[SHARE_BYTES:])
+        self._need(len(self._held), "shared their secrets")
+        self._masked = True
+        total = words.astype(np.uint32) + stream(self._seed, len(words))
+        for peer in self._held:
+            if peer != self.number:
+                pair = stream(self._pairwise(peer), len(words))
+                total = total + pair if self.number < peer else total - pair
+        return total
+
+    def unmask(self, active: Iterable[int], dead: Iterable[int]) -> Unmasking:
+        """Act 4: a share of the seed of every client whose vector arrived, of the key of every one that was lost.
+
+        Raises:
+            DataError: The lists are not disjoint, not those of act 3, lack this client, or leave fewer than
+                ``threshold``; or it was asked before.
+        """
+        alive, lost = set(active), set(dead)
+        if self._done:
+            raise DataError("This client has unmasked this sum already, and does so once.", kind="bad protocol")
+        if not self._masked:
+            raise DataError("This client has sent no vector in this sum.", kind="bad protocol")
+        if alive & lost:
+            raise DataError(
+                f"Clients {sorted(alive & lost)} are called both active and lost: with shares of both their secrets "
+                "the server would read their vectors.",
+                kind="bad protocol",
+            )
+        if alive | lost != set(self._held) or self.number not in alive:
+            raise DataError("The server names other clients than those that shared their secrets.", kind="bad protocol")
+        self._need(len(alive), "sent a vector")
+        self._done = True
+        return Unmasking(
+            self.number,
+            {peer: self._held[peer][0] for peer in sorted(alive)},
+            {peer: self._held[peer][1] for peer in sorted(lost)},
+        )
+
+    def _need(self, count: int, what: str) -> None:
+        if count < self.session.threshold:
+            raise DataError(
+                f"{count} clients {what} and {self.session.threshold} are needed: the sum {self.session.name!r} is "
+                "given up, and nothing of it can be unmasked.",
+                kind="too few clients",
+            )
+
+    def _signed(self, client: int, seal: bytes, mask: bytes) -> bytes:
+        return b"lit-dpret secure sum/1\0" + _label(self.session, "keys", client) + seal + mask
+
+    def _verify(self, keys: Keys) -> None:
+        if self._roster is None:
+            return
+        try:
+            known = Ed25519PublicKey.from_public_bytes(self._roster[keys.client])
+            known.verify(keys.signature, self._signed(keys.client, keys.seal, keys.mask))
+        except (KeyError, InvalidSignature) as error:
+            raise DataError(
+                f"The keys of client {keys.client} are not signed by the key of the roster: somebody else made them.",
+                kind="bad signature",
+            ) from error
+
+    def _box(self, peer: int) -> ChaCha20Poly1305:
+        secret = self._seal.exchange(X25519PublicKey.from_public_bytes(self._peers[peer].seal))
+        low, high = sorted((self.number, peer))
+        return ChaCha20Poly1305(_derived(secret, _label(self.session, "seal", low, high)))
+
+    def _sealed(self, peer: int, shares: bytes) -> bytes:
+        nonce = secrets.token_bytes(12)
+        return nonce + self._box(peer).encrypt(nonce, shares, _label(self.session, "shares", self.number, peer))
+
+    def _opened(self, peer: int, box: bytes) -> bytes:
+        try:
+            return self._box(peer).decrypt(box[:12], box[12:], _label(self.session, "shares", peer, self.number))
+        except InvalidTag as error:
+            raise DataError(f"The shares of client {peer} were changed on the way.", kind="bad protocol") from error
+
+    def _pairwise(self, peer: int) -> bytes:
+        return pair_key(self.session, self._mask, self._peers[peer].mask, self.number, peer)
+
+
+class Server:
+    """The server's side: relays, adds up, and takes the masks off.
+
+    Args:
+        session: The sum.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.keys: dict[int, Keys] = {}
+        self.sharers: set[int] = set()
+        self.masked: dict[int, Words] = {}
+
+    def route(self, sealed: Mapping[int, Mapping[int, bytes]]) -> dict[int, dict[int, bytes]]:
+        """Sealed shares by sender as sealed shares by receiver, among those that shared."""
+        self.sharers = set(sealed)
+        return {
+            receiver: {sender: boxes[receiver] for sender, boxes in sealed.items() if sender != receiver}
+            for receiver in sorted(self.sharers)
+        }
+
+    @property
+    def active(self) -> list[int]:
+        """Clients whose masked vectors arrived."""
+        return sorted(self.masked)
+
+    @property
+    def dead(self) -> list[int]:
+        """Clients that shared their secrets, so that others masked against them, and sent no vector."""
+        return sorted(self.sharers - set(self.masked))
+
+    def total(self, unmaskings: Iterable[Unmasking]) -> Words:
+        """The sum of the active clients' vectors.
+
+        Raises:
+            DataError: Fewer than ``threshold`` clients unmasked, or a share was changed.
+        """
+        answers = {one.client: one for one in unmaskings}
+        if len(answers) < self.session.threshold:
+            raise DataError(
+                f"{len(answers)} clients unmasked and {self.session.threshold} are needed: the sum "
+                f"{self.session.name!r} is given up.",
+                kind="too few clients",
+            )
+        vectors = list(self.masked.values())
+        total: Words = np.add.reduce(vectors, axis=0, dtype=np.uint32)
+        length = len(total)
+        for client in self.active:
+            seed = self._joined(answers, client, "seeds")
+            total = total - stream(seed, length)
+        for client in self.dead:
+            key = X25519PrivateKey.from_private_bytes(self._joined(answers, client, "keys"))
+            if _public(key) != self.keys[client].mask:
+                raise DataError(f"The shares of client {client} do not make its key.", kind="bad protocol")
+            for peer in self.active:
+                pair = stream(pair_key(self.session, key, self.keys[peer].mask, client, peer), length)
+                # The peer added it where its number is the smaller one, and subtracted it where not.
+                total = total - pair if peer < client else total + pair
+        return total
+
+    def _joined(self, answers: Mapping[int, Unmasking], client: int, part: str) -> bytes:
+        shares = {holder: getattr(one, part)[client] for holder, one in answers.items() if client in getattr(one, part)}
+        return join(shares, threshold=self.session.threshold)
+
+
+def stream(key: bytes, words: int) -> Words:
+    """So many words of the ChaCha20 key stream under ``key``; each key serves one sum alone."""
+    encryptor = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
+    found: Any = np.frombuffer(encryptor.update(bytes(4 * words)), dtype="<u4")
+    words_: Words = found.astype(np.uint32)
+    return words_
+
+
+def pair_key(session: Session, own: X25519PrivateKey, other: bytes, one: int, two: int) -> bytes:
+    """The key of the mask between two clients, the same from either side."""
+    low, high = sorted((one, two))
+    return _derived(own.exchange(X25519PublicKey.from_public_bytes(other)), _label(session, "mask", low, high))
+
+
+def new_identity() -> tuple[bytes, bytes]:
+    """A long-term signing key and its public half, for the roster."""
+    key = Ed25519PrivateKey.generate()
+    return key.private_bytes(_RAW, serialization.PrivateFormat.Raw, serialization.NoEncryption()), _public(key)
+
+
+def _public(key: X25519PrivateKey | Ed25519PrivateKey) -> bytes:
+    return key.public_key().public_bytes(_RAW, _PUBLIC)
+
+
+def _label(session: Session, purpose: str, *numbers: int) -> bytes:
+    parts = [session.name, purpose, *map(str, numbers), str(session.threshold), *map(str, session.clients)]
+    data = [part.encode() for part in parts]
+    return b"".join(len(part).to_bytes(4, "big") + part for part in data)
+
+
+def _derived(secret: bytes, info: bytes) -> bytes:
+    return HKDF(algorithm=hashes.SHA256(), length=32, salt=b"lit-dpret secure sum/1", info=info).derive(secret)

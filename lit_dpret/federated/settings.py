@@ -1,0 +1,270 @@
+"""What a run of PDD-AS2 is asked to do, and what it refuses to do under a privacy budget.
+
+The defaults are the paper's where it states one. With ``privacy.eps`` set the run *fails closed*: whatever would
+release something that no ledger counts is refused by name, before any data is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.federated.aggregation import Weighting
+from lit_dpret.federated.fed_negatives import SENT_AS, Request, Response
+from lit_dpret.federated.selection import Selection
+from lit_dpret.privacy.budget import AccountantName, Neighbours, Unit, require_choice
+
+Strategy = Literal["fedavg", "fedprox"]
+Stage2Negatives = Literal["fed", "dynamic"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage1:
+    """Federated training of both encoders.
+
+    Args:
+        warmup_rounds: With BM25 negatives and other questions' answers, before the static ones; one local epoch each.
+        rounds: With static hard negatives, mined with the global model at the start of each round.
+        batch_size: Queries of a step; under a budget the average of a Poisson draw.
+        bm25_n: BM25 negatives of a row.
+        other_positives: Answers of other questions of a row, in the warm-up.
+        static_n: Static negatives of a row.
+        top_k: Among how many of the best they are drawn: the remedy against query hubness.
+        in_batch: The batch's other sentences as negatives too.
+        strategy: ``fedavg``, or ``fedprox`` with ``strength`` as its mu.
+        strength: See ``strategy``; 0 with ``fedavg``.
+        weighting: ``examples``, |D_i| as in the paper; ``uniform``; ``capped`` at ``n_hat``.
+        n_hat: See ``weighting``.
+        lr: Of AdamW.
+    """
+
+    warmup_rounds: int = 1
+    rounds: int = 10
+    batch_size: int = 8
+    bm25_n: int = 8
+    other_positives: int = 1
+    static_n: int = 8
+    top_k: int = 300
+    in_batch: bool = True
+    strategy: Strategy = "fedavg"
+    strength: float = 0.0
+    weighting: Weighting = "examples"
+    n_hat: int | None = None
+    lr: float = 3e-5
+
+    def check(self) -> None:
+        """Refuse numbers and words without meaning."""
+        _at_least("federated.stage1", self, 0, "warmup_rounds", "rounds", "other_positives")
+        _at_least("federated.stage1", self, 1, "batch_size", "bm25_n", "static_n", "top_k")
+        require_choice("federated.stage1.strategy", self.strategy, get_args(Strategy))
+        require_choice("federated.stage1.weighting", self.weighting, get_args(Weighting))
+        if self.warmup_rounds + self.rounds < 1:
+            raise ConfigurationError("federated.stage1 has no round. Set federated.stage1.rounds to at least 1.")
+        if (self.strategy == "fedprox") != (self.strength > 0):
+            raise ConfigurationError(
+                f"federated.stage1.strength={self.strength:g} with federated.stage1.strategy={self.strategy}: it is mu "
+                "of fedprox, positive there and 0 elsewhere."
+            )
+        if (self.weighting == "capped") != (self.n_hat is not None):
+            raise ConfigurationError(
+                f"federated.stage1.n_hat={self.n_hat} goes with federated.stage1.weighting=capped and with no other."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage2:
+    """A query encoder of each client's own, the sentence encoder frozen.
+
+    Args:
+        epochs: Local epochs; before each of them negatives are asked for anew.
+        batch_size: As in stage 1.
+        negatives: ``fed``, from other clients; or ``dynamic``, the best of the client's own at every step (ADORE).
+        n: Negatives of a row.
+        top_k: Among how many of the best they are drawn.
+        select: Which clients are asked.
+        select_count: How many of them; null for all.
+        request: What is asked with (`lit_dpret.federated.fed_negatives`).
+        response: What is answered with.
+        centroids: Request rows under ``request=dp_centroid``, a public number.
+        centroid_iterations: Releases of one refresh.
+        send_as: ``float16`` or ``float32``.
+        in_batch: The batch's other sentences as negatives too.
+        anchor: Strength of MR-MTL's term towards the shared query encoder; 0 for none.
+        lr: Of AdamW.
+    """
+
+    epochs: int = 1
+    batch_size: int = 32
+    negatives: Stage2Negatives = "fed"
+    n: int = 200
+    top_k: int = 300
+    select: Selection = "all"
+    select_count: int | None = None
+    request: Request = "exact"
+    response: Response = "raw"
+    centroids: int = 64
+    centroid_iterations: int = 3
+    send_as: str = "float16"
+    in_batch: bool = True
+    anchor: float = 0.0
+    lr: float = 3e-5
+
+    def check(self) -> None:
+        """Refuse numbers and words without meaning."""
+        _at_least("federated.stage2", self, 0, "epochs")
+        _at_least("federated.stage2", self, 1, "batch_size", "n", "top_k", "centroids", "centroid_iterations")
+        for name, literal in (("negatives", Stage2Negatives), ("select", Selection), ("request", Request),
+                              ("response", Response)):  # fmt: skip
+            require_choice(f"federated.stage2.{name}", getattr(self, name), get_args(literal))
+        require_choice("federated.stage2.send_as", self.send_as, tuple(SENT_AS))
+        if self.n > self.top_k:
+            raise ConfigurationError(
+                f"federated.stage2.n={self.n} negatives cannot be drawn from the best top_k={self.top_k}. Raise top_k."
+            )
+        if self.anchor < 0:
+            raise ConfigurationError(f"federated.stage2.anchor={self.anchor:g} must not be negative.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FederatedPrivacy:
+    """The budget of each silo, for everything that leaves it.
+
+    Args:
+        eps: Of each silo, over all rounds and refreshes; null promises nothing.
+        delta: Null for 1/(2n) of the silo's own n.
+        unit: ``query`` or ``pair``.
+        neighbours: See docs/privacy.md.
+        max_grad_norm: L2 bound on one unit's gradient.
+        request_share: The part of eps that requests may cost by themselves.
+        collection_eps: Budget of a silo's collection where it is private and answers are ``dp_centroid``; of
+            another unit, a passage, so it does not add up with eps.
+        collection_delta: Its delta.
+        collection_radius: The longest that a sentence embedding counts as; public.
+        accountant: ``pld`` or ``rdp``.
+    """
+
+    eps: float | None = None
+    delta: float | None = None
+    unit: Unit = "query"
+    neighbours: Neighbours = "zero_out"
+    max_grad_norm: float = 1.0
+    request_share: float = 0.3
+    collection_eps: float | None = None
+    collection_delta: float = 1e-5
+    collection_radius: float = 10.0
+    accountant: AccountantName = "pld"
+
+    def check(self) -> None:
+        """Refuse numbers and words without meaning."""
+        require_choice("federated.privacy.unit", self.unit, ("query", "pair"))
+        require_choice("federated.privacy.neighbours", self.neighbours, get_args(Neighbours))
+        if self.eps is not None and self.neighbours == "add_or_remove":
+            raise ConfigurationError(
+                "federated.privacy.neighbours=add_or_remove protects how many queries a silo has, and the rate and the "
+                "number of its steps are made of that. Set it to zero_out or replace_one."
+            )
+        require_choice("federated.privacy.accountant", self.accountant, ("pld", "rdp"))
+        for name in ("eps", "collection_eps", "max_grad_norm"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigurationError(f"federated.privacy.{name}={value} must be positive and finite, or null.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PddAs2:
+    """Everything about a run that is public.
+
+    Args:
+        stage1: See `Stage1`.
+        stage2: See `Stage2`.
+        privacy: See `FederatedPrivacy`.
+        secure_sum: Add the clients' updates up under masks (`lit_dpret.federated.secure_sum`).
+        update_limit: The largest change of one weight in a round that fits under the masks; larger ones are cut.
+        seed: Public.
+    """
+
+    stage1: Stage1 = field(default_factory=Stage1)
+    stage2: Stage2 = field(default_factory=Stage2)
+    privacy: FederatedPrivacy = field(default_factory=FederatedPrivacy)
+    secure_sum: bool = False
+    update_limit: float = 1.0
+    seed: int = 0
+
+    def check(self) -> PddAs2:
+        """Refuse what has no meaning, and under a budget what nobody would count; return the settings.
+
+        Raises:
+            ConfigurationError: Naming the setting, why, and what to set instead.
+        """
+        self.stage1.check()
+        self.stage2.check()
+        self.privacy.check()
+        if not 0 < self.update_limit < float("inf"):
+            raise ConfigurationError(f"federated.update_limit={self.update_limit} must be positive and finite.")
+        if self.secure_sum and self.stage1.weighting == "examples":
+            raise ConfigurationError(
+                "federated.secure_sum=true with federated.stage1.weighting=examples: under masks a client's weight "
+                "needs a public bound. Set federated.stage1.weighting=capped with n_hat, or uniform."
+            )
+        fed = self.stage2.negatives == "fed" and self.stage2.epochs > 0
+        if fed and self.stage2.response == "dp_centroid" and self.privacy.collection_eps is None:
+            raise ConfigurationError(
+                "federated.stage2.response=dp_centroid releases centroids of the collection, and nothing says what "
+                "that may cost. Set federated.privacy.collection_eps."
+            )
+        if self.privacy.eps is not None:
+            for applies, refusal in _REFUSALS:
+                if applies(self):
+                    raise ConfigurationError(f"federated.privacy.eps={self.privacy.eps:g}: {refusal}")
+        return self
+
+
+_REFUSALS: tuple[tuple[Callable[[PddAs2], bool], str], ...] = (
+    (
+        lambda run: run.stage1.in_batch,
+        "federated.stage1.in_batch=true makes each query's loss depend on who else was drawn, and clipping it bounds "
+        "nothing. Set it to false.",
+    ),
+    (
+        lambda run: run.stage2.in_batch,
+        "federated.stage2.in_batch=true makes each query's loss depend on who else was drawn, and clipping it bounds "
+        "nothing. Set it to false.",
+    ),
+    (
+        lambda run: run.stage1.warmup_rounds > 0 and run.stage1.other_positives > 0,
+        "federated.stage1.other_positives tells a query from other people's answers, which couples them. Set it to 0.",
+    ),
+    (
+        lambda run: _asks(run) and run.stage2.request == "exact",
+        "federated.stage2.request=exact sends the embedding of every query, from which its text can be guessed. Set "
+        "it to dp_centroid or none.",
+    ),
+    (
+        lambda run: _asks(run) and run.stage2.response == "raw",
+        "federated.stage2.response=raw sends the embeddings of private sentences, and repeated requests map the "
+        "collection. Set it to public, dp_centroid or synthetic.",
+    ),
+    (
+        lambda run: run.stage1.weighting == "examples",
+        "federated.stage1.weighting=examples tells the server how many queries each silo has, in clear. Set it to "
+        "uniform, or to capped with federated.secure_sum=true.",
+    ),
+    (
+        lambda run: run.stage1.weighting == "capped" and not run.secure_sum,
+        "federated.stage1.weighting=capped tells the server a function of how many queries each silo has. Set "
+        "federated.secure_sum=true, or weighting=uniform.",
+    ),
+)
+
+
+def _asks(run: PddAs2) -> bool:
+    return run.stage2.negatives == "fed" and run.stage2.epochs > 0
+
+
+def _at_least(where: str, settings: object, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigurationError(f"{where}.{name}={value} must be a whole number of at least {least}.")

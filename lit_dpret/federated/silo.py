@@ -1,0 +1,345 @@
+"""One client at work: what it does with the weights and requests that reach it, beside its own data.
+
+Everything a transport has to move is an argument or a return value here; everything else stays in the silo's
+state folder: its ledgers, its personal query encoder, and what each round of training wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lit_dpret.datamodules.silo import SiloDataModule
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.federated.aggregation import TowardsAnchor, Weights, put_weights, take_weights
+from lit_dpret.federated.centroids import CentroidPlan, dp_centroids
+from lit_dpret.federated.evaluation import METRICS, SentenceCollection
+from lit_dpret.federated.fed_negatives import Block, FedPool, respond, respond_uniformly
+from lit_dpret.federated.fitting import attempt_folder, fit_epochs
+from lit_dpret.federated.negatives import FedNegatives, OtherPositives
+from lit_dpret.federated.responses import collection_centroids, public_places, synthetic_texts
+from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.silo_ledger import NoisePlan, SiloLedger, silo_budget, split_budget
+from lit_dpret.federated.storage import keep_facts, save_tensors
+from lit_dpret.modules.as2 import AS2DualEncoder
+from lit_dpret.negatives import (
+    BM25Negatives,
+    DynamicNegatives,
+    InBatchNegatives,
+    NegativeSource,
+    StaticNegatives,
+)
+from lit_dpret.negatives.base import coins
+from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
+from lit_dpret.privacy.releases import Poisson, SamplingLaw
+from lit_dpret.retrieval.metrics import Values
+
+MakeModule = Callable[..., AS2DualEncoder]
+"""Builds the model: takes ``privacy``, ``optimizer_lr``, ``towers``, ``passage_tower`` and ``negatives``."""
+
+
+class SiloClient:
+    """One client of a federation.
+
+    Guarantees:
+        - With ``privacy.eps`` set, everything that a method returns and that depends on queries is charged to the
+          silo's ledger before it is returned, and nothing is returned that the budget does not cover.
+
+    Args:
+        data: The client's folder (`lit_dpret.datamodules.silo_folder`).
+        state: A folder for its own use, kept between rounds; private.
+        settings: Of the run, checked.
+        make_module: Builds the model of each round; the encoder is public.
+        secret_file: Keys the noise; null for the user's state folder.
+    """
+
+    def __init__(
+        self,
+        data: str | Path,
+        state: str | Path,
+        settings: PddAs2,
+        make_module: MakeModule,
+        *,
+        secret_file: str | Path | None = None,
+    ) -> None:
+        self.settings = settings.check()
+        self.folder, self.state = Path(data), Path(state)
+        self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        facts = {"seed": settings.seed, **asdict(settings.privacy)}
+        keep_facts(self.state / "run.json", "stage1", {**facts, **asdict(settings.stage1)})
+        if settings.stage2.epochs:
+            keep_facts(self.state / "run.json", self._kind, {**facts, **asdict(settings.stage2)})
+        self._make = make_module
+        self._secret_file = secret_file
+        self.data = self._datamodule(settings.stage1.batch_size)
+        silo = self.data.silo
+        self.name = silo.name
+        self.collection = SentenceCollection(silo.sentences, silo.passage_of)
+        self.queries = dict(self.data.evaluation_set("train")[0])
+        self._sentences: tuple[str, Tensor] | None = None
+        self.ledger, self.noise = self._account()
+
+    def __repr__(self) -> str:
+        return f"SiloClient({self.name})"
+
+    @property
+    def examples(self) -> int:
+        """|D_i|, the train queries: for the aggregation weight, and never in clear under a budget."""
+        return len(self.queries)
+
+    # -- stage 1 -------------------------------------------------------------------------------
+
+    def train_shared(self, weights: Mapping[str, Tensor], number: int) -> Weights:
+        """One local epoch of stage 1 from the global weights; the weights after it.
+
+        Args:
+            weights: Of the server.
+            number: Of the round, counted over the warm-up as well.
+        """
+        stage = self.settings.stage1
+        done = self.state / f"stage1-{number:03}.safetensors"
+        if done.is_file():
+            return load_file(done)
+        warm = number < stage.warmup_rounds
+        module = self._make(
+            privacy=self._privacy("stage1", number),
+            optimizer_lr=stage.lr,
+            towers="shared",
+            passage_tower="trained",
+            negatives=self._warm_up() if warm else self._static(),
+        )
+        put_weights(module, weights)
+        anchors = [TowardsAnchor(weights, stage.strength)] if stage.strategy == "fedprox" else []
+        data = self._datamodule(stage.batch_size)
+        fit_epochs(module, data, attempt_folder(self.state / f"stage1-{number:03}"), callbacks=anchors)
+        found = take_weights(module)
+        save_tensors(found, done)
+        return found
+
+    def _warm_up(self) -> list[NegativeSource]:
+        stage = self.settings.stage1
+        sources: list[NegativeSource] = [InBatchNegatives()] if stage.in_batch else []
+        sources.append(BM25Negatives(per_query=stage.bm25_n, depth=stage.top_k, seed=self.settings.seed))
+        if stage.other_positives:
+            sources.append(OtherPositives(per_query=stage.other_positives, seed=self.settings.seed))
+        return sources
+
+    def _static(self) -> list[NegativeSource]:
+        stage = self.settings.stage1
+        mined = StaticNegatives(per_query=stage.static_n, depth=stage.top_k, seed=self.settings.seed)
+        return [InBatchNegatives(), mined] if stage.in_batch else [mined]
+
+    # -- stage 2 -------------------------------------------------------------------------------
+
+    def request(self, weights: Mapping[str, Tensor], refresh: int) -> Tensor:
+        """The rows that other clients are asked with, ``(rows, dim)``; no row under ``request=none``.
+
+        Args:
+            weights: The global weights, the end of stage 1.
+            refresh: The number of the refresh; under a budget each of them is charged.
+        """
+        stage = self.settings.stage2
+        module = self._personal_module(weights)
+        if stage.request == "none":
+            return torch.empty(0, module.encoder.dim)
+        if stage.request == "exact":
+            return module.encode_queries(list(self.queries.values()))
+        kept = self.state / f"request-{refresh:03}.safetensors"
+        if kept.is_file():
+            return load_file(kept)["rows"]
+        if self.ledger is None or self.noise is None or self.noise.request is None:
+            raise ConfigurationError(
+                "federated.stage2.request=dp_centroid without federated.privacy.eps would ask with centroids that "
+                "protect nobody. Set federated.privacy.eps, or request=exact."
+            )
+        plan = CentroidPlan(count=stage.centroids, iterations=stage.centroid_iterations, seed=self.settings.seed)
+        queries = module.encode_queries(list(self.queries.values()))
+        with self.ledger.gaussian(
+            "fed_request", noise_multiplier=self.noise.request, count=stage.centroid_iterations
+        ) as noised:
+            rows = dp_centroids(queries, plan, noised)
+        save_tensors({"rows": rows}, kept)
+        return rows
+
+    def serve(self, weights: Mapping[str, Tensor], rows: Tensor, *, refresh: int) -> Block:
+        """The answer to another client's request."""
+        stage = self.settings.stage2
+        candidates = self._candidates(weights)
+        if not len(rows):
+            seed = self.settings.seed + refresh
+            return respond_uniformly(self.name, candidates, stage.n, seed=seed, send_as=stage.send_as)
+        return respond(self.name, rows, candidates, stage.top_k, send_as=stage.send_as)
+
+    def personalise(self, weights: Mapping[str, Tensor], pool: FedPool | None, number: int) -> None:
+        """One local epoch of the client's own query encoder, kept in its state folder.
+
+        Args:
+            weights: The global weights, the end of stage 1.
+            pool: Of other clients' sentences; None for the client's own (``negatives=dynamic``).
+            number: Of the epoch.
+        """
+        if self._personal_path(number).is_file():
+            return
+        stage = self.settings.stage2
+        source: NegativeSource
+        if pool is None:
+            source = DynamicNegatives(per_query=stage.n, depth=stage.top_k, seed=self.settings.seed)
+        else:
+            listed = list(self.queries) if pool.lists is not None else None
+            source = FedNegatives(pool, queries=listed, per_query=stage.n, depth=stage.top_k, seed=self.settings.seed)
+        sources: list[NegativeSource] = [InBatchNegatives(), source] if stage.in_batch else [source]
+        module = self._personal_module(weights, privacy=self._privacy(self._kind, number), negatives=sources)
+        anchor = [TowardsAnchor(take_weights(self._fresh(weights)), stage.anchor)] if stage.anchor else []
+        data = self._datamodule(stage.batch_size)
+        fit_epochs(module, data, attempt_folder(self.state / f"{self._kind}-{number:03}"), callbacks=anchor)
+        save_tensors(take_weights(module), self._personal_path(number))
+
+    # -- evaluation ----------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        weights: Mapping[str, Tensor] | None,
+        *,
+        personal: bool,
+        split: str = "test",
+        metrics: Sequence[str] = METRICS,
+    ) -> dict[str, Values]:
+        """Measures of every query of a split, on the client's own collection; private, like the queries.
+
+        Args:
+            weights: The global weights; None for BM25.
+            personal: With the client's own query encoder.
+            split: Of the queries.
+            metrics: As ``mrr@10``.
+        """
+        queries, qrels = self.data.evaluation_set(split)
+        if weights is None:
+            levels = self.collection.bm25(list(queries.values()))
+        else:
+            module = self._personal_module(weights) if personal else self._fresh(weights)
+            asked = module.encode_queries(list(queries.values()))
+            levels = self.collection.dense(asked, self._embedded(weights))
+        return self.collection.measure(levels, list(queries), qrels, metrics)
+
+    # -- privacy -------------------------------------------------------------------------------
+
+    def epsilon(self) -> float | None:
+        """What was spent of the silo's queries so far; None where nothing is promised."""
+        return None if self.ledger is None else self.ledger.epsilon()
+
+    def _privacy(self, *turn: object) -> PrivacyMode:
+        """The mode of one fit; without a budget its shuffling follows the public seed, so that runs can be repeated."""
+        if self.ledger is None or self.noise is None:
+            mode = NoPrivacy()
+            mode.noise_seed = int(coins(self.settings.seed, self.name, *map(str, turn)).integers(2**31))
+            return mode
+        return self.ledger.training(
+            noise_multiplier=self.noise.training, max_grad_norm=self.settings.privacy.max_grad_norm
+        )
+
+    def _account(self) -> tuple[SiloLedger | None, NoisePlan | None]:
+        privacy, one, two = self.settings.privacy, self.settings.stage1, self.settings.stage2
+        if privacy.eps is None:
+            return None, None
+        units = self._units()
+        budget = silo_budget(privacy.eps, privacy.delta, unit=privacy.unit, neighbours=privacy.neighbours, units=units)
+        stages = ((one.batch_size, one.warmup_rounds + one.rounds), (two.batch_size, two.epochs))
+        planned: list[tuple[SamplingLaw, int]] = []
+        for batch, epochs in stages:
+            if batch > units:
+                raise ConfigurationError(
+                    f"Client {self.name!r} has fewer train queries than a batch of {batch}. Lower the batch_size of "
+                    "federated.stage1 and federated.stage2, or leave the client out."
+                )
+            planned.append((Poisson(sample_rate=batch / units), epochs * max(1, round(units / batch))))
+        asks = two.negatives == "fed" and two.request == "dp_centroid"
+        noise = split_budget(
+            budget,
+            planned,
+            requests=two.epochs * two.centroid_iterations if asks else 0,
+            request_share=privacy.request_share,
+            accountant=privacy.accountant,
+        )
+        ledger = SiloLedger(
+            self.state / "private", budget, accountant=privacy.accountant, secret_file=self._secret_file
+        )
+        return ledger, noise
+
+    def _units(self) -> int:
+        data = self._datamodule(1)
+        data.use_unit("pair" if self.settings.privacy.unit == "pair" else "query")
+        return data.n_units
+
+    # -- pieces --------------------------------------------------------------------------------
+
+    def _datamodule(self, batch_size: int) -> SiloDataModule:
+        private = self.settings.privacy.eps is not None
+        return SiloDataModule(
+            folder=self.folder,
+            sampling="poisson" if private else "shuffle",
+            expected_batch_size=batch_size,
+            physical_batch_size=batch_size,
+            seed=self.settings.seed,
+        )
+
+    def _fresh(self, weights: Mapping[str, Tensor]) -> AS2DualEncoder:
+        """The global model, both towers."""
+        module = self._make(
+            privacy=NoPrivacy(), optimizer_lr=self.settings.stage2.lr, towers="separate", passage_tower="frozen",
+            negatives=None,
+        )  # fmt: skip
+        module.put_global(weights)
+        return module
+
+    def _personal_module(
+        self,
+        weights: Mapping[str, Tensor],
+        *,
+        privacy: PrivacyMode | None = None,
+        negatives: list[NegativeSource] | None = None,
+    ) -> AS2DualEncoder:
+        """The global model with the client's own query encoder, where it has one."""
+        module = self._make(
+            privacy=privacy or NoPrivacy(), optimizer_lr=self.settings.stage2.lr, towers="separate",
+            passage_tower="frozen", negatives=negatives,
+        )  # fmt: skip
+        module.put_global(weights)
+        newest = sorted(self.state.glob(f"{self._kind}-*.safetensors"))
+        if newest:
+            put_weights(module, load_file(newest[-1]))
+        return module
+
+    def _personal_path(self, number: int) -> Path:
+        return self.state / f"{self._kind}-{number:03}.safetensors"
+
+    @property
+    def _kind(self) -> str:
+        """What stage 2 keeps its files under: runs with other negatives can share a state folder and its stage 1."""
+        return f"personal-{self.settings.stage2.negatives}"
+
+    def _embedded(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """All sentences of the collection by the global sentence encoder; made once for each."""
+        module = self._fresh(weights)
+        key = module.tower("passage").fingerprint()
+        if self._sentences is None or self._sentences[0] != key:
+            self._sentences = (key, module.encode_passages(self.collection.texts))
+        return self._sentences[1]
+
+    def _candidates(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """What may be sent to others, by the kind of response."""
+        response = self.settings.stage2.response
+        if response == "raw":
+            return self._embedded(weights)
+        if response == "public":
+            return self._embedded(weights)[public_places(self.folder, self.collection)]
+        module = self._fresh(weights)
+        if response == "synthetic":
+            return module.encode_passages(synthetic_texts(self.folder))
+        return collection_centroids(
+            self._embedded(weights), self.collection, module, self.state, self.settings, secret_file=self._secret_file
+        )

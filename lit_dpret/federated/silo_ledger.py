@@ -1,0 +1,254 @@
+"""What one silo has spent, over all rounds, stages and requests, in one file beside its data.
+
+A privacy engine that is made anew in every round forgets what the rounds before it spent. Here every round is a
+private run with a ledger of its own, and all of them are counted in the silo's data-set ledger
+(`lit_dpret.privacy.dataset_ledger`): it reserves before the first noise is drawn, refuses what would pass the
+budget, charges a round that was killed, and composes all releases as one list. The file stays with the silo: the
+server of a federation neither keeps nor sees it.
+
+Two ledgers, since epsilons of different units do not add up: one for the silo's queries (``unit: query``), and where
+the collection is private as well, one for its passages (``unit: passage``).
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.accounting import calibrate_noise, epsilon
+from lit_dpret.privacy.budget import AccountantName, Neighbours, PrivacyBudget, Unit
+from lit_dpret.privacy.charges import SCHEMA
+from lit_dpret.privacy.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.dataset_total import Total
+from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
+from lit_dpret.privacy.modes import DPSGD
+from lit_dpret.privacy.noise import KeyedStream, load_secret
+from lit_dpret.privacy.releases import FullBatch, GaussianRelease, SamplingLaw
+from lit_dpret.privacy.search import DecimalGrid, least
+
+_DIGITS = 3
+
+
+class SiloLedger:
+    """The budget of one silo for one unit of privacy, and everything that was charged to it.
+
+    Guarantees:
+        - No noise is drawn before the release is in a ledger on disk, and none that the budget does not cover.
+        - Rounds compose: `epsilon` is that of all releases together, whichever process made them.
+        - A round that was killed stays charged with what it had reserved.
+
+    Args:
+        folder: Of the silo's private state, made where it is missing.
+        budget: What all that is released of the silo may cost together.
+        accountant: ``pld`` or ``rdp``.
+        secret_file: Keys the noise; null for the user's state folder. It may not lie in ``folder``.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        budget: PrivacyBudget,
+        *,
+        accountant: AccountantName = "pld",
+        secret_file: str | Path | None = None,
+    ) -> None:
+        self.folder, self.budget, self.accountant = Path(folder), budget, accountant
+        self.secret_file = None if secret_file is None else Path(secret_file)
+        self.path = self.folder / f"silo_ledger.{budget.unit}.jsonl"
+        self._ledger = DatasetLedger(self.path, total_eps=budget.eps, budget=budget, accountant=accountant)
+
+    def training(self, *, noise_multiplier: float, max_grad_norm: float, **settings: Any) -> DPSGD:
+        """The privacy mode of one round of training, charged to this silo.
+
+        Args:
+            noise_multiplier: From `split_budget`: the noise of one round is that of the whole federation's plan.
+            max_grad_norm: L2 bound on one unit's gradient.
+            settings: Further arguments of `DPSGD`.
+        """
+        budget = self.budget
+        return DPSGD(
+            eps=budget.eps,
+            delta=budget.delta,
+            unit=budget.unit,
+            neighbours=budget.neighbours,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            accountant=self.accountant,
+            secret_file=self.secret_file,
+            dataset_ledger=self.path,
+            total_eps=budget.eps,
+            **settings,
+        )
+
+    @contextmanager
+    def gaussian(
+        self, label: str, *, noise_multiplier: float, count: int
+    ) -> Iterator[Callable[[Tensor, float], Tensor]]:
+        """A mechanism that adds noise to at most ``count`` tables of known sensitivity, each written down first.
+
+        Args:
+            label: What it is for, as ``fed_request``.
+            noise_multiplier: Standard deviation of the noise over the sensitivity.
+            count: Releases, reserved together before the first.
+
+        Yields:
+            A function of a table and its sensitivity C under one unit emptied, added or removed.
+
+        Raises:
+            BudgetExceededError: The budget does not cover ``count`` more; nothing was released.
+            ConfigurationError: More tables were given than reserved, or a number is out of range.
+        """
+        if not noise_multiplier > 0 or count < 1:
+            raise ConfigurationError(
+                f"{label}: noise_multiplier={noise_multiplier} and count={count} must be positive."
+            )
+        release = GaussianRelease(noise_multiplier=noise_multiplier, law=FullBatch(), label=label)
+        planned = GaussianRelease(noise_multiplier=noise_multiplier, law=FullBatch(), count=count, label=label)
+        run_id, nonce = secrets.token_hex(8), secrets.token_hex(16)
+        stream = KeyedStream(load_secret(self.secret_file, run_dir=self.folder), run_id)
+        self._ledger.begin()
+        self._ledger.require([planned])
+        path = self.folder / "releases" / f"{label}-{run_id}.jsonl"
+        with PrivacyLedger.open(path) as ledger:
+            ledger.append(
+                "plan", schema=SCHEMA, run_id=run_id, attempt=0, nonce=nonce, mode=label, plan=None,
+                unit=self.budget.unit, neighbours=self.budget.neighbours, planned_steps=count,
+            )  # fmt: skip
+
+            def heads() -> list[str]:
+                return [str(record["hash"]) for record in ledger.records]
+
+            self._ledger.reserve(run_id, spent=[], planned=[planned], heads=heads(), name=label)
+            done = 0
+
+            def noised(table: Tensor, sensitivity: float) -> Tensor:
+                nonlocal done
+                if done == count:
+                    raise ConfigurationError(f"{label}: {count} releases were reserved, and all of them are made.")
+                std = noise_multiplier * sensitivity
+                ledger.append("intent", attempt=0, step=done, release=release.to_dict(), state_hash=None, sum_tag=None)
+                drawn = stream.normal(table.shape, attempt=0, step=done, parameter=label, salt=nonce, dtype=table.dtype)
+                found = table + std * drawn.to(table)
+                ledger.append(
+                    "release", attempt=0, step=done, noise_std=std, sensitivity=sensitivity, denominator=1.0,
+                    law=FullBatch().to_dict(), update_hash=None,
+                )  # fmt: skip
+                done += 1
+                return found
+
+            yield noised
+            ledger.append("end", reason="finished", steps=done)
+            self._ledger.settle(run_id, spent=charged_releases(ledger.records), heads=heads(), name=label)
+
+    def total(self) -> Total | None:
+        """What is spent and reserved now; None where nothing was ever charged."""
+        return self._ledger.total() if self.path.exists() else None
+
+    def epsilon(self) -> float:
+        """Epsilon of everything that was charged, at the budget's delta."""
+        total = self.total()
+        return 0.0 if total is None else total.epsilon
+
+    def by_run(self) -> dict[str, float]:
+        """Epsilon of each run or mechanism by itself, by its name; they compose to less than their sum."""
+        if not self.path.exists():
+            return {}
+        found = self._ledger.releases()
+        return {
+            name: epsilon(
+                releases, delta=self.budget.delta, neighbours=self.budget.neighbours, accountant=self.accountant
+            )
+            for name, releases in found.items()
+        }
+
+
+@dataclass(frozen=True)
+class NoisePlan:
+    """Noise multipliers with which everything that is planned stays within a budget.
+
+    Attributes:
+        training: Of every step of every round.
+        request: Of every iteration of centroids; None where none are planned.
+    """
+
+    training: float
+    request: float | None
+
+
+def split_budget(
+    budget: PrivacyBudget,
+    training: Sequence[tuple[SamplingLaw, int]],
+    *,
+    requests: int = 0,
+    request_share: float = 0.3,
+    accountant: AccountantName = "pld",
+) -> NoisePlan:
+    """The least noise of training that fits beside the requests.
+
+    Guarantees:
+        - The epsilon of all that is planned, composed, is at most ``budget.eps``.
+
+    Args:
+        budget: Of one silo.
+        training: The law and the number of steps of each stage, over all rounds.
+        requests: Iterations of centroids, over all refreshes.
+        request_share: The part of epsilon that the requests may cost by themselves.
+        accountant: ``pld`` or ``rdp``.
+
+    Raises:
+        ConfigurationError: The share is out of range, or no noise meets the budget.
+    """
+    if not 0 < request_share < 1:
+        raise ConfigurationError(f"federated.privacy.request_share={request_share} must lie between 0 and 1.")
+    asked: list[GaussianRelease] = []
+    request = None
+    terms: dict[str, Any] = {"delta": budget.delta, "neighbours": budget.neighbours, "accountant": accountant}
+    if requests:
+        request = calibrate_noise(eps=request_share * budget.eps, law=FullBatch(), steps=requests, **terms)
+        asked = [GaussianRelease(noise_multiplier=request, law=FullBatch(), count=requests, label="fed_request")]
+    grid = DecimalGrid(digits=_DIGITS)
+
+    def spent(index: int) -> float:
+        made = [GaussianRelease(noise_multiplier=grid[index], law=law, count=steps) for law, steps in training if steps]
+        return epsilon([*made, *asked], **terms)
+
+    if not any(steps for _, steps in training):
+        raise ConfigurationError("No step of training is planned, so there is no noise to choose for it.")
+    most = grid.index(1e4)
+    found = least(spent, budget.eps, start=0, most=most, stride=2 * 10**_DIGITS, place=grid.__getitem__)
+    if found is None or not math.isfinite(spent(found)):
+        raise ConfigurationError(
+            f"federated.privacy.eps={budget.eps:g} cannot be met by any noise for what is planned. Raise it, or plan "
+            "fewer rounds."
+        )
+    return NoisePlan(grid[found], request)
+
+
+def silo_budget(
+    eps: float, delta: float | None, *, unit: Unit, neighbours: Neighbours, units: int | None
+) -> PrivacyBudget:
+    """A silo's budget; a null delta is 1/(2n) where the number of units may be known.
+
+    Raises:
+        ConfigurationError: Delta is null under ``add_or_remove``, or permits publishing one whole unit.
+    """
+    public = None if neighbours == "add_or_remove" else units
+    if delta is None and public is None:
+        raise ConfigurationError(
+            "federated.privacy.delta=null cannot be derived: under federated.privacy.neighbours=add_or_remove the "
+            "number of units is private. Set it to a constant below 1/n."
+        )
+    budget = PrivacyBudget(
+        eps=eps, delta=1 / (2 * (public or 1)) if delta is None else delta, unit=unit, neighbours=neighbours
+    )
+    if public is not None:
+        budget.check_delta(public)
+    return budget

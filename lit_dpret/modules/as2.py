@@ -1,0 +1,142 @@
+"""The dual encoder of PDD-AS2 (paper 004, section 2): a question's [CLS], a sentence's mean, and their dot product.
+
+It is a `DualEncoder` with two things changed: each side pools in its own way, with one backbone or with two, and
+embeddings keep their length. Passages are sentences here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lit_dpret.encoders import Side, TextEncoder
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.losses import HardNegativeSoftmaxLoss, InBatchSoftmaxLoss
+from lit_dpret.modules.dual_encoder import DualEncoder, PassageTower, TowerChoice
+from lit_dpret.modules.optimizers import OptimizerSpec
+from lit_dpret.negatives.row_negatives import Sources
+from lit_dpret.privacy.modes import PrivacyMode
+
+_MODES = ("none", "dp_sgd", "synthetic")
+
+
+class AS2DualEncoder(DualEncoder):
+    """Questions and sentences into one space, by the dot product.
+
+    Stage 1 trains both sides (``towers=shared``: one transformer, as the paper leaves open; or ``separate``). Stage 2
+    freezes the sentence side (``towers=separate, passage_tower=frozen``) and trains the question side alone; with
+    ``passage_cache_dir``, or a source that searches, sentences are then embedded once.
+
+    Guarantees:
+        - A row's loss is the softmax of ``<query, sentence> / temperature`` over its own sentence and its negatives.
+        - Under ``privacy=dp_sgd`` negatives come from sources that couple no rows; the loss of a row is a function
+          of its own record, of the collection, of public coins and of released weights.
+        - `save_model` writes a folder that ``SentenceTransformer(folder)`` loads, with the same embeddings.
+
+    Args:
+        privacy: ``none``, ``dp_sgd`` or ``synthetic``. The other modes' bounds are for the cosine.
+        optimizer: Name, learning rate and schedule; the paper's is AdamW at 3e-5.
+        encoder: As for `DualEncoder`; the paper's is ``distilbert-base-uncased``.
+        config: The same.
+        tokenizer: The same.
+        towers: The same.
+        passage_tower: The same.
+        negatives: The same; null for the other sentences of the batch.
+        passage_cache_dir: The same.
+        query_pooling: ``cls``, ``mean`` or ``max``.
+        passage_pooling: The same, of a sentence.
+        temperature: Divides the dot product; the paper has none, which is 1.
+        max_query_length: Tokens of a question that are read.
+        max_passage_length: Tokens of a sentence that are read.
+        gradient_checkpointing: Recompute activations to save memory.
+        log_private_loss: Log the training loss although it is an unaccounted release.
+
+    Raises:
+        ConfigurationError: Two settings contradict each other, or the encoder cannot be found.
+    """
+
+    def __init__(
+        self,
+        *,
+        privacy: PrivacyMode,
+        optimizer: OptimizerSpec,
+        encoder: str | Path | TextEncoder | None = "distilbert-base-uncased",
+        config: Mapping[str, Any] | None = None,
+        tokenizer: str | Path | None = None,
+        towers: TowerChoice = "shared",
+        passage_tower: PassageTower = "trained",
+        negatives: Sources | None = None,
+        passage_cache_dir: str | Path | None = None,
+        query_pooling: str = "cls",
+        passage_pooling: str = "mean",
+        temperature: float = 1.0,
+        max_query_length: int = 32,
+        max_passage_length: int = 512,
+        gradient_checkpointing: bool = False,
+        log_private_loss: bool = False,
+    ) -> None:
+        settings = dict(locals())
+        if privacy.name not in _MODES:
+            raise ConfigurationError(
+                f"privacy={privacy.name} bounds a loss of cosines, and answer selection is by the dot product. Choose "
+                f"privacy={', '.join(_MODES)}."
+            )
+        super().__init__(
+            privacy=privacy,
+            optimizer=optimizer,
+            encoder=encoder,
+            config=config,
+            tokenizer=tokenizer,
+            towers=towers,
+            passage_tower=passage_tower,
+            negatives=negatives,
+            passage_cache_dir=passage_cache_dir,
+            temperature=temperature,
+            max_query_length=max_query_length,
+            max_passage_length=max_passage_length,
+            gradient_checkpointing=gradient_checkpointing,
+            log_private_loss=log_private_loss,
+        )
+        self.keep_settings(settings)
+        second = self.encoder if self.passage_encoder is None else self.passage_encoder
+        self.encoder = _pooled(self.encoder, query_pooling)
+        self.passage_encoder = _pooled(second, passage_pooling)
+        self.train()
+        self.loss = InBatchSoftmaxLoss(temperature=temperature, similarity="dot")
+        self._listwise = HardNegativeSoftmaxLoss(temperature=temperature, similarity="dot")
+
+    def embed(self, features: Any, side: Side) -> Tensor:
+        """Embeddings of any length, ``(rows, dim)``; their dot product is the score."""
+        return self.represent(features, side)
+
+    def put_global(self, weights: Mapping[str, Tensor]) -> None:
+        """Set both sides to weights that `take_weights` took of a module of stage 1, whichever towers that had.
+
+        Raises:
+            ConfigurationError: They are of another model.
+        """
+        sides = (("encoder", self.encoder), ("passage_encoder", self.passage_encoder))
+        for side, tower in sides:
+            if tower is None:
+                continue
+            state = dict(tower.named_parameters())
+            source = {name: weights.get(f"{side}.{name}", weights.get(f"encoder.{name}")) for name in state}
+            for name, value in source.items():
+                if value is None or value.shape != state[name].shape:
+                    raise ConfigurationError(
+                        f"The weights are of another model: {side}.{name} is missing or of another shape. Use the "
+                        "encoder that stage 1 was trained with."
+                    )
+                state[name].data.copy_(value)
+
+
+def _pooled(encoder: TextEncoder, pooling: str) -> TextEncoder:
+    """The same transformer, pooled in another way and not scaled to length 1."""
+    contract = replace(encoder.contract, pooling=pooling, normalise=False)
+    made = TextEncoder(encoder.backbone, encoder.tokenizer, contract, encoder.projection)
+    made.unused_weights = encoder.unused_weights
+    return made

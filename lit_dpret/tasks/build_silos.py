@@ -1,0 +1,134 @@
+"""`task=build_silos`: the clients of a federation out of a data set that exists, in one folder each."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lit_dpret.datamodules import InsuranceQADataModule, PairsDataModule
+from lit_dpret.datamodules.layouts import find_part, folder_parts
+from lit_dpret.datamodules.readers import RecordFile
+from lit_dpret.datamodules.silo_folder import Silo, write_silos
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.federated.data import planted_silos, silos_by_article, silos_by_domain, statistics_table
+from lit_dpret.federated.data.newsqa import read_genres, read_newsqa
+from lit_dpret.federated.data.planted import Planted
+from lit_dpret.federated.data.squad import Question, squad_json
+from lit_dpret.tasks.parts import Parts, check_run_dir
+
+Source = Literal["insuranceqa", "medquad", "squad", "newsqa", "planted"]
+
+
+class BuildSilos:
+    """Write the silos of a source into ``RUN/silos``, and print how large each client is.
+
+    Args:
+        source: ``insuranceqa`` (its domains), ``medquad`` (its sources), ``squad`` (its articles), ``newsqa`` (the
+            genres of its stories), or ``planted`` (invented words).
+        folder: Of the source; a BEIR folder whose queries name a domain, or for ``squad`` also a SQuAD JSON file.
+            Null takes InsuranceQA from its package.
+        newsqa: ``combined-newsqa-data-v1.json``, for ``newsqa``.
+        cnn_urls: The folder with the lists of CNN addresses, for ``newsqa``.
+        merge_world: Take the parts of the world for one genre, for ``newsqa``.
+        clients: How many of the largest clients; null for all that are large enough.
+        min_train: Train queries that a client needs.
+        min_test: Test queries that it needs.
+        max_train_queries: At most so many queries of each split and client, for ``insuranceqa`` and ``medquad``.
+        max_passages: At most so many passages of a client besides those that answer, for the same.
+        planted: The sizes of the planted silos (`lit_dpret.federated.data.planted.Planted`).
+
+    Raises:
+        ConfigurationError: The source is unknown, or a file that it needs is not named.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: Source,
+        folder: str | Path | None = None,
+        newsqa: str | Path | None = None,
+        cnn_urls: str | Path | None = None,
+        merge_world: bool = False,
+        clients: int | None = 10,
+        min_train: int = 20,
+        min_test: int = 5,
+        max_train_queries: int | None = None,
+        max_passages: int | None = None,
+        planted: Mapping[str, Any] | None = None,
+    ) -> None:
+        if source not in get_args(Source):
+            raise ConfigurationError(f"task.source={source!r} is not one of {', '.join(get_args(Source))}.")
+        needed = {"newsqa": ("newsqa", "cnn_urls"), "medquad": ("folder",), "squad": ("folder",)}
+        given = {"newsqa": newsqa, "cnn_urls": cnn_urls, "folder": folder}
+        for name in needed.get(source, ()):
+            if given[name] is None:
+                raise ConfigurationError(f"task.source={source} needs task.{name}. Name the user's own copy.")
+        self.source, self.folder, self.newsqa, self.cnn_urls = source, folder, newsqa, cnn_urls
+        self.merge_world = merge_world
+        self.sizes: dict[str, Any] = {"clients": clients, "min_train": min_train, "min_test": min_test}
+        self.sample: dict[str, Any] = {"max_train_queries": max_train_queries, "max_passages": max_passages}
+        try:
+            self.planted = Planted(**dict(planted or {}))
+        except TypeError as error:
+            raise ConfigurationError(f"task.planted: {error}.") from error
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Build, write and tell; returns how many clients there are."""
+        check_run_dir(parts.run_dir, min_free_mb=50)
+        out = parts.run_dir / "silos"
+        if out.exists():
+            raise ConfigurationError(f"{out} exists, and nothing is overwritten. Choose another hydra.run.dir.")
+        silos, facts = self._build()
+        write_silos(out, silos, facts={"source": self.source, **facts}, knob="hydra.run.dir")
+        sys.stdout.write(statistics_table({silo.name: silo.counts() for silo in silos}) + f"\n\n{out}\n")
+        return {"clients": float(len(silos))}
+
+    def _build(self) -> tuple[list[Silo], dict[str, Any]]:
+        if self.source == "planted":
+            return planted_silos(self.planted), {"planted": vars(self.planted)}
+        if self.source == "newsqa":
+            genres = read_genres(str(self.cnn_urls), merge_world=self.merge_world)
+            stories, questions, left_out = read_newsqa(str(self.newsqa), genres)
+            silos, counts = silos_by_article(stories, questions, **self.sizes)
+            return silos, {"left_out": left_out | counts}
+        if self.source == "squad":
+            passages, questions = _read_squad(Path(str(self.folder)))
+            silos, counts = silos_by_article(passages, questions, **self.sizes)
+            return silos, {"left_out": counts}
+        data = InsuranceQADataModule(folder=self.folder) if self.source == "insuranceqa" else self._pairs()
+        return silos_by_domain(data.collection, **self.sizes, **self.sample), {}
+
+    def _pairs(self) -> PairsDataModule:
+        return PairsDataModule(folder=str(self.folder), in_memory=True)
+
+
+def _read_squad(path: Path) -> tuple[dict[str, tuple[str, str]], list[Question]]:
+    """SQuAD's JSON, or a BEIR folder whose corpus names articles as ``domain`` and whose queries list ``answers``."""
+    if path.is_file():
+        opened = gzip.open if path.suffix == ".gz" else open
+        try:
+            with opened(path, "rt", encoding="utf-8") as file:
+                return squad_json(json.load(file)["data"], split=None)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path} is no SQuAD file ({type(error).__name__}).") from error
+    if not path.is_dir() or find_part(path, "corpus") is None:
+        raise DataError(f"{path} is neither a SQuAD JSON file nor a BEIR folder; check task.folder.")
+    found = folder_parts(path, knob="task.folder")
+    passages = {
+        str(record.get("_id")): (str(record.get("domain", "")), str(record.get("text", "")))
+        for _, record in RecordFile(found["corpus"], knob="task.folder")
+    }
+    asked = {str(record.get("_id")): record for _, record in RecordFile(found["queries"], knob="task.folder")}
+    questions = []
+    for file in found["qrels"].values():
+        for _, judged in RecordFile(file, knob="task.folder"):
+            record = asked.get(str(judged.get("query-id")))
+            if record is None or not record.get("answers"):
+                raise DataError(f"{found['queries']} lacks the answers of a judged question; check task.folder.")
+            pid = str(judged.get("corpus-id"))
+            questions.append(Question(str(record["_id"]), str(record["text"]), pid, answers=record["answers"]))
+    return passages, questions

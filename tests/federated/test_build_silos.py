@@ -1,0 +1,74 @@
+"""`task=build_silos` on small sources, and on the real ones where they are at hand."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_dpret.datamodules.silo_folder import read_manifest, read_silo, silo_folders
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.tasks import BuildSilos
+from lit_dpret.tasks.parts import Parts
+
+DATA = Path(os.environ.get("LIT_DPRET_DATA", Path(__file__).resolve().parents[2].parent / "shared" / "data"))
+
+
+def build(run: Path, **settings: Any) -> Path:
+    nothing: Any = None
+    BuildSilos(**settings).run(Parts(run, nothing, nothing, nothing, nothing))
+    return run / "silos"
+
+
+def test_planted_silos_are_written_and_their_sizes_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = build(tmp_path, source="planted", planted={"clients": 2, "entities": 5})
+    assert list(silo_folders(out)) == ["client0", "client1"] and "| client0 | 5 |" in capsys.readouterr().out
+    with pytest.raises(ConfigurationError, match="nothing is overwritten"):
+        build(tmp_path, source="planted")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"source": "yahoo"}, "task.source='yahoo' is not one of"),
+        ({"source": "newsqa"}, "needs task.newsqa"),
+        ({"source": "newsqa", "newsqa": "x.json"}, "needs task.cnn_urls"),
+        ({"source": "medquad"}, "needs task.folder"),
+        ({"source": "planted", "planted": {"clints": 3}}, "clints"),
+        ({"source": "planted", "planted": {"told": 2, "questions": 3}}, "questions=3, told=2"),
+    ],
+)
+def test_a_source_that_cannot_be_built_is_refused_before_anything_is_read(settings: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        BuildSilos(**settings)
+
+
+def test_squad_comes_from_its_json_too(tmp_path: Path) -> None:
+    paragraphs = [
+        {"context": f"It began in {i}. It ended in {i + 50}.",
+         "qas": [{"id": f"q{i}", "question": "When?", "answers": [{"answer_start": 12, "text": str(i)}]}]}
+        for i in range(10, 40)
+    ]  # fmt: skip
+    (tmp_path / "dev-v1.1.json").write_text(json.dumps({"data": [{"title": "Old War", "paragraphs": paragraphs}]}))
+    out = build(tmp_path / "run", source="squad", folder=tmp_path / "dev-v1.1.json", clients=1, min_train=5, min_test=1)
+    silo = read_silo(silo_folders(out)["Old-War"])
+    assert all(silo.sentences[sid].startswith("It began") for query in silo.queries for sid in query.positives)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "folder", "clients"),
+    [("insuranceqa", "insuranceqa", 10), ("medquad", "medquad", 9), ("squad", "squad_dev", 10)],
+)
+def test_the_stand_ins_that_exist_become_silos(source: Any, folder: str, clients: int, tmp_path: Path) -> None:
+    if not (DATA / folder).is_dir():
+        pytest.skip(f"{folder} is not there; set LIT_DPRET_DATA")
+    out = build(tmp_path, source=source, folder=DATA / folder, clients=clients)
+    counts = read_manifest(out)["clients"]
+    assert len(counts) == clients
+    for name, path in silo_folders(out).items():
+        silo = read_silo(path)
+        assert silo.counts() == counts[name] and counts[name]["train"] >= 20 and counts[name]["test"] >= 5

@@ -1,0 +1,203 @@
+"""Fed-negatives: who is asked, what is answered, and that merging answers is searching the union."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from negative_cases import PASSAGES, QUERIES, WordTowers, texts
+
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.federated.fed_negatives import (
+    Block,
+    FedPool,
+    as_sent,
+    merge_lists,
+    pool_of,
+    respond,
+    respond_uniformly,
+)
+from lit_dpret.federated.negatives import FedNegatives, OtherPositives
+from lit_dpret.federated.selection import Site, select_clients
+from lit_dpret.negatives import RowNegatives
+from lit_dpret.negatives.base import Seat
+from lit_dpret.privacy.modes import DPSGD, NoPrivacy
+from lit_dpret.retrieval.search import MISSING, search
+
+SITES = {"a": Site(region="eu"), "b": Site(region="us", latency_ms=9.0), "c": Site(region="eu", latency_ms=30.0),
+         "d": Site(latency_ms=1.0)}  # fmt: skip
+
+
+def collections(sizes: list[int], dim: int, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    # Few different values, so that scores tie.
+    return [torch.randint(-2, 3, (size, dim), generator=generator).float() for size in sizes]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 6), st.integers(0, 99),
+       st.sampled_from(["float32", "float16"]))  # fmt: skip
+def test_merging_the_answers_of_all_clients_is_searching_their_union(
+    sizes: list[int], n: int, seed: int, send_as: str
+) -> None:
+    found = [part + 0.1 for part in collections(sizes, 3, seed)]
+    (queries,) = collections([5], 3, seed + 1)
+    blocks = [respond(f"client{i}", queries, part, n, send_as=send_as) for i, part in enumerate(found)]
+    pool = merge_lists(blocks[::-1], queries, n)
+    union = torch.cat([as_sent(part, send_as).float() for part in found])
+    best = search(queries, union, n)
+    assert pool.lists is not None
+    for row in range(len(queries)):
+        kept = pool.lists[row][pool.lists[row] != MISSING]
+        wanted = best.indices[row][best.indices[row] != MISSING]
+        scores = pool.embeddings[kept] @ queries[row]
+        torch.testing.assert_close(scores, best.scores[row][: len(wanted)])
+        assert torch.equal(pool.embeddings[kept], union[wanted])
+
+
+def test_a_block_holds_every_embedding_once_and_is_smaller_than_a_table() -> None:
+    (sentences,) = collections([30], 8, 0)
+    queries = torch.randn(200, 8, generator=torch.Generator().manual_seed(1))
+    block = respond("a", queries, sentences.unique(dim=0), 5, send_as="float32").check(rows=200, dim=8, limit=5)
+    assert len(block.embeddings) == len(block.embeddings.unique(dim=0)) <= 30
+    assert block.bytes < 200 * 5 * 8 * 4 / 3
+    half = respond("a", queries, sentences.unique(dim=0), 5, send_as="float16")
+    assert half.embeddings.element_size() == 2 and half.bytes < block.bytes
+
+
+def test_embeddings_that_half_precision_cannot_hold_are_refused_not_sent_as_infinity() -> None:
+    with pytest.raises(ConfigurationError, match="Send float32"):
+        respond("a", torch.ones(1, 2), torch.tensor([[1e6, 0.0]]), 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"embeddings": torch.full((2, 3), float("nan"))}, "not finite"),
+        ({"embeddings": torch.zeros(2, 4)}, r"shape \(2, 4\) where 3 dimensions"),
+        ({"starts": torch.tensor([0, 1])}, "answers to 1 rows where 2"),
+        ({"entries": torch.tensor([0, 7], dtype=torch.int32)}, "do not fit"),
+        ({"starts": torch.tensor([0, 2, 1])}, "do not fit"),
+        (
+            {"starts": torch.tensor([0, 3, 5]), "entries": torch.zeros(5, dtype=torch.int32)},
+            "5 entries where at most 2",
+        ),
+    ],
+)
+def test_a_broken_answer_is_named_with_its_client(change: dict[str, torch.Tensor], message: str) -> None:
+    good = {"embeddings": torch.zeros(2, 3), "starts": torch.tensor([0, 1, 2]),
+            "entries": torch.tensor([0, 1], dtype=torch.int32)}  # fmt: skip
+    Block("good", **good).check(rows=2, dim=3, limit=2)
+    with pytest.raises(DataError, match=f"client 'bad' has .*{message}"):
+        Block("bad", **good | change).check(rows=2, dim=3, limit=2)
+
+
+def test_without_a_request_a_uniform_sample_comes_back_and_differs_by_seed() -> None:
+    sentences = torch.arange(400.0).reshape(100, 4)
+    drawn = [respond_uniformly("a", sentences, 20, seed=seed, send_as="float32") for seed in range(40)]
+    assert all(len(block.embeddings) == 20 and block.rows == 1 for block in drawn)
+    counts = torch.stack([block.embeddings[:, 0] / 4 for block in drawn]).flatten().long().bincount(minlength=100)
+    # 40 draws of 20 of 100: each place 8 times on average, variance 6.4 by the hypergeometric law.
+    assert float(((counts - 8.0) ** 2 / 6.4).sum()) < 150 and counts.max() < 24
+
+
+# -- who is asked ----------------------------------------------------------------------------
+
+
+def test_all_others_are_asked_and_never_the_asker() -> None:
+    assert select_clients("b", SITES, "all") == ["a", "c", "d"]
+    for how in ("all", "random", "region", "latency"):
+        assert "a" not in select_clients("a", SITES, how) and len(select_clients("a", SITES, how, count=2)) == 2
+
+
+def test_region_comes_first_and_so_does_a_short_way() -> None:
+    assert select_clients("a", SITES, "region", count=1) == ["c"]
+    assert select_clients("a", SITES, "latency") == ["d", "b", "c"]
+
+
+def test_random_clients_change_with_the_refresh_and_not_otherwise() -> None:
+    drawn = [tuple(select_clients("a", SITES, "random", count=1, refresh=i)) for i in range(20)]
+    assert set(drawn) == {("b",), ("c",), ("d",)}
+    assert drawn == [tuple(select_clients("a", SITES, "random", count=1, refresh=i)) for i in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("asker", "settings_", "message"), [("z", {}, "'z' asks"), ("a", {"count": 0}, "select_count=0")]
+)
+def test_a_selection_that_has_no_meaning_is_refused(asker: str, settings_: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        select_clients(asker, SITES, "all", **settings_)
+
+
+# -- as sources of negatives -----------------------------------------------------------------
+
+
+def fed(pool: FedPool, **numbers: int) -> FedNegatives:
+    queries = list(QUERIES) if pool.lists is not None else None
+    source = FedNegatives(pool, queries=queries, **numbers)
+    source.prepare(texts(), WordTowers(), private=True)
+    return source
+
+
+def chosen(source: FedNegatives, query: int, step: int = 0) -> list[int]:
+    known = texts()
+    towers = WordTowers()
+    embedding = towers.embeddings([known.queries[query]], "query", None)
+    groups = frozenset(int(known.groups[place]) for place in known.positives(query))
+    seat = Seat(query, known.queries[query], known.positives(query)[0], groups)
+    return source.choose_near(seat, embedding[0], source.nearest(embedding, 2), 0, step=step)
+
+
+def test_a_pool_is_searched_with_the_query_as_it_is_and_never_names_an_answer() -> None:
+    towers = WordTowers()
+    own = towers.embeddings(texts().passages, "passage", None)
+    copy = texts().positives(1)
+    others = torch.nn.functional.normalize(torch.randn(12, own.shape[1], generator=torch.Generator().manual_seed(0)))
+    pool = pool_of([respond_uniformly("x", torch.cat([others, own[list(copy)]]), 14, seed=0)], own.shape[1])
+    source = fed(pool, per_query=3, depth=12)
+    places = [place for step in range(30) for place in chosen(source, 1, step)]
+    answers = {i for i, e in enumerate(pool.embeddings) if float((e @ own[list(copy)].T).max()) > 0.9999}
+    assert len(answers) == len(copy) and len(set(places)) == 12
+    assert not {place - len(PASSAGES) for place in places} & answers
+
+
+def test_the_best_of_few_is_always_the_same_and_uniform_among_many() -> None:
+    pool = FedPool(torch.randn(40, 20, generator=torch.Generator().manual_seed(3)))
+    best = {tuple(chosen(fed(pool, per_query=4, depth=4), 0, step)) for step in range(5)}
+    assert len(best) == 1
+    counts = torch.zeros(20)
+    source = fed(pool, per_query=5, depth=20)
+    order = [place - len(PASSAGES) for place in source.nearest(
+        WordTowers().embeddings([texts().queries[0]], "query", None), 0).indices[0].tolist()]  # fmt: skip
+    for step in range(400):
+        for place in chosen(source, 0, step):
+            counts[order.index(place - len(PASSAGES))] += 1
+    # Each of the best 20 is drawn 100 times on average, variance 75: chi-square of 19 degrees, 99.99 % is 50.8.
+    assert float(((counts - 100) ** 2 / 75).sum()) < 50.8
+
+
+def test_lists_belong_to_queries_by_id() -> None:
+    lists = torch.arange(len(QUERIES)).unsqueeze(1) * 2 + torch.tensor([[0, 1]])
+    pool = FedPool(torch.randn(16, 20, generator=torch.Generator().manual_seed(4)), lists)
+    assert chosen(fed(pool, per_query=2, depth=2), 3) == [len(PASSAGES) + 6, len(PASSAGES) + 7]
+    with pytest.raises(ConfigurationError, match="ids of the queries"):
+        FedNegatives(pool, queries=["q0"])
+
+
+def test_a_pool_of_another_model_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="made with another model"):
+        fed(FedPool(torch.zeros(2, 5)))
+
+
+def test_other_questions_answers_are_drawn_and_couple_rows() -> None:
+    source = OtherPositives(per_query=3)
+    known = texts()
+    source.prepare(known, WordTowers(), private=True)
+    answers = {place for query in range(len(QUERIES)) for place in known.positives(query)}
+    own = frozenset(int(known.groups[place]) for place in known.positives(1))
+    drawn = {place for step in range(50) for place in source.choose(Seat(1, "t", 0, own), step=step, epoch=0)}
+    assert drawn <= answers and not {int(known.groups[place]) for place in drawn} & own and len(drawn) > 5
+    RowNegatives([OtherPositives()], NoPrivacy())
+    with pytest.raises(ConfigurationError, match="other_positives cannot go with privacy=dp_sgd"):
+        RowNegatives([OtherPositives()], DPSGD(eps=1.0))

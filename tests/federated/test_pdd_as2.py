@@ -1,0 +1,259 @@
+"""PDD-AS2 with all clients in one process: its arithmetic, its budget, its faults and its resumption."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_silos import PRIVATE, SIZE, SMALL, declare_public, encoder, federation
+
+from lit_dpret.datamodules import SiloDataModule
+from lit_dpret.datamodules.silo_folder import read_silo, silo_folders, write_silos
+from lit_dpret.errors import BudgetExceededError, DataError, ResumeError
+from lit_dpret.federated.aggregation import TowardsAnchor, client_weights, put_weights, take_weights, weighted_mean
+from lit_dpret.federated.data import merged_silo, planted_silos
+from lit_dpret.federated.data.planted import Planted
+from lit_dpret.federated.fed_negatives import FedPool
+from lit_dpret.federated.fitting import fit_epochs
+from lit_dpret.federated.inprocess import InProcessFederation
+from lit_dpret.federated.negatives import FedNegatives
+from lit_dpret.federated.secure_mean import secure_mean
+from lit_dpret.federated.settings import PddAs2, Stage1, Stage2
+from lit_dpret.modules import AS2DualEncoder, OptimizerSpec
+from lit_dpret.privacy.modes import NoPrivacy
+
+
+def one_step(
+    folder: Path, run: Path, start: dict[str, torch.Tensor], **more: Any
+) -> tuple[dict[str, torch.Tensor], int]:
+    """The query tower after one SGD step on all train queries of a silo, and how many these are."""
+    pool = FedPool(torch.randn(7, 16, generator=torch.Generator().manual_seed(5)))
+    module = AS2DualEncoder(
+        privacy=NoPrivacy(), optimizer=OptimizerSpec(name="sgd", lr=0.5), encoder=encoder(), towers="separate",
+        passage_tower="frozen", negatives=[FedNegatives(pool, per_query=7, depth=7)],
+    )  # fmt: skip
+    put_weights(module, start)
+    count = read_silo(folder).counts()["train"]
+    data = SiloDataModule(folder=folder, sampling="shuffle", expected_batch_size=count, physical_batch_size=count)
+    fit_epochs(module, data, run, **more)
+    return take_weights(module), count
+
+
+@pytest.fixture(scope="module")
+def silos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("silos")
+    found = planted_silos(replace(SIZE, skew=3.0))
+    write_silos(root / "clients", found, facts={})
+    write_silos(root / "central", [merged_silo(found)], facts={})
+    return root
+
+
+def first_weights() -> dict[str, torch.Tensor]:
+    module = AS2DualEncoder(
+        privacy=NoPrivacy(), optimizer=OptimizerSpec(), encoder=encoder(), towers="separate", passage_tower="frozen"
+    )
+    return take_weights(module)
+
+
+def test_a_round_of_one_full_batch_of_sgd_weighted_by_examples_is_a_central_step(silos: Path, tmp_path: Path) -> None:
+    start = first_weights()
+    updates, counts = {}, {}
+    for name, folder in silo_folders(silos / "clients").items():
+        updates[name], counts[name] = one_step(folder, tmp_path / name, start)
+    (central_folder,) = silo_folders(silos / "central").values()
+    central, count = one_step(central_folder, tmp_path / "central", start)
+    assert count == sum(counts.values()) and len(set(counts.values())) == 3
+    mean = weighted_mean(updates, client_weights(counts, "examples"))
+    moved = max(float((central[name] - start[name]).abs().max()) for name in start)
+    assert moved > 1e-3
+    for name in start:
+        torch.testing.assert_close(mean[name], central[name], rtol=0, atol=1e-4 * moved)
+    uniform = weighted_mean(updates, client_weights(counts, "uniform"))
+    assert max(float((uniform[name] - central[name]).abs().max()) for name in start) > 1e-3 * moved
+
+
+def test_the_term_towards_an_anchor_adds_its_strength_times_the_distance_to_the_gradient(
+    silos: Path, tmp_path: Path
+) -> None:
+    start = first_weights()
+    folder = silo_folders(silos / "clients")["client2"]
+    anchor = {name: value + 0.2 for name, value in start.items()}
+    plain, _ = one_step(folder, tmp_path / "plain", start)
+    pulled, _ = one_step(folder, tmp_path / "pulled", start, callbacks=[TowardsAnchor(anchor, 0.3)])
+    for name in start:  # with learning rate 0.5 a step moves by 0.5 * 0.3 * 0.2 further
+        torch.testing.assert_close(pulled[name], plain[name] + 0.03, rtol=0, atol=1e-5)
+
+
+def test_the_secure_mean_is_the_weighted_mean_and_names_who_is_left_out() -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = {"w": torch.randn(4, 3, generator=generator), "b": torch.zeros(2)}
+    updates = {
+        f"c{i}": {key: value + 0.1 * torch.randn(value.shape, generator=generator) for key, value in start.items()}
+        for i in range(4)
+    }
+    weights = {"c0": 1.0, "c1": 0.25, "c2": 0.5, "c3": 1.0}
+    found = secure_mean(start, updates, weights, limit=1.0, name="a")
+    for key, value in weighted_mean(updates, weights).items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6)
+    updates["c2"]["w"][0, 0] = float("nan")
+    faults: list[str] = []
+    found = secure_mean(start, updates, weights, limit=1.0, name="b", faults=faults)
+    rest = {name: update for name, update in updates.items() if name != "c2"}
+    torch.testing.assert_close(found["w"], weighted_mean(rest, weights)["w"], rtol=0, atol=1e-6)
+    assert faults == ["client 'c2': 'w' holds values that are not finite."]
+
+
+# -- whole runs ------------------------------------------------------------------------------
+
+
+def test_both_stages_run_and_a_second_start_makes_nothing_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = federation(tmp_path).run()
+    assert set(first.systems) == {"bm25", "stage1", "stage2"} and not first.faults
+    assert all(first.sent[phase] > 0 for phase in ("stage 1", "requests", "responses"))
+    for per_client in first.systems.values():
+        for values in per_client.values():
+            for k in (1, 20, 100):
+                assert (values[f"passage/success@{k}"] >= values[f"sentence/success@{k}"]).all()
+    monkeypatch.setattr("lit_dpret.federated.silo.fit_epochs", lambda *_, **__: pytest.fail("trained again"))
+    again = federation(tmp_path).run()
+    for system, per_client in first.systems.items():
+        for name, values in per_client.items():
+            assert all(np.array_equal(values[key], again.systems[system][name][key]) for key in values)
+
+
+def test_a_state_folder_of_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
+    federation(tmp_path, SMALL)
+    with pytest.raises(ResumeError, match=r"begun with stage1\.lr=0\.003, and now it is 0\.5"):
+        federation(tmp_path, replace(SMALL, stage1=replace(SMALL.stage1, lr=0.5)))
+    run = federation(tmp_path, SMALL)
+    with pytest.raises(ResumeError, match=r"begun with server\.start="):
+        InProcessFederation(list(run.clients.values()), SMALL, {k: v + 1 for k, v in run.start.items()}, run.folder)
+    federation(tmp_path, replace(SMALL, stage2=replace(SMALL.stage2, negatives="dynamic", n=2)))  # beside it
+
+
+def test_under_masks_the_next_global_model_is_that_of_the_plain_mean(tmp_path: Path) -> None:
+    capped = replace(SMALL, stage1=replace(SMALL.stage1, weighting="capped", n_hat=30))
+    plain = federation(tmp_path, capped, state="plain")
+    masked = federation(tmp_path, replace(capped, secure_sum=True), state="masked")
+    generator = torch.Generator().manual_seed(0)
+    updates = {
+        name: {key: value + 0.1 * torch.randn(value.shape, generator=generator) for key, value in plain.start.items()}
+        for name in plain.clients
+    }
+    expected = plain.aggregate(plain.start, updates, 0)
+    for key, value in masked.aggregate(masked.start, updates, 0).items():
+        torch.testing.assert_close(value, expected[key], rtol=0, atol=1e-6)
+
+
+def test_a_client_that_sends_nan_or_wrong_shapes_is_named_and_the_round_goes_on(tmp_path: Path) -> None:
+    run = federation(tmp_path)
+    good = {name: {key: value + 1 for key, value in run.start.items()} for name in run.clients}
+    key = next(iter(run.start))
+    good["client1"][key] = torch.full_like(run.start[key], float("nan"))
+    good["client2"][key] = torch.zeros(3)
+    mean = run.aggregate(run.start, good, 0)
+    assert [fault.split("'")[1] for fault in run.result.faults] == ["client1", "client2"]
+    torch.testing.assert_close(mean[key], run.start[key] + 1)
+    with pytest.raises(DataError, match="No client answered"):
+        run.aggregate(run.start, {"client1": good["client1"]}, 1)
+
+
+def test_under_a_budget_rounds_requests_and_stages_are_charged_to_each_silo_and_stay_within(tmp_path: Path) -> None:
+    two = replace(SIZE, clients=2)
+    run = federation(tmp_path, PRIVATE, size=two)
+    declare_public(tmp_path)
+    run.personalise(run.train_shared())
+    spent = {name: client.epsilon() for name, client in run.clients.items()}
+    for name, epsilon in spent.items():
+        assert epsilon is not None and 0.9 * 20 < epsilon <= 20, name
+    again = federation(tmp_path, PRIVATE, size=two)
+    client = again.clients["client0"]
+    assert client.ledger is not None and client.epsilon() == spent["client0"]
+    assert sum("stage1" in run for run in client.ledger.by_run()) == 2
+    assert sum("personal" in run for run in client.ledger.by_run()) == 1 and "fed_request" in client.ledger.by_run()
+    # One round more than was planned is refused before it begins, and changes nothing.
+    with pytest.raises(BudgetExceededError, match="total_eps=20 does not cover this run"):
+        client.train_shared(again.start, 2)
+    assert client.epsilon() == spent["client0"]
+
+
+def test_a_round_that_was_broken_off_is_made_again_and_stays_charged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(PRIVATE, stage1=replace(PRIVATE.stage1, rounds=3), stage2=replace(PRIVATE.stage2, epochs=0))
+    client = federation(tmp_path, settings).clients["client0"]
+    start = federation(tmp_path, settings).start
+    monkeypatch.setattr("lit_dpret.federated.silo.save_tensors", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        client.train_shared(start, 0)
+    spent = client.epsilon()
+    monkeypatch.undo()
+    again = federation(tmp_path, settings).clients["client0"]
+    assert again.epsilon() == spent and spent
+    again.train_shared(start, 0)
+    assert (again.epsilon() or 0) > spent
+
+
+def test_centroids_of_a_private_collection_are_released_once_in_a_ledger_of_passages(tmp_path: Path) -> None:
+    settings = replace(
+        PRIVATE,
+        stage2=replace(PRIVATE.stage2, request="none", response="dp_centroid"),
+        privacy=replace(PRIVATE.privacy, collection_eps=5.0, collection_delta=1e-3),
+    )
+    run = federation(tmp_path, settings)
+    client = run.clients["client0"]
+    first = client.serve(run.start, torch.empty(0, 16), refresh=0)
+    ledgers = sorted(path.name for path in (tmp_path / "state" / "client0" / "private").glob("silo_ledger.*"))
+    again = federation(tmp_path, settings).clients["client0"].serve(run.start, torch.empty(0, 16), refresh=0)
+    assert torch.equal(first.embeddings, again.embeddings) and ledgers == ["silo_ledger.passage.jsonl"]
+    assert client.epsilon() == 0.0  # nothing of the queries was read
+
+
+@pytest.mark.parametrize(("response", "message"), [("public", "public_sids.txt"), ("synthetic", "without one nothing")])
+def test_an_answer_that_rests_on_a_declaration_is_refused_without_it(
+    response: Any, message: str, tmp_path: Path
+) -> None:
+    run = federation(tmp_path, replace(PRIVATE, stage2=replace(PRIVATE.stage2, request="none", response=response)))
+    with pytest.raises(DataError, match=message):
+        run.clients["client0"].serve(run.start, torch.empty(0, 16), refresh=0)
+
+
+def test_public_answers_are_made_of_public_sentences_alone(tmp_path: Path) -> None:
+    federation(tmp_path, PRIVATE)
+    declare_public(tmp_path, count=3)
+    run = federation(tmp_path, PRIVATE)
+    block = run.clients["client1"].serve(run.start, torch.randn(5, 16), refresh=0)
+    assert len(block.embeddings) <= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("negatives", ["dynamic", "fed"])
+def test_on_planted_dialects_a_personal_query_encoder_beats_the_shared_one(negatives: Any, tmp_path: Path) -> None:
+    """Half of the dialect words mean something else at every client, which no shared encoder can know.
+
+    The paper's last step, that fed-negatives beat the client's own at equal number, is not asserted: what decides
+    a planted question is in the client's own collection, and there the own ones are better (docs/federated.md).
+    """
+    size = Planted(clients=3, entities=12, attributes=6, told=6, questions=6, phrasings=3, shared=0.5)
+    settings = PddAs2(
+        stage1=Stage1(warmup_rounds=1, rounds=3, batch_size=16, bm25_n=4, static_n=4, top_k=20, lr=3e-3),
+        stage2=Stage2(epochs=5, batch_size=16, n=8, top_k=24, lr=3e-3, negatives=negatives),
+    )
+    result = federation(tmp_path, settings, size=size, dim=64, spread=0.1).run()
+    found = {system: result.mean(system, "sentence/success@1") for system in result.systems}
+    assert found["bm25"] < found["stage1"] < found["stage2"] - 0.1, found
+
+
+def test_a_run_without_a_budget_is_repeated_by_its_seed(tmp_path: Path) -> None:
+    settings = replace(SMALL, stage1=replace(SMALL.stage1, warmup_rounds=0), stage2=replace(SMALL.stage2, epochs=0))
+    two = replace(SIZE, clients=2, entities=4)
+    runs = [federation(tmp_path, settings, size=two, state=name).train_shared() for name in ("a", "b")]
+    other = federation(tmp_path, replace(settings, seed=1), size=two, state="c").train_shared()
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+    assert any(not torch.equal(runs[0][name], other[name]) for name in other)

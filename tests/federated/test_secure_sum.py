@@ -1,0 +1,232 @@
+"""The secure sum is the plain sum, with and without clients that go away, and shows nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.federated.fixed_point import FixedPoint
+from lit_dpret.federated.secure_sum import Client, Keys, Server, Session, new_identity
+from lit_dpret.federated.shamir import join, split
+
+NAMES = (1, 2, 3, 5, 8)
+
+
+class Sum:
+    """One run of the protocol, up to the acts that a test wants to take itself."""
+
+    def __init__(self, vectors: dict[int, np.ndarray], *, threshold: int = 0, before: tuple[int, ...] = (),
+                 after: tuple[int, ...] = (), fixed: FixedPoint | None = None) -> None:  # fmt: skip
+        self.fixed = fixed or FixedPoint(limit=8.0, clients=len(vectors))
+        session = Session(name="round 1", clients=tuple(vectors), threshold=threshold)
+        self.clients = {name: Client(session, name) for name in vectors}
+        self.server = Server(session)
+        self.server.keys = {name: client.advertise() for name, client in self.clients.items()}
+        sharing = {name: client for name, client in self.clients.items() if name not in before}
+        routed = self.server.route({name: client.share(self.server.keys.values()) for name, client in sharing.items()})
+        for name in self.server.sharers - set(after):
+            words, _ = self.fixed.encode(vectors[name])
+            self.server.masked[name] = self.clients[name].mask(words, routed[name])
+
+    def total(self, silent: tuple[int, ...] = ()) -> np.ndarray:
+        server = self.server
+        answers = [
+            self.clients[name].unmask(server.active, server.dead) for name in server.active if name not in silent
+        ]
+        return self.fixed.decode(server.total(answers))
+
+
+def vectors(seed: int = 0, names: tuple[int, ...] = NAMES, size: int = 50) -> dict[int, np.ndarray]:
+    draw = np.random.default_rng(seed)
+    return {name: draw.uniform(-8, 8, size) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((), ()), ((2,), ()), ((), (3,)), ((), (1,)), ((), (8,)), ((5,), (1,))],
+    ids=["nobody leaves", "before sharing", "after sharing", "the first", "the last", "both"],
+)  # fmt: skip
+def test_the_secure_sum_is_the_plain_sum_of_those_who_stayed(before: tuple[int, ...], after: tuple[int, ...]) -> None:
+    found = vectors()
+    run = Sum(found, threshold=3, before=before, after=after)
+    stayed = [found[name] for name in NAMES if name not in before + after]
+    encoded = [run.fixed.encode(vector)[0] for vector in stayed]
+    assert np.array_equal(run.total(), run.fixed.decode(np.sum(encoded, axis=0, dtype=np.uint32)))
+    assert np.abs(np.sum(stayed, axis=0) - run.fixed.decode(np.sum(encoded, axis=0, dtype=np.uint32))).max() < 1e-6
+
+
+def test_clients_that_do_not_unmask_change_nothing_while_enough_do() -> None:
+    found = vectors()
+    assert np.allclose(
+        Sum(found, threshold=3, after=(2,)).total(silent=(8,)), sum(found.values()) - found[2], atol=1e-6
+    )
+
+
+def test_below_the_threshold_nothing_can_be_unmasked() -> None:
+    run = Sum(vectors(), threshold=4, after=(2,))
+    with pytest.raises(DataError, match="3 clients unmasked and 4 are needed"):
+        run.total(silent=(8,))
+    with pytest.raises(DataError, match="3 clients sent a vector and 4 are needed"):
+        Sum(vectors(), threshold=4, after=(1, 2)).total()
+    with pytest.raises(DataError, match="3 clients shared their secrets and 4"):
+        Sum(vectors(), threshold=4, before=(1, 2))
+    answers = [client.unmask([1, 3, 5, 8], [2]) for client in (Sum(vectors(), threshold=4, after=(2,)).clients[1],)]
+    assert 2 not in answers[0].seeds and set(answers[0].keys) == {2}  # never both of one client
+
+
+def test_a_share_less_gives_another_secret_or_none() -> None:
+    secret = bytes(range(32))
+    shares = split(secret, threshold=4, holders=list(NAMES))
+    fewer = {name: shares[name] for name in NAMES[:3]}
+    with pytest.raises(DataError, match="3 shares are here and 4 are needed"):
+        join(fewer, threshold=4)
+    with pytest.raises(DataError, match="not of one secret"):  # but for a chance of 2^-265 its parts make no 32 bytes
+        join(fewer, threshold=3)
+
+
+def test_a_masked_vector_looks_uniform_and_equal_vectors_look_unrelated() -> None:
+    run = Sum({name: np.zeros(20_000) for name in (1, 2, 3)})
+    for words in run.server.masked.values():
+        counts = np.bincount((words >> 24).astype(np.int64), minlength=256)
+        assert ((counts - 20_000 / 256) ** 2 / (20_000 / 256)).sum() < 360  # chi-square, 255 degrees: 99.999 %
+        assert abs(np.unpackbits(words.view(np.uint8)).mean() - 0.5) < 0.005
+    first, second, _ = run.server.masked.values()
+    assert abs(np.corrcoef(first.astype(float), second.astype(float))[0, 1]) < 0.04
+    assert np.array_equal(run.total(), np.zeros(20_000))
+
+
+def test_two_sums_of_the_same_vectors_share_no_mask() -> None:
+    one, two = Sum(vectors()), Sum(vectors())
+    assert all((one.server.masked[name] != two.server.masked[name]).mean() > 0.9 for name in NAMES)
+
+
+# -- what a client refuses -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("active", "dead", "message"),
+    [
+        ((1, 2, 3, 5, 8), (2,), r"Clients \[2\] are called both active and lost"),
+        ((1, 2, 3, 5), (), "other clients than those that shared"),
+        ((2, 3, 5, 8), (1,), "other clients"),
+        ((1, 2, 3), (5, 8), "3 clients sent a vector and 4"),
+    ],
+)
+def test_lists_by_which_a_server_could_read_a_vector_are_refused(
+    active: tuple[int, ...], dead: tuple[int, ...], message: str
+) -> None:
+    client = Sum(vectors()).clients[1]
+    with pytest.raises(DataError, match=message):
+        client.unmask(active, dead)
+    client.unmask(NAMES, ())
+    with pytest.raises(DataError, match="does so once"):
+        client.unmask(NAMES, ())
+
+
+def test_two_vectors_under_the_same_masks_are_refused() -> None:
+    run = Sum(vectors())
+    with pytest.raises(ConfigurationError, match="two under the same masks"):
+        run.clients[1].mask(run.fixed.encode(np.ones(50))[0], {})
+
+
+def test_a_share_that_was_changed_or_meant_for_somebody_else_does_not_open() -> None:
+    session = Session(name="s", clients=(1, 2, 3))
+    clients = {name: Client(session, name) for name in session.clients}
+    keys = [client.advertise() for client in clients.values()]
+    sealed = {name: client.share(keys) for name, client in clients.items()}
+    words = np.zeros(3, dtype=np.uint32)
+    with pytest.raises(DataError, match="shares of client 2 were changed"):
+        clients[1].mask(words, {2: sealed[2][3], 3: sealed[3][1]})
+    broken = bytearray(sealed[2][1])
+    broken[-1] ^= 1
+    with pytest.raises(DataError, match="shares of client 2 were changed"):
+        clients[1].mask(words, {2: bytes(broken), 3: sealed[3][1]})
+
+
+def test_a_key_in_the_middle_is_refused_where_there_is_a_roster_and_only_there() -> None:
+    session = Session(name="s", clients=(1, 2, 3))
+    pairs = {name: new_identity() for name in session.clients}
+    roster = {name: public for name, (_, public) in pairs.items()}
+    clients = {name: Client(session, name, identity=pairs[name][0], roster=roster) for name in session.clients}
+    keys = [client.advertise() for client in clients.values()]
+    clients[1].share(keys)
+    forged = replace(Client(session, 2).advertise(), signature=keys[1].signature)
+    with pytest.raises(DataError, match="keys of client 2 are not signed by the key of the roster"):
+        clients[3].share([keys[0], forged, keys[2]])
+    trusting = Client(session, 3)
+    trusting.share([keys[0], forged, trusting.advertise()])  # without a roster it is taken on trust
+
+
+def test_keys_that_are_repeated_replaced_or_unknown_are_refused() -> None:
+    session = Session(name="s", clients=(1, 2, 3))
+    clients = {name: Client(session, name) for name in session.clients}
+    one, two, three = (client.advertise() for client in clients.values())
+    for relayed, message in (
+        ([one, two, replace(two, client=3)], "one key for two clients"),
+        ([one, two, three, replace(three, client=7)], "unknown clients"),
+        ([replace(two, client=1), two, three], "other keys than this client's own"),
+        ([one, two], "2 clients advertised keys and 3 are needed"),
+    ):
+        with pytest.raises(DataError, match=message):
+            clients[1].share(relayed)
+    assert isinstance(one, Keys)
+
+
+@pytest.mark.parametrize(
+    ("clients", "threshold", "message"),
+    [((1, 2), 0, "with 2 clients hides nothing"), ((1, 2, 3, 4), 2, "threshold=2 must be more than half"),
+     ((1, 2, 3), 4, "threshold=4"), ((1, 1, 2), 0, "different positive numbers")],
+)  # fmt: skip
+def test_a_session_that_protects_nobody_is_refused(clients: tuple[int, ...], threshold: int, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Session(name="s", clients=clients, threshold=threshold)
+
+
+def test_the_default_threshold_is_more_than_two_thirds() -> None:
+    for count in range(3, 30):
+        assert 3 * Session(name="s", clients=tuple(range(1, count + 1))).threshold > 2 * count
+
+
+# -- its parts -------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.floats(1e-3, 1e3), st.integers(0, 1000))
+def test_fixed_point_sums_never_wrap_and_are_off_by_rounding_alone(clients: int, limit: float, seed: int) -> None:
+    fixed = FixedPoint(limit=limit, clients=clients)
+    values = np.random.default_rng(seed).choice([-limit, limit, limit / 3], size=(clients, 20))
+    total = np.sum([fixed.encode(row)[0] for row in values], axis=0, dtype=np.uint32)
+    assert np.abs(fixed.decode(total) - values.sum(axis=0)).max() <= fixed.error * (1 + 1e-9)
+    assert np.abs(fixed.decode(np.sum([fixed.encode(np.full(2, limit))[0]] * clients, axis=0, dtype=np.uint32))
+                  - clients * limit).max() <= fixed.error * (1 + 1e-9)  # fmt: skip
+
+
+def test_values_beyond_the_limit_are_cut_and_counted_and_nan_is_not_sent() -> None:
+    fixed = FixedPoint(limit=1.0, clients=3)
+    words, cut = fixed.encode(np.array([0.5, 7.0, -7.0]))
+    assert cut == 2 and np.allclose(fixed.decode(words), [0.5, 1.0, -1.0], atol=1e-8)
+    with pytest.raises(DataError, match="not finite"):
+        fixed.encode(np.array([np.nan]))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.binary(min_size=32, max_size=32), st.integers(1, 7), st.integers(0, 3), st.randoms(use_true_random=False))
+def test_any_threshold_of_shares_gives_the_secret_back(
+    secret: bytes, threshold: int, more: int, chance: object
+) -> None:
+    holders = list(range(1, threshold + more + 1))
+    shares = split(secret, threshold=threshold, holders=holders)
+    chosen = chance.sample(holders, threshold)  # type: ignore[attr-defined]
+    assert join({name: shares[name] for name in chosen}, threshold=threshold) == secret
+
+
+def test_fewer_shares_than_the_threshold_look_the_same_for_two_secrets() -> None:
+    means = []
+    for secret in (bytes(32), b"\xff" * 32):
+        leading = [split(secret, threshold=2, holders=[1, 2])[1][1] for _ in range(2000)]  # a uniform byte of the share
+        means.append(float(np.mean(leading)))
+    assert all(abs(mean - 127.5) < 7 for mean in means)  # four standard deviations of the mean are 6.6

@@ -1,0 +1,263 @@
+"""Silos: what is written reads back, what is broken is named, and what each builder makes of its source."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lit_dpret.datamodules import SiloDataModule
+from lit_dpret.datamodules.collection import Collection
+from lit_dpret.datamodules.silo_folder import Silo, SiloQuery, read_silo, silo_folders, write_silos
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.federated.data import planted_silos, planted_words, section_of, sentence_spans, silos_by_domain
+from lit_dpret.federated.data.newsqa import read_genres, read_newsqa, story_id
+from lit_dpret.federated.data.planted import Planted, meaning
+from lit_dpret.federated.data.squad import Question, covering, silos_by_article, squad_json
+
+SIZE = Planted(clients=2, entities=6)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_silos(tmp_path / "silos", planted_silos(SIZE), facts={"source": "planted"})
+
+
+def test_what_is_written_reads_back_as_the_same_silos(folder: Path) -> None:
+    assert [read_silo(path) for path in silo_folders(folder).values()] == planted_silos(SIZE)
+
+
+def test_only_the_owner_can_look_into_a_folder_of_silos_and_its_repr_shows_no_text(folder: Path) -> None:
+    for path in (folder, *silo_folders(folder).values()):
+        assert path.stat().st_mode & 0o077 == 0
+    shown = repr(read_silo(silo_folders(folder)["client0"]))
+    assert "entity" not in shown and "client0" in shown
+
+
+def test_nothing_is_overwritten_and_a_refused_silo_leaves_nothing_behind(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"task\.out=.* exists"):
+        write_silos(folder, planted_silos(SIZE), facts={})
+    broken = Silo("x", {"p": ""}, {"p-s0": "a"}, {"p-s0": "p"}, [SiloQuery("q", "t", ("gone",), "train")])
+    with pytest.raises(DataError, match="'q' is answered by sentence 'gone'"):
+        write_silos(tmp_path / "other", [broken], facts={})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["silos"]
+
+
+def test_a_changed_file_is_refused_by_its_hash_and_a_missing_one_by_its_name(folder: Path) -> None:
+    path = silo_folders(folder)["client1"]
+    with open(path / "queries.jsonl", "a", encoding="utf-8") as file:
+        file.write("\n")
+    with pytest.raises(DataError, match=r"queries\.jsonl is not what its manifest says"):
+        read_silo(path)
+    assert read_silo(path, verify=False).name == "client1"
+    (path / "sentences.jsonl").unlink()
+    with pytest.raises(DataError, match=r"sentences\.jsonl does not exist"):
+        read_silo(path)
+
+
+def test_a_bad_record_is_named_by_file_and_line_and_never_by_its_text(folder: Path) -> None:
+    path = silo_folders(folder)["client0"]
+    lines = (path / "queries.jsonl").read_text().splitlines()
+    (path / "queries.jsonl").write_text("\n".join([*lines, json.dumps({"qid": "new", "words": "secret"})]))
+    with pytest.raises(DataError, match=rf"queries\.jsonl line {len(lines) + 1}: no key 'text'") as refusal:
+        read_silo(path, verify=False)
+    assert "secret" not in str(refusal.value)
+
+
+def test_a_silo_of_a_newer_version_is_refused(folder: Path) -> None:
+    path = silo_folders(folder)["client0"]
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"schema": "lit-dpret/silos/2"}))
+    with pytest.raises(DataError, match="reads up to version 1"):
+        read_silo(path)
+
+
+def test_a_silo_is_a_datamodule_whose_passages_are_its_sentences(folder: Path) -> None:
+    data = SiloDataModule(folder=silo_folders(folder)["client0"], sampling="poisson", expected_batch_size=4)
+    silo = planted_silos(SIZE)[0]
+    assert dict(data.public_passages()) == silo.sentences
+    row = data.pair_rows("train")[0]
+    query = next(one for one in silo.queries if one.qid == row.query_id)
+    assert row.passage == silo.sentences[query.positives[0]] and row.positives == frozenset(query.positives)
+    data.use_unit("query")
+    assert data.n_units == silo.counts()["train"]
+
+
+# -- sentences -------------------------------------------------------------------------------
+
+
+@given(st.text(alphabet='aZ. \n?!"1', max_size=80))
+def test_sentences_hold_every_character_that_is_no_white_space_once_and_in_order(text: str) -> None:
+    spans = sentence_spans(text)
+    covered = [i for a, b in spans for i in range(a, b)]
+    assert covered == sorted(set(covered)) and all(text[a:b].strip() == text[a:b] != "" for a, b in spans)
+    assert {i for i, c in enumerate(text) if not c.isspace()} <= set(covered)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("It fell 3.5 percent. Then it rose.", 2),
+        ("Gen. J. Smith met Mr. Brown in the U.S. Capitol.", 1),
+        ('He said "Stop!" and left. She stayed.', 2),
+        ("(CNN) -- No stop here\n\nA new paragraph", 2),
+        ("no capital. after this dot", 1),
+        ("", 0),
+        ("x" * 4100, 3),
+    ],
+)
+def test_a_text_falls_into_so_many_sentences(text: str, count: int) -> None:
+    assert len(sentence_spans(text)) == count
+
+
+# -- builders --------------------------------------------------------------------------------
+
+
+def collection() -> Collection:
+    passages = {f"p{i}": f"First of {i}. Second of {i}." for i in range(12)}
+    queries = {f"q{i}": f"question {i}" for i in range(12)}
+    domain = {f"q{i}": "big one" if i < 8 else "small" for i in range(12)}
+    qrels: dict[str, dict[str, dict[str, int]]] = {"train": {}, "test": {}}
+    for i in range(12):
+        qrels["test" if i % 4 == 3 else "train"][f"q{i}"] = {f"p{i}": 1}
+    places = {f"p{i}": domain[f"q{i}"] for i in range(12)} | {"p20": "small"}
+    passages["p20"] = "Nobody asks."
+    return Collection(passages=passages, queries=queries, qrels=qrels, domains=domain, passage_domains=places)
+
+
+def test_a_domain_becomes_a_client_whose_queries_are_answered_by_every_sentence_of_their_passages() -> None:
+    big, small = silos_by_domain(collection(), clients=2, min_train=2, min_test=1)
+    assert (big.name, small.name) == ("big-one", "small")
+    assert big.check().counts() == {"passages": 8, "sentences": 16, "train": 6, "dev": 0, "test": 2}
+    query = next(query for query in small.queries if query.qid == "q8")
+    assert [small.sentences[sid] for sid in query.positives] == ["First of 8.", "Second of 8."]
+    assert "p20" in small.passages
+
+
+def test_too_few_domains_of_a_size_are_refused_with_the_knobs() -> None:
+    with pytest.raises(DataError, match=r"1 domains have 5 train .* task\.min_train"):
+        silos_by_domain(collection(), clients=2, min_train=5, min_test=1)
+
+
+def test_the_sample_of_a_client_keeps_its_answers_and_the_first_queries() -> None:
+    (big,) = silos_by_domain(collection(), clients=1, min_train=1, min_test=1, max_train_queries=1, max_passages=3)
+    assert big.counts()["train"] == 1 and {"p0", "p3"} <= set(big.passages) and len(big.passages) == 3
+
+
+def test_an_answer_is_the_sentence_with_most_of_its_span() -> None:
+    assert covering([(0, 10), (10, 20)], 7, 13) == 0
+    assert covering([(0, 10), (11, 20)], 9, 16) == 1
+    assert covering([(0, 10)], 10, 12) is None
+
+
+def test_articles_become_clients_and_paragraphs_stay_on_one_side() -> None:
+    passages = {f"p{i}": ("Art" if i < 30 else "Bee", f"It was {i}. Then {i + 100} came.") for i in range(40)}
+    questions = [Question(f"q{i}-{k}", "?", f"p{i}", answers=[str(i + 100 * k)]) for i in range(40) for k in (0, 1)]
+    questions.append(Question("lost", "?", "p0", answers=["nothing of it"]))
+    (art,), counts = silos_by_article(passages, questions, clients=1, min_train=5, min_test=1)
+    assert art.name == "Art" and counts == {"ambiguous": 0, "dropped": 1}
+    for query in art.check().queries:
+        place, number = query.qid.removeprefix("q").split("-")
+        assert query.positives == (f"p{place}-s{number}",)
+    splits = {query.qid.split("-")[0]: set() for query in art.queries}
+    for query in art.queries:
+        splits[query.qid.split("-")[0]].add(query.split)
+    assert all(len(found) == 1 for found in splits.values()) and {"train"} in splits.values()
+
+
+def test_an_answer_that_stands_in_two_sentences_is_counted_as_ambiguous_unless_its_offset_is_known() -> None:
+    text = "Paris is large. Paris is old."
+    told = [
+        Question("q", "?", "p", answers=["Paris"], split="train"),
+        Question("t", "?", "p", answers=["old"], split="test"),
+    ]
+    (silo,), counts = silos_by_article({"p": ("A", text)}, told, clients=1, min_train=1, min_test=1)
+    assert counts["ambiguous"] == 1 and silo.queries[0].positives == ("p-s0", "p-s1")
+    articles = [{"title": "A", "paragraphs": [{"context": text, "qas": [
+        {"id": "q", "question": "?", "answers": [{"answer_start": 16, "text": "Paris"}]}]}]}]  # fmt: skip
+    passages, questions = squad_json(articles, split="train")
+    (silo,), counts = silos_by_article(passages, questions, clients=1, min_train=1, min_test=0)
+    assert counts["ambiguous"] == 0 and silo.sentences[silo.queries[0].positives[0]] == "Paris is old."
+
+
+@pytest.mark.parametrize(
+    ("url", "genre"),
+    [
+        ("http://web.archive.org/web/20080101id_/http://www.cnn.com:80/2007/US/12/31/a.b/index.html", "us"),
+        ("http://www.cnn.com/2009/SHOWBIZ/Movies/01/01/x/index.html", "entertainment"),
+        ("http://edition.cnn.com/2014/05/06/opinions/x/", "opinion"),
+        ("http://www.cnn.com/2013/08/09/world/europe/x/index.html", "world"),
+        ("http://cnn.com/2010/12/25/x.html", None),
+        ("http://money.cnn.com/2010/TECH/01/01/x", None),
+        ("http://www.cnn.com/video/x", None),
+    ],
+)
+def test_the_genre_is_the_section_in_the_address(url: str, genre: str | None) -> None:
+    assert section_of(url) == genre
+
+
+def test_the_known_story_is_found_by_the_hash_of_its_address_and_newsqa_becomes_silos(tmp_path: Path) -> None:
+    urls = [f"http://www.cnn.com/2008/HEALTH/05/01/story{i}/index.html" for i in range(3)]
+    (tmp_path / "urls").mkdir()
+    (tmp_path / "urls" / "cnn_wayback_training_urls.txt").write_text("\n".join([*urls, "http://www.cnn.com/video/x"]))
+    genres = read_genres(tmp_path / "urls")
+    assert genres == dict.fromkeys(map(story_id, urls), "health")
+    text = "The fever began in May. It ended in June.\n\nNobody knows why."
+    asked = [
+        {"q": "When did it end?", "consensus": {"s": text.index("in June"), "e": text.index("in June") + 7}},
+        {"q": "Bad?", "consensus": {"badQuestion": True}},
+        {"q": "None?", "consensus": {"noAnswer": True}},
+        {"q": "Not agreed?", "consensus": {}},
+    ]
+    types = ["train", "train", "test"]
+    data = [{"storyId": f"./cnn/stories/{story_id(url)}.story", "text": text, "type": kind, "questions": asked}
+            for url, kind in zip(urls, types, strict=True)]  # fmt: skip
+    data.append({"storyId": "./cnn/stories/unknown.story", "text": text, "type": "dev", "questions": asked})
+    (tmp_path / "combined.json").write_text(json.dumps({"data": data}))
+    stories, questions, counts = read_newsqa(tmp_path / "combined.json", genres)
+    assert counts == {"no_genre": 4, "no_answer": 6, "bad_question": 3} and len(questions) == 3
+    (health,), _ = silos_by_article(stories, questions, clients=1, min_train=2, min_test=1)
+    assert health.name == "health"
+    assert {health.sentences[sid] for query in health.queries for sid in query.positives} == {"It ended in June."}
+
+
+# -- planted ---------------------------------------------------------------------------------
+
+
+def test_planted_silos_are_the_same_every_time_and_their_vocabulary_is_complete() -> None:
+    silos = planted_silos(SIZE)
+    assert silos == planted_silos(SIZE) != planted_silos(Planted(clients=2, entities=6, seed=1))
+    words = set(planted_words(SIZE))
+    for silo in silos:
+        silo.check()
+        assert {word for text in silo.sentences.values() for word in text.split()} <= words
+        assert {word for query in silo.queries for word in query.text.split()} <= words
+
+
+def test_no_two_clients_mean_the_same_by_a_dialect_word_unless_it_is_shared() -> None:
+    size = Planted(clients=3, attributes=6)
+    assert all(len({meaning(size, client)[word] for client in range(3)}) == 3 for word in range(6))
+    shared = Planted(clients=3, attributes=6, shared=0.5)
+    assert [meaning(shared, client)[:3] for client in range(3)] == [[0, 1, 2]] * 3
+
+
+def test_a_skewed_federation_has_clients_of_falling_size() -> None:
+    sizes = [silo.counts()["train"] for silo in planted_silos(Planted(clients=4, entities=40, skew=8))]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] >= 6 * sizes[-1]
+
+
+def test_common_entities_are_told_of_everywhere_and_no_two_clients_tell_the_same() -> None:
+    size = Planted(clients=3, entities=8, attributes=9, told=3, common=True, duplicates=1, hubs=0)
+    silos = planted_silos(size)
+    facts = [{tuple(text.split()[:2]) for text in silo.sentences.values() if "attribute" in text} for silo in silos]
+    assert not facts[0] & facts[1] and not facts[1] & facts[2] and {len(found) for found in facts} == {24}
+    for silo in silos:
+        held_out = {query.text.split()[-1] for query in silo.queries if query.split == "test"}
+        assert held_out and not held_out & {query.text.split()[-1] for query in silo.queries if query.split == "train"}
+        assert {len(query.positives) for query in silo.queries if query.split == "train"} == {1}
+        assert {len(query.positives) for query in silo.queries if query.split == "test"} == {2}
+    with pytest.raises(ConfigurationError, match="divides attributes=6"):
+        Planted(clients=3, attributes=6, told=3, common=True)

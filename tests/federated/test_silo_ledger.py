@@ -1,0 +1,117 @@
+"""A silo's ledger: rounds compose across processes, and what the budget does not cover is not begun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from stand_ins import Numbers, Regression, fit
+
+from lit_dpret.errors import BudgetExceededError, ConfigurationError
+from lit_dpret.federated.centroids import CentroidPlan, dp_centroids
+from lit_dpret.federated.silo_ledger import SiloLedger, silo_budget, split_budget
+from lit_dpret.privacy.accounting import epsilon
+from lit_dpret.privacy.budget import PrivacyBudget
+from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.releases import FullBatch, GaussianRelease, Poisson
+
+BUDGET = PrivacyBudget(eps=4.0, delta=1e-3)
+TERMS = {"delta": BUDGET.delta, "neighbours": BUDGET.neighbours, "accountant": "rdp"}
+
+
+def ledger(tmp_path: Path, budget: PrivacyBudget = BUDGET) -> SiloLedger:
+    return SiloLedger(tmp_path / "silo", budget, accountant="rdp", secret_file=tmp_path / "secret")
+
+
+def centroids(silo: SiloLedger, rows: torch.Tensor, noise_multiplier: float, iterations: int = 2) -> torch.Tensor:
+    with silo.gaussian("fed_request", noise_multiplier=noise_multiplier, count=iterations) as noised:
+        return dp_centroids(rows, CentroidPlan(count=3, iterations=iterations), noised)
+
+
+def cost(*counts: tuple[float, int]) -> float:
+    releases = [GaussianRelease(noise_multiplier=noise, law=FullBatch(), count=count) for noise, count in counts]
+    return epsilon(releases, **TERMS)  # type: ignore[arg-type]
+
+
+def test_requests_of_several_processes_add_up_to_the_epsilon_of_all_of_them(tmp_path: Path) -> None:
+    for _ in range(3):
+        centroids(ledger(tmp_path), torch.randn(20, 4), 5.0)
+    silo = ledger(tmp_path)
+    assert silo.epsilon() == pytest.approx(cost((5.0, 6)))
+    assert silo.by_run() == {"fed_request": pytest.approx(cost((5.0, 6)))}
+
+
+def test_a_request_that_the_budget_does_not_cover_is_refused_before_any_noise_is_drawn(tmp_path: Path) -> None:
+    silo = ledger(tmp_path)
+    centroids(silo, torch.randn(20, 4), 2.0)
+    before, files = silo.epsilon(), sorted((silo.folder / "releases").iterdir())
+    with pytest.raises(BudgetExceededError, match=r"total_eps=4 does not cover"):
+        centroids(silo, torch.randn(20, 4), 0.5)
+    assert silo.epsilon() == before and sorted((silo.folder / "releases").iterdir()) == files
+
+
+def test_every_release_is_written_down_before_and_after_and_noise_has_the_stated_size(tmp_path: Path) -> None:
+    silo = ledger(tmp_path)
+    with silo.gaussian("probe", noise_multiplier=3.0, count=1) as noised:
+        found = noised(torch.zeros(200, 200, dtype=torch.float64), 0.5)
+    assert float(found.std()) == pytest.approx(1.5, rel=0.02)
+    (path,) = (silo.folder / "releases").iterdir()
+    records = PrivacyLedger.read(path).records
+    assert [record["kind"] for record in records] == ["plan", "intent", "release", "end"]
+    assert records[2]["noise_std"] == 1.5 and records[2]["sensitivity"] == 0.5
+
+
+def test_one_more_table_than_reserved_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigurationError, match="1 releases were reserved"),
+        ledger(tmp_path).gaussian("probe", noise_multiplier=9.0, count=1) as noised,
+    ):
+        for _ in range(2):
+            noised(torch.zeros(2), 1.0)
+
+
+def test_what_is_broken_off_stays_charged_as_reserved(tmp_path: Path) -> None:
+    silo = ledger(tmp_path)
+    with pytest.raises(RuntimeError), silo.gaussian("probe", noise_multiplier=4.0, count=5) as noised:
+        noised(torch.zeros(2), 1.0)
+        raise RuntimeError("power cut")
+    assert ledger(tmp_path).epsilon() == pytest.approx(cost((4.0, 5)))
+    total = silo.total()
+    assert total is not None and total.running == 1
+
+
+def test_rounds_of_training_and_requests_are_charged_to_one_budget(tmp_path: Path) -> None:
+    silo = ledger(tmp_path)
+    for number in range(2):
+        module = Regression(privacy=silo.training(noise_multiplier=2.0, max_grad_norm=1.0))
+        fit(tmp_path / f"round{number}", module, Numbers(sampling="poisson"), steps=3)
+    centroids(silo, torch.randn(20, 4), 6.0)
+    train = GaussianRelease(noise_multiplier=2.0, law=Poisson(sample_rate=0.1), count=6)
+    asked = GaussianRelease(noise_multiplier=6.0, law=FullBatch(), count=2)
+    assert silo.epsilon() == pytest.approx(epsilon([train, asked], **TERMS))  # type: ignore[arg-type]
+    assert len(silo.by_run()) == 3
+
+
+def test_the_planned_noise_just_fits_the_budget() -> None:
+    laws = [(Poisson(sample_rate=0.05), 40), (Poisson(sample_rate=0.2), 20)]
+    plan = split_budget(BUDGET, laws, requests=6, request_share=0.3, accountant="rdp")
+    assert plan.request is not None and cost((plan.request, 6)) <= 0.3 * 4.0
+    made = [GaussianRelease(noise_multiplier=plan.training, law=law, count=steps) for law, steps in laws]
+    asked = GaussianRelease(noise_multiplier=plan.request, law=FullBatch(), count=6)
+    assert 0.98 * 4.0 < epsilon([*made, asked], **TERMS) <= 4.0  # type: ignore[arg-type]
+    assert split_budget(BUDGET, laws, accountant="rdp").training < plan.training
+
+
+def test_queries_and_passages_have_ledgers_of_their_own(tmp_path: Path) -> None:
+    queries, passages = ledger(tmp_path), ledger(tmp_path, PrivacyBudget(eps=4.0, delta=1e-3, unit="passage"))
+    centroids(queries, torch.randn(9, 4), 5.0)
+    assert passages.epsilon() == 0.0 and queries.path != passages.path
+
+
+def test_delta_is_derived_where_the_number_of_units_may_be_known_and_refused_where_not() -> None:
+    assert silo_budget(1.0, None, unit="query", neighbours="zero_out", units=50).delta == 0.01
+    with pytest.raises(ConfigurationError, match="delta=null cannot be derived"):
+        silo_budget(1.0, None, unit="query", neighbours="add_or_remove", units=50)
+    with pytest.raises(ConfigurationError, match="below 1/n"):
+        silo_budget(1.0, 0.1, unit="query", neighbours="zero_out", units=50)
