@@ -1,8 +1,8 @@
 """What the command line can be asked to do; one class each, chosen by ``task=``."""
 
 from lit_dpret.tasks.audit import Audit
-from lit_dpret.tasks.canary_study import CanaryStudy
 from lit_dpret.tasks.build_silos import BuildSilos
+from lit_dpret.tasks.canary_study import CanaryStudy
 from lit_dpret.tasks.check_data import CheckData
 from lit_dpret.tasks.compare import Compare
 from lit_dpret.tasks.compare_modes import CompareModes
@@ -33,8 +33,8 @@ from lit_dpret.tasks.zero_shot import ZeroShot
 
 __all__ = [
     "Audit",
-    "CanaryStudy",
     "BuildSilos",
+    "CanaryStudy",
     "CheckData",
     "Compare",
     "CompareModes",
