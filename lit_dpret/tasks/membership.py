@@ -24,7 +24,7 @@ from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
 from lit_dpret.postprocessing.released import load_released
 from lit_dpret.report.membership_report import write_membership
-from lit_dpret.tasks.membership_claim import Claim
+from lit_dpret.tasks.membership_claim import DROPPED, Claim
 from lit_dpret.tasks.membership_models import Attacker, is_generator
 from lit_dpret.tasks.membership_shadows import Shadows, Trained
 from lit_dpret.tasks.membership_suspects import SHIFT, Others, Suspects, choose_suspects
@@ -224,6 +224,8 @@ class Membership:
             "memorisation": None,
         }
         facts["caveats"] += claim.caveats
+        if suspects.fair and claim.neighbours in DROPPED:
+            facts["caveats"].append(DROPPED[claim.neighbours])
         if trained is not None:
             facts["shadows"] = {
                 "models": len(trained.matrix.included), "steps": list(trained.steps), "planned_steps": trained.planned,

@@ -17,6 +17,14 @@ from lit_dpret.privacy.card_text import privacy_line
 from lit_dpret.privacy.charges import claimed_releases
 from lit_dpret.privacy.ledger import PrivacyLedger
 
+#: What a coin that leaves a query out does, where the relation of the claim is another one.
+DROPPED = {
+    "zero_out": "A coin leaves a query's place out, and the claim (zero_out) is about emptying it: the number of "
+    "units, which the claim takes for public, hangs on the coins. Evidence and ceilings hold but for what that tells.",
+    "replace_one": "A coin leaves a query out, and the claim (replace_one) is about exchanging it for another, in data "
+    "of one size: it says nothing of what is found here, neither of evidence nor of ceilings.",
+}
+
 
 class Claim:
     """What a run promised, as ceilings at any false positive rate.
@@ -25,6 +33,7 @@ class Claim:
         line: Of the card, in words.
         eps: The claimed epsilon, recomputed from the ledger; None where none is claimed about whole queries.
         delta: Its delta; None where nothing is claimed.
+        neighbours: Its relation; None where nothing is claimed.
         ceilings: From false positive rates to what no attack can exceed; None where no library computes it.
         caveats: What a reader of the attacks has to know of the claim.
     """
@@ -33,6 +42,7 @@ class Claim:
         self.line = line
         self.eps: float | None = None
         self.delta: float | None = None
+        self.neighbours: str | None = None
         self.ceilings: Ceilings | None = None
         self.caveats: list[str] = []
 
@@ -52,7 +62,7 @@ class Claim:
         if plan is None or verdict.epsilon is None:
             found.caveats.append("The run promises nothing, so that there are no ceilings to hold attacks against.")
             return found
-        found.eps, found.delta = verdict.epsilon, plan.budget.delta
+        found.eps, found.delta, found.neighbours = verdict.epsilon, plan.budget.delta, plan.budget.neighbours
         if plan.budget.unit == "pair":
             found.eps = None
             found.caveats.append(

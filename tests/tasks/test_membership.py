@@ -140,6 +140,7 @@ def test_a_private_run_stays_below_its_ceilings(make: Make, private_run: Path, t
     assert found["claim"]["epsilon"] == pytest.approx(2.0, rel=0.05)
     assert 0.5 < found["claim"]["ceilings"]["membership_accuracy"] < 0.8
     assert not any(one["exceeded"] for one in found["attacks"])
+    assert any("the claim (zero_out) is about emptying it" in text for text in found["caveats"])
 
 
 def test_a_model_that_leaks_more_than_its_run_claims_makes_the_task_fail(
