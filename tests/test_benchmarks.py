@@ -103,3 +103,13 @@ def test_grad_cache_takes_less_memory_for_the_same_loss(tmp_path: Path) -> None:
     whole, chunks = json.loads(out.read_text())["rows"]
     assert whole["loss"] == pytest.approx(chunks["loss"], rel=1e-4)
     assert chunks["peak_bytes"] < whole["peak_bytes"] / 2
+
+
+@pytest.mark.slow
+def test_planted_silos_are_measured_for_every_system(tmp_path: Path) -> None:
+    out = tmp_path / "fed.json"
+    command = [sys.executable, str(BENCHMARKS / "fed_planted.py"), "--seeds", "0", "--entities", "4", "--epochs", "1"]
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    assert len(report["systems"]) == 5 and all(len(values) == 1 for values in report["systems"].values())

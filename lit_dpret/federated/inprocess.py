@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lit_dpret.encoders.embedding_cache import content_hash
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.aggregation import Weights, check_weights, client_weights, weighted_mean
 from lit_dpret.federated.fed_negatives import Block, FedPool, merge_lists, pool_of
@@ -22,7 +23,7 @@ from lit_dpret.federated.secure_mean import secure_mean
 from lit_dpret.federated.selection import Site, select_clients
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo import SiloClient
-from lit_dpret.federated.storage import save_tensors
+from lit_dpret.federated.storage import keep_facts, save_tensors
 from lit_dpret.progress import ProgressLine
 from lit_dpret.retrieval.metrics import Values
 
@@ -80,6 +81,9 @@ class InProcessFederation:
             raise ConfigurationError("A federation needs at least one client, and clients of different names.")
         self.settings, self.folder = settings.check(), Path(folder)
         self.start = dict(start)
+        began = {name: content_hash({}, {name: value}, ()) for name, value in self.start.items()}
+        facts = {"clients": sorted(self.clients), "secure_sum": settings.secure_sum, "seed": settings.seed}
+        keep_facts(self.folder / "run.json", "server", {**facts, **asdict(settings.stage1), "start": began})
         self.sites = dict(sites or dict.fromkeys(self.clients, Site()))
         self.result = FedResult()
 

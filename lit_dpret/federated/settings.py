@@ -160,6 +160,11 @@ class FederatedPrivacy:
         """Refuse numbers and words without meaning."""
         require_choice("federated.privacy.unit", self.unit, ("query", "pair"))
         require_choice("federated.privacy.neighbours", self.neighbours, get_args(Neighbours))
+        if self.eps is not None and self.neighbours == "add_or_remove":
+            raise ConfigurationError(
+                "federated.privacy.neighbours=add_or_remove protects how many queries a silo has, and the rate and the "
+                "number of its steps are made of that. Set it to zero_out or replace_one."
+            )
         require_choice("federated.privacy.accountant", self.accountant, ("pld", "rdp"))
         for name in ("eps", "collection_eps", "max_grad_norm"):
             value = getattr(self, name)
@@ -250,11 +255,6 @@ _REFUSALS: tuple[tuple[Callable[[PddAs2], bool], str], ...] = (
         lambda run: run.stage1.weighting == "capped" and not run.secure_sum,
         "federated.stage1.weighting=capped tells the server a function of how many queries each silo has. Set "
         "federated.secure_sum=true, or weighting=uniform.",
-    ),
-    (
-        lambda run: run.stage1.weighting == "capped" and run.privacy.neighbours == "add_or_remove",
-        "federated.stage1.weighting=capped releases the sum of functions of the numbers of queries, which "
-        "privacy.neighbours=add_or_remove protects. Set weighting=uniform.",
     ),
 )
 

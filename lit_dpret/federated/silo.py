@@ -7,6 +7,7 @@ state folder: its ledgers, its personal query encoder, and what each round of tr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from lit_dpret.federated.negatives import FedNegatives, OtherPositives
 from lit_dpret.federated.responses import collection_centroids, public_places, synthetic_texts
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo_ledger import NoisePlan, SiloLedger, silo_budget, split_budget
-from lit_dpret.federated.storage import save_tensors
+from lit_dpret.federated.storage import keep_facts, save_tensors
 from lit_dpret.modules.as2 import AS2DualEncoder
 from lit_dpret.negatives import (
     BM25Negatives,
@@ -69,6 +70,10 @@ class SiloClient:
         self.settings = settings.check()
         self.folder, self.state = Path(data), Path(state)
         self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        facts = {"seed": settings.seed, **asdict(settings.privacy)}
+        keep_facts(self.state / "run.json", "stage1", {**facts, **asdict(settings.stage1)})
+        if settings.stage2.epochs:
+            keep_facts(self.state / "run.json", self._kind, {**facts, **asdict(settings.stage2)})
         self._make = make_module
         self._secret_file = secret_file
         self.data = self._datamodule(settings.stage1.batch_size)

@@ -13,12 +13,13 @@ from tiny_silos import PRIVATE, SIZE, SMALL, declare_public, encoder, federation
 
 from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.datamodules.silo_folder import read_silo, silo_folders, write_silos
-from lit_dpret.errors import BudgetExceededError, DataError
+from lit_dpret.errors import BudgetExceededError, DataError, ResumeError
 from lit_dpret.federated.aggregation import TowardsAnchor, client_weights, put_weights, take_weights, weighted_mean
 from lit_dpret.federated.data import merged_silo, planted_silos
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.fed_negatives import FedPool
 from lit_dpret.federated.fitting import fit_epochs
+from lit_dpret.federated.inprocess import InProcessFederation
 from lit_dpret.federated.negatives import FedNegatives
 from lit_dpret.federated.secure_mean import secure_mean
 from lit_dpret.federated.settings import PddAs2, Stage1, Stage2
@@ -124,6 +125,30 @@ def test_both_stages_run_and_a_second_start_makes_nothing_again(
     for system, per_client in first.systems.items():
         for name, values in per_client.items():
             assert all(np.array_equal(values[key], again.systems[system][name][key]) for key in values)
+
+
+def test_a_state_folder_of_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
+    federation(tmp_path, SMALL)
+    with pytest.raises(ResumeError, match=r"begun with stage1\.lr=0\.003, and now it is 0\.5"):
+        federation(tmp_path, replace(SMALL, stage1=replace(SMALL.stage1, lr=0.5)))
+    run = federation(tmp_path, SMALL)
+    with pytest.raises(ResumeError, match=r"begun with server\.start="):
+        InProcessFederation(list(run.clients.values()), SMALL, {k: v + 1 for k, v in run.start.items()}, run.folder)
+    federation(tmp_path, replace(SMALL, stage2=replace(SMALL.stage2, negatives="dynamic", n=2)))  # beside it
+
+
+def test_under_masks_the_next_global_model_is_that_of_the_plain_mean(tmp_path: Path) -> None:
+    capped = replace(SMALL, stage1=replace(SMALL.stage1, weighting="capped", n_hat=30))
+    plain = federation(tmp_path, capped, state="plain")
+    masked = federation(tmp_path, replace(capped, secure_sum=True), state="masked")
+    generator = torch.Generator().manual_seed(0)
+    updates = {
+        name: {key: value + 0.1 * torch.randn(value.shape, generator=generator) for key, value in plain.start.items()}
+        for name in plain.clients
+    }
+    expected = plain.aggregate(plain.start, updates, 0)
+    for key, value in masked.aggregate(masked.start, updates, 0).items():
+        torch.testing.assert_close(value, expected[key], rtol=0, atol=1e-6)
 
 
 def test_a_client_that_sends_nan_or_wrong_shapes_is_named_and_the_round_goes_on(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from tiny_silos import PRIVATE, SMALL
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.trust import trust_table
 
 
 def changed(run: PddAs2, **parts: Any) -> PddAs2:
@@ -33,19 +34,12 @@ def test_the_papers_settings_and_the_private_ones_pass() -> None:
         ({"stage2": {"response": "raw"}}, r"stage2\.response=raw .* public, dp_centroid or synthetic"),
         ({"stage1": {"weighting": "examples"}}, r"weighting=examples tells the server how many"),
         ({"stage1": {"weighting": "capped", "n_hat": 9}}, r"capped tells the server .* Set federated\.secure_sum=true"),
-        (
-            {"stage1": {"weighting": "capped", "n_hat": 9}, "secure_sum": True,
-             "privacy": {"neighbours": "add_or_remove"}},
-            r"add_or_remove protects\. Set weighting=uniform",
-        ),
     ],
-)  # fmt: skip
+)
 def test_a_budget_refuses(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"federated\.privacy\.eps=20: federated\..*{message}"):
         changed(PRIVATE, **change).check()
-    without = changed(changed(PRIVATE, **change), privacy={"eps": None, "neighbours": "zero_out"})
-    if without.secure_sum or "examples" not in message:
-        without.check()
+    changed(changed(PRIVATE, **change), privacy={"eps": None}).check()  # nothing is promised, nothing refused
 
 
 def test_a_budget_takes_capped_weights_under_masks_and_no_request_at_all() -> None:
@@ -71,6 +65,7 @@ def test_a_budget_takes_capped_weights_under_masks_and_no_request_at_all() -> No
         ({"stage2": {"response": "dp_centroid"}}, r"Set federated\.privacy\.collection_eps"),
         ({"privacy": {"eps": 0.0}}, r"privacy\.eps=0\.0 must be positive"),
         ({"privacy": {"unit": "user"}}, "is not one of query, pair"),
+        ({"privacy": {"eps": 1.0, "neighbours": "add_or_remove"}}, "Set it to zero_out or replace_one"),
         ({"secure_sum": True}, "needs a public bound"),
         ({"update_limit": 0.0}, "update_limit=0"),
     ],
@@ -78,3 +73,26 @@ def test_a_budget_takes_capped_weights_under_masks_and_no_request_at_all() -> No
 def test_settings_without_meaning_are_refused_by_name(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         changed(SMALL, **change).check()
+
+
+# -- who sees what ---------------------------------------------------------------------------
+
+
+def test_the_trust_table_says_in_clear_wherever_nothing_protects() -> None:
+    table = trust_table(PddAs2())
+    assert table.count("none: in clear") == 4  # update, number of queries, request, answer
+    assert "the embedding of every train query" in table and "map the collection" in table
+
+
+def test_the_trust_table_of_a_private_run_has_nothing_in_clear_and_names_budgets_and_declarations() -> None:
+    run = changed(PRIVATE, stage1={"weighting": "capped", "n_hat": 9}, secure_sum=True)
+    table = trust_table(run.check())
+    assert "in clear" not in table and "eps=20" in table and "the declaration" in table
+    assert "the sum over all silos" in table and "honest-but-curious" in table
+    centroids = changed(PRIVATE, stage2={"response": "dp_centroid", "request": "none"}, privacy={"collection_eps": 2.0})
+    assert "each passage, eps=2" in trust_table(centroids.check())
+
+
+def test_every_setting_that_is_refused_under_a_budget_shows_in_the_table_without_one() -> None:
+    assert all("in clear" in line for line in trust_table(changed(PRIVATE, privacy={"eps": None},
+               stage2={"request": "exact", "response": "raw"})).splitlines()[2:5])  # fmt: skip

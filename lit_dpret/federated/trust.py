@@ -1,0 +1,95 @@
+"""Who sees what in clear: a table that follows from the settings, for the report and for whoever must sign it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lit_dpret.federated.settings import PddAs2
+
+
+@dataclass(frozen=True)
+class Sight:
+    """One thing that leaves a silo.
+
+    Attributes:
+        what: The thing.
+        server: What the server, which relays everything, sees of it.
+        silos: What the other silos see of it.
+        protection: What limits the harm, or that nothing does.
+    """
+
+    what: str
+    server: str
+    silos: str
+    protection: str
+
+
+_NONE = "none: in clear"
+
+
+def sights(run: PddAs2) -> list[Sight]:
+    """Everything that leaves a silo under these settings; nothing that is not listed does.
+
+    End-to-end sealing between silos is not part of this: what a silo sees of another, the server has relayed.
+    """
+    eps = run.privacy.eps
+    dp = _NONE if eps is None else f"differential privacy of each {run.privacy.unit}, eps={eps:g} for all that leaves"
+    hidden = run.secure_sum
+    found = [
+        Sight(
+            "the update of a round (stage 1)",
+            "the sum over all silos" if hidden else "each silo's",
+            "the mean, in the next global model",
+            f"{dp}; masks, under an honest-but-curious server" if hidden else dp,
+        )
+    ]
+    if run.stage1.weighting != "uniform":
+        found.append(
+            Sight(
+                "how many train queries a silo has",
+                "the sum of the weights" if hidden else "each silo's weight",
+                "nothing",
+                "masks" if hidden else _NONE,
+            )
+        )
+    if run.stage2.epochs and run.stage2.negatives == "fed":
+        found += [_request(run, dp), _response(run)]
+    kept = "personal query encoders, metrics, rankings"
+    if run.stage1.weighting == "uniform":
+        kept += ", how many train queries a silo has"
+    found.append(Sight(f"{kept}: never", "nothing", "nothing", "they stay in the silo"))
+    return found
+
+
+def _request(run: PddAs2, dp: str) -> Sight:
+    stage = run.stage2
+    if stage.request == "none":
+        return Sight(
+            "a request for negatives", "that one was made", "that one was made", "nothing of the queries is in it"
+        )
+    what, seen, limit = {
+        "exact": ("the embedding of every train query", "all of them", _NONE),
+        "dp_centroid": (f"{stage.centroids} noised centroids of the queries", "the centroids", dp),
+    }[stage.request]
+    return Sight(f"a request for negatives: {what}", seen, f"{seen} (those that are asked)", limit)
+
+
+def _response(run: PddAs2) -> Sight:
+    privacy = run.privacy
+    what, limit = {
+        "raw": ("embeddings of its sentences", f"{_NONE}; repeated requests map the collection"),
+        "public": ("embeddings of sentences that it declares public", "the declaration"),
+        "dp_centroid": (
+            "noised centroids of its collection",
+            f"differential privacy of each passage, eps={privacy.collection_eps or 0:g}",
+        ),
+        "synthetic": ("embeddings of texts of its DP generator", "the privacy card of the generator"),
+    }[run.stage2.response]
+    return Sight(f"an answer with negatives: {what}", "all of it", "all of it (the asker)", limit)
+
+
+def trust_table(run: PddAs2) -> str:
+    """`sights` as a Markdown table."""
+    lines = ["| what leaves a silo | the server sees | other silos see | protection |", "| --- | --- | --- | --- |"]
+    lines += [f"| {one.what} | {one.server} | {one.silos} | {one.protection} |" for one in sights(run)]
+    return "\n".join(lines)
