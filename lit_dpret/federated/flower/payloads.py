@@ -8,7 +8,9 @@ another machine is checked here before anything is computed with it, and what is
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from lit_dpret.errors import ConfigurationError, DataError, schema_problem
 from lit_dpret.federated.aggregation import Weights, check_weights
 from lit_dpret.federated.fed_negatives import Block, FedPool
 from lit_dpret.federated.flower.library import Array, ArrayRecord, ConfigRecord, RecordDict
+from lit_dpret.federated.settings import PddAs2
 from lit_dpret.retrieval.search import MISSING
 
 SCHEMA = "lit-dpret/federated-message/1"
@@ -46,6 +49,11 @@ def head_of(content: RecordDict, whose: str) -> Mapping[str, Any]:
 def payload_bytes(content: RecordDict) -> int:
     """The size of a record's tensors on the wire."""
     return sum(record.count_bytes() for record in content.array_records.values())
+
+
+def digest_of(settings: PddAs2) -> str:
+    """SHA-256 of a run's settings, by which server and clients know that they mean the same run."""
+    return hashlib.sha256(json.dumps(asdict(settings), sort_keys=True).encode()).hexdigest()
 
 
 def fingerprint(weights: Mapping[str, Tensor]) -> str:
@@ -167,8 +175,8 @@ def pool_of_record(content: RecordDict, whose: str, *, dim: int, rows: int | Non
         none = torch.zeros(1, dtype=torch.long)
         checked = Block(whose, embeddings, none, torch.empty(0, dtype=torch.int32)).check(rows=0, dim=dim)
         return FedPool(checked.embeddings.float())
-    parts = _named(parts, whose, ("embeddings", "starts", "entries"))
-    block = Block(whose, parts["embeddings"], parts["starts"].long(), parts["entries"].to(torch.int32))
+    listed = _named(parts, whose, ("embeddings", "starts", "entries"))
+    block = Block(whose, listed["embeddings"], listed["starts"].long(), listed["entries"].to(torch.int32))
     return FedPool(block.embeddings.float(), block.check(rows=rows, dim=dim).table())
 
 
