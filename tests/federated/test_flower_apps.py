@@ -14,7 +14,7 @@ from tiny_silos import PRIVATE, SIZE, SMALL, declare_public, federation, maker
 pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 
 from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.federated.data import planted_silos
 from lit_dpret.federated.flower.client_app import build_client_app
 from lit_dpret.federated.flower.grid import Fate, InProcessGrid
@@ -30,14 +30,21 @@ class Run:
     """A federation by messages over planted silos; the same silos and the same start as `tiny_silos.federation`."""
 
     def __init__(
-        self, root: Path, settings: PddAs2 = SMALL, *, fate: Fate | None = None, silo: Any = SiloClient, **server: Any
+        self,
+        root: Path,
+        settings: PddAs2 = SMALL,
+        *,
+        fate: Fate | None = None,
+        silo: Any = SiloClient,
+        share: bool = False,
+        **server: Any,
     ) -> None:
         if not (root / "silos").exists():
             write_silos(root / "silos", planted_silos(SIZE), facts={})
         self.folders = silo_folders(root / "silos")
         self.root, self.settings, self.silo = root, settings, silo
         self.grid = InProcessGrid(
-            build_client_app(self.client),
+            build_client_app(self.client, share_measures=share),
             {number: {"client": name} for number, name in enumerate(self.folders, start=10)},
             fate=fate,
         )
@@ -73,7 +80,7 @@ def test_by_messages_the_same_weights_and_measures_come_out_as_in_one_process(re
     settings = replace(SMALL, stage2=replace(SMALL.stage2, request=request_))
     engine = federation(tmp_path, settings)
     expected = engine.run()
-    run = Run(tmp_path, settings)
+    run = Run(tmp_path, settings, share=True)
     result = run.launch()
     assert not result.faults and result.rounds == {0: sorted(run.folders), 1: sorted(run.folders)}
     shared = load_file(tmp_path / "state" / "server" / "global-001.safetensors")
@@ -147,6 +154,8 @@ def test_in_stage_2_an_asker_goes_on_without_the_silo_that_does_not_serve(tmp_pa
     run = Run(tmp_path, fate=fate)
     result = run.launch()
     assert [fault.split(": client")[0] for fault in result.faults] == ["refresh 0"]
+    with pytest.raises(DataError, match="No silo shares its measures of stage2"):  # they are shared by choice alone
+        result.mean("stage2", "sentence/mrr@10")
     assert all(list((tmp_path / "flower" / name).glob("personal-fed-000.safetensors")) for name in run.folders)
 
 
@@ -159,14 +168,17 @@ def test_a_round_with_too_few_updates_ends_the_run_and_a_new_start_goes_on_from_
         Run(tmp_path, only_stage1(), fate=fate, min_clients=2).launch()
     again = Run(tmp_path, only_stage1(), min_clients=2).launch()
     assert list(again.rounds) == [1] and not again.faults
+    with pytest.raises(ResumeError, match=r"begun with server\.rounds=2, and now it is 3"):
+        FlowerFederation(only_stage1(rounds=3), {}, tmp_path / "flower" / "server", dim=DIM)
 
 
 def test_under_a_budget_no_count_and_no_measure_leaves_a_silo_and_its_ledger_is_not_forgotten(tmp_path: Path) -> None:
-    run = Run(tmp_path, PRIVATE)
+    run = Run(tmp_path, PRIVATE, share=True)
     declare_public(tmp_path)
     result = run.launch()
     assert not result.faults and set(run.server._roster.examples.values()) == {1}
-    assert not any(result.measures.values()) and "evaluate.retrieval" not in run.grid.traffic
+    assert not any(result.measures.values()) and not result.queries
+    assert (tmp_path / "flower" / "client0" / "measures-stage2.safetensors").is_file()  # the silo knows
     client = run.client(run.grid.context(10))
     spent = client.epsilon()
     assert spent is not None and 0.9 * 20 < spent <= 20

@@ -14,8 +14,10 @@ import hashlib
 import logging
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
 from lit_dpret.errors import DataError, LedgerError, LitDpretError
@@ -53,10 +55,11 @@ MakeClient = Callable[[Context], SiloClient]
 Handler = Callable[[SiloClient, RecordDict, Mapping[str, Any]], RecordDict]
 
 log = logging.getLogger("lit_dpret.federated")
+SYSTEMS = ("bm25", "stage1", "stage2")
 _SERVER = "the server"
 
 
-def build_client_app(make_client: MakeClient) -> ClientApp:
+def build_client_app(make_client: MakeClient, *, share_measures: bool = False) -> ClientApp:
     """The app of every silo.
 
     Guarantees:
@@ -64,9 +67,12 @@ def build_client_app(make_client: MakeClient) -> ClientApp:
         - A message is refused where server and silo have different settings, and where a ledger that this node
           knows is gone, or does not begin as it did.
         - Of an error no word but its kind leaves the silo.
+        - Measures are kept in the silo's state folder, and leave it under ``share_measures`` alone; under a budget
+          never, since no ledger counts them.
 
     Args:
         make_client: Called once in a process and node.
+        share_measures: Tell the server the mean measures and the number of test queries: the silo's own choice.
     """
     app = ClientApp()
     silos: dict[int, SiloClient] = {}
@@ -98,7 +104,7 @@ def build_client_app(make_client: MakeClient) -> ClientApp:
     register("query", "fedneg_request", fedneg_request)
     register("query", "fedneg_serve", fedneg_serve)
     register("train", "personalise", personalise)
-    register("evaluate", "retrieval", evaluate)
+    register("evaluate", "retrieval", partial(evaluate, share=share_measures))
     return app
 
 
@@ -146,14 +152,19 @@ def personalise(client: SiloClient, content: RecordDict, head: Mapping[str, Any]
     return envelope()
 
 
-def evaluate(client: SiloClient, content: RecordDict, head: Mapping[str, Any]) -> RecordDict:
-    """Mean measures on its own collection; under a budget they are computed by nobody, since no ledger counts them."""
-    if client.settings.privacy.eps is not None:
+def evaluate(client: SiloClient, content: RecordDict, head: Mapping[str, Any], *, share: bool) -> RecordDict:
+    """Measures on its own collection, of every query for the silo itself; their means for the server, where agreed."""
+    system = head.get("system")
+    if system not in SYSTEMS:
+        raise DataError(f"The server asks for measures of {system!r}.", kind="bad message")
+    weights = None if system == "bm25" else global_weights(client, content, head)
+    found = client.evaluate(weights, personal=system == "stage2", split=str(head.get("split")))
+    values = {name.replace("/", "."): torch.from_numpy(value.copy()) for name, value in found.items()}
+    save_tensors(values, client.state / f"measures-{system}.safetensors")
+    if not share or client.settings.privacy.eps is not None:
         return envelope(withheld=True)
-    weights = None if head["system"] == "bm25" else global_weights(client, content, head)
-    found = client.evaluate(weights, personal=head["system"] == "stage2", split=str(head["split"]))
-    reply = envelope(withheld=False, queries=max(len(values) for values in found.values()))
-    reply["measures"] = MetricRecord({name: float(values.mean()) for name, values in found.items()})
+    reply = envelope(withheld=False, queries=max(len(value) for value in found.values()))
+    reply["measures"] = MetricRecord({name: float(value.mean()) for name, value in found.items()})
     return reply
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from lit_dpret.federated.flower.payloads import (
 from lit_dpret.federated.flower.roster import Roster
 from lit_dpret.federated.selection import Site, select_clients
 from lit_dpret.federated.settings import PddAs2
-from lit_dpret.federated.storage import save_tensors
+from lit_dpret.federated.storage import keep_facts, save_tensors
 from lit_dpret.progress import ProgressLine
 
 PHASES = {
@@ -55,7 +55,7 @@ class FlowerResult:
 
     Attributes:
         weights: The global weights.
-        measures: For each system the mean measures of each silo that gave them; none under a budget.
+        measures: For each system the mean measures of each silo that shares them; of none under a budget.
         queries: How many queries those are means of.
         sent: Bytes of tensors by phase, both ways, without envelopes.
         rounds: Whose updates each round of stage 1 that this process ran is made of.
@@ -70,8 +70,14 @@ class FlowerResult:
     faults: list[str] = field(default_factory=list)
 
     def mean(self, system: str, metric: str) -> float:
-        """Over all queries of all silos that gave their measures."""
-        found = self.measures[system]
+        """Over all queries of all silos that share their measures.
+
+        Raises:
+            DataError: None does.
+        """
+        found = self.measures.get(system)
+        if not found:
+            raise DataError(f"No silo shares its measures of {system}; each has them in its own state folder.")
         total = sum(self.queries[name] for name in found)
         return sum(values[metric] * self.queries[name] for name, values in found.items()) / total
 
@@ -96,6 +102,7 @@ class FlowerFederation:
 
     Raises:
         ConfigurationError: The settings ask for what these apps do not do.
+        ResumeError: The folder is that of another run.
     """
 
     def __init__(
@@ -121,6 +128,12 @@ class FlowerFederation:
         self.start, self.folder, self.dim = dict(start), Path(folder), dim
         self.min_clients = min_clients
         self.sites = dict(sites or {})
+        facts = {"seed": settings.seed, **asdict(settings.privacy)}
+        began = {**facts, **asdict(settings.stage1), "start": fingerprint(self.start)}
+        keep_facts(self.folder / "run.json", "server", began)
+        if settings.stage2.epochs:
+            kind = f"personal-{settings.stage2.negatives}"
+            keep_facts(self.folder / "run.json", kind, {**facts, **asdict(settings.stage2)})
         self.result = FlowerResult()
         self._roster = Roster(self.result.faults, timeout=timeout, wait=wait)
 
@@ -262,10 +275,8 @@ class FlowerFederation:
     # -- measures ------------------------------------------------------------------------------
 
     def measure(self, grid: Grid, system: str, weights: Mapping[str, Tensor] | None, *, split: str = "test") -> None:
-        """Every silo's mean measures on its own collection; nobody is asked under a budget."""
+        """Every silo measures on its own collection, and keeps what it finds, or tells the means."""
         self.result.measures[system] = {}
-        if self.settings.privacy.eps is not None:
-            return
         where = f"measures of {system}"
         contents: dict[str, RecordDict] = {}
         for name in self._present(grid, where):
@@ -273,6 +284,8 @@ class FlowerFederation:
             contents[name] = self._envelope(**told) if weights is None else self._global(name, weights, **told)
         for name, content in self._exchange(grid, "evaluate.retrieval", contents, where).items():
             head, found = content["head"], content.metric_records.get("measures", {})
+            if head.get("withheld") is True:
+                continue
             values = {metric: float(value) for metric, value in found.items() if isinstance(value, int | float)}
             count = head.get("queries")
             if not isinstance(count, int) or count < 1 or not all(0 <= value <= 1 for value in values.values()):
