@@ -112,6 +112,10 @@ def test_only_the_command_line_knows_hydra() -> None:
         assert package_of(path) == "cli" or not roots(path) & {"hydra", "omegaconf"}, path
 
 
+def test_only_one_file_of_the_federation_knows_flower() -> None:
+    assert [path.name for path in ours() if "flwr" in roots(path)] == ["library.py"]
+
+
 def test_privacy_and_retrieval_do_not_know_lightning() -> None:
     for package in ("audit", "privacy", "retrieval", "textsim"):
         for path in (ROOT / "lit_dpret" / package).rglob("*.py"):

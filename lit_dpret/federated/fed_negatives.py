@@ -72,6 +72,16 @@ class Block:
         """Its size on the wire, without the envelope."""
         return sum(part.numel() * part.element_size() for part in (self.embeddings, self.starts, self.entries))
 
+    def table(self) -> Tensor:
+        """The lists, filled up with `MISSING`: ``(rows, longest)``."""
+        lengths = self.starts.diff()
+        width = max(1, int(lengths.max())) if len(lengths) else 1
+        table = torch.full((self.rows, width), MISSING, dtype=torch.long)
+        rows = torch.arange(self.rows).repeat_interleave(lengths)
+        columns = torch.arange(len(self.entries)) - self.starts[:-1].repeat_interleave(lengths)
+        table[rows, columns] = self.entries.long()
+        return table
+
     def check(self, *, rows: int, dim: int, limit: int | None = None) -> Block:
         """Refuse a block of wrong shape, with values that are not finite, or larger than was asked for.
 
@@ -174,7 +184,7 @@ def merge_lists(blocks: Sequence[Block], query_embeddings: Tensor, n: int) -> Fe
     parts: list[TopK] = []
     offset = 0
     for block in ordered:
-        table = _table(block)
+        table = block.table()
         places = torch.where(table == MISSING, table, table + offset)
         scores = canonical_scores(query_embeddings.double().cpu(), TensorRows(embeddings), places, cosine=False)
         parts.append(TopK(scores, places))
@@ -199,17 +209,6 @@ def _block(client: str, sent: Tensor, rows: Sequence[Tensor]) -> Block:
     used, entries = torch.unique(flat, return_inverse=True)
     starts = torch.tensor([0, *[len(row) for row in rows]]).cumsum(0)
     return Block(client, sent[used], starts, entries.to(torch.int32))
-
-
-def _table(block: Block) -> Tensor:
-    """The lists as a table filled up with `MISSING`."""
-    lengths = block.starts.diff()
-    width = max(1, int(lengths.max())) if len(lengths) else 1
-    table = torch.full((block.rows, width), MISSING, dtype=torch.long)
-    rows = torch.arange(block.rows).repeat_interleave(lengths)
-    columns = torch.arange(len(block.entries)) - block.starts[:-1].repeat_interleave(lengths)
-    table[rows, columns] = block.entries.long()
-    return table
 
 
 def _is_csr(starts: Tensor, entries: Tensor, count: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -91,6 +92,15 @@ class SiloClient:
     def examples(self) -> int:
         """|D_i|, the train queries: for the aggregation weight, and never in clear under a budget."""
         return len(self.queries)
+
+    @cached_property
+    def model(self) -> tuple[Weights, int]:
+        """The weights before any training, and the dimensions of an embedding: the shape of whatever may arrive."""
+        module = self._make(
+            privacy=NoPrivacy(), optimizer_lr=self.settings.stage1.lr, towers="shared", passage_tower="trained",
+            negatives=None,
+        )  # fmt: skip
+        return take_weights(module), module.encoder.dim
 
     # -- stage 1 -------------------------------------------------------------------------------
 

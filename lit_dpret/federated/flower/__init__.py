@@ -1,0 +1,34 @@
+"""PDD-AS2 as a pair of Flower apps. The apps move weights and embeddings; all that is learned is learned elsewhere.
+
+Flower reports its use to its makers unless told not to, and reads what it is told while it is imported. So the
+first thing that this package does is to say no: import it before ``flwr``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+_REPORTS = {"FLWR_TELEMETRY_ENABLED": "Flower", "RAY_USAGE_STATS_ENABLED": "Ray"}
+
+
+def _be_silent() -> None:
+    """Switch off reports of use, and say aloud where somebody switched them on."""
+    for variable, who in _REPORTS.items():
+        if os.environ.setdefault(variable, "0") != "0":
+            warnings.warn(
+                f"{variable}={os.environ[variable]}: {who} reports the use of this federation to its makers. Set it to "
+                "0, or leave it unset, unless that is wanted.",
+                stacklevel=3,
+            )
+    read = getattr(sys.modules.get("flwr.supercore.telemetry"), "FLWR_TELEMETRY_ENABLED", "0")
+    if read != "0" and os.environ["FLWR_TELEMETRY_ENABLED"] == "0":
+        warnings.warn(
+            "flwr was imported before lit_dpret.federated.flower, with its telemetry on, and does not ask again. "
+            "Import lit_dpret.federated.flower first, or set FLWR_TELEMETRY_ENABLED=0.",
+            stacklevel=3,
+        )
+
+
+_be_silent()

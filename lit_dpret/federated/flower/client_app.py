@@ -1,0 +1,231 @@
+"""A silo's side: messages in, the methods of `SiloClient` called, messages out. Nothing is learned here.
+
+A deployed node runs every message in a new process, so what has to last is in the silo's state folder (its personal
+query encoder, the global weights of stage 2, its ledgers) and a little of it in Flower's ``Context.state``: how long
+each ledger was and what it hashed to. A ledger that is gone or was shortened is noticed before anything more is spent.
+
+What goes wrong stays here too. The server is told the kind of an error and not its sentence, which may name files,
+ids and numbers of the silo's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from lit_dpret.errors import DataError, LedgerError, LitDpretError
+from lit_dpret.federated.aggregation import Weights
+from lit_dpret.federated.fed_negatives import FedPool
+from lit_dpret.federated.flower.library import (
+    ClientApp,
+    ConfigRecord,
+    Context,
+    Error,
+    ErrorCode,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
+from lit_dpret.federated.flower.payloads import (
+    SCHEMA,
+    block_record,
+    digest_of,
+    envelope,
+    fingerprint,
+    head_of,
+    pool_of_record,
+    rows_of,
+    rows_record,
+    weights_of,
+    weights_record,
+)
+from lit_dpret.federated.silo import SiloClient
+from lit_dpret.federated.storage import save_tensors
+
+MakeClient = Callable[[Context], SiloClient]
+"""Builds the silo of a node, from what its operator told the node (``context.node_config``)."""
+
+Handler = Callable[[SiloClient, RecordDict, Mapping[str, Any]], RecordDict]
+
+log = logging.getLogger("lit_dpret.federated")
+SYSTEMS = ("bm25", "stage1", "stage2")
+_SERVER = "the server"
+
+
+def build_client_app(make_client: MakeClient, *, share_measures: bool = False) -> ClientApp:
+    """The app of every silo.
+
+    Guarantees:
+        - What a message changes or releases is what a method of `SiloClient` does, budget included.
+        - A message is refused where server and silo have different settings, and where a ledger that this node
+          knows is gone, or does not begin as it did.
+        - Of an error no word but its kind leaves the silo.
+        - Measures are kept in the silo's state folder, and leave it under ``share_measures`` alone; under a budget
+          never, since no ledger counts them.
+
+    Args:
+        make_client: Called once in a process and node.
+        share_measures: Tell the server the mean measures and the number of test queries: the silo's own choice.
+    """
+    app = ClientApp()
+    silos: dict[int, SiloClient] = {}
+
+    def register(category: str, action: str, handler: Handler) -> None:
+        def handle(message: Message, context: Context) -> Message:
+            try:
+                if context.node_id not in silos:
+                    silos[context.node_id] = make_client(context)
+                client = silos[context.node_id]
+                head = head_of(message.content, _SERVER)
+                if head.get("settings") != digest_of(client.settings):
+                    raise DataError("The server's settings are not this silo's.", kind="other settings")
+                check_ledgers(client, context)
+                try:
+                    reply = handler(client, message.content, head)
+                finally:
+                    remember_ledgers(client, context)
+            except Exception as error:  # whatever it is, the round goes on without this silo
+                log.error("%s: %s: %s", message.metadata.message_type, type(error).__name__, error,
+                          exc_info=None if isinstance(error, LitDpretError) else error)  # fmt: skip
+                return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=_kind(error)), reply_to=message)
+            return Message(reply, reply_to=message)
+
+        getattr(app, category)(action)(handle)
+
+    register("query", "describe", describe)
+    register("train", "stage1", train_stage1)
+    register("query", "fedneg_request", fedneg_request)
+    register("query", "fedneg_serve", fedneg_serve)
+    register("train", "personalise", personalise)
+    register("evaluate", "retrieval", partial(evaluate, share=share_measures))
+    return app
+
+
+# -- what a silo does ---------------------------------------------------------------------------
+
+
+def describe(client: SiloClient, content: RecordDict, head: Mapping[str, Any]) -> RecordDict:
+    """Its name; how many train queries it has, where nothing is promised and the aggregation needs it."""
+    counted = client.settings.privacy.eps is None and client.settings.stage1.weighting != "uniform"
+    return envelope(name=client.name, examples=client.examples if counted else 1)
+
+
+def train_stage1(client: SiloClient, content: RecordDict, head: Mapping[str, Any]) -> RecordDict:
+    """One local epoch from the global weights."""
+    weights = weights_of(content, _SERVER, like=client.model[0])
+    reply = envelope()
+    reply["weights"] = weights_record(client.train_shared(weights, _number(head, "round")))
+    return reply
+
+
+def fedneg_request(client: SiloClient, content: RecordDict, head: Mapping[str, Any]) -> RecordDict:
+    """The rows that others are asked with."""
+    reply = envelope()
+    reply["rows"] = rows_record(client.request(global_weights(client, content, head), _number(head, "refresh")))
+    return reply
+
+
+def fedneg_serve(client: SiloClient, content: RecordDict, head: Mapping[str, Any]) -> RecordDict:
+    """Answers to requests of others, who are numbers here and have no names."""
+    weights, refresh = global_weights(client, content, head), _number(head, "refresh")
+    reply = envelope()
+    for asker in range(_number(head, "askers")):
+        rows = rows_of(content, f"asker {asker}", name=f"rows.{asker}", dim=client.model[1])
+        reply[f"block.{asker}"] = block_record(client.serve(weights, rows, refresh=refresh))
+    return reply
+
+
+def personalise(client: SiloClient, content: RecordDict, head: Mapping[str, Any]) -> RecordDict:
+    """One local epoch of its own query encoder, which stays here."""
+    pool: FedPool | None = None
+    if client.settings.stage2.negatives == "fed":
+        lists = client.examples if client.settings.stage2.request == "exact" else None
+        pool = pool_of_record(content, _SERVER, dim=client.model[1], rows=lists)
+    client.personalise(global_weights(client, content, head), pool, _number(head, "epoch"))
+    return envelope()
+
+
+def evaluate(client: SiloClient, content: RecordDict, head: Mapping[str, Any], *, share: bool) -> RecordDict:
+    """Measures on its own collection, of every query for the silo itself; their means for the server, where agreed."""
+    system = head.get("system")
+    if system not in SYSTEMS:
+        raise DataError(f"The server asks for measures of {system!r}.", kind="bad message")
+    weights = None if system == "bm25" else global_weights(client, content, head)
+    found = client.evaluate(weights, personal=system == "stage2", split=str(head.get("split")))
+    values = {name.replace("/", "."): torch.from_numpy(value.copy()) for name, value in found.items()}
+    save_tensors(values, client.state / f"measures-{system}.safetensors")
+    if not share or client.settings.privacy.eps is not None:
+        return envelope(withheld=True)
+    reply = envelope(withheld=False, queries=max(len(value) for value in found.values()))
+    reply["measures"] = MetricRecord({name: float(value.mean()) for name, value in found.items()})
+    return reply
+
+
+# -- what lasts --------------------------------------------------------------------------------
+
+
+def global_weights(client: SiloClient, content: RecordDict, head: Mapping[str, Any]) -> Weights:
+    """The weights at the end of stage 1: from the message, or kept from one before, by their hash.
+
+    Raises:
+        DataError: They are neither here nor there, or are not what their hash says.
+    """
+    wanted = str(head.get("weights"))
+    if not re.fullmatch(r"[0-9a-f]{64}", wanted):
+        raise DataError("The server names no weights.", kind="bad message")
+    kept = client.state / f"received-{wanted[:16]}.safetensors"
+    if "weights" in content.array_records:
+        weights = weights_of(content, _SERVER, like=client.model[0])
+        if fingerprint(weights) != wanted:
+            raise DataError("The weights are not those that the server names.", kind="bad message")
+        for old in client.state.glob("received-*.safetensors"):
+            old.unlink()
+        save_tensors(weights, kept)
+        return weights
+    if not kept.is_file():
+        raise DataError("The weights that the server names are not here.", kind="weights missing")
+    return load_file(kept)
+
+
+def remember_ledgers(client: SiloClient, context: Context) -> None:
+    """Keep the length and the hash of each of the silo's ledgers in the node's own state."""
+    found = {path.name: path.read_bytes() for path in (client.state / "private").glob("silo_ledger.*.jsonl")}
+    facts = {name: f"{len(text)}:{hashlib.sha256(text).hexdigest()}" for name, text in sorted(found.items())}
+    context.state["ledgers"] = ConfigRecord({"schema": SCHEMA, **facts})
+
+
+def check_ledgers(client: SiloClient, context: Context) -> None:
+    """Refuse to go on with a ledger that was lost or shortened: what it held is spent all the same.
+
+    Raises:
+        LedgerError: Naming the file.
+    """
+    for name, fact in context.state.config_records.get("ledgers", {}).items():
+        if name == "schema":
+            continue
+        size, _, digest = str(fact).partition(":")
+        path = client.state / "private" / name
+        known = path.read_bytes()[: int(size)] if path.is_file() else b""
+        if hashlib.sha256(known).hexdigest() != digest:
+            raise LedgerError(
+                f"{path} is not the ledger that this node wrote in an earlier round, or has lost entries. Bring it "
+                "back from a copy: without it nobody knows what is spent."
+            )
+
+
+def _number(head: Mapping[str, Any], name: str) -> int:
+    value = head.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise DataError(f"The server's {name} is {value!r} and no number.", kind="bad message")
+    return value
+
+
+def _kind(error: Exception) -> str:
+    return f"{type(error).__name__} ({error.kind})" if isinstance(error, DataError) else type(error).__name__

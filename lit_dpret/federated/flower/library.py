@@ -1,0 +1,79 @@
+"""What is used of Flower, all of it imported here: the extra ``federated``, and not needed by anything else.
+
+``flwr.app``, ``flwr.clientapp`` and ``flwr.serverapp`` are its public Message API. The rest is internal and may move in
+any release: a grid of our own has to make messages outside of a Flower process, and to copy them as the wire would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+
+import lit_dpret.federated.flower  # noqa: F401  (switches telemetry off before flwr is imported)
+from lit_dpret.errors import ConfigurationError
+
+KNOWN = ">=1.41,<1.43"
+
+try:
+    FLWR_VERSION = version("flwr")
+except PackageNotFoundError as error:
+    raise ConfigurationError(
+        'A federation by messages runs on Flower, which is not installed. Run: pip install "lit-dpret[federated]". '
+        "lit_dpret.federated.inprocess needs none."
+    ) from error
+
+try:
+    from flwr.app import (
+        Array,
+        ArrayRecord,
+        ConfigRecord,
+        Context,
+        Error,
+        Message,
+        MetricRecord,
+        RecordDict,
+    )
+    from flwr.clientapp import ClientApp
+    from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
+    from flwr.common.serde import context_from_proto, context_to_proto, message_from_proto, message_to_proto
+    from flwr.proto.message_pb2 import Context as ProtoContext
+    from flwr.proto.message_pb2 import Message as ProtoMessage
+    from flwr.serverapp import Grid, ServerApp
+    from flwr.supercore.run import Run
+    from flwr.supercore.task_identity import TaskIdentity
+
+    _IDENTITY = {name: getattr(TaskIdentity, f"_{name}") for name in ("run_id", "node_id", "task_id")}
+except (ImportError, AttributeError) as error:
+    raise ConfigurationError(
+        f"flwr {FLWR_VERSION} lacks something that lit-dpret uses of it ({error}). Run: pip install 'flwr{KNOWN}'."
+    ) from error
+
+__all__ = [
+    "FLWR_VERSION", "SUPERLINK_NODE_ID", "Array", "ArrayRecord", "ClientApp", "ConfigRecord", "Context", "Error",
+    "ErrorCode", "Grid", "Message", "MetricRecord", "RecordDict", "Run", "ServerApp", "TaskIdentity", "acting_as",
+    "copied_context", "copied_message",
+]  # fmt: skip
+
+
+@contextmanager
+def acting_as(*, run_id: int, node_id: int, task_id: int = 0) -> Iterator[None]:
+    """Make messages as this node would; Flower keeps who a process is in one place for the whole process."""
+    before = {name: getattr(TaskIdentity, f"_{name}") for name in _IDENTITY}
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run_id, node_id, task_id
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(TaskIdentity, f"_{name}", value)
+
+
+def copied_message(message: Message) -> tuple[Message, int]:
+    """What the other side gets of a message, sharing nothing with it; and its bytes on the wire."""
+    wire = message_to_proto(message).SerializeToString()
+    return message_from_proto(ProtoMessage.FromString(wire)), len(wire)
+
+
+def copied_context(context: Context) -> Context:
+    """A context as it is after having been stored and read."""
+    return context_from_proto(ProtoContext.FromString(context_to_proto(context).SerializeToString()))

@@ -1,0 +1,127 @@
+"""Who is there: the server's list of silos, and messages to them whose failures are somebody's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.federated.flower.library import Grid, Message, RecordDict
+from lit_dpret.federated.flower.payloads import head_of
+
+_LONGEST = 200  # characters of what a node says of its own failure
+
+
+class Roster:
+    """The silos of a run by name, and the nodes that they answer from.
+
+    Guarantees:
+        - A silo is known by the message that it replies to and never by what its reply says: it can neither answer
+          for another one nor take the name of one that is there.
+        - Whoever does not answer well is named in ``faults``, is left out of this exchange, and is asked again in
+          the next.
+
+    Args:
+        faults: Told of everything that went wrong.
+        timeout: Seconds to wait for the answers of a round; null waits as long as Flower keeps messages.
+        wait: Seconds to wait until enough silos are there.
+
+    Raises:
+        ConfigurationError: A number is out of range.
+    """
+
+    def __init__(self, faults: list[str], *, timeout: float | None = None, wait: float = 60.0) -> None:
+        if not wait >= 0 or (timeout is not None and not timeout > 0):
+            raise ConfigurationError(
+                f"federated.wait={wait} must not be negative, and federated.timeout={timeout} positive or null."
+            )
+        self.faults, self.timeout, self.wait = faults, timeout, wait
+        self.examples: dict[str, int] = {}
+        self._nodes: dict[str, int] = {}
+        self._holds: dict[str, str] = {}
+
+    def wait_for(self, grid: Grid, count: int) -> None:
+        """Wait until so many nodes are there.
+
+        Raises:
+            DataError: They are not there in time.
+        """
+        until = time.monotonic() + self.wait
+        while (there := len(list(grid.get_node_ids()))) < count:
+            if time.monotonic() > until:
+                raise DataError(
+                    f"{there} silos are there after {self.wait:g} seconds, and federated.min_clients={count}. Start "
+                    "the others, or wait longer (federated.wait)."
+                )
+            time.sleep(0.5)
+
+    def present(self, grid: Grid, where: str, greeting: RecordDict) -> list[str]:
+        """The names of the silos that are there now; who is new introduces itself, who is missing is named."""
+        here = set(grid.get_node_ids())
+        strangers = sorted(here - set(self._nodes.values()))
+        answers = self._send(grid, "query.describe", dict.fromkeys(strangers, greeting))
+        for node in strangers:
+            answer = answers.get(node)
+            if not isinstance(answer, RecordDict):
+                self.faults.append(f"{where}: node {node} did not introduce itself: {answer or 'no answer'}.")
+                continue
+            name, examples = answer["head"].get("name"), answer["head"].get("examples")
+            if not isinstance(name, str) or not name or not isinstance(examples, int) or examples < 1:
+                self.faults.append(f"{where}: node {node} has no name or no train query; it is left out.")
+            elif self._nodes.get(name) in here:
+                self.faults.append(f"{where}: node {node} says that it is {name!r}, who is there already.")
+            else:
+                self._nodes[name], self.examples[name] = node, examples
+                self._holds.pop(name, None)
+        for name in sorted(name for name, node in self._nodes.items() if node not in here):
+            self._fault(name, where, "is not there")
+        return sorted(name for name, node in self._nodes.items() if node in here)
+
+    def lacks(self, name: str, what: str) -> bool:
+        """Whether a silo still has to be sent this; it is taken to have it from now on, until it fails."""
+        known = self._holds.get(name)
+        self._holds[name] = what
+        return known != what
+
+    def exchange(self, grid: Grid, kind: str, contents: Mapping[str, RecordDict], where: str) -> dict[str, RecordDict]:
+        """The answers to one message for each silo.
+
+        Args:
+            grid: Carries them.
+            kind: Type of the messages.
+            contents: By name.
+            where: In the words of the faults.
+        """
+        answers = self._send(grid, kind, {self._nodes[name]: content for name, content in contents.items()})
+        found: dict[str, RecordDict] = {}
+        for name in contents:
+            answer = answers.get(self._nodes[name])
+            if isinstance(answer, RecordDict):
+                found[name] = answer
+            else:
+                self._fault(name, where, answer or f"did not answer within {self.timeout} seconds")
+        return found
+
+    def _send(self, grid: Grid, kind: str, contents: Mapping[int, RecordDict]) -> dict[int, RecordDict | str]:
+        """By node its answer, or what is wrong with it; nothing of a node that did not answer in time."""
+        messages = [Message(content, node, kind) for node, content in contents.items()]
+        replies = list(grid.send_and_receive(messages, timeout=self.timeout)) if messages else []
+        node_of = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
+        found: dict[int, RecordDict | str] = {}
+        for reply in replies:
+            node = node_of.get(reply.metadata.reply_to_message_id)
+            if node is None:
+                continue
+            if reply.has_error():
+                found[node] = f"failed: {str(reply.error.reason)[:_LONGEST]} (Flower's error {reply.error.code})"
+                continue
+            try:
+                head_of(reply.content, f"node {node}")
+                found[node] = reply.content
+            except DataError as error:
+                found[node] = f"sent nonsense: {error}"
+        return found
+
+    def _fault(self, name: str, where: str, what: str) -> None:
+        self.faults.append(f"{where}: client {name!r} {what.rstrip('.')}.")
+        self._holds.pop(name, None)

@@ -1,0 +1,209 @@
+"""The apps do by messages what the in-process engine does by calls; and what happens when a silo does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_silos import PRIVATE, SIZE, SMALL, declare_public, federation, maker
+
+pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
+
+from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError
+from lit_dpret.federated.data import planted_silos
+from lit_dpret.federated.flower.client_app import build_client_app
+from lit_dpret.federated.flower.grid import Fate, InProcessGrid
+from lit_dpret.federated.flower.library import Context, Message
+from lit_dpret.federated.flower.server_app import FlowerFederation, FlowerResult, build_server_app
+from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.silo import SiloClient
+
+DIM = 16
+
+
+class Run:
+    """A federation by messages over planted silos; the same silos and the same start as `tiny_silos.federation`."""
+
+    def __init__(
+        self,
+        root: Path,
+        settings: PddAs2 = SMALL,
+        *,
+        fate: Fate | None = None,
+        silo: Any = SiloClient,
+        share: bool = False,
+        **server: Any,
+    ) -> None:
+        if not (root / "silos").exists():
+            write_silos(root / "silos", planted_silos(SIZE), facts={})
+        self.folders = silo_folders(root / "silos")
+        self.root, self.settings, self.silo = root, settings, silo
+        self.grid = InProcessGrid(
+            build_client_app(self.client, share_measures=share),
+            {number: {"client": name} for number, name in enumerate(self.folders, start=10)},
+            fate=fate,
+        )
+        start = self.client(self.grid.context(10)).model[0]
+        self.server = FlowerFederation(settings, start, root / "flower" / "server", dim=DIM, wait=0.0, **server)
+
+    def client(self, context: Context) -> SiloClient:
+        name = str(context.node_config["client"])
+        found: SiloClient = self.silo(
+            self.folders[name], self.root / "flower" / name, self.settings, maker(), secret_file=self.root / "secret"
+        )
+        return found
+
+    def launch(self) -> FlowerResult:
+        self.grid.launch(build_server_app(self.server))
+        return self.server.result
+
+
+def only_stage1(settings: PddAs2 = SMALL, rounds: int = 2) -> PddAs2:
+    return replace(
+        settings,
+        stage1=replace(settings.stage1, warmup_rounds=0, rounds=rounds),
+        stage2=replace(settings.stage2, epochs=0),
+    )
+
+
+def personal(state: Path, settings: PddAs2) -> dict[str, torch.Tensor]:
+    return load_file(state / f"personal-{settings.stage2.negatives}-000.safetensors")
+
+
+@pytest.mark.parametrize("request_", ["exact", pytest.param("none", marks=pytest.mark.slow)])
+def test_by_messages_the_same_weights_and_measures_come_out_as_in_one_process(request_: Any, tmp_path: Path) -> None:
+    settings = replace(SMALL, stage2=replace(SMALL.stage2, request=request_))
+    engine = federation(tmp_path, settings)
+    expected = engine.run()
+    run = Run(tmp_path, settings, share=True)
+    result = run.launch()
+    assert not result.faults and result.rounds == {0: sorted(run.folders), 1: sorted(run.folders)}
+    shared = load_file(tmp_path / "state" / "server" / "global-001.safetensors")
+    for name, value in shared.items():
+        torch.testing.assert_close(result.weights[name], value, rtol=0, atol=1e-6)
+    for client in run.folders:
+        for name, value in personal(tmp_path / "state" / client, settings).items():
+            found = personal(tmp_path / "flower" / client, settings)[name]
+            torch.testing.assert_close(found, value, rtol=0, atol=1e-6)
+    for system in ("bm25", "stage1", "stage2"):
+        for metric in ("sentence/mrr@10", "passage/success@1"):
+            assert result.mean(system, metric) == pytest.approx(expected.mean(system, metric), abs=1e-6)
+    assert all(result.sent[phase] > 0 for phase in ("stage 1", "requests", "responses", "pools"))
+    assert (tmp_path / "flower" / "server" / "federation.json").is_file()
+    # Stage 1 sends the weights in every round; after it they are sent to each silo once, with the first measures.
+    traffic, weights = run.grid.traffic, sum(value.numel() * 4 for value in run.server.start.values())
+    assert traffic["train.stage1"].down > 2 * 3 * weights and traffic["evaluate.retrieval"].down > 3 * weights
+    for kind in ("query.fedneg_request", "query.fedneg_serve", "train.personalise"):
+        assert traffic[kind].down < 3 * weights, kind
+
+
+def test_a_silo_that_fails_in_a_round_is_named_the_round_goes_on_and_it_comes_back(tmp_path: Path) -> None:
+    class Breaks(SiloClient):
+        def train_shared(self, weights: Any, number: int) -> Any:
+            if self.name == "client1" and number == 0:
+                raise RuntimeError("private words")
+            return super().train_shared(weights, number)
+
+    result = Run(tmp_path, only_stage1(), silo=Breaks).launch()
+    assert result.rounds == {0: ["client0", "client2"], 1: ["client0", "client1", "client2"]}
+    assert len(result.faults) == 1 and "private words" not in str(result.faults)
+    assert result.faults[0].startswith("stage 1, round 0: client 'client1' failed: RuntimeError")
+
+
+def test_a_silo_that_sends_nan_is_left_out_and_the_mean_is_that_of_the_others(tmp_path: Path) -> None:
+    class Poisons(SiloClient):
+        def train_shared(self, weights: Any, number: int) -> Any:
+            found = super().train_shared(weights, number)
+            if self.name == "client2":
+                found[next(iter(found))].fill_(float("nan"))
+            return found
+
+    run = Run(tmp_path, only_stage1(rounds=1), silo=Poisons)
+    result = run.launch()
+    assert result.rounds == {0: ["client0", "client1"]}
+    assert "stage 1, round 0: client 'client2': " in result.faults[0] and "not finite" in result.faults[0]
+    assert all(bool(torch.isfinite(value).all()) for value in result.weights.values())
+
+
+def test_a_silo_that_answers_late_or_is_gone_is_named_and_takes_part_again(tmp_path: Path) -> None:
+    rounds: list[str] = []
+
+    def fate(message: Message) -> Any:
+        if message.metadata.message_type != "train.stage1":
+            return None
+        number = message.content["head"]["round"]
+        rounds.append(f"{message.metadata.dst_node_id} in round {number}")
+        return {(10, 0): "late", (11, 0): "unavailable", (12, 1): "silent"}.get((message.metadata.dst_node_id, number))
+
+    result = Run(tmp_path, only_stage1(rounds=3), fate=fate, timeout=30.0).launch()
+    assert result.rounds == {0: ["client2"], 1: ["client0", "client1"], 2: ["client0", "client1", "client2"]}
+    assert [fault.split("'")[1] for fault in result.faults] == ["client0", "client1", "client2"]
+    assert "did not answer within 30.0 seconds" in result.faults[0] and len(rounds) == 9
+
+
+def test_in_stage_2_an_asker_goes_on_without_the_silo_that_does_not_serve(tmp_path: Path) -> None:
+    def fate(message: Message) -> Any:
+        serves = message.metadata.message_type == "query.fedneg_serve"
+        return "unavailable" if serves and message.metadata.dst_node_id == 12 else None
+
+    run = Run(tmp_path, fate=fate)
+    result = run.launch()
+    assert [fault.split(": client")[0] for fault in result.faults] == ["refresh 0"]
+    with pytest.raises(DataError, match="No silo shares its measures of stage2"):  # they are shared by choice alone
+        result.mean("stage2", "sentence/mrr@10")
+    assert all(list((tmp_path / "flower" / name).glob("personal-fed-000.safetensors")) for name in run.folders)
+
+
+def test_a_round_with_too_few_updates_ends_the_run_and_a_new_start_goes_on_from_there(tmp_path: Path) -> None:
+    def fate(message: Message) -> Any:
+        training = message.metadata.message_type == "train.stage1"
+        return "unavailable" if training and message.content["head"]["round"] == 1 else None
+
+    with pytest.raises(DataError, match=r"stage 1, round 1: 0 silos sent an update, and .*client 'client0' failed"):
+        Run(tmp_path, only_stage1(), fate=fate, min_clients=2).launch()
+    again = Run(tmp_path, only_stage1(), min_clients=2).launch()
+    assert list(again.rounds) == [1] and not again.faults
+    with pytest.raises(ResumeError, match=r"begun with server\.rounds=2, and now it is 3"):
+        FlowerFederation(only_stage1(rounds=3), {}, tmp_path / "flower" / "server", dim=DIM)
+
+
+def test_under_a_budget_no_count_and_no_measure_leaves_a_silo_and_its_ledger_is_not_forgotten(tmp_path: Path) -> None:
+    run = Run(tmp_path, PRIVATE, share=True)
+    declare_public(tmp_path)
+    result = run.launch()
+    assert not result.faults and set(run.server._roster.examples.values()) == {1}
+    assert not any(result.measures.values()) and not result.queries
+    assert (tmp_path / "flower" / "client0" / "measures-stage2.safetensors").is_file()  # the silo knows
+    client = run.client(run.grid.context(10))
+    spent = client.epsilon()
+    assert spent is not None and 0.9 * 20 < spent <= 20
+    # The node knows how its ledger began: without it, nothing is spent any more.
+    assert client.ledger is not None
+    kept = client.ledger.path.read_bytes()
+    client.ledger.path.write_bytes(kept[: len(kept) // 2])
+    run.server = FlowerFederation(PRIVATE, run.server.start, tmp_path / "other", dim=DIM, min_clients=3)
+    with pytest.raises(DataError, match=r"node 10 did not introduce itself: failed: LedgerError"):
+        run.launch()
+
+
+def test_a_silo_with_other_settings_refuses_and_the_server_hears_why(tmp_path: Path) -> None:
+    run = Run(tmp_path, only_stage1())
+    run.server = FlowerFederation(replace(only_stage1(), seed=1), run.server.start, tmp_path / "s", dim=DIM, wait=0.0)
+    with pytest.raises(DataError, match=r"node 10 did not introduce itself: failed: DataError \(other settings\)"):
+        run.launch()
+
+
+def test_what_the_apps_do_not_do_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    masked = replace(SMALL, secure_sum=True, stage1=replace(SMALL.stage1, weighting="uniform"))
+    for settings, more, message in (
+        (masked, {}, "secure_sum=true is not done by messages yet"),
+        (SMALL, {"min_clients": 0}, "min_clients=0"),
+        (SMALL, {"timeout": 0.0}, "timeout=0"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            FlowerFederation(settings, {}, tmp_path, dim=DIM, **more)  # type: ignore[arg-type]

@@ -1,0 +1,123 @@
+"""What travels between Flower apps comes out as it went in, and what is wrong with it is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
+
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.federated.fed_negatives import Block, FedPool, merge_lists, respond
+from lit_dpret.federated.flower import payloads
+from lit_dpret.federated.flower.library import Array, ArrayRecord, ConfigRecord, RecordDict
+from lit_dpret.retrieval.search import MISSING
+
+MODEL = {"w": torch.randn(3, 2), "b": torch.zeros(2), "none": torch.empty(0, 4)}
+
+
+def with_weights(weights: dict[str, torch.Tensor]) -> RecordDict:
+    content = payloads.envelope(round=1)
+    content["weights"] = payloads.weights_record(weights)
+    return content
+
+
+def changed(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {**MODEL, **tensors}
+
+
+def test_weights_come_out_as_they_went_in() -> None:
+    found = payloads.weights_of(with_weights(MODEL), "client 'a'", like=MODEL)
+    assert set(found) == set(MODEL) and all(torch.equal(found[name], MODEL[name]) for name in MODEL)
+    assert payloads.fingerprint(found) == payloads.fingerprint(MODEL) != payloads.fingerprint(changed(b=torch.ones(2)))
+
+
+def test_an_integer_buffer_is_not_sent_and_not_taken() -> None:
+    with pytest.raises(ConfigurationError, match=r"'ids' is torch\.int64"):
+        payloads.weights_record({"ids": torch.arange(3)})
+    content = payloads.envelope()
+    content["weights"] = ArrayRecord({"w": Array(torch.arange(3).numpy())})
+    with pytest.raises(DataError, match=r"client 'a': 'w' is torch\.int64"):
+        payloads.weights_of(content, "client 'a'", like={"w": torch.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (changed(w=torch.zeros(2, 3)), r"client 'a': 'w' has shape \(2, 3\) where \(3, 2\)"),
+        (changed(b=torch.tensor([0.0, float("nan")])), "client 'a': 'b' holds values that are not finite"),
+        (changed(b=torch.tensor([0.0, float("inf")])), "client 'a': 'b' holds values that are not finite"),
+        (changed(more=torch.zeros(1)), "client 'a': 1 tensors are missing or too many, 'more'"),
+    ],
+)
+def test_weights_that_are_not_of_the_model_are_refused_by_name(wrong: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        payloads.weights_of(with_weights(wrong), "client 'a'", like=MODEL)
+
+
+def test_bytes_that_are_no_array_are_refused_and_never_unpickled() -> None:
+    content = payloads.envelope()
+    content["weights"] = ArrayRecord({"w": Array("float32", (3,), "numpy.ndarray", b"\x80\x04N.")})
+    with pytest.raises(DataError, match="client 'a': 'weights' holds an array that cannot be read"):
+        payloads.weights_of(content, "client 'a'", like={"w": torch.zeros(3)})
+
+
+def test_a_message_of_a_newer_format_or_of_none_is_refused() -> None:
+    assert payloads.head_of(payloads.envelope(round=3), "the server")["round"] == 3
+    newer = RecordDict({"head": ConfigRecord({"schema": payloads.SCHEMA.replace("/1", "/2")})})
+    with pytest.raises(DataError, match=r"client 'a' cannot be read: .*/2', and this lit-dpret reads up to version 1"):
+        payloads.head_of(newer, "client 'a'")
+    with pytest.raises(DataError, match="its schema is None"):
+        payloads.head_of(RecordDict(), "client 'a'")
+
+
+def test_an_answer_and_a_pool_come_out_as_they_went_in() -> None:
+    generator = torch.Generator().manual_seed(0)
+    queries, candidates = torch.randn(5, 4, generator=generator), torch.randn(9, 4, generator=generator)
+    block = respond("b", queries, candidates, 3)
+    content = payloads.envelope()
+    content["block"] = payloads.block_record(block)
+    found = payloads.block_of(content, "b", rows=5, dim=4, limit=3)
+    for part in ("embeddings", "starts", "entries"):
+        assert torch.equal(getattr(found, part), getattr(block, part))
+    pool = merge_lists([block], queries, 4)  # one place more than was answered: MISSING in every list
+    content["pool"] = payloads.pool_record(pool, send_as=torch.float16)
+    back = payloads.pool_of_record(content, "the server", dim=4, rows=5)
+    assert pool.lists is not None and back.lists is not None and bool((pool.lists[:, 3] == MISSING).all())
+    assert torch.equal(back.embeddings, pool.embeddings) and torch.equal(back.lists, pool.lists[:, :3])
+    content["pool"] = payloads.pool_record(FedPool(pool.embeddings), send_as=torch.float16)
+    bare = payloads.pool_of_record(content, "the server", dim=4, rows=None)
+    assert bare.lists is None and torch.equal(bare.embeddings, pool.embeddings)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (Block("x", torch.randn(2, 3), torch.tensor([0, 1]), torch.zeros(1)), "entries is of the wrong type"),
+        (Block("x", torch.full((2, 3), float("nan")), torch.tensor([0, 1]), torch.tensor([0])), "not finite"),
+        (Block("x", torch.randn(2, 3), torch.tensor([0, 1]), torch.tensor([5])), "lists that do not fit"),
+        (Block("x", torch.randn(2, 3), torch.tensor([0, 1, 2]), torch.tensor([0, 0])), "answers to 2 rows where 1"),
+        (Block("x", torch.randn(2, 3), torch.tensor([0, 2]), torch.tensor([0, 1])), "at most 1 for each of 1 rows"),
+    ],
+)
+def test_an_answer_that_is_wrong_is_refused_with_the_name_of_who_gave_it(block: Block, message: str) -> None:
+    content = payloads.envelope()
+    content["block"] = payloads.block_record(block)
+    with pytest.raises(DataError, match=rf"client 'b'.*{message}|'b'.*{message}"):
+        payloads.block_of(content, "b", rows=1, dim=3, limit=1)
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(2, 3), torch.zeros(2), torch.full((1, 4), float("nan"))])
+def test_request_rows_of_wrong_shape_or_without_values_are_refused(rows: torch.Tensor) -> None:
+    content = payloads.envelope()
+    content["rows"] = payloads.rows_record(rows)
+    with pytest.raises(DataError, match="The request of client 'a'"):
+        payloads.rows_of(content, "client 'a'", dim=4)
+
+
+def test_no_rows_at_all_are_a_request_too() -> None:
+    content = payloads.envelope()
+    content["rows"] = payloads.rows_record(torch.empty(0, 4))
+    assert payloads.rows_of(content, "client 'a'", dim=4).shape == (0, 4)
