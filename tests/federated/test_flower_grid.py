@@ -29,7 +29,7 @@ app = ClientApp()
 def count(message: Message, context: Context) -> Message:
     """How many messages this node has had; changes what it was sent."""
     before = context.state.config_records.get("seen", ConfigRecord({"times": 0}))["times"]
-    context.state["seen"] = ConfigRecord({"times": before + 1})
+    context.state["seen"] = ConfigRecord({"times": before + 1, "had": len(message.content)})
     message.content.clear()
     if context.node_config["name"] == "breaks" and before == 0:
         raise ValueError("broken")
@@ -55,7 +55,9 @@ def times(message: Message) -> int:
 
 def test_a_node_keeps_its_state_and_shares_no_record_with_others() -> None:
     found = grid()
-    assert [times(reply) for reply in ask(found, 2, 4)] == [1, 1]  # the first emptied what it was sent
+    replies = ask(found, 2, 4)
+    assert [times(reply) for reply in replies] == [1, 1]
+    assert [reply.content["seen"]["had"] for reply in replies] == [1, 1]  # though the first emptied what it was sent
     assert [times(reply) for reply in ask(found, 2)] == [2]
     found.context(2).state.clear()
     assert [times(reply) for reply in ask(found, 2)] == [3]
