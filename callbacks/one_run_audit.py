@@ -27,6 +27,7 @@ from lit_dpret.canaries.audit_scores import AuditScores, read_scores, write_scor
 from lit_dpret.canaries.canary import Kind
 from lit_dpret.canaries.coin_flips import CoinFlips
 from lit_dpret.canaries.coins_in_run import coins_in_run
+from lit_dpret.canaries.suite import EVALUATION_SPLITS
 from lit_dpret.errors import ConfigurationError, PrivacyViolation, ResumeError
 from lit_dpret.privacy.card import LEDGER_NAME
 from lit_dpret.privacy.card_audit_text import ALARM, AUDIT_EVENT
@@ -93,6 +94,11 @@ class OneRunAudit(Callback):
             raise ConfigurationError(f"callbacks.audit.confidence={confidence} must lie between 0 and 1.")
         if kind not in ("random_passage", "own_passage", "echo"):
             raise ConfigurationError(f"callbacks.audit.kind={kind!r} is not one of random_passage, own_passage, echo.")
+        if queries in EVALUATION_SPLITS:
+            raise ConfigurationError(
+                f"callbacks.audit.queries={queries}: the released model would be trained on people's queries of that "
+                "split, which the claim does not cover. Take pseudo, or a file of public queries."
+            )
         self.run_dir = None if run_dir is None else Path(run_dir)
         self.resume = resume
         self.canaries, self.max_share = canaries, max_share

@@ -25,6 +25,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from hydra.utils import instantiate
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -114,6 +115,8 @@ def main() -> None:
         _hydra_main()
     except KeyboardInterrupt:
         _stop("interrupted. The same command with resume=true goes on from the last checkpoint.", 130)
+    except SIGTERMException:  # a SystemExit without a code, which would be status 0
+        _stop("ended by SIGTERM. The same command with resume=true goes on from the last checkpoint.", 143)
     except Exception as error:
         line = explain(error)
         if line is None:

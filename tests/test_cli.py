@@ -13,7 +13,9 @@ from cards import Run, make_plan, rewrite_chain
 from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from hydra.utils import instantiate
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lit_dpret import cli
 from lit_dpret.cli import build_parts, explain
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.card import write_card
@@ -399,6 +401,21 @@ def test_a_setting_that_a_constructor_chokes_on_is_explained_by_place_and_cause(
         instantiate(part)
     line = explain(found.value) or ""
     assert line.startswith("callbacks.audit cannot be made: '<' not supported") and "\n" not in line
+
+
+def test_a_program_that_was_told_to_end_does_not_end_as_if_it_had_finished(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lightning answers SIGTERM by a SystemExit without a code, which is status 0."""
+
+    def ended() -> None:
+        raise SIGTERMException
+
+    monkeypatch.setattr(cli, "_hydra_main", ended)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with pytest.raises(SystemExit) as found:
+        cli.main()
+    assert found.value.code == 143 and "resume=true" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_explained_and_a_defect_is_not() -> None:

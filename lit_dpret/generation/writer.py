@@ -38,7 +38,7 @@ from lit_dpret.generation.shards import MANIFEST_NAME, SHARDS_NAME, ShardStore, 
 from lit_dpret.generation.workers import Drawn, draw_groups
 from lit_dpret.modules.generator_folder import load_generator, weights_hash
 from lit_dpret.privacy.card import CARD_NAME, LEDGER_NAME, inherit_card, read_card, write_card
-from lit_dpret.privacy.card_environment import environment_facts
+from lit_dpret.privacy.card_environment import environment_facts, version_of
 from lit_dpret.privacy.card_facts import Assumption
 from lit_dpret.privacy.card_notes import with_notes
 
@@ -109,7 +109,7 @@ def synthesize(
         ConfigurationError: A setting is out of range, or the passages are not declared public.
         DataError: The generator has no privacy card, or one that is not about these weights; or
             the passages are malformed.
-        ResumeError: ``out`` was begun with another configuration.
+        ResumeError: ``out`` was begun with another configuration, or other versions of torch or transformers.
         StorageError: ``out`` cannot be written, is in use, or the disk is too small.
         UnsupportedModelError: ``generator_folder`` is no generator.
         WorkerError: A worker died.
@@ -164,6 +164,7 @@ def synthesize(
         "device": place.type,
         "precision": precision,
         "threads": threads,
+        **{package: version_of(package) for package in ("torch", "transformers")},
     }
     settings = GroupSettings(
         generator=source, draws=queries_per_passage, seed=seed, decoding=decoding, device=str(place),

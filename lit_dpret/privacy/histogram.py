@@ -76,7 +76,8 @@ def histogram_plan(
         BudgetExceededError: The histogram alone costs more than the budget.
         ConfigurationError: A value is out of range.
     """
-    if not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
+    number = isinstance(noise_multiplier, (int, float)) and not isinstance(noise_multiplier, bool)
+    if not (number and math.isfinite(noise_multiplier) and noise_multiplier > 0):
         raise ConfigurationError(f"task.noise_multiplier={noise_multiplier} is not a positive, finite number.")
     if n_public is not None:
         budget.check_delta(n_public)

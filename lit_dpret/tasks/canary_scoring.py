@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.canaries import Canary
@@ -40,6 +40,8 @@ class Measurement:
     def __post_init__(self) -> None:
         if self.draws < 1:
             raise ConfigurationError(f"task.measure.draws={self.draws} must be at least 1.")
+        if self.span not in get_args(Span):
+            raise ConfigurationError(f"task.measure.span={self.span!r} is not one of {', '.join(get_args(Span))}.")
         self.decoding()
 
     def decoding(self) -> Decoding:

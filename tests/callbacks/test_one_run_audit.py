@@ -192,7 +192,7 @@ def test_numbers_of_canaries_that_cannot_be_are_refused_by_name(tmp_path: Path) 
         "canaries=null cannot be derived",
         **settings_for("add_or_remove", tmp_path),
     )
-    for wrong in ({"canaries": 8}, {"max_share": 0.0}, {"confidence": 1.0}, {"kind": "loud"}):
+    for wrong in ({"canaries": 8}, {"max_share": 0.0}, {"confidence": 1.0}, {"kind": "loud"}, {"queries": "dev"}):
         with pytest.raises(ConfigurationError, match=next(iter(wrong))):
             OneRunAudit(**wrong)  # type: ignore[arg-type]
 

@@ -16,6 +16,7 @@ import pytest
 from tiny_generator import PASSAGES, SETTINGS, content, generator, lines, write_parent_card
 
 from lit_dpret.errors import ResumeError
+from lit_dpret.generation import writer
 from lit_dpret.generation.groups import canonical_groups, draw_group
 from lit_dpret.generation.sampler import Decoding
 from lit_dpret.generation.writer import synthesize
@@ -176,6 +177,17 @@ def test_another_configuration_is_refused_by_the_key_that_changed(
     with pytest.raises(ResumeError, match=key):
         synthesize(source, PASSAGES, whole, **SETTINGS | change)
     assert content(whole) == before
+
+
+def test_other_library_versions_are_refused_because_their_last_bits_may_differ(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "set"
+    with pytest.raises(KeyboardInterrupt):
+        synthesize(source, PASSAGES, out, progress=Stop(1), **SETTINGS)
+    monkeypatch.setattr(writer, "version_of", lambda package: f"{package} of another year")
+    with pytest.raises(ResumeError, match="cannot go on with torch=torch of another year"):
+        synthesize(source, PASSAGES, out, **SETTINGS)
 
 
 def test_other_passages_and_another_generator_are_refused(whole: Path, source: Path, tmp_path: Path) -> None:

@@ -203,3 +203,10 @@ def test_a_histogram_is_read_as_it_was_written_and_a_newer_one_is_refused(tmp_pa
     path.unlink()
     with pytest.raises(DataError, match="task=histogram"):
         ReleasedHistogram.read(tmp_path)
+
+
+@pytest.mark.parametrize("noise", ["many", None, True, float("nan"), 0.0])
+def test_noise_that_is_no_positive_number_is_refused_by_name(noise: Any) -> None:
+    budget = PrivacyBudget(eps=1.0, delta=1e-5, unit="query", neighbours="zero_out")
+    with pytest.raises(ConfigurationError, match=r"task\.noise_multiplier="):
+        histogram_plan(budget, noise_multiplier=noise)

@@ -161,6 +161,11 @@ def test_settings_of_no_study_are_refused(changes: dict[str, Any], reason: str) 
         study(**changes)
 
 
+def test_a_way_of_judging_that_is_none_is_refused_before_a_study_could_begin() -> None:
+    with pytest.raises(ConfigurationError, match=r"task\.measure\.span='foo'"):
+        Measurement(span="foo")  # type: ignore[arg-type]
+
+
 def test_a_mode_that_trains_no_generator_is_refused_before_anything_runs(tmp_path: Path) -> None:
     made = parts(tmp_path, partial(LogitDP, delta=1e-5, max_logit_grad_norm=1.0, secret_file=tmp_path / "secret"))
     with pytest.raises(ConfigurationError, match="privacy=dp_sgd"):
