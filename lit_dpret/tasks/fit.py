@@ -15,6 +15,7 @@ from lit_dpret.callbacks import MetricsFile
 from lit_dpret.callbacks.refusals import refuse_broken_claims
 from lit_dpret.canaries import CanarySuite
 from lit_dpret.canaries.planting import plant_in_run
+from lit_dpret.canaries.suite import EVALUATION_SPLITS
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.tasks.checkpoints import WholeCheckpoints, newest_checkpoint
 from lit_dpret.tasks.parts import Parts, check_run_dir
@@ -42,6 +43,13 @@ class Fit:
         datamodule = parts.make_datamodule()
         module = parts.make_module(privacy=privacy)
         hold_out = self._hold_out(privacy, datamodule, parts.run_dir)
+        canaries = parts.make_canaries()
+        if canaries is not None and canaries.queries in EVALUATION_SPLITS:
+            raise ConfigurationError(
+                f"canaries.queries={canaries.queries} would train a model that is released on people's queries, in as "
+                "many copies as a canary has, and the claim covers one. Take pseudo, or a file of public queries; "
+                "experiment=canaries, which releases no model, may use a split."
+            )
         return train(
             module,
             datamodule,
@@ -50,7 +58,7 @@ class Fit:
             callbacks=parts.make_callbacks(),
             loggers=parts.make_loggers(),
             resume=parts.resume,
-            canaries=parts.make_canaries(),
+            canaries=canaries,
             after_setup=hold_out,
         )
 
