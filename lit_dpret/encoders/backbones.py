@@ -113,6 +113,29 @@ def position_limit(backbone: Any) -> int | None:
     return positions if positions is None or reserved is None else positions - reserved - 1
 
 
+def keep_layers(backbone: Any, count: int) -> None:
+    """Drop all transformer layers but the first ``count``, in place.
+
+    Raises:
+        ConfigurationError: It has fewer.
+        UnsupportedModelError: Its layers are not one list.
+    """
+    have: int = backbone.config.num_hidden_layers
+    if not 1 <= count <= have:
+        raise ConfigurationError(f"layers={count}: {type(backbone).__name__} has 1 to {have} layers to keep.")
+    lists = [
+        (owner, name, found)
+        for owner in backbone.modules()
+        for name, found in owner.named_children()
+        if isinstance(found, nn.ModuleList) and len(found) == have
+    ]
+    if len(lists) != 1:
+        raise UnsupportedModelError(f"layers={count}: {type(backbone).__name__} has no single list of its layers.")
+    owner, name, found = lists[0]
+    setattr(owner, name, found[:count])
+    backbone.config.num_hidden_layers = count
+
+
 def take_pooler(backbone: Any) -> dict[str, Tensor]:
     """Move the pooler that embeddings never use out of ``backbone``; its weights, for saving."""
     pooler = getattr(backbone, "pooler", None)

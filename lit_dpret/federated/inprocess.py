@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from safetensors.torch import load_file
@@ -24,10 +25,12 @@ from lit_dpret.federated.selection import Site, select_clients
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.storage import keep_facts, save_tensors
+from lit_dpret.federated.traffic import Traffic
 from lit_dpret.progress import ProgressLine
 from lit_dpret.retrieval.metrics import Values
 
 PerClient = dict[str, dict[str, Values]]
+Phase = Literal["bm25", "stage1", "stage2"]
 
 
 @dataclass
@@ -35,16 +38,22 @@ class FedResult:
     """What a run found; values are per query, and as private as the queries.
 
     Attributes:
-        systems: For ``bm25``, ``stage1`` and ``stage2`` the measures of each client.
-        sent: Bytes by phase, both ways, without envelopes.
+        systems: For ``bm25``, ``stage1`` and ``stage2`` the measures of each client, so far as asked for.
+        traffic: Bytes by phase and silo, without envelopes; stage 1 both ways, requests with every copy that the
+            server passes on.
         epsilon: Spent of each silo's queries; None where nothing is promised.
         faults: Clients whose answers were left out, and why.
     """
 
     systems: dict[str, PerClient] = field(default_factory=dict)
-    sent: Counter[str] = field(default_factory=Counter)
+    traffic: Traffic = field(default_factory=Traffic)
     epsilon: dict[str, float | None] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+
+    @property
+    def sent(self) -> Counter[str]:
+        """Bytes by phase, of all silos together."""
+        return self.traffic.by_phase()
 
     def mean(self, system: str, metric: str) -> float:
         """Over all queries of all clients together."""
@@ -85,35 +94,49 @@ class InProcessFederation:
         facts = {"clients": sorted(self.clients), "secure_sum": settings.secure_sum, "seed": settings.seed}
         keep_facts(self.folder / "run.json", "server", {**facts, **asdict(settings.stage1), "start": began})
         self.sites = dict(sites or dict.fromkeys(self.clients, Site()))
-        self.result = FedResult()
+        self.result = FedResult(traffic=Traffic(self.folder / "traffic.json"))
 
-    def run(self) -> FedResult:
-        """Both stages, and what they are worth on each client's test questions."""
-        weights = self.train_shared()
-        self.measure("bm25", None, personal=False)
-        self.measure("stage1", weights, personal=False)
-        if self.settings.stage2.epochs:
-            self.personalise(weights)
-            self.measure("stage2", weights, personal=True)
+    def run(self, *, measure: Sequence[Phase] = ("bm25", "stage1", "stage2"), split: str = "test") -> FedResult:
+        """What is asked for of both stages, measured on each client's own questions.
+
+        Args:
+            measure: Without ``stage2`` in it stage 2 is not run, and ``bm25`` alone trains nothing.
+            split: Of the questions.
+        """
+        if "bm25" in measure:
+            self.measure("bm25", None, personal=False, split=split)
+        if "stage1" in measure or "stage2" in measure:
+            weights = self.train_shared()
+            if "stage1" in measure:
+                self.measure("stage1", weights, personal=False, split=split)
+            if "stage2" in measure and self.settings.stage2.epochs:
+                self.personalise(weights)
+                self.measure("stage2", weights, personal=True, split=split)
         self.result.epsilon = {name: client.epsilon() for name, client in self.clients.items()}
         return self.result
 
     def train_shared(self) -> Weights:
         """Stage 1: every client one local epoch, then the mean, round after round; the global weights."""
-        weights = self.start
+        weights: Mapping[str, Tensor] = self.start
         rounds = self.settings.stage1.warmup_rounds + self.settings.stage1.rounds
+        done = sorted(self.folder.glob("global-*.safetensors"))
+        first = 0
+        if done:
+            weights, first = load_file(done[-1]), int(done[-1].stem.partition("-")[2]) + 1
+        total = rounds * len(self.clients)
         with ProgressLine("stage 1, rounds of all clients") as progress:
-            for number in range(rounds):
-                path = self.folder / f"global-{number:03}.safetensors"
-                if path.is_file():
-                    weights = load_file(path)
-                    continue
-                updates = {name: one.train_shared(weights, number) for name, one in self.clients.items()}
+            for number in range(first, rounds):
+                updates: dict[str, Weights] = {}
+                for place, (name, one) in enumerate(self.clients.items()):
+                    progress(number * len(self.clients) + place, total)
+                    updates[name] = one.train_shared(weights, number)
                 size = sum(value.numel() * value.element_size() for value in weights.values())
-                self.result.sent["stage 1"] += 2 * size * len(updates)
+                self.result.traffic.note("stage 1", f"{number:03}", dict.fromkeys(updates, 2 * size))
                 weights = self.aggregate(weights, updates, number)
-                save_tensors(weights, path)
-                progress(number + 1, rounds)
+                save_tensors(weights, self.folder / f"global-{number:03}.safetensors")
+                (self.folder / f"global-{number - 1:03}.safetensors").unlink(missing_ok=True)
+            if first < rounds:
+                progress(total, total)
         return dict(weights)
 
     def aggregate(
@@ -140,13 +163,15 @@ class InProcessFederation:
 
     def personalise(self, weights: Mapping[str, Tensor]) -> None:
         """Stage 2: every client its own query encoder, negatives asked for anew before each epoch."""
-        epochs = self.settings.stage2.epochs
+        turns = [(number, name) for number in range(self.settings.stage2.epochs) for name in self.clients]
+        fed = self.settings.stage2.negatives == "fed"
         with ProgressLine("stage 2, epochs of all clients") as progress:
-            for number in range(epochs):
-                for name, client in self.clients.items():
-                    fed = self.settings.stage2.negatives == "fed"
+            for done, (number, name) in enumerate(turns):
+                client = self.clients[name]
+                if not client.has_personal(number):
+                    progress(done, len(turns))
                     client.personalise(weights, self.pool(name, weights, number) if fed else None, number)
-                progress(number + 1, epochs)
+            progress(len(turns), len(turns))
 
     def pool(self, asker: str, weights: Mapping[str, Tensor], refresh: int) -> FedPool:
         """What the selected clients answer to one client's request."""
@@ -155,15 +180,18 @@ class InProcessFederation:
             asker, self.sites, stage.select, count=stage.select_count, seed=self.settings.seed, refresh=refresh
         )
         rows = self.clients[asker].request(weights, refresh)
-        self.result.sent["requests"] += rows.numel() * rows.element_size() * len(asked)
+        event = f"{refresh:03}/{asker}"
+        self.result.traffic.note("requests", event, {asker: rows.numel() * rows.element_size() * len(asked)})
         blocks: list[Block] = []
+        answered: dict[str, int] = {}
         for name in asked:
             block = self.clients[name].serve(weights, rows, refresh=refresh)
-            self.result.sent["responses"] += block.bytes
+            answered[name] = block.bytes
             try:
                 blocks.append(block.check(rows=max(1, len(rows)), dim=rows.shape[1]))
             except DataError as error:
                 self.result.faults.append(f"refresh {refresh} of client {asker!r}: {error}")
+        self.result.traffic.note("responses", event, answered)
         return merge_lists(blocks, rows, stage.top_k) if stage.request == "exact" else pool_of(blocks, rows.shape[1])
 
     def measure(

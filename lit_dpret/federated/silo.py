@@ -185,6 +185,10 @@ class SiloClient:
             return respond_uniformly(self.name, candidates, stage.n, seed=seed, send_as=stage.send_as)
         return respond(self.name, rows, candidates, stage.top_k, send_as=stage.send_as)
 
+    def has_personal(self, number: int) -> bool:
+        """Whether an epoch of stage 2 is finished."""
+        return self._personal_path(number).is_file()
+
     def personalise(self, weights: Mapping[str, Tensor], pool: FedPool | None, number: int) -> None:
         """One local epoch of the client's own query encoder, kept in its state folder.
 
@@ -193,7 +197,7 @@ class SiloClient:
             pool: Of other clients' sentences; None for the client's own (``negatives=dynamic``).
             number: Of the epoch.
         """
-        if self._personal_path(number).is_file():
+        if self.has_personal(number):
             return
         stage = self.settings.stage2
         source: NegativeSource

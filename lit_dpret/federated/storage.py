@@ -22,6 +22,15 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     _write(path, save({name: value.detach().contiguous() for name, value in tensors.items()}))
 
 
+def save_json(path: Path, content: object) -> None:
+    """Write JSON by renaming a finished file.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    _write(path, json.dumps(content).encode())
+
+
 def keep_facts(path: Path, name: str, facts: Mapping[str, object]) -> None:
     """Remember under ``name`` what a state folder was made with; refuse to go on with it with anything else.
 

@@ -102,6 +102,13 @@ class AS2DualEncoder(DualEncoder):
             log_private_loss=log_private_loss,
         )
         self.keep_settings(settings)
+        # Frozen by whoever made the encoder, and so in no message: the same in every module that starts from it.
+        self._never_trained = frozenset(
+            f"{side}.{name}"
+            for side in ("encoder", "passage_encoder")
+            for name, parameter in self.encoder.named_parameters()
+            if not parameter.requires_grad
+        )
         second = self.encoder if self.passage_encoder is None else self.passage_encoder
         self.encoder = _pooled(self.encoder, query_pooling)
         self.passage_encoder = _pooled(second, passage_pooling)
@@ -126,6 +133,8 @@ class AS2DualEncoder(DualEncoder):
             state = dict(tower.named_parameters())
             source = {name: weights.get(f"{side}.{name}", weights.get(f"encoder.{name}")) for name in state}
             for name, value in source.items():
+                if value is None and f"{side}.{name}" in self._never_trained:
+                    continue
                 if value is None or value.shape != state[name].shape:
                     raise ConfigurationError(
                         f"The weights are of another model: {side}.{name} is missing or of another shape. Use the "

@@ -1,0 +1,126 @@
+"""How the model of every round is built: the same public start each time, from settings that can be sent anywhere."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.encoders.backbones import keep_layers
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.federated.aggregation import Weights, take_weights
+from lit_dpret.federated.data.planted import Planted, planted_words
+from lit_dpret.modules.as2 import AS2DualEncoder
+from lit_dpret.modules.optimizers import OptimizerSpec
+from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
+
+PLANTED = "planted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AS2Maker:
+    """Builds the `AS2DualEncoder` of a round; call it as `SiloClient` does.
+
+    Guarantees:
+        - Two calls with the same arguments give the same weights, in any process.
+
+    Args:
+        encoder: ``minilm`` (public weights of the [quickstart] extra), a model's name on the hub, a folder, or
+            ``planted``: a new transformer of one layer that knows the words of the planted silos alone.
+        layers: Take only the encoder's first so many layers; null for all.
+        train_embeddings: False freezes the embedding tables (words, positions, types) at their public values: far fewer
+            numbers travel, and none of them is a row for a word. The paper trains them.
+        max_query_length: Tokens of a question that are read.
+        max_sentence_length: Tokens of a sentence that are read.
+        temperature: Divides the dot product.
+        query_pooling: ``cls``, ``mean`` or ``max``.
+        sentence_pooling: The same.
+        weight_decay: Of AdamW.
+        planted: Sizes of the planted silos, for ``encoder=planted``; filled in by `FederationPlan`.
+        seed: Of a new encoder's weights; public.
+    """
+
+    encoder: str = "distilbert-base-uncased"
+    layers: int | None = None
+    train_embeddings: bool = True
+    max_query_length: int = 32
+    max_sentence_length: int = 512
+    temperature: float = 1.0
+    query_pooling: str = "cls"
+    sentence_pooling: str = "mean"
+    weight_decay: float = 0.01
+    planted: Planted | None = None
+    seed: int = 0
+
+    def check(self) -> AS2Maker:
+        """Load the encoder, so that one that cannot be had is refused before anything else; return the maker.
+
+        Raises:
+            ConfigurationError: There is no such encoder, or a length or number of layers is not one it has.
+        """
+        for name in ("max_query_length", "max_sentence_length", *([] if self.layers is None else ["layers"])):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"federated.model.{name}={value} must be a whole number of at least 1.")
+        _loaded(self)
+        return self
+
+    def __call__(self, *, privacy: PrivacyMode, optimizer_lr: float, **settings: Any) -> AS2DualEncoder:
+        return AS2DualEncoder(
+            privacy=privacy,
+            optimizer=OptimizerSpec(name="adamw", lr=optimizer_lr, weight_decay=self.weight_decay),
+            encoder=copy.deepcopy(_loaded(self)),
+            query_pooling=self.query_pooling,
+            passage_pooling=self.sentence_pooling,
+            temperature=self.temperature,
+            **settings,
+        )
+
+
+def start_of(make: Callable[..., AS2DualEncoder]) -> Weights:
+    """The public weights that stage 1 begins with."""
+    return take_weights(make(privacy=NoPrivacy(), optimizer_lr=1e-3, towers="shared", passage_tower="trained"))
+
+
+@lru_cache(maxsize=2)
+def _loaded(maker: AS2Maker) -> TextEncoder:
+    lengths = {"query_max_length": maker.max_query_length, "passage_max_length": maker.max_sentence_length}
+    if maker.encoder == PLANTED:
+        if maker.planted is None:
+            raise ConfigurationError(
+                "federated.model.encoder=planted knows the words of federated.silos=planted alone."
+            )
+        encoder = _new(maker.planted, maker.seed, lengths)
+    else:
+        encoder = TextEncoder.from_pretrained(maker.encoder, normalise=True, **lengths)
+    if maker.layers is not None:
+        keep_layers(encoder.backbone, maker.layers)
+    if not maker.train_embeddings:
+        encoder.backbone.embeddings.requires_grad_(False)
+    return encoder
+
+
+def _new(size: Planted, seed: int, lengths: dict[str, int]) -> TextEncoder:
+    """One layer of 64 dimensions over a word tokenizer of public, invented words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "[UNK]", "[CLS]", "[SEP]", *planted_words(size)])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    marks = [("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])]
+    backend.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=marks)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="[UNK]")
+    config = BertConfig(
+        vocab_size=len(vocabulary), hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=128,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.1,
+        max_position_embeddings=max(lengths.values()),
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return TextEncoder(BertModel(config), tokenizer, Contract(**lengths))

@@ -1,0 +1,97 @@
+"""The seam between a run of PDD-AS2 and what carries it, and the model that every round begins with."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_silos import SIZE, SMALL
+
+from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.federated import transport
+from lit_dpret.federated.data import planted_silos
+from lit_dpret.federated.inprocess import FedResult
+from lit_dpret.federated.model import AS2Maker, start_of
+from lit_dpret.federated.transport import run_federation
+from lit_dpret.privacy.modes import NoPrivacy
+
+MAKE = AS2Maker(encoder="planted", planted=SIZE, max_query_length=8, max_sentence_length=12)
+
+
+@pytest.fixture(scope="module")
+def silos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("silos") / "planted"
+    return silo_folders(write_silos(folder, planted_silos(SIZE), facts={}))
+
+
+def test_both_kinds_of_stage_2_go_on_from_one_stage_1_and_only_what_is_asked_for_is_measured(
+    silos: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run_federation(SMALL, silos, MAKE, tmp_path, measure=["stage1"])
+    assert set(first.systems) == {"stage1"} and set(first.sent) == {"stage 1"}
+    monkeypatch.setattr(
+        "lit_dpret.federated.silo.SiloClient.train_shared", lambda *_, **__: pytest.fail("stage 1 made again")
+    )
+    fed = run_federation(SMALL, silos, MAKE, tmp_path, measure=["stage2"])
+    own = replace(SMALL, stage2=replace(SMALL.stage2, negatives="dynamic"))
+    dynamic = run_federation(own, silos, MAKE, tmp_path, measure=["stage2"])
+    assert set(fed.systems) == set(dynamic.systems) == {"stage2"}
+    assert fed.sent["stage 1"] == first.sent["stage 1"] and fed.sent["requests"] > 0
+    again = run_federation(SMALL, silos, MAKE, tmp_path, measure=["stage2"])
+    assert again.traffic.by_silo() == fed.traffic.by_silo()  # an interruption counts nothing twice and loses nothing
+
+
+def test_another_transport_registers_by_name_and_gets_what_the_default_gets(
+    silos: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def carry(*arguments: Any, **settings: Any) -> FedResult:
+        seen.append((arguments, settings))
+        return FedResult()
+
+    monkeypatch.setattr(transport, "_TRANSPORTS", {})
+    transport.register("pigeons", carry)
+    run_federation(SMALL, silos, MAKE, tmp_path, transport="pigeons", split="dev")
+    ((settings, given, make, folder), named) = seen[0]
+    assert settings == SMALL and given == silos and make is MAKE and folder == tmp_path and named["split"] == "dev"
+    with pytest.raises(ConfigurationError, match=r"federated\.transport='boats' is not one of pigeons"):
+        run_federation(SMALL, silos, MAKE, tmp_path, transport="boats")
+
+
+def test_a_maker_that_was_sent_elsewhere_builds_the_same_start() -> None:
+    sent = pickle.loads(pickle.dumps(MAKE))
+    here, there = start_of(MAKE), start_of(sent)
+    assert all(torch.equal(here[name], there[name]) for name in here)
+
+
+def test_frozen_embedding_tables_do_not_travel_and_do_not_change() -> None:
+    frozen = replace(MAKE, train_embeddings=False)
+    assert not [name for name in start_of(frozen) if "embeddings" in name]
+    assert [name for name in start_of(MAKE) if "word_embeddings" in name]
+    personal = frozen(privacy=NoPrivacy(), optimizer_lr=1e-3, towers="separate", passage_tower="frozen")
+    weights = {name: value + 1 for name, value in start_of(frozen).items()}
+    personal.put_global(weights)  # both towers, without a row for a word among the weights
+    name = next(iter(weights))
+    for side in ("encoder", "passage_encoder"):
+        torch.testing.assert_close(
+            personal.get_parameter(name.replace("encoder.", f"{side}.", 1)).detach(), weights[name]
+        )
+    with pytest.raises(ConfigurationError, match="of another model"):
+        personal.put_global({key: value for key, value in weights.items() if key != name})
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"encoder": "/no/such/folder"}, "is not a folder on this machine"),
+    ({"layers": 9}, "1 to 1 layers"),
+    ({"max_query_length": 0}, r"federated\.model\.max_query_length=0"),
+    ({"planted": None}, "knows the words of federated.silos=planted alone"),
+])  # fmt: skip
+def test_an_encoder_that_cannot_be_had_is_refused_at_once(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        replace(MAKE, **change).check()
