@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.callbacks import PrivacyAccountant
+from lit_dpret.progress import without_progress
 
 
 def fit_epochs(module: Any, data: Any, folder: Path, *, epochs: int = 1, callbacks: Sequence[Callback] = ()) -> None:
@@ -40,7 +42,10 @@ def fit_epochs(module: Any, data: Any, folder: Path, *, epochs: int = 1, callbac
             default_root_dir=folder,
             callbacks=[PrivacyAccountant(run_dir=folder, eps_log_points=1), *callbacks],
         )
-        trainer.fit(module, datamodule=data)
+        with without_progress(), warnings.catch_warnings():
+            # The sentence side is frozen in stage 2, by design.
+            warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")
+            trainer.fit(module, datamodule=data)
     finally:
         quiet.setLevel(level)
 
