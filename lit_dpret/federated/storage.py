@@ -19,7 +19,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     Raises:
         StorageError: It cannot be written.
     """
-    _write(path, save({name: value.detach().contiguous() for name, value in tensors.items()}))
+    save_bytes(path, save({name: value.detach().contiguous() for name, value in tensors.items()}))
 
 
 def save_json(path: Path, content: object) -> None:
@@ -28,7 +28,7 @@ def save_json(path: Path, content: object) -> None:
     Raises:
         StorageError: It cannot be written.
     """
-    _write(path, json.dumps(content).encode())
+    save_bytes(path, json.dumps(content).encode())
 
 
 def keep_facts(path: Path, name: str, facts: Mapping[str, object]) -> None:
@@ -49,10 +49,15 @@ def keep_facts(path: Path, name: str, facts: Mapping[str, object]) -> None:
                 "rounds of two different runs would be mixed. Restore the setting, or choose another folder."
             )
         return
-    _write(path, json.dumps(known | {name: now}, indent=2).encode())
+    save_bytes(path, json.dumps(known | {name: now}, indent=2).encode())
 
 
-def _write(path: Path, content: bytes) -> None:
+def save_bytes(path: Path, content: bytes) -> None:
+    """Write a file by renaming a finished one.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
     draft = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

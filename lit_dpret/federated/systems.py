@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.federated.inprocess import FedResult
+from lit_dpret.federated.baselines import alone, central, single_clients
+from lit_dpret.federated.inprocess import FedResult, PerClient
 from lit_dpret.federated.plan import FederationPlan
-from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.settings import PddAs2, Stage1Negatives
 from lit_dpret.federated.transport import run_federation
 
 System = Literal[
@@ -25,6 +26,7 @@ System = Literal[
 ]
 SYSTEMS: tuple[System, ...] = get_args(System)
 FEDERATED: tuple[System, ...] = ("stage1", "customised", "fed_negative")
+_NEGATIVES: dict[str, Stage1Negatives] = {"single_random": "random", "single_bm25": "bm25"}
 
 
 @dataclass
@@ -58,10 +60,14 @@ class SystemRunner:
         plan: The federation.
         silos: The data folder of each client.
         folder: Of all state; private.
+        split: On which questions.
+        fed: Whether fed-negatives will be asked for: under a budget stage 1 leaves room for the requests.
     """
 
-    def __init__(self, plan: FederationPlan, silos: Mapping[str, Path], folder: Path, *, split: str) -> None:
-        self.plan, self.silos, self.folder, self.split = plan, dict(silos), folder, split
+    def __init__(
+        self, plan: FederationPlan, silos: Mapping[str, Path], folder: Path, *, split: str, fed: bool = True
+    ) -> None:
+        self.plan, self.silos, self.folder, self.split, self.fed = plan, dict(silos), folder, split, fed
 
     def run(self, system: System, seed: int) -> SystemResult:
         """One system with one seed."""
@@ -72,12 +78,16 @@ class SystemRunner:
         elif system in FEDERATED:
             found = self._federated(system, settings)
         else:
-            raise ConfigurationError(f"task.systems: {system} is not here yet.")
+            folder = self.folder / f"seed{seed}" / system
+            train = central if system == "central" else single_clients
+            own = alone(settings, _NEGATIVES.get(system, "static"))
+            found = SystemResult(_listed(train(own, self.silos, self.plan.model, folder, split=self.split)))
         found.cpu_seconds = time.process_time() - began
         return found
 
     def _federated(self, system: System, settings: PddAs2) -> SystemResult:
         shared = self.folder / f"seed{settings.seed}" / "federation"
+        settings = replace(settings, stage2=replace(settings.stage2, negatives="fed" if self.fed else "dynamic"))
         if system == "stage1":
             return self._federation(settings, shared, "stage1")
         kind: Literal["fed", "dynamic"] = "fed" if system == "fed_negative" else "dynamic"
@@ -102,14 +112,18 @@ class SystemRunner:
 
 
 def _result(found: FedResult, what: str) -> SystemResult:
-    values = {
-        name: {metric: [float(value) for value in listed] for metric, listed in measures.items()}
-        for name, measures in found.systems[what].items()
-    }
+    values = _listed(found.systems[what])
     if what == "bm25":
         return SystemResult(values)
     sent = {name: dict(count) for name, count in found.traffic.by_silo().items()}
     return SystemResult(values, dict(found.epsilon), sent, list(found.faults))
+
+
+def _listed(found: PerClient) -> dict[str, dict[str, list[float]]]:
+    return {
+        name: {metric: [float(value) for value in values] for metric, values in measures.items()}
+        for name, measures in found.items()
+    }
 
 
 def check_systems(systems: Sequence[str]) -> list[System]:

@@ -94,6 +94,8 @@ class Federated:
     def _fingerprint(self, plan: FederationPlan) -> str:
         """What finished runs depend on: systems and seeds can be added."""
         facts = {**plan.describe(), "split": self.split}
+        if plan.privacy.eps is not None:  # room for requests is part of every noise
+            facts["fed_negative"] = "fed_negative" in self.systems
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def _tell(self, results: dict[System, dict[int, SystemResult]]) -> dict[str, float]:
