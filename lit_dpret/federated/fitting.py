@@ -14,8 +14,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.callbacks import PrivacyAccountant
-from lit_dpret.federated.storage import save_bytes
 from lit_dpret.progress import without_progress
+from lit_dpret.whole_file import write_whole
 
 
 def fit_epochs(module: Any, data: Any, folder: Path, *, epochs: int = 1, callbacks: Sequence[Callback] = ()) -> None:
@@ -73,7 +73,7 @@ class KeepOptimizer(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         kept = io.BytesIO()
         torch.save(trainer.optimizers[0].state_dict(), kept)
-        save_bytes(self._after, kept.getvalue())
+        write_whole(self._after, kept.getvalue(), owner_only=True)
 
 
 def attempt_folder(folder: Path) -> Path:
