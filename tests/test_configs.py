@@ -91,6 +91,7 @@ NEEDED = {
     "task.zero_shot": ["task.root=."],
     "task.compare": ["task.run_a=x", "task.run_b=y"],
     "task.verify": ["task.card=x"],
+    "task.federated_study": ["task.study=hubness"],
     "task.audit": ["task.run=x"],
     "task.index": ["task.embeddings=x"],
     "task.membership": ["task.run=x"],

@@ -25,12 +25,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.federated.storage import save_tensors
 from lit_dpret.negatives.base import coins
 from lit_dpret.retrieval.rescoring import canonical_scores
 from lit_dpret.retrieval.rows import TensorRows
@@ -202,6 +205,20 @@ def pool_of(blocks: Sequence[Block], dim: int) -> FedPool:
     ordered = sorted(blocks, key=lambda block: block.client)
     found = [block.embeddings.float() for block in ordered]
     return FedPool(torch.unique(torch.cat(found), dim=0) if found else torch.empty(0, dim))
+
+
+def kept_pool(pool: FedPool | None, path: Path) -> FedPool:
+    """The pool that was answered, written to ``path``; where nothing was, the one that was written before.
+
+    Raises:
+        DataError: There is none: the client was away when the others were asked.
+    """
+    if pool is not None:
+        parts = {"embeddings": pool.embeddings, "lists": pool.lists}
+        save_tensors({name: part for name, part in parts.items() if part is not None}, path)
+    elif not path.is_file():
+        raise DataError(f"{path} does not exist: a client that missed a refresh waits for the next.")
+    return FedPool(**load_file(path))
 
 
 def _block(client: str, sent: Tensor, rows: Sequence[Tensor]) -> Block:

@@ -162,15 +162,17 @@ class InProcessFederation:
         return weighted_mean(good, shares)
 
     def personalise(self, weights: Mapping[str, Tensor]) -> None:
-        """Stage 2: every client its own query encoder, negatives asked for anew before each epoch."""
-        turns = [(number, name) for number in range(self.settings.stage2.epochs) for name in self.clients]
-        fed = self.settings.stage2.negatives == "fed"
+        """Stage 2: every client its own query encoder, negatives asked for anew every ``refresh_every`` epochs."""
+        stage = self.settings.stage2
+        turns = [(number, name) for number in range(stage.epochs) for name in self.clients]
         with ProgressLine("stage 2, epochs of all clients") as progress:
             for done, (number, name) in enumerate(turns):
                 client = self.clients[name]
                 if not client.has_personal(number):
                     progress(done, len(turns))
-                    client.personalise(weights, self.pool(name, weights, number) if fed else None, number)
+                    client.personalise(
+                        weights, self.pool(name, weights, number) if stage.asks(number) else None, number
+                    )
             progress(len(turns), len(turns))
 
     def pool(self, asker: str, weights: Mapping[str, Tensor], refresh: int) -> FedPool:

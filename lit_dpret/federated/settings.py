@@ -87,7 +87,8 @@ class Stage2:
     """A query encoder of each client's own, the sentence encoder frozen.
 
     Args:
-        epochs: Local epochs; before each of them negatives are asked for anew.
+        epochs: Local epochs.
+        refresh_every: Epochs from one request for negatives to the next; what was answered is kept in between.
         batch_size: As in stage 1.
         negatives: ``fed``, from other clients; or ``dynamic``, the best of the client's own at every step (ADORE).
         n: Negatives of a row.
@@ -105,6 +106,7 @@ class Stage2:
     """
 
     epochs: int = 1
+    refresh_every: int = 1
     batch_size: int = 32
     negatives: Stage2Negatives = "fed"
     n: int = 200
@@ -120,10 +122,20 @@ class Stage2:
     anchor: float = 0.0
     lr: float = 3e-5
 
+    def asks(self, epoch: int) -> bool:
+        """Whether other clients are asked for negatives before a local epoch."""
+        return self.negatives == "fed" and epoch % self.refresh_every == 0
+
+    @property
+    def refreshes(self) -> int:
+        """How often other clients are asked."""
+        return sum(self.asks(epoch) for epoch in range(self.epochs))
+
     def check(self) -> None:
         """Refuse numbers and words without meaning."""
         _at_least("federated.stage2", self, 0, "epochs")
-        _at_least("federated.stage2", self, 1, "batch_size", "n", "top_k", "centroids", "centroid_iterations")
+        _at_least("federated.stage2", self, 1, "batch_size", "n", "top_k", "centroids", "centroid_iterations",
+                  "refresh_every")  # fmt: skip
         for name, literal in (("negatives", Stage2Negatives), ("select", Selection), ("request", Request),
                               ("response", Response)):  # fmt: skip
             require_choice(f"federated.stage2.{name}", getattr(self, name), get_args(literal))

@@ -22,7 +22,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.aggregation import TowardsAnchor, Weights, put_weights, take_weights
 from lit_dpret.federated.centroids import CentroidPlan, dp_centroids
 from lit_dpret.federated.evaluation import METRICS, SentenceCollection
-from lit_dpret.federated.fed_negatives import Block, FedPool, respond, respond_uniformly
+from lit_dpret.federated.fed_negatives import Block, FedPool, kept_pool, respond, respond_uniformly
 from lit_dpret.federated.fitting import KeepOptimizer, attempt_folder, fit_epochs
 from lit_dpret.federated.negatives import FedNegatives, OtherPositives
 from lit_dpret.federated.responses import collection_centroids, public_places, synthetic_texts
@@ -213,13 +213,20 @@ class SiloClient:
 
         Args:
             weights: The global weights, the end of stage 1.
-            pool: Of other clients' sentences; None for the client's own (``negatives=dynamic``).
+            pool: Of other clients' sentences; None for the client's own (``negatives=dynamic``), and between two
+                refreshes for what was answered last.
             number: Of the epoch.
+
+        Raises:
+            DataError: Nothing was answered yet.
         """
         if self.has_personal(number):
             return
         stage, turn = self.settings.stage2, self._turn_seed("stage2", number)
         source: NegativeSource
+        if stage.negatives == "fed" and stage.refresh_every > 1:
+            first = number - number % stage.refresh_every
+            pool = kept_pool(pool, self.state / f"pool-{first:03}.safetensors")
         if pool is None:
             source = DynamicNegatives(per_query=stage.n, depth=stage.top_k, seed=turn)
         else:
@@ -294,7 +301,7 @@ class SiloClient:
         noise = self._kept_noise() or split_budget(
             budget,
             planned,
-            requests=two.epochs * two.centroid_iterations if asks else 0,
+            requests=two.refreshes * two.centroid_iterations if asks else 0,
             request_share=privacy.request_share,
             accountant=privacy.accountant,
         )

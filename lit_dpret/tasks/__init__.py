@@ -12,6 +12,7 @@ from lit_dpret.tasks.encode import Encode
 from lit_dpret.tasks.evaluate import Evaluate
 from lit_dpret.tasks.export import Export
 from lit_dpret.tasks.federated import Federated
+from lit_dpret.tasks.federated_study import FederatedStudy
 from lit_dpret.tasks.filter import Filter
 from lit_dpret.tasks.fit import Fit
 from lit_dpret.tasks.histogram import Histogram
@@ -45,6 +46,7 @@ __all__ = [
     "Evaluate",
     "Export",
     "Federated",
+    "FederatedStudy",
     "Filter",
     "Fit",
     "Histogram",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_silos import PRIVATE, SIZE, SMALL, declare_public, encoder, federation
 
 from lit_dpret.datamodules import SiloDataModule
@@ -257,3 +259,38 @@ def test_a_run_without_a_budget_is_repeated_by_its_seed(tmp_path: Path) -> None:
     other = federation(tmp_path, replace(settings, seed=1), size=two, state="c").train_shared()
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
     assert any(not torch.equal(runs[0][name], other[name]) for name in other)
+
+
+def test_between_two_refreshes_nobody_is_asked_and_a_run_that_goes_on_has_the_same_answers(tmp_path: Path) -> None:
+    settings = replace(SMALL, stage2=replace(SMALL.stage2, epochs=3, refresh_every=2))
+    whole = federation(tmp_path, settings, state="whole")
+    whole.personalise(whole.train_shared())
+    asked = {event for event in json.loads((tmp_path / "whole/server/traffic.json").read_text()) if "requests" in event}
+    assert {event.split("/")[1] for event in asked} == {"000", "002"}
+
+    first = federation(tmp_path, settings, state="parts")
+    weights = first.train_shared()
+    for name, client in first.clients.items():
+        client.personalise(weights, first.pool(name, weights, 0), 0)
+    second = federation(tmp_path, settings, state="parts")
+    second.personalise(weights)
+    for name in whole.clients:
+        ends = [load_file(tmp_path / state / name / "personal-fed-002.safetensors") for state in ("whole", "parts")]
+        assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
+
+
+def test_a_client_without_answers_between_two_refreshes_says_so(tmp_path: Path) -> None:
+    run = federation(tmp_path, replace(SMALL, stage2=replace(SMALL.stage2, epochs=2, refresh_every=2)))
+    weights = run.train_shared()
+    with pytest.raises(DataError, match="missed a refresh waits for the next"):
+        run.clients["client0"].personalise(weights, None, 1)
+
+
+def test_fewer_refreshes_leave_more_of_a_budget_for_training(tmp_path: Path) -> None:
+    def noise(every: int) -> Any:
+        stage = replace(PRIVATE.stage2, epochs=2, refresh_every=every)
+        return federation(tmp_path, replace(PRIVATE, stage2=stage), state=f"every{every}").clients["client0"].noise
+
+    often, once = noise(1), noise(2)
+    assert once.request < often.request
+    assert replace(PRIVATE.stage2, epochs=5, refresh_every=2).refreshes == 3

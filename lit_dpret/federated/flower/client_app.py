@@ -145,10 +145,11 @@ def fedneg_serve(client: SiloClient, content: RecordDict, head: Mapping[str, Any
 def personalise(client: SiloClient, content: RecordDict, head: Mapping[str, Any]) -> RecordDict:
     """One local epoch of its own query encoder, which stays here."""
     pool: FedPool | None = None
-    if client.settings.stage2.negatives == "fed":
+    epoch = _number(head, "epoch")
+    if client.settings.stage2.asks(epoch):
         lists = client.examples if client.settings.stage2.request == "exact" else None
         pool = pool_of_record(content, _SERVER, dim=client.model[1], rows=lists)
-    client.personalise(global_weights(client, content, head), pool, _number(head, "epoch"))
+    client.personalise(global_weights(client, content, head), pool, epoch)
     return envelope()
 
 

@@ -194,7 +194,7 @@ class FlowerFederation:
     # -- stage 2 -------------------------------------------------------------------------------
 
     def personalise(self, grid: Grid, weights: Mapping[str, Tensor]) -> None:
-        """Every silo its own query encoder, negatives asked for anew before each epoch."""
+        """Every silo its own query encoder, negatives asked for anew every ``refresh_every`` epochs."""
         stage = self.settings.stage2
         with ProgressLine("stage 2, epochs of all silos") as progress:
             for number in range(stage.epochs):
@@ -203,7 +203,7 @@ class FlowerFederation:
                     continue
                 where = f"stage 2, epoch {number}"
                 names = self._present(grid, where)
-                pools = self._pools(grid, names, weights, number) if stage.negatives == "fed" else None
+                pools = self._pools(grid, names, weights, number) if stage.asks(number) else None
                 contents: dict[str, RecordDict] = {}
                 for name in names if pools is None else pools:
                     contents[name] = self._global(name, weights, epoch=number)

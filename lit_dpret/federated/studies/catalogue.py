@@ -1,0 +1,304 @@
+"""Every study: its points for a federation's settings, and what the paper says of it.
+
+A study compares settings at equal everything else. Where one number implies another, as ``n`` of the best ``top_k``,
+the label says what was run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.studies.contrast import Contrast, Trend
+from lit_dpret.federated.studies.point import Point, SiloChange
+from lit_dpret.federated.systems import System
+
+StudyName = Literal["negatives", "data_ratio", "hubness", "gain", "communication", "clients"]
+STUDIES: tuple[StudyName, ...] = get_args(StudyName)
+LINES: dict[System, str] = {
+    "single_bm25": "single client, BM25 negatives",
+    "single_star": "single client, STAR",
+    "stage1": "PDD-AS2, stage 1",
+    "customised": "+ customised",
+    "fed_negative": "+ fed-negative",
+}
+_COMMUNICATION_EPOCHS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What points are made for.
+
+    Args:
+        run: The federation's settings.
+        clients: How many silos it has.
+        systems: Which ones are compared.
+        values: What varies.
+    """
+
+    run: PddAs2
+    clients: int
+    systems: Sequence[System]
+    values: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """What is run, and how it is told.
+
+    Args:
+        name: As in ``task.study=NAME``.
+        title: Heading of the report.
+        systems: That it can compare, in order.
+        default: Those that it compares where nobody says which.
+        values: What varies where nobody says so; empty where more than one thing does.
+        axis: What stands along the plot.
+        points: Makes the points, of the federation's settings, systems and values.
+        says: The paper's finding, in our words; empty where it has none.
+        contrasts: Which differences would show it, of the points' names.
+        trend: The same for a study of many silos.
+        notes: What a reader must know.
+    """
+
+    name: StudyName
+    title: str
+    systems: tuple[System, ...]
+    default: tuple[System, ...]
+    values: tuple[float, ...]
+    axis: str
+    points: Callable[[Asked], list[Point]]
+    says: str
+    contrasts: Callable[[Sequence[Point]], list[Contrast]]
+    trend: Trend | None = None
+    notes: tuple[str, ...] = ()
+
+
+def study_of(name: str | None) -> Study:
+    """The study of a name.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    found = _CATALOGUE.get(str(name))
+    if found is None:
+        raise ConfigurationError(f"task.study={name} is not a study. There are: {', '.join(STUDIES)}.")
+    return found
+
+
+# -- points -------------------------------------------------------------------------------------
+
+
+def _negatives(asked: Asked) -> list[Point]:
+    found: list[Point] = []
+    for system in asked.systems:
+        second = system in ("customised", "fed_negative")
+        for n in (10, 200) if second else (2, 8):
+            stage1 = {} if second else {"bm25_n": n, "static_n": n, "top_k": max(n, asked.run.stage1.top_k)}
+            stage2 = {"n": n, "top_k": max(n, asked.run.stage2.top_k)} if second else {}
+            found.append(Point(line=LINES[system], label=f"n={n}", system=system, at=n, stage1=stage1, stage2=stage2))
+    return found
+
+
+def _data_ratio(asked: Asked) -> list[Point]:
+    return [
+        Point(line=LINES[system], label=f"{share:g}", system=system, at=share, silos=SiloChange(share=share))
+        for system in asked.systems
+        for share in asked.values
+    ]
+
+
+def _hubness(asked: Asked) -> list[Point]:
+    n = 10
+    found: list[Point] = []
+    for system in asked.systems:
+        for k in map(int, asked.values):
+            second = system in ("customised", "fed_negative")
+            stage1 = {} if second else {"bm25_n": n, "static_n": n, "top_k": k}
+            stage2 = {"n": n, "top_k": k} if second else {}
+            found.append(Point(line=LINES[system], label=f"k={k}", system=system, at=k, stage1=stage1, stage2=stage2))
+    return found
+
+
+def _gain(asked: Asked) -> list[Point]:
+    (skew,) = asked.values
+    return [
+        Point(line=LINES[system], label="silos of other sizes", system=system, silos=SiloChange(skew=skew))
+        for system in asked.systems
+    ]
+
+
+def _communication(asked: Asked) -> list[Point]:
+    stage = asked.run.stage2
+    epochs = max(_COMMUNICATION_EPOCHS, stage.epochs)
+    ratio = stage.top_k / stage.n
+    base = {"epochs": epochs, "refresh_every": 1, "select": "all", "select_count": None, "send_as": "float16"}
+    found: list[Point] = []
+
+    def add(line: str, label: str, **change: object) -> None:
+        found.append(Point(line=line, label=label, system="fed_negative", stage2={**base, **change}))
+
+    if "customised" in asked.systems:
+        found.append(Point(line=LINES["customised"], label="nothing is sent", system="customised", stage2=base))
+    if "fed_negative" in asked.systems:
+        add("all of these", f"n={stage.n} of {stage.top_k}, all clients, float16, every epoch")
+        for n in sorted({max(1, stage.n // 20), max(1, stage.n // 4)} - {stage.n}):
+            add("n", f"n={n} of {max(n, round(ratio * n))}", n=n, top_k=max(n, round(ratio * n)))
+        for count in (1, 3):
+            add("clients asked", f"{count} at random", select="random", select_count=count)
+        add("precision", "float32", send_as="float32")
+        for every in sorted({2, epochs}):
+            add("refresh interval", "once" if every == epochs else f"every {every} epochs", refresh_every=every)
+    return found
+
+
+def _clients(asked: Asked) -> list[Point]:
+    found: list[Point] = []
+    for system in asked.systems:
+        for count in map(int, asked.values):
+            parts, rest = divmod(count, asked.clients)
+            if rest or not parts:
+                raise ConfigurationError(
+                    f"task.values: {count} clients cannot be made of {asked.clients} silos, each of which is divided "
+                    f"into as many parts. Take multiples of {asked.clients}."
+                )
+            silos = SiloChange(parts=parts)
+            found.append(Point(line=LINES[system], label=f"{count} clients", system=system, at=count, silos=silos))
+    return found
+
+
+# -- what would show the paper's findings -------------------------------------------------------
+
+
+def _ends(claim: str) -> Callable[[Sequence[Point]], list[Contrast]]:
+    """The last point of each line against its first."""
+
+    def contrasts(points: Sequence[Point]) -> list[Contrast]:
+        lines: dict[str, list[Point]] = {}
+        for point in points:
+            lines.setdefault(point.line, []).append(point)
+        return [
+            Contrast(claim=claim, more=line[-1].name, less=line[0].name) for line in lines.values() if len(line) > 1
+        ]
+
+    return contrasts
+
+
+def _each_against(system: System, claim: str) -> Callable[[Sequence[Point]], list[Contrast]]:
+    """Every point against the one of a baseline on the same silos."""
+
+    def contrasts(points: Sequence[Point]) -> list[Contrast]:
+        base = {point.label: point for point in points if point.system == system}
+        return [
+            Contrast(claim=claim, more=point.name, less=base[point.label].name)
+            for point in points
+            if point.system != system and point.label in base
+        ]
+
+    return contrasts
+
+
+def _against_first(points: Sequence[Point]) -> list[Contrast]:
+    base = [point for point in points if point.line == "all of these"]
+    return [Contrast(claim="", more=base[0].name, less=point.name) for point in points if base and point is not base[0]]
+
+
+_CATALOGUE: dict[str, Study] = {
+    study.name: study
+    for study in (
+        Study(
+            name="negatives",
+            title="Number of negatives (Table 4)",
+            systems=("single_bm25", "single_star", "stage1", "customised", "fed_negative"),
+            default=("single_bm25", "single_star", "stage1", "customised", "fed_negative"),
+            values=(),
+            axis="negatives of a query",
+            points=_negatives,
+            says="More negatives are better, in both stages.",
+            contrasts=_ends("more negatives are better"),
+            notes=(
+                "n is the number of BM25 and of static negatives in stage 1, drawn from the best top_k, beside those "
+                "of the batch; in stage 2 that of the client's own dynamic negatives, or of fed-negatives. Rows of "
+                "stage 2 go on from one stage 1.",
+                "The paper's rows disagree with its Table 1: with BM25 negatives and n=8 Table 4 repeats the numbers "
+                "of BM25 without training (MRR@10 .172), where Table 1 has .188; '+ customised' at n=200 has R@1 .251 "
+                "here and .232 there, at the same MRR@10.",
+            ),
+        ),
+        Study(
+            name="data_ratio",
+            title="Share of the train queries (Figure 5)",
+            systems=("single_star", "stage1", "customised", "fed_negative"),
+            default=("single_star", "stage1"),
+            values=(0.1, 0.25, 0.5, 1.0),
+            axis="share of the train queries",
+            points=_data_ratio,
+            says="The federation is above a single client at every share, and by more where there are fewer queries.",
+            contrasts=_each_against("single_star", "the federation is above a single client"),
+            notes=(
+                "Rounds stay the same, so fewer queries are fewer steps as well. The paper's figure has no numbers.",
+            ),
+        ),
+        Study(
+            name="hubness",
+            title="10 negatives of the best k (Table 2)",
+            systems=("stage1", "customised", "fed_negative"),
+            default=("stage1",),
+            values=(10, 50, 100, 300),
+            axis="k, the best of which 10 are drawn",
+            points=_hubness,
+            says="Taking the very best harms: R@1 rises from .121 at k=10 to .217 at k=300.",
+            contrasts=_ends("10 of many are better than the best 10"),
+            notes=(
+                "Where a collection has fewer than k sentences besides the answers, they are drawn from all of it.",
+                "The paper's row k=300 with 10 negatives has the numbers of its Table 1 for stage 1, which has 8.",
+            ),
+        ),
+        Study(
+            name="gain",
+            title="Gain of each client over training alone (Figure 4)",
+            systems=("single_star", "stage1", "customised", "fed_negative"),
+            default=("single_star", "stage1", "customised"),
+            values=(),
+            axis="train queries of the client",
+            points=_gain,
+            says="Clients with fewer queries gain more, and some of those with many lose.",
+            contrasts=_each_against("single_star", "the federation is above a single client"),
+            trend=Trend(claim="clients with fewer queries gain more", of=LINES["stage1"], over=LINES["single_star"]),
+            notes=("The paper's figure has no numbers.",),
+        ),
+        Study(
+            name="communication",
+            title="Quality against bytes of stage 2",
+            systems=("customised", "fed_negative"),
+            default=("customised", "fed_negative"),
+            values=(),
+            axis="bytes of requests and answers of a client, over all refreshes",
+            points=_communication,
+            says="",
+            contrasts=_against_first,
+            notes=(
+                "One thing is changed at a time. Requests are counted once for each client that they are passed on to; "
+                "bytes are those of tensors, without envelopes, and without stage 1, which is the same for all rows.",
+            ),
+        ),
+        Study(
+            name="clients",
+            title="Number of clients",
+            systems=("single_star", "stage1", "customised", "fed_negative"),
+            default=("single_star", "stage1"),
+            values=(10, 30, 100),
+            axis="clients",
+            points=_clients,
+            says="",
+            contrasts=_ends(""),
+            notes=(
+                "More clients are splits of the silos: the queries of each, of every split, are dealt among its parts, "
+                "and each part keeps the whole collection of its silo. All points have the same queries in total and "
+                "are judged on the same queries over the same collections.",
+            ),
+        ),
+    )
+}

@@ -1,0 +1,165 @@
+"""Points of studies as runs that are kept under what they depend on: what two points or two studies share is run once.
+
+A cell is a point with a seed. Its name is a hash of its silos, model and settings, so nothing has to be said about
+which cells are the same: stage 1 of a study of stage 2 is one cell for all of its points, and a second study in the
+same folder finds it there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.datamodules.silo_folder import MANIFEST
+from lit_dpret.federated.baselines import alone, central, single_clients
+from lit_dpret.federated.inprocess import FedResult, PerClient, Phase
+from lit_dpret.federated.plan import FederationPlan
+from lit_dpret.federated.responses import PUBLIC
+from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.storage import save_json
+from lit_dpret.federated.studies.point import Point
+from lit_dpret.federated.studies.silos import changed_silos
+from lit_dpret.federated.systems import SystemResult
+from lit_dpret.federated.transport import run_federation
+
+_STAGE_2 = ("customised", "fed_negative")
+_KEPT_OF_STAGE_1 = ("stage1-*.safetensors", "optimizer-*.pt")  # every round of every silo: not needed to go on
+
+
+class Cells:
+    """Runs points, each with each seed once.
+
+    Guarantees:
+        - A cell that is finished is not run again, whichever study asks for it; one that was interrupted goes on.
+        - Stage 1 is run once for all cells that differ in stage 2 alone, unless there is a budget: its noise depends
+          on what else is planned.
+
+    Args:
+        plan: The federation.
+        base: The data folder of each of its clients.
+        folder: Of results, silos and state; private.
+        split: On which questions.
+    """
+
+    def __init__(self, plan: FederationPlan, base: Mapping[str, Path], folder: Path, *, split: str) -> None:
+        self.plan, self.base, self.folder, self.split = plan, dict(base), folder, split
+        self._data = {name: _contents(data) for name, data in self.base.items()}
+
+    def is_done(self, point: Point, seed: int) -> bool:
+        """Whether a cell is finished."""
+        return self._result_path(point, seed).is_file()
+
+    def result(self, point: Point, seed: int) -> SystemResult:
+        """What a cell found; it is run where it is not finished."""
+        path = self._result_path(point, seed)
+        if not path.is_file():
+            began = time.process_time()
+            found = self._run(point, seed)
+            found.cpu_seconds = time.process_time() - began
+            save_json(path, asdict(found))
+        return SystemResult(**json.loads(path.read_text(encoding="utf-8")))
+
+    def _result_path(self, point: Point, seed: int) -> Path:
+        return self.folder / "results" / f"{point.system}-{self._key(point, seed)}.json"
+
+    def _run(self, point: Point, seed: int) -> SystemResult:
+        silos = self.silos(point, seed)
+        settings = point.settings(self.plan.settings(seed))
+        state = self.folder / "state" / f"{point.system}-{self._key(point, seed)}"
+        if point.system == "stage1":
+            found = self._stage1(settings, silos, point, seed)
+        elif point.system in _STAGE_2:
+            self._stage1(settings, silos, point, seed)
+            self._copy_stage_1(self._stage1_folder(settings, point, seed), state)
+            found = _result(self._federation(settings, silos, state, "stage2"), "stage2")
+        elif point.system == "bm25":
+            found = _result(self._federation(_stage_1_alone(settings), silos, state, "bm25"), "bm25")
+        else:
+            train = central if point.system == "central" else single_clients
+            own = alone(settings, "bm25" if point.system == "single_bm25" else
+                        "random" if point.system == "single_random" else "static")  # fmt: skip
+            found = SystemResult(_listed(train(own, silos, self.plan.model, state, split=self.split)))
+        shutil.rmtree(state, ignore_errors=True)
+        return found
+
+    def _stage1(self, settings: PddAs2, silos: Mapping[str, Path], point: Point, seed: int) -> SystemResult:
+        """Stage 1 and its measures, once for all that go on from it."""
+        folder = self._stage1_folder(settings, point, seed)
+        path = folder / "result.json"
+        if not path.is_file():
+            run = settings if settings.privacy.eps is not None else _stage_1_alone(settings)
+            save_json(path, asdict(_result(self._federation(run, silos, folder / "state", "stage1"), "stage1")))
+            for pattern in _KEPT_OF_STAGE_1:
+                for file in (folder / "state").rglob(pattern):
+                    file.unlink()
+        return SystemResult(**json.loads(path.read_text(encoding="utf-8")))
+
+    def _stage1_folder(self, settings: PddAs2, point: Point, seed: int) -> Path:
+        private = settings.privacy.eps is not None
+        facts = {**self._facts(point, seed), "run": asdict(settings if private else _stage_1_alone(settings))}
+        return self.folder / "state" / f"shared-stage1-{_hash(facts)}"
+
+    def _copy_stage_1(self, shared: Path, state: Path) -> None:
+        if not state.exists():
+            draft = state.with_name(f".{state.name}")
+            shutil.rmtree(draft, ignore_errors=True)
+            shutil.copytree(shared / "state", draft)
+            draft.rename(state)
+
+    def _federation(self, settings: PddAs2, silos: Mapping[str, Path], folder: Path, what: Phase) -> FedResult:
+        return run_federation(
+            settings, silos, self.plan.model, folder, transport=self.plan.transport, measure=[what], split=self.split,
+            secret_file=self.plan.secret_file,
+        )  # fmt: skip
+
+    def silos(self, point: Point, seed: int) -> dict[str, Path]:
+        """The data folder of each client of a cell."""
+        drawn = _hash({"data": self._data, "change": point.silos.drawn(seed)})
+        return changed_silos(self.base, point.silos, self.folder / "silos" / drawn, seed=seed)
+
+    def _key(self, point: Point, seed: int) -> str:
+        settings = point.settings(self.plan.settings(seed))
+        facts = {**self._facts(point, seed), "system": point.system, "split": self.split}
+        run = settings if point.system in _STAGE_2 or settings.privacy.eps is not None else _stage_1_alone(settings)
+        return _hash({**facts, "run": asdict(run)})
+
+    def _facts(self, point: Point, seed: int) -> dict[str, Any]:
+        return {
+            "data": self._data,
+            "silos": point.silos.drawn(seed),
+            "model": repr(self.plan.model),
+            "transport": self.plan.transport,
+        }
+
+
+def _stage_1_alone(settings: PddAs2) -> PddAs2:
+    """Settings in which nothing of stage 2 stands."""
+    return replace(settings, stage2=replace(type(settings.stage2)(), epochs=0, in_batch=False))
+
+
+def _result(found: FedResult, what: str) -> SystemResult:
+    sent = {} if what == "bm25" else {name: dict(count) for name, count in found.traffic.by_silo().items()}
+    return SystemResult(_listed(found.systems[what]), dict(found.epsilon), sent, list(found.faults))
+
+
+def _listed(found: PerClient) -> dict[str, dict[str, list[float]]]:
+    return {
+        name: {metric: [float(value) for value in values] for metric, values in measures.items()}
+        for name, measures in found.items()
+    }
+
+
+def _contents(folder: Path) -> str:
+    """What a client's folder holds: the hashes of its manifest, and what is declared public."""
+    parts = [path.read_bytes() for path in (folder / MANIFEST, folder / PUBLIC) if path.is_file()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+def _hash(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=repr).encode()).hexdigest()[:20]

@@ -1,0 +1,279 @@
+"""A study of several settings, as a table with the paper's numbers beside ours, in five forms that tell one story."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, esc, md, to_html, to_markdown
+from lit_dpret.retrieval.seeds import seed_interval
+from lit_dpret.retrieval.statistics import Interval
+from lit_dpret.whole_file import write_whole
+
+INTERNAL = (
+    "Internal: these numbers were computed on each client's own queries. They are covered by no guarantee and belong "
+    "where the queries are kept."
+)
+LEVELS = {"sentence": "S", "passage": "P"}
+METRICS = {"mrr@10": "MRR@10", "success@1": "R@1", "success@20": "R@20", "success@100": "R@100"}
+COLUMNS = {
+    f"{level}/{metric}": f"{short} {name}" for level, short in LEVELS.items() for metric, name in METRICS.items()
+}
+_MEANS = (
+    "Means over clients, then over seeds, ± the 95 % t-interval over seeds; the paper's number, where it has one, in "
+    "brackets. S: sentences, P: passages. R@k is the paper's name for a hit at k, here success@k. The paper's data are "
+    "others, so compare orders, not levels. Its passage R@20 lies below its sentence R@20, which its own equation 9 "
+    "makes impossible."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyRow:
+    """One point of a study.
+
+    Args:
+        line: What it has in common with others.
+        label: In what it differs.
+        at: Where it stands on the axis of the plot; null where that is a measured one.
+        per_seed: The mean over clients of each measure, for each seed.
+        paper: The paper's numbers, by measure.
+        bytes_per_client: By phase, the mean over clients and seeds.
+        epsilon: The largest of all clients; null where nothing is promised.
+        cpu_seconds: Of all seeds.
+    """
+
+    line: str
+    label: str
+    at: float | None = None
+    per_seed: Mapping[str, Sequence[float]]
+    paper: Mapping[str, float] = field(default_factory=dict)
+    bytes_per_client: Mapping[str, float] = field(default_factory=dict)
+    epsilon: float | None = None
+    cpu_seconds: float = 0.0
+
+    def interval(self, measure: str) -> Interval:
+        """Mean and t-interval over seeds; without bounds where there is one seed."""
+        return seed_interval(self.per_seed[measure])
+
+    @property
+    def stage2_bytes(self) -> float:
+        """Requests and answers of a client."""
+        return sum(count for phase, count in self.bytes_per_client.items() if phase != "stage 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientGain:
+    """How much one client, or the one of a rank in size, gains over training alone.
+
+    Args:
+        client: Its name, or its rank.
+        queries: Train queries; the mean over seeds.
+        gains: Of each line, for each seed.
+    """
+
+    client: str
+    queries: float
+    gains: Mapping[str, Sequence[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyPage:
+    """What is told of a study.
+
+    Args:
+        title: Heading.
+        axis: What stands along the plot.
+        rows: The points.
+        says: The paper's finding; empty where it has none.
+        findings: Differences between points, in words.
+        gains: Of each client, for a study of clients.
+        notes: What a reader must know.
+        command: What to type to get the same again.
+        promise: What is promised of the models, in a line.
+    """
+
+    title: str
+    axis: str
+    rows: Sequence[StudyRow]
+    says: str = ""
+    findings: Sequence[str] = ()
+    gains: Sequence[ClientGain] = ()
+    notes: Sequence[str] = ()
+    command: str = ""
+    promise: str = ""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG: within the page in HTML, beside it in Markdown."""
+
+    path: Path
+    says: str
+
+    def html(self) -> str:
+        data = base64.b64encode(self.path.read_bytes()).decode()
+        return (
+            f'<figure><img src="data:image/png;base64,{data}" alt="{esc(self.says)}" style="max-width:100%"></figure>'
+        )
+
+    def markdown(self) -> str:
+        return f"![{md(self.says)}]({self.path.name})"
+
+
+def with_reach(interval: Interval) -> str:
+    """``0.412 ±.013``, or the mean alone."""
+    if math.isnan(interval.high):
+        return f"{interval.mean:.3f}"
+    return f"{interval.mean:.3f} ±" + f"{interval.high - interval.mean:.3f}".removeprefix("0")
+
+
+def write_study(page: StudyPage, folder: Path, name: str, *, picture: Path | None = None) -> dict[str, Path]:
+    """Write ``NAME.md``, ``.html``, ``.json`` and ``.csv``.
+
+    Args:
+        page: What is told.
+        folder: Where to.
+        name: Of the files.
+        picture: The plot, in the same folder.
+
+    Returns:
+        The files by ending.
+
+    Raises:
+        StorageError: A file cannot be written.
+    """
+    sections = _sections(page, picture)
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    lead: list[Block] = [Banner(INTERNAL, "caution"), Paragraph(page.promise)]
+    texts = {
+        "md": to_markdown(page.title, made, lead, sections),
+        "html": to_html(page.title, made, lead, sections),
+        "json": json.dumps(_facts(page), indent=2, allow_nan=False) + "\n",
+        "csv": _csv(page),
+    }
+    return {ending: write_whole(folder / f"{name}.{ending}", text) for ending, text in texts.items()}
+
+
+def _sections(page: StudyPage, picture: Path | None) -> list[Section]:
+    blocks: list[Block] = [Paragraph(_MEANS), _grid(page)]
+    if picture is not None:
+        blocks.append(Picture(picture, f"{page.title}; {page.axis}"))
+    sections = [Section("Result", blocks)]
+    if page.gains:
+        sections.append(Section("Each client", [_gain_grid(page.gains)]))
+    read: list[Block] = [Paragraph(f"The paper: {page.says}")] if page.says else []
+    if page.findings:
+        read.append(Bullets(list(page.findings)))
+    if read:
+        sections.append(Section("Against what the paper reports" if page.says else "Differences", read))
+    if page.notes:
+        sections.append(Section("Notes", [Bullets(list(page.notes))]))
+    return [*sections, Section("Again", [Code(page.command)])]
+
+
+def _grid(page: StudyPage) -> Grid:
+    measures = [name for name in COLUMNS if all(name in row.per_seed for row in page.rows)]
+    sent = any(row.bytes_per_client for row in page.rows)
+    header = ["", "", *(COLUMNS[name] for name in measures)]
+    header += ["stage 1, MB / client", "stage 2, MB / client"] if sent else []
+    private = any(row.epsilon is not None for row in page.rows)
+    header += ["epsilon"] if private else []
+    lines: list[list[str]] = []
+    before = None
+    for row in page.rows:
+        cells = ["" if row.line == before else row.line, row.label]
+        for name in measures:
+            theirs = f" ({f'{row.paper[name]:.3f}'.removeprefix('0')})" if name in row.paper else ""
+            cells.append(with_reach(row.interval(name)) + theirs)
+        if sent:
+            cells += [_mb(row.bytes_per_client.get("stage 1", 0.0)), _mb(row.stage2_bytes)]
+        if private:
+            cells.append("none" if row.epsilon is None else f"{row.epsilon:.3g}")
+        lines.append(cells)
+        before = row.line
+    return Grid(header, lines, numeric=frozenset(range(2, len(header))))
+
+
+def _gain_grid(gains: Sequence[ClientGain]) -> Grid:
+    lines = list(gains[0].gains)
+    rows = [
+        [gain.client, f"{gain.queries:g}", *(_signed(seed_interval(gain.gains[line])) for line in lines)]
+        for gain in gains
+    ]
+    header = ["client", "train queries", *(f"{line}: gain in sentence R@1" for line in lines)]
+    return Grid(header, rows, numeric=frozenset(range(1, len(header))))
+
+
+def _signed(interval: Interval) -> str:
+    return ("+" if interval.mean >= 0 else "") + with_reach(interval)
+
+
+def _mb(count: float) -> str:
+    return f"{count / 1e6:.3g}" if count else "0"
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _facts(page: StudyPage) -> dict[str, Any]:
+    return {
+        "title": page.title,
+        "internal": True,
+        "promise": page.promise,
+        "paper_says": page.says,
+        "findings": list(page.findings),
+        "notes": list(page.notes),
+        "command": page.command,
+        "rows": [
+            {
+                "line": row.line,
+                "label": row.label,
+                "at": row.at,
+                "measures": {
+                    name: {
+                        "mean": row.interval(name).mean,
+                        "low": _number(row.interval(name).low),
+                        "high": _number(row.interval(name).high),
+                        "per_seed": list(row.per_seed[name]),
+                        "paper": row.paper.get(name),
+                    }
+                    for name in row.per_seed
+                },
+                "bytes_per_client": dict(row.bytes_per_client),
+                "epsilon": row.epsilon,
+                "cpu_seconds": round(row.cpu_seconds, 1),
+            }
+            for row in page.rows
+        ],
+        "gains": [
+            {"client": gain.client, "queries": gain.queries, "gains": {k: list(v) for k, v in gain.gains.items()}}
+            for gain in page.gains
+        ],
+    }
+
+
+def _csv(page: StudyPage) -> str:
+    names = list(dict.fromkeys(name for row in page.rows for name in row.per_seed))
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    columns = [f"{name}{end}" for name in names for end in ("", " low", " high", " paper")]
+    writer.writerow(
+        ["line", "label", "at", *columns, "stage 1 bytes per client", "stage 2 bytes per client", "epsilon"]
+    )
+    for row in page.rows:
+        numbers: list[object] = []
+        for name in names:
+            found = row.interval(name)
+            numbers += [found.mean, _number(found.low), _number(found.high), row.paper.get(name)]
+        sent = [row.bytes_per_client.get("stage 1", 0.0), row.stage2_bytes]
+        writer.writerow([row.line, row.label, row.at, *numbers, *sent, row.epsilon])
+    return file.getvalue()

@@ -1,0 +1,214 @@
+"""`task=federated_study`: one of the analyses of paper 004, as a table and a plot.
+
+    python train.py experiment=pdd_as2 task=federated_study task.study=hubness
+
+What studies share, above all stage 1, is run once: their results lie beside each other in the run folder, under what
+they depend on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import lightning as L
+
+from lit_dpret.callbacks import ProgressLine
+from lit_dpret.datamodules.silo_folder import read_silo
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.federated.plan import FederationPlan
+from lit_dpret.federated.studies.catalogue import Asked, Study, study_of
+from lit_dpret.federated.studies.cells import Cells
+from lit_dpret.federated.studies.point import Point
+from lit_dpret.federated.studies.silos import check_divisible, kept_shares, sizes
+from lit_dpret.federated.systems import System, SystemResult
+from lit_dpret.report.similarity_figure import can_draw
+from lit_dpret.tasks.federated_study_report import tell
+from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.stages import Stages
+
+PRIVATE = "private"
+_SKEW, _EQUAL = 8.0, 2.0
+
+
+class FederatedStudy:
+    """Run the cells of a study that are not done yet, and tell what it found.
+
+    Args:
+        study: Which one; see `lit_dpret.federated.studies.catalogue`.
+        seeds: One run of each point for each of them.
+        systems: Which of the study's systems are compared; null for its default.
+        values: What varies, where one thing does: shares, k, or numbers of clients; null for the paper's.
+        skew: Of ``study=gain``: the smallest silo keeps ``1 / skew`` of its train queries. Null: 1 where the largest
+            silo has at least twice the queries of the smallest, else 8.
+        split: On which questions the points are judged: ``test``, or ``dev``.
+        plot: Draw a PNG; null where matplotlib is installed.
+        note: Said at the top of the report.
+        min_free_mb: Refuse to start with less free disk.
+
+    Raises:
+        ConfigurationError: There is no such study, or a setting is not one of it.
+    """
+
+    def __init__(
+        self,
+        *,
+        study: str | None = None,
+        seeds: Sequence[int] = (0, 1, 2),
+        systems: Sequence[str] | None = None,
+        values: Sequence[float] | None = None,
+        skew: float | None = None,
+        split: str = "test",
+        plot: bool | None = None,
+        note: str = "",
+        min_free_mb: float = 1000,
+    ) -> None:
+        self.study: Study = study_of(study)
+        if not seeds or len(set(seeds)) != len(seeds) or any(isinstance(s, bool) or s < 0 for s in seeds):
+            raise ConfigurationError(f"task.seeds={list(seeds)} must be some different whole numbers, none below 0.")
+        if split not in ("dev", "test"):
+            raise ConfigurationError(f"task.split={split!r} must be dev or test.")
+        if plot and not can_draw():
+            raise ConfigurationError(
+                'task.plot=true draws with matplotlib, which is not installed. Run: pip install "lit-dpret[plot]", or '
+                "set task.plot=null to go without."
+            )
+        self.seeds, self.split, self.note, self.min_free_mb = list(seeds), split, note, min_free_mb
+        self.plot = can_draw() if plot is None else plot
+        self.systems = self._chosen(systems)
+        self.values = self._varied(values)
+        if skew is not None and (self.study.name != "gain" or not 1 <= skew < float("inf")):
+            raise ConfigurationError(f"task.skew={skew} is at least 1, and goes with task.study=gain alone.")
+        self.skew = skew
+
+    def _chosen(self, systems: Sequence[str] | None) -> list[System]:
+        known = self.study.systems
+        if systems is None:
+            return list(self.study.default)
+        odd = sorted(set(systems) - set(known))
+        if odd or not systems or len(set(systems)) < len(systems):
+            raise ConfigurationError(
+                f"task.systems={list(systems)} must be some different ones of {', '.join(known)}, which "
+                f"task.study={self.study.name} compares."
+            )
+        return [system for system in known if system in systems]
+
+    def _varied(self, values: Sequence[float] | None) -> list[float]:
+        if values is None:
+            return list(self.study.values)
+        most = 1.0 if self.study.name == "data_ratio" else float("inf")
+        least = 10 if self.study.name == "hubness" else 0
+        whole = self.study.name != "data_ratio"
+        wrong = [v for v in values if not (least <= v <= most and v > 0) or (whole and v != int(v))]
+        if not self.study.values or wrong or not values or len(set(values)) < len(values):
+            kind = {"data_ratio": "shares above 0, at most 1", "hubness": "whole numbers of at least 10"}.get(
+                self.study.name, "whole numbers above 0"
+            )
+            can = f"must be some different {kind}" if self.study.values else "is nothing that this study varies"
+            raise ConfigurationError(f"task.values={list(values)} {can} (task.study={self.study.name}).")
+        return sorted(values)
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Every cell that is not done yet; returns sentence R@1 by point, the mean over silos and seeds."""
+        plan: FederationPlan | None = parts.make_federation()
+        if plan is None:
+            raise ConfigurationError("task=federated_study needs to know of which federation. Add federated=inprocess.")
+        if plan.transport != "inprocess":
+            raise ConfigurationError(
+                f"federated.transport={plan.transport}: a study compares settings and not what carries them. Set "
+                "federated=inprocess."
+            )
+        plan.model.check()
+        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
+        root = parts.run_dir / "studies"
+        base = plan.folders(root / PRIVATE / "data" / _source(plan))
+        points = self._points(plan, base)
+        out = root / self.study.name
+        out.mkdir(parents=True, exist_ok=True)
+        Stages(out, resume=parts.resume, fingerprint=_source(plan, settings=True, split=self.split))
+        cells = Cells(plan, base, root / PRIVATE, split=self.split)
+        todo = [(seed, point) for seed in self.seeds for point in points]
+        todo.sort(key=lambda one: not cells.is_done(one[1], one[0]))
+        done = sum(cells.is_done(point, seed) for seed, point in todo)
+        found: dict[str, dict[int, SystemResult]] = {point.name: {} for point in points}
+        with ProgressLine(f"study {self.study.name}, points and seeds", every=0.0) as progress:
+            for place, (seed, point) in enumerate(todo):
+                if place >= done:
+                    progress(place, len(todo), f"{point.name}, seed {seed}")
+                    L.seed_everything(seed, verbose=False)
+                found[point.name][seed] = cells.result(point, seed)
+            progress(len(todo), len(todo))
+        clients = {seed: sizes(cells.silos(points[0], seed)) for seed in self.seeds} if self.study.trend else {}
+        return tell(
+            self.study, points, found, out, plan=plan, sizes=clients, plot=self.plot, notes=self._notes(points, base),
+            command=parts.command,
+        )  # fmt: skip
+
+    def _points(self, plan: FederationPlan, base: Mapping[str, Path]) -> list[Point]:
+        """The points, each of which can be run: its settings are accepted, and its silos have queries."""
+        values = [self._skew(base)] if self.study.name == "gain" else self.values
+        asked = Asked(run=plan.settings(0), clients=len(base), systems=self.systems, values=values)
+        points = self.study.points(asked)
+        for point in points:
+            point.settings(plan.settings(0))
+        if any(point.silos.parts > 1 or point.silos.share < 1 or point.silos.skew > 1 for point in points):
+            if plan.settings(0).stage2.response == "synthetic":
+                raise ConfigurationError(
+                    f"federated.stage2.response=synthetic with task.study={self.study.name}, which makes other silos: "
+                    "each would need a generator of its own. Set another response."
+                )
+            for name, folder in base.items():
+                counts = read_silo(folder, verify=False).counts()
+                for parts in {point.silos.parts for point in points} - {1}:
+                    check_divisible(name, counts, parts)
+        self._check_batches(plan, points, base)
+        return points
+
+    def _check_batches(self, plan: FederationPlan, points: Sequence[Point], base: Mapping[str, Path]) -> None:
+        """Refuse a budget that a smaller silo could not be held to: its batch would be more than its queries."""
+        run = plan.settings(0)
+        if run.privacy.eps is None:
+            return
+        batch, have = max(run.stage1.batch_size, run.stage2.batch_size), sizes(base)
+        for seed, point in ((seed, point) for seed in self.seeds for point in points):
+            for name, share in kept_shares(base, point.silos, seed=seed).items():
+                left = int(have[name] * share / point.silos.parts)
+                if left < batch:
+                    raise ConfigurationError(
+                        f"task.study={self.study.name}: client {name!r} would have about {left} train queries at "
+                        f"{point.name}, fewer than a batch of {batch}. Lower the batch_size of federated.stage1 and "
+                        "federated.stage2, or take other values."
+                    )
+
+    def _skew(self, base: Mapping[str, Path]) -> float:
+        if self.skew is not None:
+            skew = self.skew
+        else:
+            counts = sizes(base).values()
+            skew = _SKEW if max(counts) < _EQUAL * min(counts) else 1.0
+        return skew
+
+    def _notes(self, points: Sequence[Point], base: Mapping[str, Path]) -> list[str]:
+        """What a reader must know of this run."""
+        counts = sizes(base)
+        found = [self.note] if self.note else []
+        found.append(
+            f"{len(base)} clients with {min(counts.values())} to {max(counts.values())} train queries, judged on their "
+            f"{self.split} queries; seeds {', '.join(map(str, self.seeds))}."
+        )
+        if self.study.name == "gain" and points[0].silos.skew > 1:
+            found.append(
+                f"The clients' sizes are made: the smallest keeps 1/{points[0].silos.skew:g} of its train queries, and "
+                "which client is how small is drawn anew by each seed, so that a rank is no domain."
+            )
+        return found
+
+
+def _source(plan: FederationPlan, *, settings: bool = False, split: str = "") -> str:
+    """A name for the plan's silos, or for everything about it."""
+    facts = plan.describe()
+    if not settings:
+        facts = {name: facts[name] for name in ("silos", "clients", "sample", "planted", "declare_public")}
+    return hashlib.sha256(json.dumps({**facts, "split": split}, sort_keys=True).encode()).hexdigest()[:20]

@@ -1,0 +1,174 @@
+"""What `task=federated_study` leaves behind: a table, a plot, and which of the paper's effects the seeds carry."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from scipy.stats import spearmanr
+
+from lit_dpret.federated.plan import FederationPlan
+from lit_dpret.federated.studies.catalogue import Study
+from lit_dpret.federated.studies.contrast import Contrast, Trend
+from lit_dpret.federated.studies.point import Point
+from lit_dpret.federated.systems import SystemResult
+from lit_dpret.report.paper_004_studies import paper_numbers
+from lit_dpret.report.study import COLUMNS, ClientGain, StudyPage, StudyRow, with_reach, write_study
+from lit_dpret.report.study_figure import SHOWN, draw_study
+from lit_dpret.retrieval.seeds import seed_interval
+
+Found = Mapping[str, Mapping[int, SystemResult]]
+"""By the name of a point, then by seed."""
+
+
+def tell(
+    study: Study,
+    points: Sequence[Point],
+    found: Found,
+    folder: Path,
+    *,
+    plan: FederationPlan,
+    sizes: Mapping[int, Mapping[str, int]],
+    plot: bool,
+    notes: Sequence[str],
+    command: str,
+) -> dict[str, float]:
+    """Write the report and print it in short; returns sentence R@1 by point.
+
+    Args:
+        study: Which one.
+        points: In the order of the table.
+        found: Results of every point and seed.
+        folder: Of the report.
+        plan: The federation.
+        sizes: For each seed the train queries of each client, for a study of clients; else empty.
+        plot: Draw a PNG.
+        notes: What a reader must know of this run.
+        command: What was typed.
+    """
+    rows = [_row(study, point, found[point.name]) for point in points]
+    gains = _gains(points, found, study.trend, sizes) if study.trend is not None else []
+    findings = [_finding(one, found) for one in study.contrasts(points)]
+    if study.trend is not None:
+        findings += _trend(study.trend, points, found, sizes)
+    faults = sorted({fault for by_seed in found.values() for result in by_seed.values() for fault in result.faults})
+    page = StudyPage(
+        title=study.title,
+        axis=study.axis,
+        rows=rows,
+        says=study.says,
+        findings=[finding for finding in findings if finding],
+        gains=gains,
+        notes=[*notes, *study.notes, *(f"Left out: {fault}" for fault in faults)],
+        command=command,
+        promise=_promise(plan),
+    )
+    picture = draw_study(page, folder / f"{study.name}.png") if plot else None
+    written = write_study(page, folder, study.name, picture=picture)
+    for row in rows:
+        sys.stdout.write(f"{row.line}, {row.label}: sentence R@1 {with_reach(row.interval(SHOWN))}\n")
+    for finding in page.findings:
+        sys.stdout.write(f"{finding}\n")
+    for path in [*written.values(), *([] if picture is None else [picture])]:
+        sys.stdout.write(f"written: {path}\n")
+    return {point.name: row.interval(SHOWN).mean for point, row in zip(points, rows, strict=True)}
+
+
+def _row(study: Study, point: Point, by_seed: Mapping[int, SystemResult]) -> StudyRow:
+    results = list(by_seed.values())
+    sent: dict[str, float] = {}
+    for result in results:
+        for phases in result.sent.values():
+            for phase, count in phases.items():
+                sent[phase] = sent.get(phase, 0.0) + count / len(result.sent) / len(results)
+    spent = [value for result in results for value in result.epsilon.values() if value is not None]
+    return StudyRow(
+        line=point.line,
+        label=point.label,
+        at=point.at,
+        per_seed={name: [_over_clients(result, name) for result in results] for name in COLUMNS},
+        paper=paper_numbers(study.name, point.line, point.label),
+        bytes_per_client=sent,
+        epsilon=max(spent, default=None),
+        cpu_seconds=sum(result.cpu_seconds for result in results),
+    )
+
+
+def _over_clients(result: SystemResult, measure: str) -> float:
+    """The mean over clients of each one's mean over queries."""
+    return float(np.mean([np.mean(values[measure]) for values in result.values.values()]))
+
+
+def _finding(contrast: Contrast, found: Found) -> str:
+    more, less = found[contrast.more], found[contrast.less]
+    steps = [_over_clients(more[seed], SHOWN) - _over_clients(less[seed], SHOWN) for seed in more]
+    words = f"{contrast.more} above {contrast.less}: {_judged(steps, claimed=bool(contrast.claim))}"
+    return f"{contrast.claim[:1].upper()}{contrast.claim[1:]}? {words}" if contrast.claim else words
+
+
+def _judged(steps: Sequence[float], *, claimed: bool, what: str = "sentence R@1") -> str:
+    """A difference, and whether the seeds carry it."""
+    found = seed_interval(steps)
+    told = f"{'+' if found.mean >= 0 else ''}{with_reach(found)} {what}"
+    if len(steps) == 1:
+        return f"{told}; one seed decides nothing."
+    if found.low > 0:
+        return f"{told}; {'it appears here' if claimed else 'the seeds carry it'}."
+    if found.high < 0:
+        return f"{told}; {'here it is the other way round' if claimed else 'the seeds carry the opposite'}."
+    return f"{told}; these seeds do not decide it."
+
+
+def _gains(
+    points: Sequence[Point], found: Found, trend: Trend, sizes: Mapping[int, Mapping[str, int]]
+) -> list[ClientGain]:
+    """By the rank of a client in size, the largest first; by its name where all seeds have the same order."""
+    base = next((point for point in points if point.line == trend.over), None)
+    lines = [point for point in points if point is not base]
+    if base is None or not lines:
+        return []
+    orders = {seed: sorted(counts, key=lambda name: (-counts[name], name)) for seed, counts in sizes.items()}
+    ranks = list(zip(*orders.values(), strict=True))
+    listed: list[ClientGain] = []
+    for rank, names in enumerate(ranks):
+        gains = {
+            point.line: [
+                _of_client(found[point.name][seed], name) - _of_client(found[base.name][seed], name)
+                for seed, name in zip(orders, names, strict=True)
+            ]
+            for point in lines
+        }
+        counts = [sizes[seed][name] for seed, name in zip(orders, names, strict=True)]
+        title = names[0] if len(set(names)) == 1 and len(set(orders)) > 1 else f"#{rank + 1}"
+        listed.append(ClientGain(client=title, queries=round(float(np.mean(counts)), 1), gains=gains))
+    return listed
+
+
+def _trend(trend: Trend, points: Sequence[Point], found: Found, sizes: Mapping[int, Mapping[str, int]]) -> list[str]:
+    by_line = {point.line: found[point.name] for point in points}
+    if trend.of not in by_line or trend.over not in by_line:
+        return []
+    correlations: list[float] = []
+    for seed, counts in sizes.items():
+        names = list(counts)
+        gains = [_of_client(by_line[trend.of][seed], n) - _of_client(by_line[trend.over][seed], n) for n in names]
+        correlation = float(spearmanr([counts[name] for name in names], gains).statistic)
+        correlations.append(0.0 if np.isnan(correlation) else -correlation)
+    words = _judged(correlations, claimed=True, what="rank correlation of the gain with fewer queries")
+    return [f"{trend.claim[:1].upper()}{trend.claim[1:]}? {words}"]
+
+
+def _of_client(result: SystemResult, name: str) -> float:
+    return float(np.mean(result.values[name][SHOWN]))
+
+
+def _promise(plan: FederationPlan) -> str:
+    if plan.privacy.eps is None:
+        return "No privacy is promised for any of these models: epsilon is infinite."
+    return (
+        f"Each row's epsilon is the largest of any client for releasing that row alone (unit {plan.privacy.unit}, "
+        f"neighbours {plan.privacy.neighbours}); whoever sees several rows sees them composed, which is stated nowhere "
+        "here. Clients that train alone release nothing and promise nothing."
+    )
