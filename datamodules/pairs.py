@@ -16,8 +16,8 @@ from lit_dpret.datamodules import preparation
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.complaints import Complain, refuse
 from lit_dpret.datamodules.corpus import InMemory, check_in_memory, is_held, open_corpus, read_parts
-from lit_dpret.datamodules.layouts import folder_parts, qrels_files
 from lit_dpret.datamodules.pair_file import read_pairs
+from lit_dpret.datamodules.pair_sources import PairSource, check_one_source, find_sources
 from lit_dpret.datamodules.passage_store import PassageStore
 from lit_dpret.datamodules.planted import Planted
 from lit_dpret.datamodules.readers import columns_of
@@ -136,19 +136,7 @@ class PairsDataModule(SampledDataModule):
         self._check_sources()
 
     def _check_sources(self) -> None:
-        parts = {"queries": self.queries, "qrels": self.qrels, "corpus": self.corpus}
-        given = [name for name in ("folder", "pairs") if getattr(self, name)]
-        if self.queries or self.qrels:
-            given.append("queries and qrels")
-        if len(given) != 1:
-            found = " and ".join(f"datamodule.{name}" for name in given) or "none of them"
-            raise ConfigurationError(
-                "Say where the data is by one of datamodule.folder, datamodule.pairs, or datamodule.queries with "
-                f"datamodule.qrels and datamodule.corpus; {found} is set."
-            )
-        missing = [name for name, value in parts.items() if not value]
-        if given == ["queries and qrels"] and missing:
-            raise ConfigurationError(f"datamodule.{missing[0]} is not set; queries, qrels and corpus go together.")
+        check_one_source(self._source)
         if self.pairs and not self.corpus and self.max_passages is not None and not self.passages_are_public:
             raise self._no_public_list("datamodule.max_passages")
 
@@ -178,37 +166,13 @@ class PairsDataModule(SampledDataModule):
                 columns=columns,
             )
 
+    @property
+    def _source(self) -> PairSource:
+        return PairSource(self.folder, self.corpus, self.queries, self.qrels, self.pairs)
+
     def _sources(self) -> dict[str, Any]:
         """The files of the parts that this configuration names, found and looked at by `setup`."""
-        if self.pairs:
-            found: dict[str, Any] = {"pairs": Path(self.pairs)}
-            if self.corpus:
-                found["corpus"] = Path(self.corpus)
-        elif self.folder:
-            found = folder_parts(self.folder, corpus=self.corpus)
-        else:
-            found = {"corpus": self.corpus, "queries": self.queries, "qrels": self._qrels_by_split()}
-            found["source"] = str(self.queries)
-        parts = {name: path for name, path in found.items() if name not in ("qrels", "source")}
-        parts |= {f"qrels.{split}": path for split, path in found.get("qrels", {}).items()}
-        for name, path in parts.items():
-            if not Path(path).exists():
-                raise DataError(f"{path} does not exist; check datamodule.{name}.")
-        return found
-
-    def _qrels_by_split(self) -> Mapping[str, str | Path]:
-        if isinstance(self.qrels, Mapping):
-            return self.qrels
-        folder = Path(str(self.qrels))
-        if not folder.is_dir():
-            raise DataError(
-                f"datamodule.qrels={self.qrels} is not a folder of splits; name the split of a single file: "
-                f"datamodule.qrels.train={self.qrels}."
-            )
-        files = qrels_files(folder)
-        if not files:
-            raise DataError(f"datamodule.qrels={self.qrels} holds none of train.tsv, dev.tsv, test.tsv.")
-        return files
+        return find_sources(self._source)
 
     def read_collection(self, complain: Complain = refuse) -> Collection:
         """The data as it stands in the files. A subclass for another source overrides this alone.

@@ -73,6 +73,7 @@ def build_parts(cfg: DictConfig) -> Parts:
         make_callbacks=partial(listed, "callbacks"),
         make_loggers=partial(listed, "logger"),
         make_canaries=lambda: None if cfg.get("canaries") is None else node("canaries"),
+        make_federation=lambda: None if cfg.get("federated") is None else node("federated", _convert_="all"),
         command=" ".join(["python train.py", *_shown_overrides()]),
     )
 

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
 
 Progress = Callable[[int, int], None]
+_muted: ContextVar[bool] = ContextVar("muted", default=False)
+
+
+@contextmanager
+def without_progress() -> Iterator[None]:
+    """No line is shown inside: for work of which there is so much that a line above it tells how far it is."""
+    token = _muted.set(True)
+    try:
+        yield
+    finally:
+        _muted.reset(token)
 
 
 class ProgressLine:
@@ -33,7 +46,7 @@ class ProgressLine:
         now = time.monotonic()
         if self._first is None:
             self._first = done
-        if done < total and now < self._next:
+        if _muted.get() or (done < total and now < self._next):
             return
         self._next = now + self._every
         elapsed = now - self._start

@@ -13,13 +13,13 @@ who was trained on. It is its owner's alone, and belongs where the queries are.
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lit_dpret.errors import DataError, StorageError, schema_problem
+from lit_dpret.errors import DataError, schema_problem
+from lit_dpret.whole_file import write_whole
 
 COINS_NAME = "membership_coins.json"
 SCHEMA = "lit-dpret/membership-coins/1"
@@ -61,15 +61,9 @@ class Coins:
         Raises:
             StorageError: It cannot be written.
         """
-        path, facts = folder / COINS_NAME, {"schema": SCHEMA, "heads": dict(self.heads)}
-        draft = path.with_name(f".{COINS_NAME}.tmp")
-        try:
-            draft.touch(mode=0o600)
-            draft.write_text(json.dumps(facts) + "\n", encoding="utf-8")
-            os.replace(draft, path)
-        except OSError as error:
-            raise StorageError(f"{path} cannot be written: {error.strerror}.") from error
-        return path
+        return write_whole(
+            folder / COINS_NAME, json.dumps({"schema": SCHEMA, "heads": dict(self.heads)}) + "\n", owner_only=True
+        )
 
     @classmethod
     def read(cls, folder: Path) -> Coins:

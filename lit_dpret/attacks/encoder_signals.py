@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logsumexp
 
+from lit_dpret.attacks.unit_rows import unit_rows
 from lit_dpret.encoders import Side, TextEncoder, Towers
 from lit_dpret.errors import ConfigurationError, DataError
 
@@ -112,7 +113,7 @@ def encoder_signals(
         raise DataError("The reference encoder was given other pairs, or another pool.")
     other = _signals(reference, temperature)
     if reference.queries.shape == pairs.queries.shape:  # distance has a meaning within one space only
-        found["shift"] = np.linalg.norm(_unit(pairs.queries) - _unit(reference.queries), axis=1)
+        found["shift"] = np.linalg.norm(unit_rows(pairs.queries) - unit_rows(reference.queries), axis=1)
     return found | {f"{name}_reference": found[name] - value for name, value in other.items()}
 
 
@@ -123,7 +124,7 @@ def mean_by_query(signals: dict[str, Floats], query_of_row: Any, queries: int) -
 
 
 def _signals(pairs: EncodedPairs, temperature: float) -> dict[str, Floats]:
-    queries, passages, pool = map(_unit, (pairs.queries, pairs.passages, pairs.pool))
+    queries, passages, pool = map(unit_rows, (pairs.queries, pairs.passages, pairs.pool))
     own, others = (queries * passages).sum(axis=1), queries @ pool.T
     similarity, negatives = own, others
     if not pairs.normalise:
@@ -139,7 +140,3 @@ def _signals(pairs: EncodedPairs, temperature: float) -> dict[str, Floats]:
         "rank": np.asarray(-np.log(1.0 + ahead)),
         "norm": np.asarray(np.linalg.norm(pairs.queries, axis=1)),
     }
-
-
-def _unit(vectors: Floats) -> Floats:
-    return np.asarray(vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12))

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lit_dpret.attacks.unit_rows import unit_rows
 from lit_dpret.audit.evidence import Evidence
 from lit_dpret.audit.one_run import one_run_counts
 from lit_dpret.errors import ConfigurationError, DataError
@@ -101,11 +102,11 @@ def nearest_scores(queries: Floats, release: Floats, *, nearest: int = 25) -> Fl
         raise ConfigurationError(f"nearest={nearest} must be at least 1.")
     if queries.ndim != 2 or release.ndim != 2 or queries.shape[1:] != release.shape[1:] or not release.size:
         raise DataError(f"Embeddings of shapes {queries.shape} and {release.shape} cannot be compared.")
-    made = _unit(release)
+    made = unit_rows(release)
     kept = min(nearest, len(made))
     found = np.empty(len(queries))
     for start in range(0, len(queries), 256):  # the whole table of cosines may not fit
-        cosines = _unit(queries[start : start + 256]) @ made.T
+        cosines = unit_rows(queries[start : start + 256]) @ made.T
         found[start : start + 256] = np.partition(cosines, -kept, axis=1)[:, -kept:].mean(axis=1)
     return found
 
@@ -195,7 +196,3 @@ def disclosures(*, queries: int, repeated: int, trained: int, delta: float, conf
     """
     evidence = one_run_counts(canaries=queries, guesses=repeated, correct=trained, delta=delta, confidence=confidence)
     return Disclosures(queries=queries, repeated=repeated, trained=trained, evidence=evidence)
-
-
-def _unit(vectors: Floats) -> Floats:
-    return np.asarray(vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12))

@@ -7,7 +7,6 @@ audit rests on; they are kept so that the bound can be computed anew.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_dpret.errors import ResumeError, StorageError, schema_problem
+from lit_dpret.errors import ResumeError, schema_problem
+from lit_dpret.whole_file import write_whole
 
 AUDIT_SCORES = "audit_scores.json"
 SCHEMA = "lit-dpret/audit-scores/1"
@@ -73,26 +73,7 @@ def write_scores(scores: AuditScores, folder: Path) -> Path:
         "note": "Internal. With the coins in the file of canaries this shows how the audit was decided.",
         **{name: list(value) if isinstance(value, tuple) else value for name, value in vars(scores).items()},
     }
-    return write_whole(folder / AUDIT_SCORES, json.dumps(facts) + "\n")
-
-
-def write_whole(path: Path, text: str) -> Path:
-    """Write a text whole or not at all, readable by its owner alone.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
-    draft = path.with_name(f".{path.name}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}.") from error
-    return path
+    return write_whole(folder / AUDIT_SCORES, json.dumps(facts) + "\n", owner_only=True)
 
 
 def read_scores(folder: Path, *, sha256: str) -> AuditScores:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 from lit_dpret.canaries.canary import Canary, CanarySet
-from lit_dpret.errors import DataError, StorageError, schema_problem
+from lit_dpret.errors import DataError, schema_problem
+from lit_dpret.whole_file import write_whole
 
 CANARIES = "canaries.json"
 SCHEMA = "lit-dpret/canaries/1"
@@ -25,18 +25,7 @@ def write_canaries(canaries: CanarySet, folder: str | Path) -> Path:
     Raises:
         StorageError: It cannot be written.
     """
-    path = Path(folder) / CANARIES
-    draft = path.with_name(f".{CANARIES}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-            file.write(_text(canaries))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}.") from error
-    return path
+    return write_whole(Path(folder) / CANARIES, _text(canaries), owner_only=True)
 
 
 def read_canaries(path: str | Path) -> CanarySet:

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lit_dpret.canaries.audit_scores import write_whole
 from lit_dpret.canaries.coin_flips import CoinFlips
 from lit_dpret.canaries.files import CANARIES
 from lit_dpret.datamodules.images import ImageRow
 from lit_dpret.errors import DataError, schema_problem
+from lit_dpret.whole_file import write_whole
 
 SCHEMA = "lit-dpret/image-canaries/1"
 
@@ -44,7 +44,7 @@ def image_coins(count: int, *, shape: tuple[int, int, int], seed: int | None, ru
         "seed": secrets.randbits(63) if seed is None else seed,
     }
     text = json.dumps(facts, indent=1) + "\n"
-    write_whole(run_dir / CANARIES, text)
+    write_whole(run_dir / CANARIES, text, owner_only=True)
     return _made(text)
 
 

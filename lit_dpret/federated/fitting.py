@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.callbacks import PrivacyAccountant
+from lit_dpret.progress import without_progress
+from lit_dpret.whole_file import write_whole
 
 
 def fit_epochs(module: Any, data: Any, folder: Path, *, epochs: int = 1, callbacks: Sequence[Callback] = ()) -> None:
@@ -40,9 +45,35 @@ def fit_epochs(module: Any, data: Any, folder: Path, *, epochs: int = 1, callbac
             default_root_dir=folder,
             callbacks=[PrivacyAccountant(run_dir=folder, eps_log_points=1), *callbacks],
         )
-        trainer.fit(module, datamodule=data)
+        with without_progress(), warnings.catch_warnings():
+            # The sentence side is frozen in stage 2, by design.
+            warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")
+            trainer.fit(module, datamodule=data)
     finally:
         quiet.setLevel(level)
+
+
+class KeepOptimizer(Callback):
+    """Begins with the optimizer's state that an earlier fit ended with, and keeps its own at the end.
+
+    Under a private mode the state is made of noised gradients alone; it stays on this machine either way.
+
+    Args:
+        before: Where the earlier state is; nothing where there is none.
+        after: Where this one's goes.
+    """
+
+    def __init__(self, before: Path, after: Path) -> None:
+        self._before, self._after = before, after
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._before.is_file():
+            trainer.optimizers[0].load_state_dict(torch.load(self._before, weights_only=True))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        kept = io.BytesIO()
+        torch.save(trainer.optimizers[0].state_dict(), kept)
+        write_whole(self._after, kept.getvalue(), owner_only=True)
 
 
 def attempt_folder(folder: Path) -> Path:

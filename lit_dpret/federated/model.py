@@ -89,7 +89,10 @@ def start_of(make: Callable[..., AS2DualEncoder]) -> Weights:
 
 @lru_cache(maxsize=2)
 def _loaded(maker: AS2Maker) -> TextEncoder:
-    lengths = {"query_max_length": maker.max_query_length, "passage_max_length": maker.max_sentence_length}
+    lengths: dict[str, Any] = {
+        "query_max_length": maker.max_query_length,
+        "passage_max_length": maker.max_sentence_length,
+    }
     if maker.encoder == PLANTED:
         if maker.planted is None:
             raise ConfigurationError(
@@ -105,7 +108,7 @@ def _loaded(maker: AS2Maker) -> TextEncoder:
     return encoder
 
 
-def _new(size: Planted, seed: int, lengths: dict[str, int]) -> TextEncoder:
+def _new(size: Planted, seed: int, lengths: dict[str, Any]) -> TextEncoder:
     """One layer of 64 dimensions over a word tokenizer of public, invented words."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast

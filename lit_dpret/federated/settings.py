@@ -17,6 +17,8 @@ from lit_dpret.federated.selection import Selection
 from lit_dpret.privacy.budget import AccountantName, Neighbours, Unit, require_choice
 
 Strategy = Literal["fedavg", "fedprox"]
+Stage1Negatives = Literal["static", "bm25", "random"]
+OptimizerState = Literal["reset", "keep"]
 Stage2Negatives = Literal["fed", "dynamic"]
 
 
@@ -28,9 +30,11 @@ class Stage1:
         warmup_rounds: With BM25 negatives and other questions' answers, before the static ones; one local epoch each.
         rounds: With static hard negatives, mined with the global model at the start of each round.
         batch_size: Queries of a step; under a budget the average of a Poisson draw.
+        negatives: ``static``, hard ones after the warm-up, as in the paper; or in every round ``bm25`` or ``random``
+            ones, as its baselines.
         bm25_n: BM25 negatives of a row.
         other_positives: Answers of other questions of a row, in the warm-up.
-        static_n: Static negatives of a row.
+        static_n: Static, or random, negatives of a row.
         top_k: Among how many of the best they are drawn: the remedy against query hubness.
         in_batch: The batch's other sentences as negatives too.
         strategy: ``fedavg``, or ``fedprox`` with ``strength`` as its mu.
@@ -38,11 +42,14 @@ class Stage1:
         weighting: ``examples``, |D_i| as in the paper; ``uniform``; ``capped`` at ``n_hat``.
         n_hat: See ``weighting``.
         lr: Of AdamW.
+        optimizer_state: ``reset``, every round begins with a fresh optimizer; or ``keep``, each silo goes on with its
+            own moments, which stay on its disk. The paper does not say.
     """
 
     warmup_rounds: int = 1
     rounds: int = 10
     batch_size: int = 8
+    negatives: Stage1Negatives = "static"
     bm25_n: int = 8
     other_positives: int = 1
     static_n: int = 8
@@ -53,13 +60,15 @@ class Stage1:
     weighting: Weighting = "examples"
     n_hat: int | None = None
     lr: float = 3e-5
+    optimizer_state: OptimizerState = "reset"
 
     def check(self) -> None:
         """Refuse numbers and words without meaning."""
         _at_least("federated.stage1", self, 0, "warmup_rounds", "rounds", "other_positives")
         _at_least("federated.stage1", self, 1, "batch_size", "bm25_n", "static_n", "top_k")
-        require_choice("federated.stage1.strategy", self.strategy, get_args(Strategy))
-        require_choice("federated.stage1.weighting", self.weighting, get_args(Weighting))
+        for name, literal in (("strategy", Strategy), ("weighting", Weighting), ("negatives", Stage1Negatives),
+                              ("optimizer_state", OptimizerState)):  # fmt: skip
+            require_choice(f"federated.stage1.{name}", getattr(self, name), get_args(literal))
         if self.warmup_rounds + self.rounds < 1:
             raise ConfigurationError("federated.stage1 has no round. Set federated.stage1.rounds to at least 1.")
         if (self.strategy == "fedprox") != (self.strength > 0):
@@ -233,7 +242,9 @@ _REFUSALS: tuple[tuple[Callable[[PddAs2], bool], str], ...] = (
         "nothing. Set it to false.",
     ),
     (
-        lambda run: run.stage1.warmup_rounds > 0 and run.stage1.other_positives > 0,
+        lambda run: (
+            run.stage1.negatives == "static" and run.stage1.warmup_rounds > 0 and run.stage1.other_positives > 0
+        ),
         "federated.stage1.other_positives tells a query from other people's answers, which couples them. Set it to 0.",
     ),
     (

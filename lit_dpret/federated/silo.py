@@ -6,12 +6,14 @@ state folder: its ledgers, its personal query encoder, and what each round of tr
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 
 import torch
+from lightning.pytorch.callbacks import Callback
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -21,18 +23,19 @@ from lit_dpret.federated.aggregation import TowardsAnchor, Weights, put_weights,
 from lit_dpret.federated.centroids import CentroidPlan, dp_centroids
 from lit_dpret.federated.evaluation import METRICS, SentenceCollection
 from lit_dpret.federated.fed_negatives import Block, FedPool, respond, respond_uniformly
-from lit_dpret.federated.fitting import attempt_folder, fit_epochs
+from lit_dpret.federated.fitting import KeepOptimizer, attempt_folder, fit_epochs
 from lit_dpret.federated.negatives import FedNegatives, OtherPositives
 from lit_dpret.federated.responses import collection_centroids, public_places, synthetic_texts
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo_ledger import NoisePlan, SiloLedger, silo_budget, split_budget
-from lit_dpret.federated.storage import keep_facts, save_tensors
+from lit_dpret.federated.storage import keep_facts, save_json, save_tensors
 from lit_dpret.modules.as2 import AS2DualEncoder
 from lit_dpret.negatives import (
     BM25Negatives,
     DynamicNegatives,
     InBatchNegatives,
     NegativeSource,
+    RandomNegatives,
     StaticNegatives,
 )
 from lit_dpret.negatives.base import coins
@@ -40,6 +43,7 @@ from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.privacy.releases import Poisson, SamplingLaw
 from lit_dpret.retrieval.metrics import Values
 
+_NOISE = "noise.json"
 MakeModule = Callable[..., AS2DualEncoder]
 """Builds the model: takes ``privacy``, ``optimizer_lr``, ``towers``, ``passage_tower`` and ``negatives``."""
 
@@ -115,34 +119,49 @@ class SiloClient:
         done = self.state / f"stage1-{number:03}.safetensors"
         if done.is_file():
             return load_file(done)
-        warm = number < stage.warmup_rounds
         module = self._make(
             privacy=self._privacy("stage1", number),
             optimizer_lr=stage.lr,
             towers="shared",
             passage_tower="trained",
-            negatives=self._warm_up() if warm else self._static(),
+            negatives=self._shared_negatives(number),
         )
         put_weights(module, weights)
-        anchors = [TowardsAnchor(weights, stage.strength)] if stage.strategy == "fedprox" else []
+        callbacks: list[Callback] = []
+        if stage.strategy == "fedprox":
+            callbacks.append(TowardsAnchor(weights, stage.strength))
+        if stage.optimizer_state == "keep":
+            callbacks.append(KeepOptimizer(self._optimizer_path(number - 1), self._optimizer_path(number)))
         data = self._datamodule(stage.batch_size)
-        fit_epochs(module, data, attempt_folder(self.state / f"stage1-{number:03}"), callbacks=anchors)
+        fit_epochs(module, data, attempt_folder(self.state / f"stage1-{number:03}"), callbacks=callbacks)
         found = take_weights(module)
         save_tensors(found, done)
+        # Of a round whose update is in the global model nobody asks again.
+        for passed in (self.state / f"stage1-{number - 1:03}.safetensors", self._optimizer_path(number - 1)):
+            passed.unlink(missing_ok=True)
         return found
 
-    def _warm_up(self) -> list[NegativeSource]:
-        stage = self.settings.stage1
+    def _optimizer_path(self, number: int) -> Path:
+        return self.state / f"optimizer-{number:03}.pt"
+
+    def _shared_negatives(self, number: int) -> list[NegativeSource]:
+        """What rows of a round of stage 1 are told from."""
+        stage, seed = self.settings.stage1, self._turn_seed("stage1", number)
+        warm = stage.negatives == "static" and number < stage.warmup_rounds
         sources: list[NegativeSource] = [InBatchNegatives()] if stage.in_batch else []
-        sources.append(BM25Negatives(per_query=stage.bm25_n, depth=stage.top_k, seed=self.settings.seed))
-        if stage.other_positives:
-            sources.append(OtherPositives(per_query=stage.other_positives, seed=self.settings.seed))
+        if stage.negatives == "random":
+            sources.append(RandomNegatives(per_query=stage.static_n, seed=seed))
+        elif warm or stage.negatives == "bm25":
+            sources.append(BM25Negatives(per_query=stage.bm25_n, depth=stage.top_k, seed=seed))
+        else:
+            sources.append(StaticNegatives(per_query=stage.static_n, depth=stage.top_k, seed=seed))
+        if warm and stage.other_positives:
+            sources.append(OtherPositives(per_query=stage.other_positives, seed=seed))
         return sources
 
-    def _static(self) -> list[NegativeSource]:
-        stage = self.settings.stage1
-        mined = StaticNegatives(per_query=stage.static_n, depth=stage.top_k, seed=self.settings.seed)
-        return [InBatchNegatives(), mined] if stage.in_batch else [mined]
+    def _turn_seed(self, kind: str, number: int) -> int:
+        """Public coins of one fit: each is a run of its own whose steps count from 0, and all shall draw anew."""
+        return int(coins(self.settings.seed, kind, number).integers(2**31))
 
     # -- stage 2 -------------------------------------------------------------------------------
 
@@ -199,13 +218,13 @@ class SiloClient:
         """
         if self.has_personal(number):
             return
-        stage = self.settings.stage2
+        stage, turn = self.settings.stage2, self._turn_seed("stage2", number)
         source: NegativeSource
         if pool is None:
-            source = DynamicNegatives(per_query=stage.n, depth=stage.top_k, seed=self.settings.seed)
+            source = DynamicNegatives(per_query=stage.n, depth=stage.top_k, seed=turn)
         else:
             listed = list(self.queries) if pool.lists is not None else None
-            source = FedNegatives(pool, queries=listed, per_query=stage.n, depth=stage.top_k, seed=self.settings.seed)
+            source = FedNegatives(pool, queries=listed, per_query=stage.n, depth=stage.top_k, seed=turn)
         sources: list[NegativeSource] = [InBatchNegatives(), source] if stage.in_batch else [source]
         module = self._personal_module(weights, privacy=self._privacy(self._kind, number), negatives=sources)
         anchor = [TowardsAnchor(take_weights(self._fresh(weights)), stage.anchor)] if stage.anchor else []
@@ -271,18 +290,24 @@ class SiloClient:
                     "federated.stage1 and federated.stage2, or leave the client out."
                 )
             planned.append((Poisson(sample_rate=batch / units), epochs * max(1, round(units / batch))))
-        asks = two.negatives == "fed" and two.request == "dp_centroid"
-        noise = split_budget(
+        asks = two.negatives == "fed" and two.epochs > 0 and two.request == "dp_centroid"
+        noise = self._kept_noise() or split_budget(
             budget,
             planned,
             requests=two.epochs * two.centroid_iterations if asks else 0,
             request_share=privacy.request_share,
             accountant=privacy.accountant,
         )
+        save_json(self.state / _NOISE, asdict(noise))
         ledger = SiloLedger(
             self.state / "private", budget, accountant=privacy.accountant, secret_file=self._secret_file
         )
         return ledger, noise
+
+    def _kept_noise(self) -> NoisePlan | None:
+        """The plan that this state folder began with: noise is chosen once, for all that was planned then."""
+        path = self.state / _NOISE
+        return NoisePlan(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
     def _units(self) -> int:
         data = self._datamodule(1)

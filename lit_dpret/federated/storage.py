@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import save
 from torch import Tensor
 
-from lit_dpret.errors import ResumeError, StorageError
+from lit_dpret.errors import ResumeError
+from lit_dpret.whole_file import write_whole
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -19,7 +19,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     Raises:
         StorageError: It cannot be written.
     """
-    _write(path, save({name: value.detach().contiguous() for name, value in tensors.items()}))
+    write_whole(path, save({name: value.detach().contiguous() for name, value in tensors.items()}), owner_only=True)
 
 
 def save_json(path: Path, content: object) -> None:
@@ -28,7 +28,7 @@ def save_json(path: Path, content: object) -> None:
     Raises:
         StorageError: It cannot be written.
     """
-    _write(path, json.dumps(content).encode())
+    write_whole(path, json.dumps(content), owner_only=True)
 
 
 def keep_facts(path: Path, name: str, facts: Mapping[str, object]) -> None:
@@ -49,17 +49,4 @@ def keep_facts(path: Path, name: str, facts: Mapping[str, object]) -> None:
                 "rounds of two different runs would be mixed. Restore the setting, or choose another folder."
             )
         return
-    _write(path, json.dumps(known | {name: now}, indent=2).encode())
-
-
-def _write(path: Path, content: bytes) -> None:
-    draft = path.with_name(f".{path.name}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror or error}.") from error
+    write_whole(path, json.dumps(known | {name: now}, indent=2).encode(), owner_only=True)

@@ -31,6 +31,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.generation.nucleus import from_nucleus_unsorted
+from lit_dpret.modules.padding import padded
 
 HEADS = (256, 2048)  # so many of the largest scores are looked at before the whole vocabulary is
 ENCODED_AT_ONCE = 8  # rows that the encoder sees together on a CPU
@@ -211,12 +212,12 @@ def encode(model: PreTrainedModel, passages: Sequence[Sequence[int]]) -> Encoded
     device = model.device
     at_once = ENCODED_AT_ONCE if device.type == "cpu" else len(passages)
     width, pad = max(len(ids) for ids in passages), int(model.config.pad_token_id)
-    mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in passages], device=device)
+    mask = padded([[1] * len(ids) for ids in passages], 0).to(device)
     parts = []
     for start in range(0, len(passages), at_once):
         part = passages[start : start + at_once]
-        longest = max(len(ids) for ids in part)
-        tokens = torch.tensor([[*ids, *[pad] * (longest - len(ids))] for ids in part], device=device)
+        tokens = padded(part, pad).to(device)
+        longest = tokens.shape[1]
         shown = mask[start : start + at_once, :longest]
         states = model.get_encoder()(input_ids=tokens, attention_mask=shown).last_hidden_state
         parts.append(functional.pad(states, (0, 0, 0, width - longest)))

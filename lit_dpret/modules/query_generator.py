@@ -30,6 +30,7 @@ from lit_dpret.modules.generator_folder import (
 )
 from lit_dpret.modules.model_loading import build_seq2seq, enable_checkpointing, load_seq2seq, load_tokenizer
 from lit_dpret.modules.optimizers import OptimizerSpec
+from lit_dpret.modules.padding import padded
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes import PrivacyMode
@@ -145,9 +146,9 @@ class QueryGenerator(PrivateModule):
         queries = self.codec.queries([row.query for row in rows])
         pad = int(self.codec.tokenizer.pad_token_id)
         return {
-            "input_ids": _padded(passages, pad),
-            "attention_mask": _padded([[1] * len(ids) for ids in passages], 0),
-            "labels": _padded(queries, IGNORED),
+            "input_ids": padded(passages, pad),
+            "attention_mask": padded([[1] * len(ids) for ids in passages], 0),
+            "labels": padded(queries, IGNORED),
         }
 
     def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
@@ -214,9 +215,3 @@ class QueryGenerator(PrivateModule):
             raise UnsupportedModelError("model.trainable_patterns is empty: nothing would be learnt.")
         for name, parameter in parameters.items():
             parameter.requires_grad_(name in chosen)
-
-
-def _padded(rows: list[list[int]], value: int) -> Tensor:
-    """The rows as one tensor, filled up with ``value`` at the end."""
-    width = max(len(row) for row in rows)
-    return torch.tensor([row + [value] * (width - len(row)) for row in rows], dtype=torch.long)

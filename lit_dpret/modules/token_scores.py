@@ -15,6 +15,7 @@ from lit_dpret.errors import DataError, UnsupportedModelError
 from lit_dpret.modules.generator_folder import CONTRACT_NAME, GeneratorContract, TextCodec, load_generator
 from lit_dpret.modules.length_batches import in_batches_by_length
 from lit_dpret.modules.model_loading import load_seq2seq, load_tokenizer
+from lit_dpret.modules.padding import padded
 
 Floats = NDArray[np.float64]
 
@@ -130,7 +131,7 @@ class TokenScorer:
 
     def _logits(self, inputs: list[list[int]], labels: list[list[int]], rows: list[int]) -> Any:
         ignored = -100
-        target, source = _padded([labels[i] for i in rows], ignored), _padded([inputs[i] for i in rows], ignored)
+        target, source = padded([labels[i] for i in rows], ignored), padded([inputs[i] for i in rows], ignored)
         mask = source != ignored
         return self.model(
             input_ids=source.masked_fill(~mask, int(self.model.config.pad_token_id)).to(self.model.device),
@@ -144,8 +145,3 @@ def token_scores(
 ) -> TokenScores:
     """`TokenScorer.score` of the generator in ``folder``, or of the model of that name; ``settings`` are its."""
     return TokenScorer.load(folder, device=device).score(queries, passages, **settings)
-
-
-def _padded(rows: Sequence[Sequence[int]], filler: int) -> torch.Tensor:
-    width = max(map(len, rows))
-    return torch.tensor([[*ids, *[filler] * (width - len(ids))] for ids in rows])

@@ -7,7 +7,7 @@ folder whose path says that it is private.
 
 from __future__ import annotations
 
-import os
+import io
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lit_dpret.errors import ConfigurationError, StorageError
+from lit_dpret.whole_file import write_whole
 
 SCHEMA = "lit-dpret/mined-negatives/1"
 PRIVATE = "private"
@@ -114,18 +115,10 @@ class ShardStore:
             StorageError: It cannot be written; those before it are kept.
         """
         path = self._path(span)
-        draft = path.with_suffix(".partial")
-        try:
-            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                np.savez(file, schema=np.array(SCHEMA), **vars(part))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, path)
-        except OSError as error:
-            raise StorageError(
-                f"{path} cannot be written: {error.strerror}. What was mined is kept: mend this and run the same "
-                "command again."
-            ) from error
+        content = io.BytesIO()
+        np.savez(content, schema=np.array(SCHEMA), **vars(part))
+        advice = "What was mined is kept: mend this and run the same command again."
+        write_whole(path, content.getvalue(), advice=advice, owner_only=True)
 
     def read(self) -> Mined:
         """All shards as one mining; none is missing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -11,9 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from lit_dpret.errors import StorageError
 from lit_dpret.privacy.card_text import show_delta, show_epsilon
 from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
+from lit_dpret.whole_file import write_whole
 
 SCHEMA = "lit-dpret/canaries-report/1"
 POOLED = "three kinds"
@@ -85,6 +86,7 @@ def write_canary_table(
     facts: Mapping[str, Any],
     notes: Sequence[str] = (),
     command: str = "",
+    owner_only: bool = False,
 ) -> tuple[dict[str, Path], list[str]]:
     """Write ``NAME.{html,md,json,csv}`` into ``folder``; returns their paths by name, and what contradicts the claim.
 
@@ -96,6 +98,7 @@ def write_canary_table(
         facts: What was done, as JSON values; ``candidates`` and ``measure`` are told in words too.
         notes: What was done, in words.
         command: What to type to get the same again.
+        owner_only: Nobody but their owner may read the files.
 
     Raises:
         StorageError: A file cannot be written.
@@ -116,14 +119,11 @@ def write_canary_table(
         f"{name}.md": to_markdown(title, subtitle, lead, sections),
         f"{name}.json": json.dumps(data, indent=1, allow_nan=False) + "\n",
     }
-    try:
-        for file, text in texts.items():
-            (folder / file).write_text(text, encoding="utf-8")
-        with (folder / f"{name}.csv").open("w", encoding="utf-8", newline="") as handle:
-            csv.writer(handle).writerows(_csv(rows))
-    except OSError as error:
-        raise StorageError(f"{folder} could not be written to: {error.strerror}.") from error
-    return {file: folder / file for file in [*texts, f"{name}.csv"]}, contradictions
+    values = io.StringIO(newline="")
+    csv.writer(values).writerows(_csv(rows))
+    texts[f"{name}.csv"] = values.getvalue()
+    written = {file: write_whole(folder / file, text, owner_only=owner_only) for file, text in texts.items()}
+    return written, contradictions
 
 
 def _tables(rows: Sequence[CanaryRow]) -> list[Section]:

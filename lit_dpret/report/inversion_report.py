@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.errors import StorageError
+from lit_dpret.report.internal_files import Written, write_report
 
 Facts = Mapping[str, Any]
 
@@ -22,34 +20,14 @@ LIMIT = (
 )
 
 
-@dataclass(frozen=True)
-class Written:
-    """The files, and the lines that are told on the console."""
-
-    files: tuple[Path, ...]
-    lines: tuple[str, ...]
-
-
 def write_inversion(facts: Facts, folder: Path) -> Written:
     """Write the report; about private texts under ``internal_inversion``, readable for its owner alone.
 
     Raises:
         StorageError: A file cannot be written.
     """
-    lines, name = _lines(facts), "internal_inversion" if facts["internal"] else "inversion"
-    texts = {".json": json.dumps(facts, indent=2, allow_nan=False) + "\n", ".md": "\n".join(lines) + "\n"}
-    files = []
-    for ending, text in texts.items():
-        path = folder / f"{name}{ending}"
-        try:
-            path.touch()
-            if facts["internal"]:
-                path.chmod(0o600)
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise StorageError(f"{path} cannot be written: {error.strerror}.") from error
-        files.append(path)
-    return Written(tuple(files), (*lines, "", *(f"written: {path}" for path in files)))
+    name = "internal_inversion" if facts["internal"] else "inversion"
+    return write_report(facts, _lines(facts), folder / name, owner_only=bool(facts["internal"]))
 
 
 def _lines(facts: Facts) -> list[str]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.errors import StorageError
+from lit_dpret.report.internal_files import Written, write_report
 
 Facts = Mapping[str, Any]
 NAME = "internal_membership"
@@ -23,33 +21,13 @@ EVIDENCE = (
 )
 
 
-@dataclass(frozen=True)
-class Written:
-    """The files, and the lines that are told on the console."""
-
-    files: tuple[Path, ...]
-    lines: tuple[str, ...]
-
-
 def write_membership(facts: Facts, folder: Path) -> Written:
     """Write ``internal_membership.json`` and ``.md``, readable for their owner alone.
 
     Raises:
         StorageError: A file cannot be written.
     """
-    lines = _lines(facts)
-    texts = {".json": json.dumps(facts, indent=2, allow_nan=False) + "\n", ".md": "\n".join(lines) + "\n"}
-    files = []
-    for ending, text in texts.items():
-        path = folder / f"{NAME}{ending}"
-        try:
-            path.touch(mode=0o600)
-            path.chmod(0o600)
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise StorageError(f"{path} cannot be written: {error.strerror}.") from error
-        files.append(path)
-    return Written(tuple(files), (*lines, "", *(f"written: {path}" for path in files)))
+    return write_report(facts, _lines(facts), folder / NAME, owner_only=True)
 
 
 def membership_table(attacks: Sequence[Facts], ceilings: Facts | None) -> list[str]:

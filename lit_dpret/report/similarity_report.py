@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.errors import StorageError
 from lit_dpret.privacy.page import Banner, Block, Code, Grid, Paragraph, Section, to_html, to_markdown
 from lit_dpret.report.similarity_figure import can_draw, draw_similarity
+from lit_dpret.whole_file import write_whole
 
 Facts = Mapping[str, Any]
 NAME = "similarity"
@@ -37,7 +37,9 @@ class Written:
     scores: dict[str, float]
 
 
-def write_similarity(facts: Facts, folder: Path, *, command: str = "", plot: bool | None = None) -> Written:
+def write_similarity(
+    facts: Facts, folder: Path, *, command: str = "", plot: bool | None = None, owner_only: bool = False
+) -> Written:
     """Write ``similarity.json``, ``.md`` and ``.html``, and ``similarity.png`` where it can be drawn.
 
     Args:
@@ -45,6 +47,7 @@ def write_similarity(facts: Facts, folder: Path, *, command: str = "", plot: boo
         folder: Where they go.
         command: What to type to get the same again.
         plot: Whether to draw; None for where matplotlib is installed.
+        owner_only: Nobody but their owner may read the files.
 
     Raises:
         StorageError: A file cannot be written.
@@ -58,16 +61,11 @@ def write_similarity(facts: Facts, folder: Path, *, command: str = "", plot: boo
         f"{NAME}.md": to_markdown(title, subtitle, lead, sections),
         f"{NAME}.html": to_html(title, subtitle, lead, sections),
     }
-    paths = []
-    for name, text in texts.items():
-        paths.append(folder / name)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            paths[-1].write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise StorageError(f"{paths[-1]} cannot be written: {error.strerror}.") from error
+    paths = [write_whole(folder / name, text, owner_only=owner_only) for name, text in texts.items()]
     if "diversity" in facts and (plot or (plot is None and can_draw())):
         paths.append(draw_similarity(facts["diversity"], folder / f"{NAME}.png"))
+        if owner_only:
+            paths[-1].chmod(0o600)
     scores = _scores(facts)
     return Written(tuple(paths), tuple(_lines(facts)), scores)
 

@@ -7,8 +7,6 @@ over the *full* judgements; a query that the run does not mention counts as 0.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from lit_dpret.errors import ConfigurationError, DataError, StorageError
+from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.retrieval.metrics import Metric, Qrels, Values, gains_of_ids, gains_of_indices, ideal_gains
 from lit_dpret.retrieval.search import MISSING, TopK
 from lit_dpret.retrieval.statistics import Interval, bootstrap_interval
+from lit_dpret.whole_file import write_whole
 
 Run = Mapping[str, Mapping[str, float]]
 """A run as plain data: query id -> passage id -> score."""
@@ -108,7 +107,7 @@ class EvaluationResult:
         lines = ["\t".join(["query-id", *self.per_query])]
         for row, name in enumerate(self.query_ids):
             lines.append("\t".join([name, *(repr(float(values[row])) for values in self.per_query.values())]))
-        _write_whole(Path(path), "\n".join(lines) + "\n")
+        write_whole(Path(path), "\n".join(lines) + "\n", owner_only=True)
 
 
 def evaluate(
@@ -213,7 +212,7 @@ def write_run(path: str | Path, run: Run | Ranking, tag: str = "lit-dpret") -> N
                 if len(field.split()) != 1 or field.strip() != field:
                     raise DataError(f"The run format cannot carry {field!r}: ids and tag must be one word each.")
             lines.append(f"{query} Q0 {passage} {rank} {float(np.float32(scores[passage])):.9g} {tag}\n")
-    _write_whole(Path(path), "".join(lines))
+    write_whole(Path(path), "".join(lines), owner_only=True)
 
 
 def read_run(path: str | Path) -> dict[str, dict[str, float]]:
@@ -243,22 +242,3 @@ def read_run(path: str | Path) -> dict[str, dict[str, float]]:
             raise DataError(f"{path}, line {number}: passage {fields[2]!r} comes twice for query {fields[0]!r}.")
         passages[fields[2]] = score
     return run
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write by rename, so that no reader ever sees half a file."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            try:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}.") from error

@@ -19,8 +19,8 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.data_check import PRIVATE, format_check
 from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.run_files import write_text
 from lit_dpret.tasks.token_lengths import make_rulers
+from lit_dpret.whole_file import write_whole
 
 SCHEMA = "lit-dpret/data-check/1"
 REPORT = "check_data.private.json"
@@ -96,8 +96,7 @@ class CheckData:
             self._offer_split(parts, data, collection, facts)
         page = format_check(facts)
         for name, text in ((REPORT, json.dumps(facts, indent=2, ensure_ascii=False) + "\n"), (PAGE, page)):
-            write_text(parts.run_dir / name, text)
-            (parts.run_dir / name).chmod(0o600)
+            write_whole(parts.run_dir / name, text, owner_only=True)
         sys.stdout.write(page)
         if problems.total:
             kinds = ", ".join(problems.counts)  # how many would be a number of the private data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -37,6 +38,7 @@ from lit_dpret.report.inversion_report import write_inversion
 from lit_dpret.tasks.parts import Parts, check_run_dir, model_folder
 from lit_dpret.tasks.stages import Stages
 from lit_dpret.textsim.extra import need
+from lit_dpret.whole_file import write_whole
 
 Whose = Literal["public", "private"]
 Arm = Literal["none", "shuffled", "own"]
@@ -281,8 +283,9 @@ class Inversion:
                 progress=progress,
             )  # fmt: skip
         sums, _ = losses_of(decoder, ids[1], given[1], batch_size=self.batch_size)
-        (folder / LOSSES).touch(mode=0o600)
-        torch.save(sums, folder / LOSSES)
+        content = io.BytesIO()
+        torch.save(sums, content)
+        write_whole(folder / LOSSES, content.getvalue(), owner_only=True)
         if arm == "none":
             return {"written": None}
         return {"written": self._written(decoder, words, tower, attacked)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from lit_dpret.attacks.encoder_signals import EncodedPairs, encode_pairs, encoder_signals, mean_by_query
 from lit_dpret.attacks.generator_signals import generator_signals
 from lit_dpret.encoders import load_towers
-from lit_dpret.errors import DataError, StorageError
+from lit_dpret.errors import DataError
 from lit_dpret.modules.generator_folder import CONTRACT_NAME, load_generator
 from lit_dpret.modules.token_scores import TokenScorer, TokenScores
 from lit_dpret.tasks.membership_suspects import Suspects
+from lit_dpret.whole_file import write_whole
 
 Signals = Mapping[str, NDArray[np.float64]]
 Progress = Callable[[int, int], None]
@@ -85,14 +86,9 @@ def write_signals(path: Path, signals: Signals) -> None:
     Raises:
         StorageError: The file cannot be written.
     """
-    draft = path.with_name(f".{path.name}.tmp")
-    try:
-        draft.touch(mode=0o600)
-        with open(draft, "wb") as handle:
-            np.savez(handle, **signals)  # type: ignore[arg-type]
-        os.replace(draft, path)
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}.") from error
+    content = io.BytesIO()
+    np.savez(content, **signals)  # type: ignore[arg-type]
+    write_whole(path, content.getvalue(), owner_only=True)
 
 
 def read_signals(path: Path) -> dict[str, NDArray[np.float64]]:

@@ -26,6 +26,7 @@ class Parts:
     make_callbacks: Callable[[], list[Any]] = list
     make_loggers: Callable[[], list[Any]] = list
     make_canaries: Callable[[], Any] = lambda: None
+    make_federation: Callable[[], Any] = lambda: None
     resume: bool = False
     seed: int = 0
     command: str = field(default="python train.py")

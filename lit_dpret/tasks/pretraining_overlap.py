@@ -17,10 +17,10 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.card_file import CARD_NAME
 from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Section, to_html, to_markdown
 from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.run_files import write_text
 from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare, refuse_training_data
 from lit_dpret.textsim.pretraining_overlap import bounds, find_in_corpus
 from lit_dpret.textsim.share import Share
+from lit_dpret.whole_file import write_whole
 
 NAME = "pretraining_overlap"
 _QUERIES, _PASSAGES = "queries", "passages"
@@ -121,8 +121,6 @@ class PretrainingOverlap:
         for line in [self._reach(), *([warning] if warning else [])]:
             console.print(line, highlight=False, soft_wrap=True)
         for path in self._write(parts, facts):
-            if self.queries == "private":
-                path.chmod(0o600)
             console.print(f"written: {path}", highlight=False, soft_wrap=True)
         return {name: each.exact.value or 0.0 for name, each in found.items()}
 
@@ -177,7 +175,7 @@ class PretrainingOverlap:
             f"{NAME}.html": to_html(title, subtitle, lead, sections),
         }
         for name, text in texts.items():
-            write_text(parts.run_dir / name, text)
+            write_whole(parts.run_dir / name, text, owner_only=self.queries == "private")
         return [parts.run_dir / name for name in texts]
 
 

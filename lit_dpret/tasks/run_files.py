@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lit_dpret.errors import DataError, StorageError
+from lit_dpret.errors import DataError
 from lit_dpret.retrieval.metrics import Qrels, Values
 from lit_dpret.retrieval.runs import EvaluationResult, Ranking, write_run
+from lit_dpret.whole_file import write_whole
 
 RUN = "run.trec"
 JUDGEMENTS = "qrels.trec"
@@ -46,12 +46,12 @@ def write_evaluation(
     if awkward is None:
         write_run(folder / RUN, ranking)
         lines = [f"{q} 0 {p} {grade}\n" for q, judged in qrels.items() for p, grade in judged.items()]
-        write_text(folder / JUDGEMENTS, "".join(lines))
+        write_whole(folder / JUDGEMENTS, "".join(lines))
     else:
         facts = {**facts, "run": f"not written: TREC's format cannot carry the id {awkward!r}"}
     result.write_per_query(folder / PER_QUERY)
     path = folder / name
-    write_text(path, json.dumps({**facts, **result.to_dict()}, indent=2) + "\n")
+    write_whole(path, json.dumps({**facts, **result.to_dict()}, indent=2) + "\n")
     return path
 
 
@@ -89,18 +89,3 @@ def find_runs(path: Path) -> dict[str, Path]:
     if not found:
         raise DataError(f"{path} holds no {RUN}. Name a TREC run, or the folder of a task=evaluate or task=zero_shot.")
     return found
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file by renaming a finished one.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
-    draft = path.with_name(f".{path.name}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, path)
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}.") from error

@@ -192,13 +192,12 @@ class Similarity:
             facts["diversity"] = self._diversity(made, original)
         if "overlap" in self.measures:
             facts["overlap"] = self._overlap(made, original, held_out)
-        written = write_similarity(facts, parts.run_dir, command=parts.command, plot=self.plot)
+        internal = self.reference == "private"
+        written = write_similarity(facts, parts.run_dir, command=parts.command, plot=self.plot, owner_only=internal)
         console = Console()
         for line in [*written.lines, *([warning] if warning else [])]:
             console.print(line, highlight=False, soft_wrap=True)
         for path in written.paths:
-            if self.reference == "private":
-                path.chmod(0o600)
             console.print(f"written: {path}", highlight=False, soft_wrap=True)
         return written.scores
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import ResumeError
+from lit_dpret.whole_file import write_whole
 
 DONE = "stage.json"
 
@@ -59,7 +59,5 @@ class Stages:
         start = time.monotonic()
         result = work(folder, self.resume)
         self.seconds[name] = time.monotonic() - start
-        draft = folder / f"{DONE}.tmp"
-        draft.write_text(json.dumps({"result": result, "seconds": self.seconds[name]}), encoding="utf-8")
-        os.replace(draft, done)
+        write_whole(done, json.dumps({"result": result, "seconds": self.seconds[name]}))
         return result

@@ -11,7 +11,7 @@ from lit_dpret.errors import VerificationError
 from lit_dpret.privacy.card_signature import sign_card
 from lit_dpret.privacy.verification import verify_chain
 from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.run_files import write_text
+from lit_dpret.whole_file import write_whole
 
 REPORT = "verify.json"
 
@@ -60,7 +60,7 @@ class Verify:
             protocols=self.protocols,
         )
         report = parts.run_dir / REPORT
-        write_text(report, json.dumps(found.to_dict(), indent=2) + "\n")
+        write_whole(report, json.dumps(found.to_dict(), indent=2) + "\n")
         sys.stdout.write(f"{found.format()}\nwritten: {report}\n")
         if found.failed:
             first = found.failed[0]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lit_dpret.attacks.unit_rows import unit_rows
 from lit_dpret.audit.binomial import rate_at_least, rate_at_most
 from lit_dpret.audit.checks import check_confidence
 from lit_dpret.errors import ConfigurationError, DataError
@@ -77,7 +78,7 @@ def identify(
         )
     if not 2 <= candidates <= len(embeddings):
         raise ConfigurationError(f"task.candidates={candidates} must be from 2 to the {len(embeddings)} texts.")
-    own, theirs = _unit(embeddings), _unit(guesses)
+    own, theirs = unit_rows(embeddings), unit_rows(guesses)
     rng, hits = np.random.default_rng(seed), 0
     for place in range(len(own)):
         others = rng.choice(len(own) - 1, candidates - 1, replace=False)
@@ -114,7 +115,3 @@ def align(known: Floats, guesses: Floats, *, ridge: float = 1e-2) -> Floats:
     square = known.T @ known
     penalty = ridge * float(np.trace(square)) / len(square)
     return np.asarray(np.linalg.solve(square + penalty * np.eye(len(square)), known.T @ guesses))
-
-
-def _unit(vectors: Floats) -> Floats:
-    return np.asarray(vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12))

@@ -6,14 +6,18 @@ positives: the any-hit measures (`lit_dpret.federated.evaluation`) are the ones 
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.data.sentences import sentences_of
+
+Order = Callable[[str], tuple[str, str]]
 
 
 def silos_by_domain(
@@ -23,7 +27,9 @@ def silos_by_domain(
     min_train: int = 20,
     min_test: int = 5,
     max_train_queries: int | None = None,
+    max_test_queries: int | None = None,
     max_passages: int | None = None,
+    seed: int | None = None,
 ) -> list[Silo]:
     """One client for each domain of the queries, the largest first.
 
@@ -35,14 +41,17 @@ def silos_by_domain(
         clients: How many of the largest domains; null for all that are large enough.
         min_train: Train queries that a client needs.
         min_test: Test queries that it needs.
-        max_train_queries: Of each client, the first in order of id; for samples.
+        max_train_queries: Of each client; for samples.
+        max_test_queries: Of each other split of each client; null for as many as ``max_train_queries``.
         max_passages: Of each client: those that answer a kept query, and others up to so many.
+        seed: Of the sample, public; null takes the first in order of id.
 
     Raises:
         ConfigurationError: A number is below 1.
         DataError: The queries name no domain, or fewer domains than ``clients`` are large enough.
     """
-    for knob, value in (("clients", clients), ("max_train_queries", max_train_queries), ("max_passages", max_passages)):
+    for knob, value in (("clients", clients), ("max_train_queries", max_train_queries), ("max_passages", max_passages),
+                        ("max_test_queries", max_test_queries)):  # fmt: skip
         if value is not None and value < 1:
             raise ConfigurationError(f"task.{knob}={value} must be at least 1, or null.")
     if not collection.domains:
@@ -56,11 +65,16 @@ def silos_by_domain(
             f"{collection.source}: {len(enough)} domains have {min_train} train and {min_test} test queries, and "
             f"{clients} clients were asked for. Lower task.clients, task.min_train or task.min_test."
         )
-    kept = {}
-    for name in enough[:clients]:
-        few = _first(queries[name], max_train_queries)
-        kept[name] = _silo(collection, name, few, max_passages)
-    return list(kept.values())
+    limits = {split: max_test_queries or max_train_queries for split in ("dev", "test")} | {"train": max_train_queries}
+    order = partial(_place, seed)
+    return [
+        _silo(collection, name, _first(queries[name], limits, order), max_passages, order) for name in enough[:clients]
+    ]
+
+
+def _place(seed: int | None, name: str) -> tuple[str, str]:
+    """Where a record stands in the order of a sample: a function of its id and a public seed alone."""
+    return ("" if seed is None else hashlib.sha256(f"{seed}/{name}".encode()).hexdigest(), name)
 
 
 def _queries(collection: Collection) -> dict[str, list[SiloQuery]]:
@@ -74,22 +88,22 @@ def _queries(collection: Collection) -> dict[str, list[SiloQuery]]:
     return found
 
 
-def _first(queries: list[SiloQuery], limit: int | None) -> list[SiloQuery]:
-    if limit is None:
-        return queries
+def _first(queries: list[SiloQuery], limits: Mapping[str, int | None], order: Order) -> list[SiloQuery]:
     counts: Counter[str] = Counter()
-    kept = []
-    for query in sorted(queries, key=lambda one: one.qid):
+    kept = set()
+    for query in sorted(queries, key=lambda one: order(one.qid)):
         counts[query.split] += 1
-        if counts[query.split] <= limit:
-            kept.append(query)
-    return kept
+        limit = limits.get(query.split)
+        if limit is None or counts[query.split] <= limit:
+            kept.add(query.qid)
+    return [query for query in queries if query.qid in kept]
 
 
-def _silo(collection: Collection, domain: str, queries: list[SiloQuery], limit: int | None) -> Silo:
+def _silo(collection: Collection, domain: str, queries: list[SiloQuery], limit: int | None, order: Order) -> Silo:
     answering = {pid for query in queries for pid in query.positives}
     others = sorted(
-        pid for pid, named in collection.passage_domains.items() if named == domain and pid not in answering
+        (pid for pid, named in collection.passage_domains.items() if named == domain and pid not in answering),
+        key=order,
     )
     chosen = sorted(answering) + (others if limit is None else others[: max(0, limit - len(answering))])
     texts = {pid: collection.passages[pid] for pid in chosen}

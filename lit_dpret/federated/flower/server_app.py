@@ -40,6 +40,7 @@ from lit_dpret.federated.selection import Site, select_clients
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.storage import keep_facts, save_tensors
 from lit_dpret.progress import ProgressLine
+from lit_dpret.whole_file import write_whole
 
 PHASES = {
     "train.stage1": "stage 1",
@@ -372,7 +373,4 @@ def build_server_app(
 
 
 def _write_json(path: Path, facts: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.tmp")
-    draft.write_text(json.dumps(facts, indent=1), encoding="utf-8")
-    draft.replace(path)
+    write_whole(path, json.dumps(facts, indent=1))

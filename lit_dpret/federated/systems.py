@@ -1,0 +1,141 @@
+"""The rows of the paper's Table 1, each as something that can be run once for every seed.
+
+Stage 1 is run once for a seed; the systems that build on it go on from there. What is compared with a federation is
+trained with the same losses, for as many epochs as the federation has rounds.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, get_args
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.federated.baselines import alone, central, single_clients
+from lit_dpret.federated.inprocess import FedResult, PerClient
+from lit_dpret.federated.plan import FederationPlan
+from lit_dpret.federated.settings import PddAs2, Stage1Negatives
+from lit_dpret.federated.transport import run_federation
+
+System = Literal[
+    "bm25", "single_random", "single_bm25", "single_star", "stage1", "customised", "fed_negative", "central"
+]
+SYSTEMS: tuple[System, ...] = get_args(System)
+FEDERATED: tuple[System, ...] = ("stage1", "customised", "fed_negative")
+_NEGATIVES: dict[str, Stage1Negatives] = {"single_random": "random", "single_bm25": "bm25"}
+
+
+@dataclass
+class SystemResult:
+    """What one system reached with one seed; values are per query, and as private as the queries.
+
+    Attributes:
+        values: Of each client and measure, one value for each query.
+        epsilon: What each silo spent of its queries for this system, stage 1 included; None promises nothing.
+        sent: Bytes by silo and phase.
+        faults: Clients whose answers were left out, and why.
+        cpu_seconds: Of this process.
+    """
+
+    values: dict[str, dict[str, list[float]]]
+    epsilon: dict[str, float | None] = field(default_factory=dict)
+    sent: dict[str, dict[str, int]] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+    cpu_seconds: float = 0.0
+
+
+class SystemRunner:
+    """Runs systems over one set of silos.
+
+    Guarantees:
+        - A system that was interrupted goes on from what it finished; stage 1 of a seed is made once.
+        - Under a budget every system has ledgers of its own that go on from those of stage 1, so that what is told
+          of a system is what releasing that system alone would cost.
+
+    Args:
+        plan: The federation.
+        silos: The data folder of each client.
+        folder: Of all state; private.
+        split: On which questions.
+        fed: Whether fed-negatives will be asked for: under a budget stage 1 leaves room for the requests.
+    """
+
+    def __init__(
+        self, plan: FederationPlan, silos: Mapping[str, Path], folder: Path, *, split: str, fed: bool = True
+    ) -> None:
+        self.plan, self.silos, self.folder, self.split, self.fed = plan, dict(silos), folder, split, fed
+
+    def run(self, system: System, seed: int) -> SystemResult:
+        """One system with one seed."""
+        began = time.process_time()
+        settings = self.plan.settings(seed)
+        if system == "bm25":
+            found = self._federation(settings, self.folder / "bm25", "bm25")
+        elif system in FEDERATED:
+            found = self._federated(system, settings)
+        else:
+            folder = self.folder / f"seed{seed}" / system
+            train = central if system == "central" else single_clients
+            own = alone(settings, _NEGATIVES.get(system, "static"))
+            found = SystemResult(_listed(train(own, self.silos, self.plan.model, folder, split=self.split)))
+        found.cpu_seconds = time.process_time() - began
+        return found
+
+    def _federated(self, system: System, settings: PddAs2) -> SystemResult:
+        shared = self.folder / f"seed{settings.seed}" / "federation"
+        settings = replace(settings, stage2=replace(settings.stage2, negatives="fed" if self.fed else "dynamic"))
+        if system == "stage1":
+            return self._federation(settings, shared, "stage1")
+        kind: Literal["fed", "dynamic"] = "fed" if system == "fed_negative" else "dynamic"
+        own = replace(settings, stage2=replace(settings.stage2, negatives=kind))
+        if settings.privacy.eps is None:
+            return self._federation(own, shared, "stage2")
+        self._federation(settings, shared, "stage1")
+        copied = shared.with_name(system)
+        if not copied.exists():
+            draft = shared.with_name(f".{system}")
+            shutil.rmtree(draft, ignore_errors=True)
+            shutil.copytree(shared, draft)
+            draft.rename(copied)
+        return self._federation(own, copied, "stage2")
+
+    def _federation(self, settings: PddAs2, folder: Path, what: Literal["bm25", "stage1", "stage2"]) -> SystemResult:
+        found = run_federation(
+            settings, self.silos, self.plan.model, folder, transport=self.plan.transport, measure=[what],
+            split=self.split, secret_file=self.plan.secret_file,
+        )  # fmt: skip
+        return _result(found, what)
+
+
+def _result(found: FedResult, what: str) -> SystemResult:
+    values = _listed(found.systems[what])
+    if what == "bm25":
+        return SystemResult(values)
+    sent = {name: dict(count) for name, count in found.traffic.by_silo().items()}
+    return SystemResult(values, dict(found.epsilon), sent, list(found.faults))
+
+
+def _listed(found: PerClient) -> dict[str, dict[str, list[float]]]:
+    return {
+        name: {metric: [float(value) for value in values] for metric, values in measures.items()}
+        for name, measures in found.items()
+    }
+
+
+def check_systems(systems: Sequence[str]) -> list[System]:
+    """The systems in the order of the paper's table.
+
+    Raises:
+        ConfigurationError: One is unknown or named twice, or there is none.
+    """
+    unknown = sorted(set(systems) - set(SYSTEMS))
+    if unknown or not systems or max(Counter(systems).values()) > 1:
+        raise ConfigurationError(
+            f"task.systems={list(systems)} must be some different ones of {', '.join(SYSTEMS)}"
+            f"{f', and {unknown[0]!r} is none of them' if unknown else ''}."
+        )
+    return [system for system in SYSTEMS if system in systems]

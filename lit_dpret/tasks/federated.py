@@ -1,0 +1,111 @@
+"""`task=federated`: PDD-AS2 and its baselines over silos, and the paper's Table 1 with ours beside theirs.
+
+Every system of every seed is a stage that is done once: an interrupted run goes on with ``resume=true``, and grows by
+more systems or seeds in the same way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from lit_dpret.callbacks import ProgressLine
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.federated.plan import FederationPlan
+from lit_dpret.federated.systems import System, SystemResult, SystemRunner, check_systems
+from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.stages import Stages
+
+PRIVATE = "private"
+
+
+class Federated:
+    """Run the systems that are not done yet, and tell what they reached.
+
+    Args:
+        systems: Rows of the table; see `lit_dpret.federated.systems`.
+        seeds: One run of each system that learns for each of them.
+        split: On which questions they are judged: ``test``, or ``dev`` to choose settings on.
+        note: Said at the top of the report, such as what the settings were chosen on.
+        keep_models: Keep weights; without it a system's weights go when its seed is finished.
+        min_free_mb: Refuse to start with less free disk.
+
+    Raises:
+        ConfigurationError: A system is unknown, or seeds are missing or not distinct.
+    """
+
+    def __init__(
+        self,
+        *,
+        systems: Sequence[str],
+        seeds: Sequence[int] = (0, 1, 2),
+        split: str = "test",
+        note: str = "",
+        keep_models: bool = False,
+        min_free_mb: float = 1000,
+    ) -> None:
+        self.systems = check_systems(systems)
+        if not seeds or len(set(seeds)) != len(seeds) or any(isinstance(s, bool) or s < 0 for s in seeds):
+            raise ConfigurationError(f"task.seeds={list(seeds)} must be some different whole numbers, none below 0.")
+        if split not in ("dev", "test"):
+            raise ConfigurationError(f"task.split={split!r} must be dev or test.")
+        self.seeds, self.split, self.note = list(seeds), split, note
+        self.keep_models, self.min_free_mb = keep_models, min_free_mb
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Every system and seed that is not done yet; returns sentence MRR@10 by system, the mean over silos."""
+        plan: FederationPlan | None = parts.make_federation()
+        if plan is None:
+            raise ConfigurationError("task=federated needs to know of which federation. Add federated=inprocess.")
+        plan.model.check()
+        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
+        stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint(plan))
+        silos = plan.folders(parts.run_dir / "silos")
+        runner = SystemRunner(plan, silos, parts.run_dir / PRIVATE, split=self.split)
+        todo = [
+            (system, seed)
+            for seed in self.seeds
+            for system in self.systems
+            if system != "bm25" or seed == self.seeds[0]
+        ]
+        results: dict[System, dict[int, SystemResult]] = {system: {} for system in self.systems}
+        with ProgressLine("systems and seeds", every=0.0) as progress:
+            for done, (system, seed) in enumerate(todo):
+                progress(done, len(todo), f"{system}, seed {seed}")
+                results[system][seed] = self._result(stages, runner, system, seed)
+            progress(len(todo), len(todo))
+        return self._tell(results)
+
+    def _result(self, stages: Stages, runner: SystemRunner, system: System, seed: int) -> SystemResult:
+        def work(folder: Path, resume: bool) -> dict[str, Any]:
+            L.seed_everything(seed, verbose=False)
+            return asdict(runner.run(system, seed))
+
+        name = system if system == "bm25" else f"{system}-seed{seed}"
+        return SystemResult(**stages.run(name, work))
+
+    def _fingerprint(self, plan: FederationPlan) -> str:
+        """What finished runs depend on: systems and seeds can be added."""
+        facts = {**plan.describe(), "split": self.split}
+        if plan.privacy.eps is not None:  # room for requests is part of every noise
+            facts["fed_negative"] = "fed_negative" in self.systems
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+    def _tell(self, results: dict[System, dict[int, SystemResult]]) -> dict[str, float]:
+        told: dict[str, float] = {}
+        for system, by_seed in results.items():
+            values = [
+                sum(listed) / len(listed)
+                for result in by_seed.values()
+                for listed in [v["sentence/mrr@10"] for v in result.values.values()]
+            ]
+            told[system] = sum(values) / len(values)
+            sys.stdout.write(f"{system:14} sentence MRR@10 {told[system]:.3f}\n")
+        return told

@@ -1,0 +1,60 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from lit_dpret.errors import StorageError
+from lit_dpret.whole_file import write_whole
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("content", ["größer\n", "größer\n".encode()])
+def test_a_text_is_written_as_utf_8_and_folders_are_made(tmp_path: Path, content: str | bytes) -> None:
+    path = write_whole(tmp_path / "new" / "folder" / "file.txt", content)
+    assert path.read_bytes() == "größer\n".encode()
+    assert [one.name for one in path.parent.iterdir()] == ["file.txt"]
+
+
+def test_only_its_owner_may_read_a_private_file_whatever_stood_there_before(tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    path.write_text("old")
+    path.chmod(0o644)
+    draft = tmp_path / f".file.txt.{os.getpid()}.tmp"
+    draft.write_text("left behind")
+    draft.chmod(0o666)
+    assert mode(write_whole(path, "new", owner_only=True)) == 0o600
+    assert path.read_text() == "new"
+
+
+def test_other_files_get_the_mode_of_new_files(tmp_path: Path) -> None:
+    (tmp_path / "usual").touch()
+    assert mode(write_whole(tmp_path / "file.txt", "text")) == mode(tmp_path / "usual")
+
+
+def test_a_draft_is_private_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda source, target: (seen.append(mode(source)), replace(source, target)))
+    write_whole(tmp_path / "file.txt", "text", owner_only=True)
+    assert seen == [0o600]
+
+
+def test_a_write_that_fails_leaves_what_was_there_and_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_whole(tmp_path / "file.txt", "old")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match=r"file\.txt cannot be written: No space left on device\. What was mined"):
+        write_whole(path, "new", advice="What was mined is kept.")
+    assert path.read_text() == "old"
+    assert [one.name for one in tmp_path.iterdir()] == ["file.txt"]
