@@ -32,6 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.tasks import Fit
 from lit_dpret.tasks.parts import Parts, model_folder
+from lit_dpret.tasks.silo_command import silo_command
 
 CONFIG_MODULE = "lit_dpret.configs"
 USER_ERROR = 2
@@ -112,6 +113,9 @@ def main() -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     _quieten()
     try:
+        if sys.argv[1:2] == ["silo"]:
+            silo_command(sys.argv[2:])
+            return
         sys.argv[1:] = with_task(sys.argv[1:])
         _hydra_main()
     except KeyboardInterrupt:

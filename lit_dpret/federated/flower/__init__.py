@@ -1,7 +1,8 @@
 """PDD-AS2 as a pair of Flower apps. The apps move weights and embeddings; all that is learned is learned elsewhere.
 
 Flower reports its use to its makers unless told not to, and reads what it is told while it is imported. So the
-first thing that this package does is to say no: import it before ``flwr``.
+first thing that this package does is to say no: import it before ``flwr``. Its commands also ask a server of its makers
+for newer versions, and tell it version, system and process to do so: a variable of its own says no to that.
 """
 
 from __future__ import annotations
@@ -11,10 +12,17 @@ import sys
 import warnings
 
 _REPORTS = {"FLWR_TELEMETRY_ENABLED": "Flower", "RAY_USAGE_STATS_ENABLED": "Ray"}
+_UPDATE_CHECK = "FLWR_DISABLE_UPDATE_CHECK"
+
+
+def silent_environment() -> dict[str, str]:
+    """This process's environment, in which Flower's commands report nothing to anybody."""
+    return {**os.environ, **dict.fromkeys(_REPORTS, "0"), _UPDATE_CHECK: "1"}
 
 
 def _be_silent() -> None:
     """Switch off reports of use, and say aloud where somebody switched them on."""
+    os.environ.setdefault(_UPDATE_CHECK, "1")
     for variable, who in _REPORTS.items():
         if os.environ.setdefault(variable, "0") != "0":
             warnings.warn(

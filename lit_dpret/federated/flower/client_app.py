@@ -59,7 +59,9 @@ SYSTEMS = ("bm25", "stage1", "stage2")
 _SERVER = "the server"
 
 
-def build_client_app(make_client: MakeClient, *, share_measures: bool = False) -> ClientApp:
+def build_client_app(
+    make_client: MakeClient, *, share_measures: bool | Callable[[SiloClient], bool] = False
+) -> ClientApp:
     """The app of every silo.
 
     Guarantees:
@@ -72,7 +74,8 @@ def build_client_app(make_client: MakeClient, *, share_measures: bool = False) -
 
     Args:
         make_client: Called once in a process and node.
-        share_measures: Tell the server the mean measures and the number of test queries: the silo's own choice.
+        share_measures: Tell the server the mean measures and the number of test queries: the silo's own choice, for
+            all of them or asked of each.
     """
     app = ClientApp()
     silos: dict[int, SiloClient] = {}
@@ -153,7 +156,9 @@ def personalise(client: SiloClient, content: RecordDict, head: Mapping[str, Any]
     return envelope()
 
 
-def evaluate(client: SiloClient, content: RecordDict, head: Mapping[str, Any], *, share: bool) -> RecordDict:
+def evaluate(
+    client: SiloClient, content: RecordDict, head: Mapping[str, Any], *, share: bool | Callable[[SiloClient], bool]
+) -> RecordDict:
     """Measures on its own collection, of every query for the silo itself; their means for the server, where agreed."""
     system = head.get("system")
     if system not in SYSTEMS:
@@ -162,7 +167,7 @@ def evaluate(client: SiloClient, content: RecordDict, head: Mapping[str, Any], *
     found = client.evaluate(weights, personal=system == "stage2", split=str(head.get("split")))
     values = {name.replace("/", "."): torch.from_numpy(value.copy()) for name, value in found.items()}
     save_tensors(values, client.state / f"measures-{system}.safetensors")
-    if not share or client.settings.privacy.eps is not None:
+    if not (share(client) if callable(share) else share) or client.settings.privacy.eps is not None:
         return envelope(withheld=True)
     reply = envelope(withheld=False, queries=max(len(value) for value in found.values()))
     reply["measures"] = MetricRecord({name: float(value.mean()) for name, value in found.items()})

@@ -6,7 +6,7 @@ any release: a grid of our own has to make messages outside of a Flower process,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
@@ -52,7 +52,7 @@ except (ImportError, AttributeError) as error:
 __all__ = [
     "FLWR_VERSION", "SUPERLINK_NODE_ID", "Array", "ArrayRecord", "ClientApp", "ConfigRecord", "Context", "Error",
     "ErrorCode", "Grid", "Message", "MetricRecord", "RecordDict", "Run", "ServerApp", "TaskIdentity", "acting_as",
-    "copied_context", "copied_message",
+    "copied_context", "copied_message", "run_one_task", "task_commands",
 ]  # fmt: skip
 
 
@@ -77,3 +77,42 @@ def copied_message(message: Message) -> tuple[Message, int]:
 def copied_context(context: Context) -> Context:
     """A context as it is after having been stored and read."""
     return context_from_proto(ProtoContext.FromString(context_to_proto(context).SerializeToString()))
+
+
+def task_commands() -> list[str]:
+    """The commands that a SuperNode may be told to start for a message, by the server that sends it."""
+    from flwr.supercore.constant import TASK_TYPE_TO_COMMAND
+
+    return sorted(str(name) for name in TASK_TYPE_TO_COMMAND.values())
+
+
+def run_one_task(load: Callable[[], ClientApp]) -> None:
+    """Flower's ``flwr-clientapp``, for one message, with an app of ours in place of whatever the server has sent.
+
+    A SuperNode takes the app from the server with the message, unpacks it and imports what it names: any code. Here
+    nothing of it is unpacked, and nothing that it names is imported.
+
+    Args:
+        load: Gives the app. It is called when Flower has begun to say that the task lives, which has to be within 30
+            seconds of its start: imports that may take as long on a busy machine belong into it.
+
+    Raises:
+        ConfigurationError: This flwr loads its apps in another way, so that nothing could be promised.
+    """
+    from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
+    from flwr.supernode.runtime import run_clientapp as runtime
+
+    loads = ("install_from_fab", "get_load_client_app_fn", "install_app_dependencies")
+    if not all(callable(getattr(runtime, name, None)) for name in loads):
+        raise ConfigurationError(
+            f"flwr {FLWR_VERSION} loads client apps in a way that lit-dpret does not know, and could run the server's "
+            f"code. Run: pip install 'flwr{KNOWN}'."
+        )
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ConfigurationError("A silo installs nothing that the server asks for.")
+
+    runtime.install_from_fab = lambda *_, **__: None
+    runtime.get_load_client_app_fn = lambda *_, **__: lambda *_, **__: load()
+    runtime.install_app_dependencies = refuse
+    flwr_clientapp()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,11 @@ class FlowerResult:
     sent: Counter[str] = field(default_factory=Counter)
     rounds: dict[int, list[str]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+
+    def facts(self) -> dict[str, Any]:
+        """All but the weights, as plain values."""
+        return {"measures": self.measures, "queries": self.queries, "sent": dict(self.sent), "rounds": self.rounds,
+                "faults": self.faults}  # fmt: skip
 
     def mean(self, system: str, metric: str) -> float:
         """Over all queries of all silos that share their measures.
@@ -138,15 +143,26 @@ class FlowerFederation:
         self.result = FlowerResult()
         self._roster = Roster(self.result.faults, timeout=timeout, wait=wait)
 
-    def run(self, grid: Grid) -> FlowerResult:
-        """Both stages, and what the silos say that they are worth."""
+    def run(
+        self, grid: Grid, *, measure: Sequence[str] = ("bm25", "stage1", "stage2"), split: str = "test"
+    ) -> FlowerResult:
+        """Both stages, and what the silos say that they are worth.
+
+        Args:
+            grid: Carries the messages.
+            measure: Without ``stage2`` in it stage 2 is not run, and ``bm25`` alone trains nothing.
+            split: Of the questions.
+        """
         self._roster.wait_for(grid, self.min_clients)
-        weights = self.result.weights = self.train_shared(grid)
-        self.measure(grid, "bm25", None)
-        self.measure(grid, "stage1", weights)
-        if self.settings.stage2.epochs:
-            self.personalise(grid, weights)
-            self.measure(grid, "stage2", weights)
+        if "bm25" in measure:
+            self.measure(grid, "bm25", None, split=split)
+        if "stage1" in measure or "stage2" in measure:
+            weights = self.result.weights = self.train_shared(grid)
+            if "stage1" in measure:
+                self.measure(grid, "stage1", weights, split=split)
+            if "stage2" in measure and self.settings.stage2.epochs:
+                self.personalise(grid, weights)
+                self.measure(grid, "stage2", weights, split=split)
         return self.result
 
     # -- stage 1 -------------------------------------------------------------------------------
@@ -330,21 +346,25 @@ class FlowerFederation:
 
 
 def build_server_app(
-    federation: FlowerFederation, *, on_result: Callable[[FlowerResult], None] | None = None
+    federation: FlowerFederation,
+    *,
+    measure: Sequence[str] = ("bm25", "stage1", "stage2"),
+    split: str = "test",
+    on_result: Callable[[FlowerResult], None] | None = None,
 ) -> ServerApp:
     """The server's app: runs the federation and writes ``federation.json`` beside its weights.
 
     Args:
         federation: The run.
+        measure: As for `FlowerFederation.run`.
+        split: The same.
         on_result: Told at the end.
     """
     app = ServerApp()
 
     def main(grid: Grid, context: Context) -> None:
-        result = federation.run(grid)
-        facts = {"measures": result.measures, "queries": result.queries, "sent": dict(result.sent),
-                 "rounds": result.rounds, "faults": result.faults}  # fmt: skip
-        _write_json(federation.folder / "federation.json", {"schema": SCHEMA, **facts})
+        result = federation.run(grid, measure=measure, split=split)
+        _write_json(federation.folder / "federation.json", {"schema": SCHEMA, **result.facts()})
         if on_result is not None:
             on_result(result)
 

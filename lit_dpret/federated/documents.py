@@ -1,0 +1,165 @@
+"""The two YAML documents of a federation between machines: what a silo's owner decides, and what a run asks for.
+
+They never mix. A silo's document lies beside its data and is read there; nothing in it comes from the server. A run's
+document travels from whoever submits it to the server's app, as one string; of the server's machine it names an
+encoder and no folder to write to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from lit_dpret.errors import ConfigurationError, schema_problem
+from lit_dpret.federated.model import AS2Maker
+from lit_dpret.federated.selection import Site
+from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.silo import SiloClient
+from lit_dpret.federated.typed import built, plain
+
+SILO_SCHEMA = "lit-dpret/silo-settings/1"
+RUN_SCHEMA = "lit-dpret/federated-run/1"
+Phase = Literal["bm25", "stage1", "stage2"]
+PHASES: tuple[Phase, ...] = ("bm25", "stage1", "stage2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiloSettings:
+    """What the owner of a silo decides.
+
+    Args:
+        data: The silo's folder (`lit_dpret.datamodules.silo_folder`).
+        state: Kept between rounds and runs: ledgers, the personal query encoder; as private as the data.
+        federated: The settings that this silo works under; a server with others is refused.
+        model: How the model of a round is built.
+        share_measures: Tell the server the means of the measures; under a budget never.
+        secret_file: Keys the noise; null for the user's state folder.
+    """
+
+    data: Path
+    state: Path
+    federated: PddAs2 = field(default_factory=PddAs2)
+    model: AS2Maker = field(default_factory=AS2Maker)
+    share_measures: bool = False
+    secret_file: Path | None = None
+
+    def client(self) -> SiloClient:
+        """The silo at work; reads its data, and its ledgers where it has a budget."""
+        return SiloClient(self.data, self.state, self.federated, self.model, secret_file=self.secret_file)
+
+    def to_yaml(self) -> str:
+        """As `read_silo_settings` reads it."""
+        return _yaml({"schema": SILO_SCHEMA, **plain(self)})
+
+
+def read_silo_settings(path: Path, **given: Path | None) -> SiloSettings:
+    """Read a silo's document.
+
+    Args:
+        path: The YAML file.
+        given: ``data`` and ``state``, where they were said elsewhere.
+
+    Raises:
+        ConfigurationError: It cannot be read, is of another schema, or has a setting that is wrong, by its name.
+    """
+    found = _mapping(_text(path), f"--settings={path}", SILO_SCHEMA)
+    found |= {name: str(value) for name, value in given.items() if value is not None}
+    for name in ("data", "state"):
+        if not found.get(name):
+            raise ConfigurationError(f"--settings={path} does not say {name}. Write it there, or give --{name} DIR.")
+    settings = built(SiloSettings, found, str(path))
+    settings.federated.check()
+    base = path.parent  # a path in a file is relative to that file
+    said = {name: base / value for name, value in (("data", settings.data), ("state", settings.state))
+            if given.get(name) is None}  # fmt: skip
+    if settings.secret_file is not None:
+        said["secret_file"] = base / settings.secret_file
+    whole = {"data": settings.data, "state": settings.state, "secret_file": settings.secret_file, **said}
+    return replace(settings, **{name: value and value.resolve() for name, value in whole.items()})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """A run, as it is sent to the server's app.
+
+    Args:
+        name: Of the run. The same name goes on with what is finished, on the server and at the silos.
+        federated: Its settings.
+        model: How the server builds the weights to begin with.
+        min_clients: Fewer updates than these end the run.
+        timeout: Seconds to wait for the answers of a round; null waits as long as Flower keeps messages.
+        wait: Seconds to wait at the start until ``min_clients`` silos are there.
+        measure: What is measured; without ``stage2`` no stage 2 is run.
+        split: On which questions.
+        sites: Where silos are, by name.
+    """
+
+    name: str
+    federated: PddAs2 = field(default_factory=PddAs2)
+    model: AS2Maker = field(default_factory=AS2Maker)
+    min_clients: int = 1
+    timeout: float | None = None
+    wait: float = 600.0
+    measure: tuple[Phase, ...] = PHASES
+    split: str = "test"
+    sites: Mapping[str, Site] = field(default_factory=dict)
+
+    def check(self) -> RunRequest:
+        """Refuse what has no meaning; return the request.
+
+        Raises:
+            ConfigurationError: Naming the setting.
+        """
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.name):
+            raise ConfigurationError(
+                f"federated.name={self.name!r} must be up to 64 letters, digits, dots, dashes or underscores: the "
+                "server keeps the run under it."
+            )
+        if self.split not in ("train", "dev", "test"):
+            raise ConfigurationError(f"split={self.split!r} is not one of train, dev, test.")
+        self.federated.check()
+        return self
+
+    def to_yaml(self) -> str:
+        """As `read_run_request` reads it."""
+        return _yaml({"schema": RUN_SCHEMA, **plain(self)})
+
+
+def read_run_request(text: str) -> RunRequest:
+    """Read what a run asks for.
+
+    Raises:
+        ConfigurationError: It is no such document, or a setting is wrong, by its name.
+    """
+    return built(RunRequest, _mapping(text, "lit-config", RUN_SCHEMA), "lit-config").check()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigurationError(f"--settings={path} cannot be read: {reason}.") from error
+
+
+def _mapping(text: str, where: str, schema: str) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        line = getattr(getattr(error, "problem_mark", None), "line", None)
+        raise ConfigurationError(f"{where} is no YAML{'' if line is None else f' (line {line + 1})'}.") from error
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{where} holds no settings. Begin it with 'schema: {schema}'.")
+    problem = schema_problem(found.pop("schema", None), schema)
+    if problem is not None:
+        raise ConfigurationError(f"{where} cannot be read: {problem}")
+    return found
+
+
+def _yaml(facts: Mapping[str, Any]) -> str:
+    return str(yaml.safe_dump(dict(facts), sort_keys=False, allow_unicode=True))

@@ -1,0 +1,93 @@
+"""The two apps under names that Flower can load: what ``deploy/flower/pyproject.toml`` points to.
+
+What a run asks for reaches the server's app as one YAML string in its run configuration. What a silo does is decided
+by a document beside its data, whose place the node's own operator gave (``--node-config 'silo="FILE"'``): nothing of it
+comes with a message.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from lit_dpret.errors import ConfigurationError, LitDpretError
+from lit_dpret.federated.documents import SiloSettings, read_run_request, read_silo_settings
+from lit_dpret.federated.flower.client_app import build_client_app
+from lit_dpret.federated.flower.library import Context, Grid, ServerApp
+from lit_dpret.federated.flower.server_app import FlowerFederation, FlowerResult, build_server_app
+from lit_dpret.federated.model import start_of
+from lit_dpret.federated.silo import SiloClient
+from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.privacy.noise import default_secret_file
+
+RUN_CONFIG = "lit-config"
+SERVER_FOLDER = "LIT_DPRET_FEDERATIONS"
+RESULT, REFUSAL = "lit-dpret result: ", "lit-dpret refusal: "
+
+_sharing: set[Path] = set()
+
+
+def silo_settings(context: Context) -> SiloSettings:
+    """What the owner of this node decided.
+
+    Raises:
+        ConfigurationError: The node was started without the place of a document, or the document is wrong.
+    """
+    place = context.node_config.get("silo")
+    if not isinstance(place, str) or not place:
+        raise ConfigurationError(
+            "This SuperNode was started without --node-config 'silo=\"FILE\"'. Start it with lit-dpret silo."
+        )
+    return read_silo_settings(Path(place))
+
+
+def make_silo(context: Context) -> SiloClient:
+    """The silo of this node."""
+    settings = silo_settings(context)
+    client = settings.client()
+    if settings.share_measures:
+        _sharing.add(client.state)
+    return client
+
+
+def server_folder(name: str) -> Path:
+    """Where a server keeps a run: below a folder that its operator chose (``$LIT_DPRET_FEDERATIONS``)."""
+    chosen = os.environ.get(SERVER_FOLDER)
+    return (Path(chosen) if chosen else default_secret_file().parent / "federations") / name
+
+
+client_app = build_client_app(make_silo, share_measures=lambda client: client.state in _sharing)
+server_app = ServerApp()
+
+
+@server_app.main()  # type: ignore[untyped-decorator]
+def serve(grid: Grid, context: Context) -> None:
+    """Run what the run configuration asks for; say the result, or the refusal, as one line of the log."""
+    try:
+        text = context.run_config.get(RUN_CONFIG)
+        request = read_run_request(text if isinstance(text, str) else "")
+        start = start_of(request.model)
+        module = request.model(
+            privacy=NoPrivacy(), optimizer_lr=1e-3, towers="shared", passage_tower="trained", negatives=None
+        )
+        federation = FlowerFederation(
+            request.federated,
+            start,
+            server_folder(request.name),
+            dim=module.encoder.dim,
+            min_clients=request.min_clients,
+            timeout=request.timeout,
+            wait=request.wait,
+            sites=request.sites,
+        )
+        app = build_server_app(federation, measure=request.measure, split=request.split, on_result=_say)
+        app(grid, context)
+    except LitDpretError as error:
+        print(REFUSAL + json.dumps(str(error)), file=sys.stderr, flush=True)
+        raise
+
+
+def _say(result: FlowerResult) -> None:
+    print(RESULT + json.dumps(result.facts()), file=sys.stderr, flush=True)

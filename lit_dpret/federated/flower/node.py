@@ -1,0 +1,250 @@
+"""A silo beside its data: what is checked before it joins a federation, and how Flower's SuperNode is started for it.
+
+Stock Flower takes the client's app from the server, with the message: whoever runs the server runs code of their choice
+beside the data, whatever settings the silo has. Here the node starts tasks by commands of our own, which answer
+with the installed app and refuse every other kind of task.
+
+What stays open: the SuperNode and its task talk over the machine's loopback address without a password, so the other
+users of the silo's machine are trusted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import socket
+import stat
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from lit_dpret.errors import ConfigurationError, StorageError
+from lit_dpret.federated.documents import SiloSettings
+from lit_dpret.federated.flower import silent_environment
+from lit_dpret.federated.silo import SiloClient
+from lit_dpret.federated.trust import trust_table
+
+ANSWERS = "flwr-clientapp"  # the one command that is answered
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """How a silo reaches the server.
+
+    Args:
+        superlink: ``HOST:PORT``.
+        key: The silo's own ECDSA key, private, as ``ssh-keygen -t ecdsa -b 384`` writes it.
+        root_certificates: Of who signed the server's certificate; null for those of the system.
+        insecure: No TLS: everything that is sent can be read and changed on the way.
+        port: Of the node's own interface on the loopback address; null for a free one.
+    """
+
+    superlink: str
+    key: Path | None = None
+    root_certificates: Path | None = None
+    insecure: bool = False
+    port: int | None = None
+
+    def check(self) -> Connection:
+        """Refuse what could not connect, or would connect in clear without having been told to.
+
+        Raises:
+            ConfigurationError: Naming the option.
+        """
+        if not re.fullmatch(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}", self.superlink):
+            raise ConfigurationError(f"--superlink={self.superlink!r} is no HOST:PORT, as server.example.org:8000.")
+        if self.insecure:
+            clash = next((name for name in ("key", "root_certificates") if getattr(self, name) is not None), None)
+            if clash is not None:
+                raise ConfigurationError(
+                    f"--insecure goes without TLS, and --{clash.replace('_', '-')} needs it. Leave one of them out."
+                )
+            return self
+        if self.key is None:
+            raise ConfigurationError(
+                "--key is missing: the server knows a silo by its key. Make one (ssh-keygen -t ecdsa -b 384 -N '' -f "
+                "FILE) and have FILE.pub registered, or write --insecure to go without TLS and key."
+            )
+        _check_key(self.key)
+        if self.root_certificates is not None:
+            _check_certificates(self.root_certificates)
+        return self
+
+
+def check_silo(settings: SiloSettings) -> str:
+    """Build the silo as a round would, on a copy of what it keeps; say who sees what, and what is spent.
+
+    Guarantees:
+        - Nothing is written into the silo's state folder and nothing is released.
+
+    Raises:
+        LitDpretError: Whatever a round would be refused for: data, ledger, model, budget, another run's state.
+    """
+    settings.model.check()
+    with tempfile.TemporaryDirectory(prefix="lit-dpret-silo-") as scratch:
+        rehearsal = Path(scratch) / "state"
+        rehearsal.mkdir(mode=0o700)
+        for name in ("run.json", "private"):
+            kept = settings.state / name
+            if kept.is_dir():
+                shutil.copytree(kept, rehearsal / name)
+            elif kept.is_file():
+                shutil.copy2(kept, rehearsal / name)
+        client = replace(settings, state=rehearsal).client()
+        return f"silo {client.name}\n\n{trust_table(settings.federated)}\n\n{_budget_line(client)}\n"
+
+
+def start_silo(settings: SiloSettings, connection: Connection) -> None:
+    """Become this silo's SuperNode; does not return.
+
+    Its process is this one, so that whoever started it (a shell, systemd) ends it with SIGINT or SIGTERM; its tasks end
+    with it. A round that is ended in its middle stays charged.
+
+    Raises:
+        LitDpretError: Of the checks.
+    """
+    connection.check()
+    program = flower_program("flower-supernode")
+    settings.client()  # with the true state folder: another run's is refused now and not in a round
+    home = settings.state / "flower"
+    try:
+        home.mkdir(mode=0o700, exist_ok=True)
+        document = home / "silo.yaml"
+        document.write_text(settings.to_yaml(), encoding="utf-8")
+        document.chmod(0o600)
+        commands = write_commands(home / "bin")
+    except OSError as error:
+        raise StorageError(f"{home} cannot be written: {error.strerror}.") from error
+    environment = silent_environment() | {"FLWR_HOME": str(home / "home")}
+    environment["PATH"] = f"{commands}{os.pathsep}{program.parent}{os.pathsep}{environment.get('PATH', '')}"
+    sys.stdout.flush()
+    os.execve(program, [str(program), *node_arguments(document, connection)], environment)
+
+
+def node_arguments(document: Path, connection: Connection) -> list[str]:
+    """What ``flower-supernode`` is told."""
+    if '"' in str(document):
+        raise ConfigurationError(f"{document}: Flower cannot be told a path with a quotation mark. Choose another one.")
+    found = ["--superlink", connection.superlink, "--node-config", f'silo="{document}"', "--host", "127.0.0.1"]
+    found += ["--port", str(connection.port or _free_port())]
+    if connection.insecure:
+        return [*found, "--insecure"]
+    if connection.root_certificates is not None:
+        found += ["--root-certificates", str(connection.root_certificates)]
+    return [*found, "--auth-supernode-private-key", str(connection.key)]
+
+
+def write_commands(folder: Path) -> Path:
+    """The commands that a SuperNode starts tasks by, all of them: one answers, the others refuse."""
+    from lit_dpret.federated.flower.library import task_commands
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    names = task_commands()
+    if ANSWERS not in names:
+        raise ConfigurationError(
+            f"flwr {flower_version()} starts tasks in a way that lit-dpret does not know, and could run the server's "
+            "code. Run: pip install 'flwr>=1.41,<1.43'."
+        )
+    for name in names:
+        line = f'exec {shlex.quote(sys.executable)} -m lit_dpret.federated.flower.node_task "$@"'
+        if name != ANSWERS:
+            line = f"echo 'error: this silo does not run {name}.' >&2; exit 1"
+        script = folder / name
+        script.write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
+        script.chmod(0o700)
+    return folder
+
+
+def flower_version() -> str:
+    """Of the Flower that is installed.
+
+    Raises:
+        ConfigurationError: None is.
+    """
+    try:
+        return version("flwr")
+    except PackageNotFoundError as error:
+        raise ConfigurationError(
+            'A silo runs on Flower, which is not installed. Run: pip install "lit-dpret[federated]".'
+        ) from error
+
+
+def flower_program(name: str) -> Path:
+    """One of Flower's commands, beside this Python or on the path.
+
+    Raises:
+        ConfigurationError: It is not there.
+    """
+    flower_version()
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.is_file() else shutil.which(name)
+    if found is None:
+        raise ConfigurationError(f"flwr is installed without its command {name}. Run: pip install 'flwr>=1.41,<1.43'.")
+    return Path(found)
+
+
+def _budget_line(client: SiloClient) -> str:
+    if client.ledger is None:
+        return "no budget: nothing is promised of what leaves this silo (federated.privacy.eps is null)"
+    budget, spent = client.ledger.budget, client.ledger.epsilon()
+    return (
+        f"budget: epsilon {spent:.4g} of {budget.eps:.4g} is spent at delta={budget.delta:.3g}, unit {budget.unit}, "
+        f"{budget.neighbours}; {'nothing' if spent >= budget.eps else f'{budget.eps - spent:.4g}'} is left"
+    )
+
+
+def _check_key(path: Path) -> None:
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+
+    content = _read(path, "--key")
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        raise ConfigurationError(f"--key={path} has mode {mode:04o} and can be read by others. Run: chmod 600 {path}")
+    try:
+        key = load_ssh_private_key(content, None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise ConfigurationError(
+            f"--key={path} is no private key without a passphrase. Make one: ssh-keygen -t ecdsa -b 384 -N '' -f FILE"
+        ) from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigurationError(
+            f"--key={path} is no ECDSA key, which Flower needs. Make one: ssh-keygen -t ecdsa -b 384 -N '' -f FILE"
+        )
+
+
+def _check_certificates(path: Path) -> None:
+    from cryptography import x509
+
+    content = _read(path, "--root-certificates")
+    try:
+        found = x509.load_pem_x509_certificates(content)
+    except ValueError as error:
+        raise ConfigurationError(f"--root-certificates={path} holds no certificate (PEM).") from error
+    newest = max(one.not_valid_after_utc for one in found)
+    if newest < datetime.now(UTC):
+        raise ConfigurationError(
+            f"--root-certificates={path}: no certificate in it is valid after {newest:%Y-%m-%d}. Ask the server's "
+            "operator for the new one."
+        )
+
+
+def _read(path: Path, option: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{option}={path} cannot be read: {error.strerror}.") from error
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,72 @@
+"""``lit-dpret silo``: a silo beside its data. No task of Hydra's: it has no run and no run folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from lit_dpret.errors import ConfigurationError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"lit-dpret silo: {message}. lit-dpret silo --help says what there is.")
+
+
+def silo_command(arguments: Sequence[str]) -> None:
+    """Check a silo, print who sees what and what is spent, and start it unless ``--check`` was given.
+
+    Args:
+        arguments: Those after ``silo``.
+
+    Raises:
+        LitDpretError: Of the checks, before anything is started.
+    """
+    given = _parser().parse_args(arguments)
+    from lit_dpret.federated.documents import read_silo_settings
+    from lit_dpret.federated.flower.node import Connection, check_silo, flower_version, start_silo
+
+    if given.superlink is None and not given.check:
+        raise ConfigurationError("lit-dpret silo needs --superlink HOST:PORT, or --check to check the silo alone.")
+    connection = None
+    if given.superlink is not None:
+        flower_version()
+        connection = Connection(
+            superlink=given.superlink,
+            key=_absolute(given.key),
+            root_certificates=_absolute(given.root_certificates),
+            insecure=given.insecure,
+            port=given.port,
+        ).check()
+    settings = read_silo_settings(given.settings, data=_absolute(given.data), state=_absolute(given.state))
+    sys.stdout.write(check_silo(settings))
+    if given.check or connection is None:
+        return
+    if connection.insecure:
+        sys.stderr.write("warning: --insecure: everything that is sent can be read and changed on the way.\n")
+    start_silo(settings, connection)
+
+
+def _absolute(path: Path | None) -> Path | None:
+    return None if path is None else path.expanduser().resolve()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="lit-dpret silo", description="A client of a federation, beside its data (docs/federated.md)."
+    )
+    parser.add_argument("--settings", type=Path, required=True, metavar="FILE", help="the silo's own document (YAML)")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="clients/NAME; else as the document says")
+    parser.add_argument(
+        "--state", type=Path, metavar="DIR", help="ledgers, personal encoder; else as the document says"
+    )
+    parser.add_argument("--superlink", metavar="HOST:PORT", help="the federation's server")
+    parser.add_argument("--key", type=Path, metavar="FILE", help="the silo's private ECDSA key")
+    parser.add_argument("--root-certificates", type=Path, metavar="FILE", help="of who signed the server's certificate")
+    parser.add_argument("--insecure", action="store_true", help="without TLS and key: for a network of your own alone")
+    parser.add_argument("--port", type=int, metavar="N", help="of the node's interface on 127.0.0.1; else a free one")
+    parser.add_argument("--check", action="store_true", help="check and print, start nothing")
+    return parser

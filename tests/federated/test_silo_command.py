@@ -1,0 +1,226 @@
+"""`lit-dpret silo`: everything is checked before anything is started, and what is wrong is said in one sentence."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_silos import PRIVATE, SIZE, SMALL, declare_public
+
+pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
+
+from superlink import make_authority, make_node_key, write_private
+
+from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
+from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError
+from lit_dpret.federated.data import planted_silos
+from lit_dpret.federated.documents import SiloSettings, read_silo_settings
+from lit_dpret.federated.flower import node
+from lit_dpret.federated.flower.library import task_commands
+from lit_dpret.federated.flower.node import Connection, check_silo, node_arguments, write_commands
+from lit_dpret.federated.model import AS2Maker, start_of
+from lit_dpret.federated.settings import PddAs2
+from lit_dpret.tasks.silo_command import silo_command
+
+MAKE = AS2Maker(encoder="planted", planted=SIZE, max_query_length=8, max_sentence_length=12)
+
+
+def silo(root: Path, run: PddAs2 = SMALL, **settings: Any) -> SiloSettings:
+    if not (root / "silos").exists():
+        write_silos(root / "silos", planted_silos(SIZE), facts={})
+        declare_public(root)
+    data = silo_folders(root / "silos")["client0"]
+    return SiloSettings(data=data, state=root / "state", federated=run, model=MAKE, secret_file=root / "s", **settings)
+
+
+def document(root: Path, settings: SiloSettings) -> str:
+    path = root / "silo.yaml"
+    path.write_text(settings.to_yaml())
+    return str(path)
+
+
+@pytest.fixture
+def ready(tmp_path: Path) -> dict[str, str]:
+    """Options with which everything is in order."""
+    return {
+        "--settings": document(tmp_path, silo(tmp_path)),
+        "--superlink": "127.0.0.1:1",
+        "--key": str(make_node_key(tmp_path / "keys", "silo")),
+        "--root-certificates": str(make_authority(tmp_path / "certificates")["ca"]),
+    }
+
+
+def words(options: dict[str, str | None]) -> list[str]:
+    return [word for name, value in options.items() if value is not None for word in (name, value) if word]
+
+
+def test_a_silo_in_order_becomes_a_supernode_that_runs_nothing_of_the_servers(
+    ready: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
+    silo_command(words(ready))
+    ((program, arguments, environment),) = started
+    assert Path(program).name == "flower-supernode" and "--insecure" not in arguments
+    assert arguments[arguments.index("--auth-supernode-private-key") + 1] == ready["--key"]
+    assert "--allow-runtime-dependency-installation" not in arguments
+    assert environment["FLWR_TELEMETRY_ENABLED"] == "0" and environment["FLWR_DISABLE_UPDATE_CHECK"] == "1"
+    commands = Path(environment["PATH"].split(os.pathsep)[0])
+    assert sorted(path.name for path in commands.iterdir()) == task_commands()
+    for path in commands.iterdir():
+        if path.name != "flwr-clientapp":
+            done = subprocess.run([str(path)], capture_output=True, text=True, check=False)
+            assert done.returncode == 1 and f"does not run {path.name}" in done.stderr
+    kept = tmp_path / "state" / "flower" / "silo.yaml"
+    assert kept.stat().st_mode & 0o077 == 0 and read_silo_settings(kept) == silo(tmp_path)
+    assert "| what leaves a silo |" in capsys.readouterr().out
+
+
+def test_a_check_prints_who_sees_what_and_what_is_spent_and_leaves_no_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = silo(tmp_path, PRIVATE)
+    options = ["--settings", document(tmp_path, settings), "--check"]
+    silo_command(options)
+    said = capsys.readouterr().out
+    assert "silo client0" in said and "eps=20" in said and "epsilon 0 of 20 is spent" in said
+    assert not settings.state.exists()
+    client = settings.client()
+    client.train_shared(start_of(MAKE), 0)
+    before = {path: path.read_bytes() for path in settings.state.rglob("*") if path.is_file()}
+    spent = client.epsilon()
+    assert spent is not None and spent > 0
+    silo_command(options)
+    assert f"epsilon {spent:.4g} of 20 is spent" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in settings.state.rglob("*") if path.is_file()} == before
+
+
+def test_a_broken_ledger_or_another_runs_state_is_found_before_the_silo_starts(tmp_path: Path) -> None:
+    settings = silo(tmp_path, PRIVATE)
+    client = settings.client()
+    client.train_shared(start_of(MAKE), 0)
+    with pytest.raises(ResumeError, match=r"was begun with stage1\.seed=0, and now it is 1"):
+        check_silo(replace(settings, federated=replace(PRIVATE, seed=1)))
+    assert client.ledger is not None
+    client.ledger.path.write_bytes(client.ledger.path.read_bytes().replace(b"reserve", b"reverse"))
+    with pytest.raises(LedgerError):
+        check_silo(settings)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"--superlink": None}, "needs --superlink HOST:PORT, or --check"),
+    ({"--superlink": "hospital"}, "--superlink='hospital' is no HOST:PORT"),
+    ({"--key": None}, "--key is missing: .* or write --insecure"),
+    ({"--key": "/no/key"}, "--key=/no/key cannot be read: No such file"),
+    ({"--root-certificates": "/no/ca"}, "--root-certificates=/no/ca cannot be read"),
+    ({"--insecure": ""}, "--insecure goes without TLS, and --key needs it"),
+    ({"--settings": "/no/settings"}, "--settings=/no/settings cannot be read"),
+    ({"--port": "many"}, "argument --port: invalid int value"),
+])  # fmt: skip
+def test_what_cannot_connect_is_refused_by_the_option(
+    ready: dict[str, str], change: dict[str, str | None], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("started"))
+    with pytest.raises(ConfigurationError, match=message):
+        silo_command(words({**ready, **change}))
+
+
+def test_keys_and_certificates_that_flower_would_stumble_over_are_named(tmp_path: Path) -> None:
+    from cryptography.hazmat.primitives.asymmetric import ed25519
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    key = make_node_key(tmp_path, "silo")
+    certificate = make_authority(tmp_path)["ca"]
+    good = Connection(superlink="[::1]:8000", key=key, root_certificates=certificate)
+    assert good.check() is good
+    key.chmod(0o644)
+    with pytest.raises(ConfigurationError, match=r"has mode 0644 and can be read by others. Run: chmod 600"):
+        good.check()
+    other = ed25519.Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+    with pytest.raises(ConfigurationError, match="is no ECDSA key"):
+        replace(good, key=write_private(tmp_path / "other", other)).check()
+    with pytest.raises(ConfigurationError, match="is no private key without a passphrase"):
+        replace(good, key=write_private(tmp_path / "words", b"words")).check()
+    with pytest.raises(ConfigurationError, match="holds no certificate"):
+        Connection(superlink="a:1", key=write_private(key, make_node_key(tmp_path, "new").read_bytes()),
+                   root_certificates=tmp_path / "words").check()  # fmt: skip
+    old = make_authority(tmp_path / "old", days=-1)["ca"]
+    with pytest.raises(ConfigurationError, match="no certificate in it is valid after"):
+        replace(good, root_certificates=old).check()
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("- a", "holds no settings. Begin it with 'schema: lit-dpret/silo-settings/1'"),
+    ("schema: [", r"is no YAML \(line"),
+    ("schema: lit-dpret/silo-settings/9\n", "reads up to version 1"),
+    ("schema: lit-dpret/silo-settings/1\n", "does not say data"),
+    ("schema: lit-dpret/silo-settings/1\ndata: d\nstate: s\nshare: true\n", r"\.share is not known; there are data, "),
+    ("schema: lit-dpret/silo-settings/1\ndata: d\nstate: s\nfederated: {stage1: {rounds: many}}\n",
+     r"federated\.stage1\.rounds='many' is no int"),
+    ("schema: lit-dpret/silo-settings/1\ndata: d\nstate: s\nfederated: {privacy: {eps: 8}}\n",
+     "in_batch=true makes each query's loss depend"),
+])  # fmt: skip
+def test_a_document_that_says_something_else_is_refused_by_name(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "silo.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=message):
+        read_silo_settings(path)
+
+
+def test_a_path_in_a_document_is_relative_to_it_and_numbers_are_read_as_people_write_them(tmp_path: Path) -> None:
+    path = tmp_path / "silo.yaml"
+    path.write_text("schema: lit-dpret/silo-settings/1\ndata: d\nstate: s\nfederated: {stage1: {lr: 3e-5}}\n")
+    found = read_silo_settings(path)
+    assert found.data == tmp_path / "d" and found.state == tmp_path / "s" and found.federated.stage1.lr == 3e-5
+    assert read_silo_settings(path, data=tmp_path / "e").data == tmp_path / "e"
+
+
+def test_a_folder_that_is_no_silo_and_a_flower_that_is_not_there_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DataError, match="nowhere"):
+        check_silo(replace(silo(tmp_path), data=tmp_path / "nowhere"))
+    with pytest.raises(ConfigurationError, match="Choose another one"):
+        node_arguments(tmp_path / 'a"b', Connection(superlink="a:1", insecure=True))
+    monkeypatch.setattr("lit_dpret.federated.flower.library.task_commands", lambda: ["flwr-everything"])
+    with pytest.raises(ConfigurationError, match="starts tasks in a way that lit-dpret does not know"):
+        write_commands(tmp_path / "bin")
+
+    def missing(_: str) -> str:
+        raise node.PackageNotFoundError("flwr")
+
+    monkeypatch.setattr(node, "version", missing)
+    with pytest.raises(ConfigurationError, match=r'pip install "lit-dpret\[federated\]"'):
+        silo_command(["--settings", document(tmp_path, silo(tmp_path)), "--superlink", "a:1", "--insecure"])
+
+
+def test_a_task_runs_the_installed_app_whatever_the_server_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In a process of its own, since Flower's functions are replaced in it.
+    code = (
+        "import sys, flwr.supernode.cli, flwr.supernode.runtime.run_clientapp as runtime\n"
+        "from lit_dpret.federated.flower.library import run_one_task, ConfigurationError\n"
+        "def task():\n"
+        "    runtime.install_from_fab(b'code of the server', skip_prompt=True)\n"
+        "    load = runtime.get_load_client_app_fn(default_app_ref='', app_path=None, multi_app=True)\n"
+        "    print(load('their/app', '1.0.0', 'hash'))\n"
+        "    try:\n"
+        "        runtime.install_app_dependencies('folder')\n"
+        "    except ConfigurationError as error:\n"
+        "        print(error)\n"
+        "sys.modules['flwr.supernode.cli.flwr_clientapp'].flwr_clientapp = task\n"
+        "run_one_task(lambda: 'our app')\n"
+        "del runtime.install_from_fab\n"
+        "try:\n"
+        "    run_one_task(lambda: 'our app')\n"
+        "except ConfigurationError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["our app", "A silo installs nothing that the server asks for."], done.stderr
+    assert "could run the server's code" in lines[2]
