@@ -251,7 +251,7 @@ class Client:
         if known is None or not is_signed(known, keys.signature, self._signed(keys.client, keys.seal, keys.mask)):
             raise DataError(
                 f"The keys of client {keys.client} are not signed by the key of the roster: somebody else made them.",
-                kind="bad signature",
+                kind=f"bad signature of client {keys.client}",
             )
 
     def _box(self, peer: int) -> bytes:

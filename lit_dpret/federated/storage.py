@@ -22,6 +22,15 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     _write(path, save({name: value.detach().contiguous() for name, value in tensors.items()}))
 
 
+def save_facts(facts: Mapping[str, object], path: Path) -> None:
+    """Write a JSON file by renaming a finished one.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    _write(path, json.dumps(facts, indent=1).encode())
+
+
 def keep_facts(path: Path, name: str, facts: Mapping[str, object]) -> None:
     """Remember under ``name`` what a state folder was made with; refuse to go on with it with anything else.
 

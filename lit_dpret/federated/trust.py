@@ -35,12 +35,14 @@ def sights(run: PddAs2) -> list[Sight]:
     eps = run.privacy.eps
     dp = _NONE if eps is None else f"differential privacy of each {run.privacy.unit}, eps={eps:g} for all that leaves"
     hidden = run.secure_sum
+    keys = "keys signed by the roster" if run.roster else "keys taken on trust"
+    masks = f"masks, under an honest-but-curious server, with {keys}"
     found = [
         Sight(
             "the update of a round (stage 1)",
             "the sum over all silos" if hidden else "each silo's",
             "the mean, in the next global model",
-            f"{dp}; masks, under an honest-but-curious server" if hidden else dp,
+            f"{dp}; {masks}" if hidden else dp,
         )
     ]
     if run.stage1.weighting != "uniform":
@@ -49,7 +51,7 @@ def sights(run: PddAs2) -> list[Sight]:
                 "how many train queries a silo has",
                 "the sum of the weights" if hidden else "each silo's weight",
                 "nothing",
-                "masks" if hidden else _NONE,
+                masks if hidden else _NONE,
             )
         )
     if run.stage2.epochs and run.stage2.negatives == "fed":

@@ -46,6 +46,7 @@ from lit_dpret.federated.flower.payloads import (
     weights_of,
     weights_record,
 )
+from lit_dpret.federated.flower.sum_messages import ACTS, answered, end_sum
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.storage import save_tensors
 
@@ -67,6 +68,8 @@ def build_client_app(make_client: MakeClient, *, share_measures: bool = False) -
         - A message is refused where server and silo have different settings, and where a ledger that this node
           knows is gone, or does not begin as it did.
         - Of an error no word but its kind leaves the silo.
+        - With ``secure_sum`` no update leaves the silo but under masks, and the secrets of a round are deleted by
+          whatever message comes after it.
         - Measures are kept in the silo's state folder, and leave it under ``share_measures`` alone; under a budget
           never, since no ledger counts them.
 
@@ -87,6 +90,8 @@ def build_client_app(make_client: MakeClient, *, share_measures: bool = False) -
                 if head.get("settings") != digest_of(client.settings):
                     raise DataError("The server's settings are not this silo's.", kind="other settings")
                 check_ledgers(client, context)
+                if action not in ACTS:
+                    end_sum(client)
                 try:
                     reply = handler(client, message.content, head)
                 finally:
@@ -101,6 +106,8 @@ def build_client_app(make_client: MakeClient, *, share_measures: bool = False) -
 
     register("query", "describe", describe)
     register("train", "stage1", train_stage1)
+    for act in ACTS:
+        register("train", act, partial(answered, act))
     register("query", "fedneg_request", fedneg_request)
     register("query", "fedneg_serve", fedneg_serve)
     register("train", "personalise", personalise)
@@ -112,13 +119,17 @@ def build_client_app(make_client: MakeClient, *, share_measures: bool = False) -
 
 
 def describe(client: SiloClient, content: RecordDict, head: Mapping[str, Any]) -> RecordDict:
-    """Its name; how many train queries it has, where nothing is promised and the aggregation needs it."""
-    counted = client.settings.privacy.eps is None and client.settings.stage1.weighting != "uniform"
-    return envelope(name=client.name, examples=client.examples if counted else 1)
+    """Its name and number; how many train queries it has, where nothing is promised and the aggregation needs it."""
+    run = client.settings
+    counted = run.privacy.eps is None and run.stage1.weighting != "uniform" and not run.secure_sum
+    number = 0 if client.credentials is None else client.credentials.number
+    return envelope(name=client.name, number=number, examples=client.examples if counted else 1)
 
 
 def train_stage1(client: SiloClient, content: RecordDict, head: Mapping[str, Any]) -> RecordDict:
-    """One local epoch from the global weights."""
+    """One local epoch from the global weights, in clear: refused where the settings say that it goes under masks."""
+    if client.settings.secure_sum:
+        raise DataError("The server asks for an update in clear, under secure_sum=true.", kind="other settings")
     weights = weights_of(content, _SERVER, like=client.model[0])
     reply = envelope()
     reply["weights"] = weights_record(client.train_shared(weights, _number(head, "round")))

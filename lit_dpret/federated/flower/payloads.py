@@ -47,8 +47,9 @@ def head_of(content: RecordDict, whose: str) -> Mapping[str, Any]:
 
 
 def payload_bytes(content: RecordDict) -> int:
-    """The size of a record's tensors on the wire."""
-    return sum(record.count_bytes() for record in content.array_records.values())
+    """The size of a record's tensors on the wire, and of keys, shares and boxes beside them."""
+    boxes = [record for name, record in content.config_records.items() if name != "head"]
+    return sum(record.count_bytes() for record in (*content.array_records.values(), *boxes))
 
 
 def digest_of(settings: PddAs2) -> str:

@@ -37,6 +37,7 @@ class Roster:
             )
         self.faults, self.timeout, self.wait = faults, timeout, wait
         self.examples: dict[str, int] = {}
+        self.numbers: dict[str, int] = {}
         self._nodes: dict[str, int] = {}
         self._holds: dict[str, str] = {}
 
@@ -65,13 +66,16 @@ class Roster:
             if not isinstance(answer, RecordDict):
                 self.faults.append(f"{where}: node {node} did not introduce itself: {answer or 'no answer'}.")
                 continue
-            name, examples = answer["head"].get("name"), answer["head"].get("examples")
+            name, examples, number = (answer["head"].get(what) for what in ("name", "examples", "number"))
             if not isinstance(name, str) or not name or not isinstance(examples, int) or examples < 1:
                 self.faults.append(f"{where}: node {node} has no name or no train query; it is left out.")
             elif self._nodes.get(name) in here:
                 self.faults.append(f"{where}: node {node} says that it is {name!r}, who is there already.")
+            elif number and any(self.numbers[other] == number for other in self.numbers if other != name):
+                self.faults.append(f"{where}: node {node} has a number on its roster that another silo has.")
             else:
                 self._nodes[name], self.examples[name] = node, examples
+                self.numbers[name] = number if isinstance(number, int) else 0
                 self._holds.pop(name, None)
         for name in sorted(name for name, node in self._nodes.items() if node not in here):
             self._fault(name, where, "is not there")

@@ -22,6 +22,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.aggregation import Weights, client_weights, weighted_mean
 from lit_dpret.federated.fed_negatives import SENT_AS, Block, FedPool, merge_lists, pool_of
 from lit_dpret.federated.flower.library import Context, Grid, RecordDict, ServerApp
+from lit_dpret.federated.flower.masked_round import MaskedRound, numbers_of
 from lit_dpret.federated.flower.payloads import (
     SCHEMA,
     block_of,
@@ -36,6 +37,7 @@ from lit_dpret.federated.flower.payloads import (
     weights_record,
 )
 from lit_dpret.federated.flower.roster import Roster
+from lit_dpret.federated.flower.sum_messages import ACTS
 from lit_dpret.federated.selection import Site, select_clients
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.storage import keep_facts, save_tensors
@@ -43,6 +45,7 @@ from lit_dpret.progress import ProgressLine
 
 PHASES = {
     "train.stage1": "stage 1",
+    **{f"train.{act}": "stage 1" for act in ACTS},
     "query.fedneg_request": "requests",
     "query.fedneg_serve": "responses",
     "train.personalise": "pools",
@@ -118,18 +121,18 @@ class FlowerFederation:
         sites: Mapping[str, Site] | None = None,
     ) -> None:
         self.settings = settings.check()
-        if settings.secure_sum:
-            raise ConfigurationError(
-                "federated.secure_sum=true is not done by messages yet: these apps would send every update in clear. "
-                "Set it to false, or run all silos in one process (lit_dpret.federated.inprocess)."
-            )
         if min_clients < 1:
             raise ConfigurationError(f"federated.min_clients={min_clients} must be at least 1.")
         self.start, self.folder, self.dim = dict(start), Path(folder), dim
         self.min_clients = min_clients
         self.sites = dict(sites or {})
         facts = {"seed": settings.seed, **asdict(settings.privacy)}
-        began = {**facts, **asdict(settings.stage1), "start": fingerprint(self.start)}
+        began = {
+            **facts,
+            **asdict(settings.stage1),
+            "start": fingerprint(self.start),
+            "secure_sum": settings.secure_sum,
+        }
         keep_facts(self.folder / "run.json", "server", began)
         if settings.stage2.epochs:
             kind = f"personal-{settings.stage2.negatives}"
@@ -167,6 +170,8 @@ class FlowerFederation:
 
     def _round(self, grid: Grid, weights: Weights, number: int) -> Weights:
         where = f"stage 1, round {number}"
+        if self.settings.secure_sum:
+            return self._masked_round(grid, weights, number, where)
         sent = weights_record(weights)
         contents: dict[str, RecordDict] = {}
         for name in self._present(grid, where):
@@ -178,17 +183,37 @@ class FlowerFederation:
             where,
         )
         if len(updates) < self.min_clients:
-            raise DataError(
-                f"{where}: {len(updates)} silos sent an update, and federated.min_clients={self.min_clients}. "
-                f"{' '.join(fault for fault in self.result.faults if fault.startswith(where))} Start again when they "
-                "are back: what is finished is kept."
-            )
+            why = f"{len(updates)} silos sent an update, and federated.min_clients={self.min_clients}."
+            raise DataError(self._refused(where, why))
         stage = self.settings.stage1
         shares = client_weights(
             {name: self._roster.examples[name] for name in updates}, stage.weighting, n_hat=stage.n_hat
         )
         self.result.rounds[number] = sorted(updates)
         return weighted_mean(updates, shares)
+
+    def _masked_round(self, grid: Grid, weights: Weights, number: int, where: str) -> Weights:
+        names = self._present(grid, where)
+        masked = MaskedRound(
+            settings=self.settings,
+            weights=weights,
+            number=number,
+            numbers=numbers_of(names, self._roster.numbers, roster=self.settings.roster),
+            exchange=lambda kind, contents: self._exchange(grid, kind, contents, where),
+            envelope=self._envelope,
+            faults=self.result.faults,
+            where=where,
+            min_clients=self.min_clients,
+        )
+        try:
+            found, self.result.rounds[number] = masked.run(self.folder / f"unmasking-{number:03}.json")
+        except DataError as error:
+            raise DataError(self._refused(where, str(error)), kind=error.kind) from error
+        return found
+
+    def _refused(self, where: str, why: str) -> str:
+        faults = " ".join(fault for fault in self.result.faults if fault.startswith(where))
+        return f"{where}: {why} {faults} Start again when they are back: what is finished is kept."
 
     # -- stage 2 -------------------------------------------------------------------------------
 
