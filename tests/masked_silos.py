@@ -79,9 +79,10 @@ class Masked:
     """The run, its grid and its server."""
 
     def __init__(self, root: Path, settings: PddAs2 = MASKED, *, fate: Fate | None = None, silo: Any = Drifts,
-                 keys: Mapping[str, Credentials] | None = None, **server: Any) -> None:  # fmt: skip
+                 keys: Mapping[str, Credentials] | None = None, names: tuple[str, ...] = NAMES,
+                 **server: Any) -> None:  # fmt: skip
         self.root, self.settings, self._silo, self._keys = root, settings, silo, dict(keys or {})
-        nodes = {number: {"client": name} for number, name in enumerate(NAMES, start=10)}
+        nodes = {number: {"client": name} for number, name in enumerate(names, start=10)}
         self.grid = WritesDown(build_client_app(self.client), nodes, fate=fate)
         self.server = FlowerFederation(settings, START, root / "server", dim=16, wait=0.0, **server)
 

@@ -184,6 +184,8 @@ class PddAs2:
         update_limit: The largest change of one weight in a round that fits under the masks; larger ones are cut.
         sum_threshold: How many clients a sum has to be of, and to unmask it; more than half of those that begin a
             round. Null for more than two thirds of them.
+        seal: Encrypt what silos ask and answer each other end to end, so that the server sees sizes alone
+            (`lit_dpret.federated.sealing`).
         roster: Every client has a long-term signing key and the list of everybody's, and takes no key that is not
             signed by one of them; without it the server's word for whose a key is is taken.
         seed: Public.
@@ -195,6 +197,7 @@ class PddAs2:
     secure_sum: bool = False
     update_limit: float = 1.0
     sum_threshold: int | None = None
+    seal: bool = False
     roster: bool = False
     seed: int = 0
 
@@ -224,10 +227,10 @@ class PddAs2:
                     f"federated.sum_threshold={self.sum_threshold} must be at least 3: of a sum of two, each knows the "
                     "other's update."
                 )
-        if self.roster and not self.secure_sum:
+        if self.roster and not (self.secure_sum or self.seal):
             raise ConfigurationError(
-                "federated.roster=true signs the keys of the secure sum, and nothing else has keys. Set "
-                "federated.secure_sum=true, or roster=false."
+                "federated.roster=true signs the keys of the secure sum and of sealing, and there is neither. Set "
+                "federated.secure_sum=true or federated.seal=true, or roster=false."
             )
         fed = self.stage2.negatives == "fed" and self.stage2.epochs > 0
         if fed and self.stage2.response == "dp_centroid" and self.privacy.collection_eps is None:

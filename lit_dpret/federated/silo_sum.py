@@ -61,7 +61,7 @@ class SumPlan:
         try:
             return Session(name=name, clients=self.clients, threshold=threshold or 0)
         except ConfigurationError as error:
-            raise DataError(f"Round {self.round}: {error}", kind="too few clients") from error
+            raise DataError(str(error), kind="too few clients") from error
 
 
 class SiloSum:

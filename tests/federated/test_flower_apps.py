@@ -75,9 +75,15 @@ def personal(state: Path, settings: PddAs2) -> dict[str, torch.Tensor]:
     return load_file(state / f"personal-{settings.stage2.negatives}-000.safetensors")
 
 
-@pytest.mark.parametrize("request_", ["exact", pytest.param("none", marks=pytest.mark.slow)])
-def test_by_messages_the_same_weights_and_measures_come_out_as_in_one_process(request_: Any, tmp_path: Path) -> None:
-    settings = replace(SMALL, stage2=replace(SMALL.stage2, request=request_))
+@pytest.mark.parametrize(
+    ("request_", "seal"),
+    [("exact", False), pytest.param("none", False, marks=pytest.mark.slow),
+     pytest.param("exact", True, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_by_messages_the_same_weights_and_measures_come_out_as_in_one_process(
+    request_: Any, seal: bool, tmp_path: Path
+) -> None:
+    settings = replace(SMALL, stage2=replace(SMALL.stage2, request=request_), seal=seal)
     engine = federation(tmp_path, settings)
     expected = engine.run()
     run = Run(tmp_path, settings, share=True)
@@ -181,8 +187,14 @@ def test_a_round_with_too_few_updates_ends_the_run_and_a_new_start_goes_on_from_
         FlowerFederation(only_stage1(rounds=3), {}, tmp_path / "flower" / "server", dim=DIM)
 
 
-def test_under_a_budget_no_count_and_no_measure_leaves_a_silo_and_its_ledger_is_not_forgotten(tmp_path: Path) -> None:
-    run = Run(tmp_path, PRIVATE, share=True)
+@pytest.mark.parametrize(
+    "hidden", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in clear", "masked, sealed"]
+)
+def test_under_a_budget_no_count_and_no_measure_leaves_a_silo_and_its_ledger_is_not_forgotten(
+    hidden: bool, tmp_path: Path
+) -> None:
+    settings = replace(PRIVATE, secure_sum=hidden, seal=hidden)
+    run = Run(tmp_path, settings, share=True)
     declare_public(tmp_path)
     result = run.launch()
     assert not result.faults and set(run.server._roster.examples.values()) == {1}
@@ -195,7 +207,7 @@ def test_under_a_budget_no_count_and_no_measure_leaves_a_silo_and_its_ledger_is_
     assert client.ledger is not None
     kept = client.ledger.path.read_bytes()
     client.ledger.path.write_bytes(kept[: len(kept) // 2])
-    run.server = FlowerFederation(PRIVATE, run.server.start, tmp_path / "other", dim=DIM, min_clients=3)
+    run.server = FlowerFederation(settings, run.server.start, tmp_path / "other", dim=DIM, min_clients=3)
     with pytest.raises(DataError, match=r"node 10 did not introduce itself: failed: LedgerError"):
         run.launch()
 

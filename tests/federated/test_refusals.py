@@ -94,6 +94,16 @@ def test_the_trust_table_of_a_private_run_has_nothing_in_clear_and_names_budgets
     assert "each passage, eps=2" in trust_table(centroids.check())
 
 
+def test_with_sealing_the_server_sees_sizes_and_the_table_still_says_what_the_silos_see() -> None:
+    table = trust_table(PddAs2(seal=True).check())
+    assert table.count("| who asks whom, and sizes |") == 2
+    assert table.count("sealed from the server, with keys taken on trust; against the silos: none: in clear") == 2
+    assert "all of them (those that are asked)" in table and "all of it (the asker)" in table
+    private = trust_table(changed(PRIVATE, seal=True, roster=True).check())
+    assert "sealed from the server, with keys signed by the roster; differential privacy" in private
+    assert "in clear" not in private and "taken on trust" not in private
+
+
 def test_every_setting_that_is_refused_under_a_budget_shows_in_the_table_without_one() -> None:
     assert all("in clear" in line for line in trust_table(changed(PRIVATE, privacy={"eps": None},
                stage2={"request": "exact", "response": "raw"})).splitlines()[2:5])  # fmt: skip

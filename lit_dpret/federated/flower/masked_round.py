@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import DataError
 from lit_dpret.federated.aggregation import Weights
 from lit_dpret.federated.flower.library import RecordDict
 from lit_dpret.federated.flower.payloads import digest_of, fingerprint, weights_record
@@ -188,17 +188,3 @@ class MaskedRound:
                 "given up, and nothing of it can be unmasked.",
                 kind="too few clients",
             )
-
-
-def numbers_of(names: list[str], known: Mapping[str, int], *, roster: bool) -> dict[str, int]:
-    """The silos' numbers in a sum: those of the roster, or in the order of their names.
-
-    Raises:
-        ConfigurationError: There is a roster, and a silo has no number.
-    """
-    if not roster:
-        return {name: place for place, name in enumerate(sorted(names), start=1)}
-    odd = next((name for name in names if not known.get(name)), None)
-    if odd is not None:
-        raise ConfigurationError(f"federated.roster=true, and client {odd!r} has no number on a roster.")
-    return {name: known[name] for name in names}

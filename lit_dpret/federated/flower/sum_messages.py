@@ -117,10 +117,10 @@ def secagg_setup(client: SiloClient, content: RecordDict, head: Mapping[str, Any
     """Act 1: one local epoch from the global weights, which stays here; keys."""
     weights = weights_of(content, _SERVER, like=client.model[0])
     plan = SumPlan(
-        run=digest_of(client.settings), round=_whole(head, "round"), attempt=_attempt(head),
+        run=digest_of(client.settings), round=whole(head, "round"), attempt=_attempt(head),
         weights=fingerprint(weights), clients=_numbers(head, "clients"),
     )  # fmt: skip
-    number = _whole(head, "number")
+    number = whole(head, "number")
     plan.session(client.settings.sum_threshold)  # refused before anything is learned
     update = client.train_shared(weights, plan.round)
     reply = envelope()
@@ -181,7 +181,12 @@ def _attempt(head: Mapping[str, Any]) -> str:
     return value
 
 
-def _whole(head: Mapping[str, Any], name: str) -> int:
+def whole(head: Mapping[str, Any], name: str) -> int:
+    """A number of a message's head.
+
+    Raises:
+        DataError: It is none.
+    """
     value = head.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise DataError(f"The server's {name} is {value!r} and no number.", kind="bad message")
