@@ -135,3 +135,25 @@ def test_planted_silos_are_measured_for_every_system(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())
     assert len(report["systems"]) == 5 and all(len(values) == 1 for values in report["systems"].values())
+
+
+@pytest.mark.slow
+def test_sealing_makes_requests_no_larger_and_answers_larger_only_where_the_server_merged_them(tmp_path: Path) -> None:
+    pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
+    out = tmp_path / "sealing.json"
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "fed_sealing.py"),
+        "--silos",
+        "3",
+        "--queries",
+        "40",
+        "--sentences",
+        "200",
+    ]
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = {row["request"]: row for row in json.loads(out.read_text())["rows"]}
+    assert rows["exact"]["sealed"]["up"] < 1.05 * rows["exact"]["clear"]["up"]
+    assert rows["exact"]["sealed"]["down"] > 1.05 * rows["exact"]["clear"]["down"]
+    assert rows["dp_centroid"]["sealed"]["down"] < 1.1 * rows["dp_centroid"]["clear"]["down"]

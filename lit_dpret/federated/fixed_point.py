@@ -32,7 +32,7 @@ class FixedPoint:
     def __post_init__(self) -> None:
         if not 0 < self.limit < float("inf") or self.clients < 1:
             raise ConfigurationError(
-                f"federated.secure_sum.limit={self.limit} must be positive and finite, for at least one client "
+                f"federated.update_limit={self.limit} must be positive and finite, for at least one client "
                 f"({self.clients})."
             )
 

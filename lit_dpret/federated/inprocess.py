@@ -150,7 +150,7 @@ class InProcessFederation:
         if self.settings.secure_sum:
             return secure_mean(
                 weights, updates, shares, limit=self.settings.update_limit, name=f"stage 1, round {number}",
-                faults=self.result.faults,
+                threshold=self.settings.sum_threshold, faults=self.result.faults,
             )  # fmt: skip
         good: dict[str, Mapping[str, Tensor]] = {}
         for name, update in updates.items():

@@ -37,23 +37,10 @@ import numpy as np
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.fixed_point import Words
+from lit_dpret.federated.keys import agreed, is_signed, key_stream, label, new_key, public_of, seal, sign, unseal
 from lit_dpret.federated.shamir import SECRET_BYTES, SHARE_BYTES, join, split
 
-try:
-    from cryptography.exceptions import InvalidSignature, InvalidTag
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
-    from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
-    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-except ImportError as error:  # pragma: no cover
-    raise ConfigurationError(
-        'federated.secure_sum needs the package cryptography: pip install "lit-dpret[federated]".'
-    ) from error
-
-_RAW = serialization.Encoding.Raw
-_PUBLIC = serialization.PublicFormat.Raw
+_SALT = b"lit-dpret secure sum/1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +73,8 @@ class Session:
             object.__setattr__(self, "threshold", 2 * count // 3 + 1)
         if not count // 2 < self.threshold <= count:
             raise ConfigurationError(
-                f"federated.secure_sum.threshold={self.threshold} must be more than half of {count} clients, and no "
-                "more than all: two halves could otherwise be asked for different things."
+                f"federated.sum_threshold={self.threshold} must be more than half of {count} clients, and no more than "
+                "all: two halves could otherwise be asked for different things."
             )
 
 
@@ -134,7 +121,7 @@ class Client:
             raise ConfigurationError("A signing key and the roster of everybody's public keys go together.")
         self.session, self.number = session, number
         self._identity, self._roster = identity, roster
-        self._seal, self._mask = X25519PrivateKey.generate(), X25519PrivateKey.generate()
+        self._seal, self._mask = new_key(), new_key()
         self._seed = secrets.token_bytes(SECRET_BYTES)
         self._peers: dict[int, Keys] = {}
         self._held: dict[int, tuple[bytes, bytes]] = {}
@@ -142,11 +129,11 @@ class Client:
 
     def advertise(self) -> Keys:
         """Act 1."""
-        seal, mask = (_public(key) for key in (self._seal, self._mask))
+        sealing, mask = public_of(self._seal), public_of(self._mask)
         signature = b""
         if self._identity is not None:
-            signature = Ed25519PrivateKey.from_private_bytes(self._identity).sign(self._signed(self.number, seal, mask))
-        return Keys(self.number, seal, mask, signature)
+            signature = sign(self._identity, self._signed(self.number, sealing, mask))
+        return Keys(self.number, sealing, mask, signature)
 
     def share(self, advertised: Iterable[Keys]) -> dict[int, bytes]:
         """Act 2: a sealed pair of shares for every peer that advertised.
@@ -159,7 +146,7 @@ class Client:
         self._peers = {keys.client: keys for keys in found}
         if len(self._peers) != len(found) or not set(self._peers) <= set(self.session.clients):
             raise DataError("The server relayed keys of unknown clients, or two of one client.", kind="bad protocol")
-        if self.number not in self._peers or self._peers[self.number].mask != _public(self._mask):
+        if self.number not in self._peers or self._peers[self.number].mask != public_of(self._mask):
             raise DataError(
                 "The server relayed other keys than this client's own under its number.", kind="bad protocol"
             )
@@ -169,9 +156,8 @@ class Client:
         for keys in found:
             self._verify(keys)
         holders = sorted(self._peers)
-        mask_key = self._mask.private_bytes(_RAW, serialization.PrivateFormat.Raw, serialization.NoEncryption())
         seeds = split(self._seed, threshold=self.session.threshold, holders=holders)
-        keys_ = split(mask_key, threshold=self.session.threshold, holders=holders)
+        keys_ = split(self._mask, threshold=self.session.threshold, holders=holders)
         self._held[self.number] = (seeds[self.number], keys_[self.number])
         return {peer: self._sealed(peer, seeds[peer] + keys_[peer]) for peer in holders if peer != self.number}
 
@@ -230,6 +216,23 @@ class Client:
             {peer: self._held[peer][1] for peer in sorted(lost)},
         )
 
+    def to_state(self) -> dict[str, Any]:
+        """All that the client knows, its secrets included, as plain words: for its owner's eyes and disk alone."""
+        peers = [[one.client, one.seal.hex(), one.mask.hex(), one.signature.hex()] for one in self._peers.values()]
+        return {
+            "seal": self._seal.hex(), "mask": self._mask.hex(), "seed": self._seed.hex(),
+            "peers": peers, "held": [[peer, seed.hex(), key.hex()] for peer, (seed, key) in self._held.items()],
+            "masked": self._masked, "done": self._done,
+        }  # fmt: skip
+
+    def go_on(self, state: Mapping[str, Any]) -> Client:
+        """The client that `to_state` was asked for, in another process; its session is the same."""
+        self._seal, self._mask, self._seed = (bytes.fromhex(state[name]) for name in ("seal", "mask", "seed"))
+        self._peers = {peer: Keys(peer, *map(bytes.fromhex, keys)) for peer, *keys in state["peers"]}
+        self._held = {peer: (bytes.fromhex(seed), bytes.fromhex(key)) for peer, seed, key in state["held"]}
+        self._masked, self._done = bool(state["masked"]), bool(state["done"])
+        return self
+
     def _need(self, count: int, what: str) -> None:
         if count < self.session.threshold:
             raise DataError(
@@ -238,35 +241,31 @@ class Client:
                 kind="too few clients",
             )
 
-    def _signed(self, client: int, seal: bytes, mask: bytes) -> bytes:
-        return b"lit-dpret secure sum/1\0" + _label(self.session, "keys", client) + seal + mask
+    def _signed(self, client: int, sealing: bytes, mask: bytes) -> bytes:
+        return b"lit-dpret secure sum/1\0" + _about(self.session, "keys", client) + sealing + mask
 
     def _verify(self, keys: Keys) -> None:
         if self._roster is None:
             return
-        try:
-            known = Ed25519PublicKey.from_public_bytes(self._roster[keys.client])
-            known.verify(keys.signature, self._signed(keys.client, keys.seal, keys.mask))
-        except (KeyError, InvalidSignature) as error:
+        known = self._roster.get(keys.client)
+        if known is None or not is_signed(known, keys.signature, self._signed(keys.client, keys.seal, keys.mask)):
             raise DataError(
                 f"The keys of client {keys.client} are not signed by the key of the roster: somebody else made them.",
-                kind="bad signature",
-            ) from error
+                kind=f"bad signature of client {keys.client}",
+            )
 
-    def _box(self, peer: int) -> ChaCha20Poly1305:
-        secret = self._seal.exchange(X25519PublicKey.from_public_bytes(self._peers[peer].seal))
+    def _box(self, peer: int) -> bytes:
         low, high = sorted((self.number, peer))
-        return ChaCha20Poly1305(_derived(secret, _label(self.session, "seal", low, high)))
+        return agreed(self._seal, self._peers[peer].seal, salt=_SALT, info=_about(self.session, "seal", low, high))
 
     def _sealed(self, peer: int, shares: bytes) -> bytes:
-        nonce = secrets.token_bytes(12)
-        return nonce + self._box(peer).encrypt(nonce, shares, _label(self.session, "shares", self.number, peer))
+        return seal(self._box(peer), shares, _about(self.session, "shares", self.number, peer))
 
     def _opened(self, peer: int, box: bytes) -> bytes:
-        try:
-            return self._box(peer).decrypt(box[:12], box[12:], _label(self.session, "shares", peer, self.number))
-        except InvalidTag as error:
-            raise DataError(f"The shares of client {peer} were changed on the way.", kind="bad protocol") from error
+        found = unseal(self._box(peer), box, _about(self.session, "shares", peer, self.number))
+        if found is None or len(found) != 2 * SHARE_BYTES:
+            raise DataError(f"The shares of client {peer} were changed on the way.", kind="bad protocol")
+        return found
 
     def _pairwise(self, peer: int) -> bytes:
         return pair_key(self.session, self._mask, self._peers[peer].mask, self.number, peer)
@@ -323,8 +322,8 @@ class Server:
             seed = self._joined(answers, client, "seeds")
             total = total - stream(seed, length)
         for client in self.dead:
-            key = X25519PrivateKey.from_private_bytes(self._joined(answers, client, "keys"))
-            if _public(key) != self.keys[client].mask:
+            key = self._joined(answers, client, "keys")
+            if public_of(key) != self.keys[client].mask:
                 raise DataError(f"The shares of client {client} do not make its key.", kind="bad protocol")
             for peer in self.active:
                 pair = stream(pair_key(self.session, key, self.keys[peer].mask, client, peer), length)
@@ -339,33 +338,16 @@ class Server:
 
 def stream(key: bytes, words: int) -> Words:
     """So many words of the ChaCha20 key stream under ``key``; each key serves one sum alone."""
-    encryptor = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
-    found: Any = np.frombuffer(encryptor.update(bytes(4 * words)), dtype="<u4")
+    found: Any = np.frombuffer(key_stream(key, 4 * words), dtype="<u4")
     words_: Words = found.astype(np.uint32)
     return words_
 
 
-def pair_key(session: Session, own: X25519PrivateKey, other: bytes, one: int, two: int) -> bytes:
+def pair_key(session: Session, own: bytes, other: bytes, one: int, two: int) -> bytes:
     """The key of the mask between two clients, the same from either side."""
     low, high = sorted((one, two))
-    return _derived(own.exchange(X25519PublicKey.from_public_bytes(other)), _label(session, "mask", low, high))
+    return agreed(own, other, salt=_SALT, info=_about(session, "mask", low, high))
 
 
-def new_identity() -> tuple[bytes, bytes]:
-    """A long-term signing key and its public half, for the roster."""
-    key = Ed25519PrivateKey.generate()
-    return key.private_bytes(_RAW, serialization.PrivateFormat.Raw, serialization.NoEncryption()), _public(key)
-
-
-def _public(key: X25519PrivateKey | Ed25519PrivateKey) -> bytes:
-    return key.public_key().public_bytes(_RAW, _PUBLIC)
-
-
-def _label(session: Session, purpose: str, *numbers: int) -> bytes:
-    parts = [session.name, purpose, *map(str, numbers), str(session.threshold), *map(str, session.clients)]
-    data = [part.encode() for part in parts]
-    return b"".join(len(part).to_bytes(4, "big") + part for part in data)
-
-
-def _derived(secret: bytes, info: bytes) -> bytes:
-    return HKDF(algorithm=hashes.SHA256(), length=32, salt=b"lit-dpret secure sum/1", info=info).derive(secret)
+def _about(session: Session, purpose: str, *numbers: int) -> bytes:
+    return label(session.name, purpose, *numbers, session.threshold, *session.clients)

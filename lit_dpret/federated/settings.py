@@ -203,6 +203,12 @@ class PddAs2:
         privacy: See `FederatedPrivacy`.
         secure_sum: Add the clients' updates up under masks (`lit_dpret.federated.secure_sum`).
         update_limit: The largest change of one weight in a round that fits under the masks; larger ones are cut.
+        sum_threshold: How many clients a sum has to be of, and to unmask it; more than half of those that begin a
+            round. Null for more than two thirds of them.
+        seal: Encrypt what silos ask and answer each other end to end, so that the server sees sizes alone
+            (`lit_dpret.federated.sealing`).
+        roster: Every client has a long-term signing key and the list of everybody's, and takes no key that is not
+            signed by one of them; without it the server's word for whose a key is is taken.
         seed: Public.
     """
 
@@ -211,6 +217,9 @@ class PddAs2:
     privacy: FederatedPrivacy = field(default_factory=FederatedPrivacy)
     secure_sum: bool = False
     update_limit: float = 1.0
+    sum_threshold: int | None = None
+    seal: bool = False
+    roster: bool = False
     seed: int = 0
 
     def check(self) -> PddAs2:
@@ -228,6 +237,21 @@ class PddAs2:
             raise ConfigurationError(
                 "federated.secure_sum=true with federated.stage1.weighting=examples: under masks a client's weight "
                 "needs a public bound. Set federated.stage1.weighting=capped with n_hat, or uniform."
+            )
+        if self.sum_threshold is not None:
+            if not self.secure_sum:
+                raise ConfigurationError(
+                    f"federated.sum_threshold={self.sum_threshold} goes with federated.secure_sum=true."
+                )
+            if self.sum_threshold < 3:
+                raise ConfigurationError(
+                    f"federated.sum_threshold={self.sum_threshold} must be at least 3: of a sum of two, each knows the "
+                    "other's update."
+                )
+        if self.roster and not (self.secure_sum or self.seal):
+            raise ConfigurationError(
+                "federated.roster=true signs the keys of the secure sum and of sealing, and there is neither. Set "
+                "federated.secure_sum=true or federated.seal=true, or roster=false."
             )
         fed = self.stage2.negatives == "fed" and self.stage2.epochs > 0
         if fed and self.stage2.response == "dp_centroid" and self.privacy.collection_eps is None:

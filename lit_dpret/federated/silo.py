@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -43,6 +44,9 @@ from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.privacy.releases import Poisson, SamplingLaw
 from lit_dpret.retrieval.metrics import Values
 
+if TYPE_CHECKING:  # it needs the package cryptography, which is of an extra
+    from lit_dpret.federated.credentials import Credentials
+
 _NOISE = "noise.json"
 MakeModule = Callable[..., AS2DualEncoder]
 """Builds the model: takes ``privacy``, ``optimizer_lr``, ``towers``, ``passage_tower`` and ``negatives``."""
@@ -61,6 +65,10 @@ class SiloClient:
         settings: Of the run, checked.
         make_module: Builds the model of each round; the encoder is public.
         secret_file: Keys the noise; null for the user's state folder.
+        credentials: The silo's signing key and the roster; needed with ``roster=true``, and used there alone.
+
+    Raises:
+        ConfigurationError: Credentials are missing, or somebody else's.
     """
 
     def __init__(
@@ -71,6 +79,7 @@ class SiloClient:
         make_module: MakeModule,
         *,
         secret_file: str | Path | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         self.settings = settings.check()
         self.folder, self.state = Path(data), Path(state)
@@ -84,6 +93,12 @@ class SiloClient:
         self.data = self._datamodule(settings.stage1.batch_size)
         silo = self.data.silo
         self.name = silo.name
+        self.credentials = credentials if settings.roster else None
+        if settings.roster and (credentials is None or credentials.name != self.name):
+            raise ConfigurationError(
+                f"federated.roster=true, and silo {self.name!r} has "
+                f"{'no signing key and roster' if credentials is None else 'the signing key of another silo'}."
+            )
         self.collection = SentenceCollection(silo.sentences, silo.passage_of)
         self.queries = dict(self.data.evaluation_set("train")[0])
         self._sentences: tuple[str, Tensor] | None = None

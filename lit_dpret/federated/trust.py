@@ -30,17 +30,19 @@ _NONE = "none: in clear"
 def sights(run: PddAs2) -> list[Sight]:
     """Everything that leaves a silo under these settings; nothing that is not listed does.
 
-    End-to-end sealing between silos is not part of this: what a silo sees of another, the server has relayed.
+    Without ``seal``, what a silo sees of another the server has relayed, and seen. Keys are the word of the server
+    unless there is a ``roster``.
     """
     eps = run.privacy.eps
     dp = _NONE if eps is None else f"differential privacy of each {run.privacy.unit}, eps={eps:g} for all that leaves"
     hidden = run.secure_sum
+    masks = f"masks, under an honest-but-curious server, with {_keys(run)}"
     found = [
         Sight(
             "the update of a round (stage 1)",
             "the sum over all silos" if hidden else "each silo's",
             "the mean, in the next global model",
-            f"{dp}; masks, under an honest-but-curious server" if hidden else dp,
+            f"{dp}; {masks}" if hidden else dp,
         )
     ]
     if run.stage1.weighting != "uniform":
@@ -49,7 +51,7 @@ def sights(run: PddAs2) -> list[Sight]:
                 "how many train queries a silo has",
                 "the sum of the weights" if hidden else "each silo's weight",
                 "nothing",
-                "masks" if hidden else _NONE,
+                masks if hidden else _NONE,
             )
         )
     if run.stage2.epochs and run.stage2.negatives == "fed":
@@ -59,6 +61,18 @@ def sights(run: PddAs2) -> list[Sight]:
         kept += ", how many train queries a silo has"
     found.append(Sight(f"{kept}: never", "nothing", "nothing", "they stay in the silo"))
     return found
+
+
+def _keys(run: PddAs2) -> str:
+    return "keys signed by the roster" if run.roster else "keys taken on trust"
+
+
+def _relayed(run: PddAs2, seen: str, limit: str) -> tuple[str, str]:
+    """What the server sees of something between two silos, and what protects it."""
+    if not run.seal:
+        return seen, limit
+    against = "against the silos: " if limit.startswith(_NONE) else ""
+    return "who asks whom, and sizes", f"sealed from the server, with {_keys(run)}; {against}{limit}"
 
 
 def _request(run: PddAs2, dp: str) -> Sight:
@@ -71,7 +85,8 @@ def _request(run: PddAs2, dp: str) -> Sight:
         "exact": ("the embedding of every train query", "all of them", _NONE),
         "dp_centroid": (f"{stage.centroids} noised centroids of the queries", "the centroids", dp),
     }[stage.request]
-    return Sight(f"a request for negatives: {what}", seen, f"{seen} (those that are asked)", limit)
+    server, limit = _relayed(run, seen, limit)
+    return Sight(f"a request for negatives: {what}", server, f"{seen} (those that are asked)", limit)
 
 
 def _response(run: PddAs2) -> Sight:
@@ -85,7 +100,8 @@ def _response(run: PddAs2) -> Sight:
         ),
         "synthetic": ("embeddings of texts of its DP generator", "the privacy card of the generator"),
     }[run.stage2.response]
-    return Sight(f"an answer with negatives: {what}", "all of it", "all of it (the asker)", limit)
+    server, limit = _relayed(run, "all of it", limit)
+    return Sight(f"an answer with negatives: {what}", server, "all of it (the asker)", limit)
 
 
 def trust_table(run: PddAs2) -> str:

@@ -75,9 +75,15 @@ def personal(state: Path, settings: PddAs2) -> dict[str, torch.Tensor]:
     return load_file(state / f"personal-{settings.stage2.negatives}-000.safetensors")
 
 
-@pytest.mark.parametrize("request_", ["exact", pytest.param("none", marks=pytest.mark.slow)])
-def test_by_messages_the_same_weights_and_measures_come_out_as_in_one_process(request_: Any, tmp_path: Path) -> None:
-    settings = replace(SMALL, stage2=replace(SMALL.stage2, request=request_))
+@pytest.mark.parametrize(
+    ("request_", "seal"),
+    [("exact", False), pytest.param("none", False, marks=pytest.mark.slow),
+     pytest.param("exact", True, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_by_messages_the_same_weights_and_measures_come_out_as_in_one_process(
+    request_: Any, seal: bool, tmp_path: Path
+) -> None:
+    settings = replace(SMALL, stage2=replace(SMALL.stage2, request=request_), seal=seal)
     engine = federation(tmp_path, settings)
     expected = engine.run()
     run = Run(tmp_path, settings, share=True)
@@ -100,6 +106,15 @@ def test_by_messages_the_same_weights_and_measures_come_out_as_in_one_process(re
     assert traffic["train.stage1"].down > 2 * 3 * weights and traffic["evaluate.retrieval"].down > 3 * weights
     for kind in ("query.fedneg_request", "query.fedneg_serve", "train.personalise"):
         assert traffic[kind].down < 3 * weights, kind
+
+
+def test_under_masks_by_messages_real_silos_get_the_weights_of_the_plain_mean(tmp_path: Path) -> None:
+    capped = replace(only_stage1(rounds=1), stage1=replace(only_stage1(rounds=1).stage1, weighting="capped", n_hat=30))
+    weights = federation(tmp_path, capped).train_shared()
+    result = Run(tmp_path, replace(capped, secure_sum=True)).launch()
+    assert not result.faults
+    for name, value in weights.items():
+        torch.testing.assert_close(result.weights[name], value, rtol=0, atol=2e-6)
 
 
 def test_a_silo_that_fails_in_a_round_is_named_the_round_goes_on_and_it_comes_back(tmp_path: Path) -> None:
@@ -172,8 +187,14 @@ def test_a_round_with_too_few_updates_ends_the_run_and_a_new_start_goes_on_from_
         FlowerFederation(only_stage1(rounds=3), {}, tmp_path / "flower" / "server", dim=DIM)
 
 
-def test_under_a_budget_no_count_and_no_measure_leaves_a_silo_and_its_ledger_is_not_forgotten(tmp_path: Path) -> None:
-    run = Run(tmp_path, PRIVATE, share=True)
+@pytest.mark.parametrize(
+    "hidden", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in clear", "masked, sealed"]
+)
+def test_under_a_budget_no_count_and_no_measure_leaves_a_silo_and_its_ledger_is_not_forgotten(
+    hidden: bool, tmp_path: Path
+) -> None:
+    settings = replace(PRIVATE, secure_sum=hidden, seal=hidden)
+    run = Run(tmp_path, settings, share=True)
     declare_public(tmp_path)
     result = run.launch()
     assert not result.faults and set(run.server._roster.examples.values()) == {1}
@@ -186,7 +207,7 @@ def test_under_a_budget_no_count_and_no_measure_leaves_a_silo_and_its_ledger_is_
     assert client.ledger is not None
     kept = client.ledger.path.read_bytes()
     client.ledger.path.write_bytes(kept[: len(kept) // 2])
-    run.server = FlowerFederation(PRIVATE, run.server.start, tmp_path / "other", dim=DIM, min_clients=3)
+    run.server = FlowerFederation(settings, run.server.start, tmp_path / "other", dim=DIM, min_clients=3)
     with pytest.raises(DataError, match=r"node 10 did not introduce itself: failed: LedgerError"):
         run.launch()
 
@@ -199,9 +220,7 @@ def test_a_silo_with_other_settings_refuses_and_the_server_hears_why(tmp_path: P
 
 
 def test_what_the_apps_do_not_do_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    masked = replace(SMALL, secure_sum=True, stage1=replace(SMALL.stage1, weighting="uniform"))
     for settings, more, message in (
-        (masked, {}, "secure_sum=true is not done by messages yet"),
         (SMALL, {"min_clients": 0}, "min_clients=0"),
         (SMALL, {"timeout": 0.0}, "timeout=0"),
     ):

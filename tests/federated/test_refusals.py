@@ -88,9 +88,20 @@ def test_the_trust_table_of_a_private_run_has_nothing_in_clear_and_names_budgets
     run = changed(PRIVATE, stage1={"weighting": "capped", "n_hat": 9}, secure_sum=True)
     table = trust_table(run.check())
     assert "in clear" not in table and "eps=20" in table and "the declaration" in table
-    assert "the sum over all silos" in table and "honest-but-curious" in table
+    assert "the sum over all silos" in table and "honest-but-curious server, with keys taken on trust" in table
+    assert "keys signed by the roster" in trust_table(changed(run, roster=True).check())
     centroids = changed(PRIVATE, stage2={"response": "dp_centroid", "request": "none"}, privacy={"collection_eps": 2.0})
     assert "each passage, eps=2" in trust_table(centroids.check())
+
+
+def test_with_sealing_the_server_sees_sizes_and_the_table_still_says_what_the_silos_see() -> None:
+    table = trust_table(PddAs2(seal=True).check())
+    assert table.count("| who asks whom, and sizes |") == 2
+    assert table.count("sealed from the server, with keys taken on trust; against the silos: none: in clear") == 2
+    assert "all of them (those that are asked)" in table and "all of it (the asker)" in table
+    private = trust_table(changed(PRIVATE, seal=True, roster=True).check())
+    assert "sealed from the server, with keys signed by the roster; differential privacy" in private
+    assert "in clear" not in private and "taken on trust" not in private
 
 
 def test_every_setting_that_is_refused_under_a_budget_shows_in_the_table_without_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.fixed_point import FixedPoint
-from lit_dpret.federated.secure_sum import Client, Keys, Server, Session, new_identity
+from lit_dpret.federated.keys import new_identity
+from lit_dpret.federated.secure_sum import Client, Keys, Server, Session
 from lit_dpret.federated.shamir import join, split
 
 NAMES = (1, 2, 3, 5, 8)
@@ -57,6 +59,31 @@ def test_the_secure_sum_is_the_plain_sum_of_those_who_stayed(before: tuple[int, 
     encoded = [run.fixed.encode(vector)[0] for vector in stayed]
     assert np.array_equal(run.total(), run.fixed.decode(np.sum(encoded, axis=0, dtype=np.uint32)))
     assert np.abs(np.sum(stayed, axis=0) - run.fixed.decode(np.sum(encoded, axis=0, dtype=np.uint32))).max() < 1e-6
+
+
+def test_a_client_that_is_another_process_after_every_act_gives_the_same_sum() -> None:
+    session = Session(name="s", clients=(1, 2, 3))
+    clients = {name: Client(session, name) for name in session.clients}
+
+    def restarted(client: Client) -> Client:
+        return Client(session, client.number).go_on(json.loads(json.dumps(client.to_state())))
+
+    found, fixed = vectors(names=(1, 2, 3)), FixedPoint(limit=8.0, clients=3)
+    keys = [client.advertise() for client in clients.values()]
+    clients = {name: restarted(client) for name, client in clients.items()}
+    server = Server(session)
+    server.keys = {one.client: one for one in keys}
+    routed = server.route({name: client.share(keys) for name, client in clients.items()})
+    clients = {name: restarted(client) for name, client in clients.items()}
+    for name, client in clients.items():
+        server.masked[name] = client.mask(fixed.encode(found[name])[0], routed[name])
+    clients = {name: restarted(client) for name, client in clients.items()}
+    with pytest.raises(ConfigurationError, match="two under the same masks"):
+        clients[1].mask(fixed.encode(found[1])[0], routed[1])
+    total = server.total([client.unmask(server.active, server.dead) for client in clients.values()])
+    assert np.abs(fixed.decode(total) - sum(found.values())).max() <= fixed.error
+    with pytest.raises(DataError, match="does so once"):
+        restarted(clients[2]).unmask((1, 2, 3), ())
 
 
 def test_clients_that_do_not_unmask_change_nothing_while_enough_do() -> None:

@@ -46,6 +46,16 @@ from lit_dpret.federated.flower.payloads import (
     weights_of,
     weights_record,
 )
+from lit_dpret.federated.flower.sealed_messages import (
+    REFRESH,
+    end_refresh,
+    refusals,
+    seal_key,
+    sealed_answers,
+    sealed_pool,
+    sealed_request,
+)
+from lit_dpret.federated.flower.sum_messages import ACTS, answered, end_sum
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.storage import save_tensors
 
@@ -69,6 +79,9 @@ def build_client_app(
         - A message is refused where server and silo have different settings, and where a ledger that this node
           knows is gone, or does not begin as it did.
         - Of an error no word but its kind leaves the silo.
+        - With ``secure_sum`` no update leaves the silo but under masks, and the secrets of a round are deleted by
+          whatever message comes after it.
+        - With ``seal`` no request row and no answer leaves the silo but in a letter to another one.
         - Measures are kept in the silo's state folder, and leave it under ``share_measures`` alone; under a budget
           never, since no ledger counts them.
 
@@ -90,6 +103,10 @@ def build_client_app(
                 if head.get("settings") != digest_of(client.settings):
                     raise DataError("The server's settings are not this silo's.", kind="other settings")
                 check_ledgers(client, context)
+                if action not in ACTS:
+                    end_sum(client)
+                if action not in REFRESH:
+                    end_refresh(client)
                 try:
                     reply = handler(client, message.content, head)
                 finally:
@@ -104,6 +121,9 @@ def build_client_app(
 
     register("query", "describe", describe)
     register("train", "stage1", train_stage1)
+    for act in ACTS:
+        register("train", act, partial(answered, act))
+    register("query", "seal_key", fedneg_key)
     register("query", "fedneg_request", fedneg_request)
     register("query", "fedneg_serve", fedneg_serve)
     register("train", "personalise", personalise)
@@ -115,29 +135,44 @@ def build_client_app(
 
 
 def describe(client: SiloClient, content: RecordDict, head: Mapping[str, Any]) -> RecordDict:
-    """Its name; how many train queries it has, where nothing is promised and the aggregation needs it."""
-    counted = client.settings.privacy.eps is None and client.settings.stage1.weighting != "uniform"
-    return envelope(name=client.name, examples=client.examples if counted else 1)
+    """Its name and number; how many train queries it has, where nothing is promised and the aggregation needs it."""
+    run = client.settings
+    counted = run.privacy.eps is None and run.stage1.weighting != "uniform" and not run.secure_sum
+    number = 0 if client.credentials is None else client.credentials.number
+    return envelope(name=client.name, number=number, examples=client.examples if counted else 1)
 
 
 def train_stage1(client: SiloClient, content: RecordDict, head: Mapping[str, Any]) -> RecordDict:
-    """One local epoch from the global weights."""
+    """One local epoch from the global weights, in clear: refused where the settings say that it goes under masks."""
+    if client.settings.secure_sum:
+        raise DataError("The server asks for an update in clear, under secure_sum=true.", kind="other settings")
     weights = weights_of(content, _SERVER, like=client.model[0])
     reply = envelope()
     reply["weights"] = weights_record(client.train_shared(weights, _number(head, "round")))
     return reply
 
 
+def fedneg_key(client: SiloClient, content: RecordDict, head: Mapping[str, Any]) -> RecordDict:
+    """A key for what is sealed in a refresh; it may be the first message with the global weights."""
+    global_weights(client, content, head)
+    return seal_key(client, content, head)
+
+
 def fedneg_request(client: SiloClient, content: RecordDict, head: Mapping[str, Any]) -> RecordDict:
-    """The rows that others are asked with."""
+    """The rows that others are asked with; under ``seal`` for their eyes alone."""
+    rows = client.request(global_weights(client, content, head), _number(head, "refresh"))
+    if client.settings.seal:
+        return sealed_request(client, content, head, rows)
     reply = envelope()
-    reply["rows"] = rows_record(client.request(global_weights(client, content, head), _number(head, "refresh")))
+    reply["rows"] = rows_record(rows)
     return reply
 
 
 def fedneg_serve(client: SiloClient, content: RecordDict, head: Mapping[str, Any]) -> RecordDict:
     """Answers to requests of others, who are numbers here and have no names."""
     weights, refresh = global_weights(client, content, head), _number(head, "refresh")
+    if client.settings.seal:
+        return sealed_answers(client, content, head, weights)
     reply = envelope()
     for asker in range(_number(head, "askers")):
         rows = rows_of(content, f"asker {asker}", name=f"rows.{asker}", dim=client.model[1])
@@ -147,13 +182,17 @@ def fedneg_serve(client: SiloClient, content: RecordDict, head: Mapping[str, Any
 
 def personalise(client: SiloClient, content: RecordDict, head: Mapping[str, Any]) -> RecordDict:
     """One local epoch of its own query encoder, which stays here."""
+    weights = global_weights(client, content, head)
     pool: FedPool | None = None
+    refused: dict[int, str] = {}
     epoch = _number(head, "epoch")
-    if client.settings.stage2.asks(epoch):
+    if client.settings.stage2.asks(epoch) and client.settings.seal:
+        pool, refused = sealed_pool(client, content, head, weights)
+    elif client.settings.stage2.asks(epoch):
         lists = client.examples if client.settings.stage2.request == "exact" else None
         pool = pool_of_record(content, _SERVER, dim=client.model[1], rows=lists)
-    client.personalise(global_weights(client, content, head), pool, epoch)
-    return envelope()
+    client.personalise(weights, pool, epoch)
+    return refusals(envelope(), refused)
 
 
 def evaluate(

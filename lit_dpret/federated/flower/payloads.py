@@ -47,8 +47,9 @@ def head_of(content: RecordDict, whose: str) -> Mapping[str, Any]:
 
 
 def payload_bytes(content: RecordDict) -> int:
-    """The size of a record's tensors on the wire."""
-    return sum(record.count_bytes() for record in content.array_records.values())
+    """The size of a record's tensors on the wire, and of keys, shares and boxes beside them."""
+    boxes = [record for name, record in content.config_records.items() if name != "head"]
+    return sum(record.count_bytes() for record in (*content.array_records.values(), *boxes))
 
 
 def digest_of(settings: PddAs2) -> str:
@@ -109,7 +110,15 @@ def rows_of(content: RecordDict, whose: str, *, name: str = "rows", dim: int | N
     Raises:
         DataError: They are missing, of another shape, or not finite.
     """
-    rows = _tensors(content, name, whose).get("rows")
+    return checked_rows(_tensors(content, name, whose).get("rows"), whose, dim=dim)
+
+
+def checked_rows(rows: Tensor | None, whose: str, *, dim: int | None) -> Tensor:
+    """Request rows, however they came, float32.
+
+    Raises:
+        DataError: They are missing, of another shape, or not finite.
+    """
     if rows is None or rows.dim() != 2 or rows.dtype not in _FLOATS or (dim is not None and rows.shape[1] != dim):
         shape = None if rows is None else tuple(rows.shape)
         raise DataError(
@@ -136,7 +145,16 @@ def block_of(
     Raises:
         DataError: Naming the client and what is wrong (`Block.check`).
     """
-    parts = _named(_tensors(content, name, f"client {client!r}"), client, ("embeddings", "starts", "entries"))
+    return block_of_parts(_tensors(content, name, f"client {client!r}"), client, rows=rows, dim=dim, limit=limit)
+
+
+def block_of_parts(found: Mapping[str, Tensor], client: str, *, rows: int, dim: int, limit: int | None) -> Block:
+    """An answer of one client, of its three tensors, however they came.
+
+    Raises:
+        DataError: Naming the client and what is wrong (`Block.check`).
+    """
+    parts = _named(found, client, ("embeddings", "starts", "entries"))
     block = Block(client, parts["embeddings"], parts["starts"].long(), parts["entries"].to(torch.int32))
     return block.check(rows=rows, dim=dim, limit=limit)
 

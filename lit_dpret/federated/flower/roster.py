@@ -25,18 +25,23 @@ class Roster:
         faults: Told of everything that went wrong.
         timeout: Seconds to wait for the answers of a round; null waits as long as Flower keeps messages.
         wait: Seconds to wait until enough silos are there.
+        numbered: A silo without a number on a roster of keys is left out.
 
     Raises:
         ConfigurationError: A number is out of range.
     """
 
-    def __init__(self, faults: list[str], *, timeout: float | None = None, wait: float = 60.0) -> None:
+    def __init__(
+        self, faults: list[str], *, timeout: float | None = None, wait: float = 60.0, numbered: bool = False
+    ) -> None:
         if not wait >= 0 or (timeout is not None and not timeout > 0):
             raise ConfigurationError(
                 f"federated.wait={wait} must not be negative, and federated.timeout={timeout} positive or null."
             )
         self.faults, self.timeout, self.wait = faults, timeout, wait
         self.examples: dict[str, int] = {}
+        self._numbered = numbered
+        self._numbers: dict[str, int] = {}
         self._nodes: dict[str, int] = {}
         self._holds: dict[str, str] = {}
 
@@ -65,17 +70,26 @@ class Roster:
             if not isinstance(answer, RecordDict):
                 self.faults.append(f"{where}: node {node} did not introduce itself: {answer or 'no answer'}.")
                 continue
-            name, examples = answer["head"].get("name"), answer["head"].get("examples")
+            name, examples, number = (answer["head"].get(what) for what in ("name", "examples", "number"))
             if not isinstance(name, str) or not name or not isinstance(examples, int) or examples < 1:
                 self.faults.append(f"{where}: node {node} has no name or no train query; it is left out.")
             elif self._nodes.get(name) in here:
                 self.faults.append(f"{where}: node {node} says that it is {name!r}, who is there already.")
+            elif self._numbered and not self._is_new(number, name):
+                self.faults.append(f"{where}: node {node} has no number on a roster of keys, or another silo's.")
             else:
                 self._nodes[name], self.examples[name] = node, examples
+                self._numbers[name] = number if self._numbered else 0
                 self._holds.pop(name, None)
         for name in sorted(name for name, node in self._nodes.items() if node not in here):
             self._fault(name, where, "is not there")
         return sorted(name for name, node in self._nodes.items() if node in here)
+
+    def numbers(self, names: list[str]) -> dict[str, int]:
+        """The numbers of silos towards each other: those of the roster of keys, or in the order of their names."""
+        if self._numbered:
+            return {name: self._numbers[name] for name in names}
+        return {name: place for place, name in enumerate(sorted(names), start=1)}
 
     def lacks(self, name: str, what: str) -> bool:
         """Whether a silo still has to be sent this; it is taken to have it from now on, until it fails."""
@@ -101,6 +115,10 @@ class Roster:
             else:
                 self._fault(name, where, answer or f"did not answer within {self.timeout} seconds")
         return found
+
+    def _is_new(self, number: object, name: str) -> bool:
+        whole = isinstance(number, int) and not isinstance(number, bool) and number > 0
+        return whole and all(known != number for other, known in self._numbers.items() if other != name)
 
     def _send(self, grid: Grid, kind: str, contents: Mapping[int, RecordDict]) -> dict[int, RecordDict | str]:
         """By node its answer, or what is wrong with it; nothing of a node that did not answer in time."""

@@ -14,29 +14,26 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.aggregation import Weights, client_weights, weighted_mean
-from lit_dpret.federated.fed_negatives import SENT_AS, Block, FedPool, merge_lists, pool_of
 from lit_dpret.federated.flower.library import Context, Grid, RecordDict, ServerApp
+from lit_dpret.federated.flower.masked_round import MaskedRound
 from lit_dpret.federated.flower.payloads import (
     SCHEMA,
-    block_of,
     digest_of,
     envelope,
     fingerprint,
     payload_bytes,
-    pool_record,
-    rows_of,
-    rows_record,
     weights_of,
     weights_record,
 )
+from lit_dpret.federated.flower.relay import Relay
 from lit_dpret.federated.flower.roster import Roster
-from lit_dpret.federated.selection import Site, select_clients
+from lit_dpret.federated.flower.sum_messages import ACTS
+from lit_dpret.federated.selection import Site
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.storage import keep_facts, save_tensors
 from lit_dpret.progress import ProgressLine
@@ -44,6 +41,8 @@ from lit_dpret.whole_file import write_whole
 
 PHASES = {
     "train.stage1": "stage 1",
+    **{f"train.{act}": "stage 1" for act in ACTS},
+    "query.seal_key": "requests",
     "query.fedneg_request": "requests",
     "query.fedneg_serve": "responses",
     "train.personalise": "pools",
@@ -124,24 +123,24 @@ class FlowerFederation:
         sites: Mapping[str, Site] | None = None,
     ) -> None:
         self.settings = settings.check()
-        if settings.secure_sum:
-            raise ConfigurationError(
-                "federated.secure_sum=true is not done by messages yet: these apps would send every update in clear. "
-                "Set it to false, or run all silos in one process (lit_dpret.federated.inprocess)."
-            )
         if min_clients < 1:
             raise ConfigurationError(f"federated.min_clients={min_clients} must be at least 1.")
         self.start, self.folder, self.dim = dict(start), Path(folder), dim
         self.min_clients = min_clients
         self.sites = dict(sites or {})
         facts = {"seed": settings.seed, **asdict(settings.privacy)}
-        began = {**facts, **asdict(settings.stage1), "start": fingerprint(self.start)}
+        began = {
+            **facts,
+            **asdict(settings.stage1),
+            "start": fingerprint(self.start),
+            "secure_sum": settings.secure_sum,
+        }
         keep_facts(self.folder / "run.json", "server", began)
         if settings.stage2.epochs:
             kind = f"personal-{settings.stage2.negatives}"
             keep_facts(self.folder / "run.json", kind, {**facts, **asdict(settings.stage2)})
         self.result = FlowerResult()
-        self._roster = Roster(self.result.faults, timeout=timeout, wait=wait)
+        self._roster = Roster(self.result.faults, timeout=timeout, wait=wait, numbered=settings.roster)
 
     def run(
         self, grid: Grid, *, measure: Sequence[str] = ("bm25", "stage1", "stage2"), split: str = "test"
@@ -184,6 +183,8 @@ class FlowerFederation:
 
     def _round(self, grid: Grid, weights: Weights, number: int) -> Weights:
         where = f"stage 1, round {number}"
+        if self.settings.secure_sum:
+            return self._masked_round(grid, weights, number, where)
         sent = weights_record(weights)
         contents: dict[str, RecordDict] = {}
         for name in self._present(grid, where):
@@ -195,17 +196,37 @@ class FlowerFederation:
             where,
         )
         if len(updates) < self.min_clients:
-            raise DataError(
-                f"{where}: {len(updates)} silos sent an update, and federated.min_clients={self.min_clients}. "
-                f"{' '.join(fault for fault in self.result.faults if fault.startswith(where))} Start again when they "
-                "are back: what is finished is kept."
-            )
+            why = f"{len(updates)} silos sent an update, and federated.min_clients={self.min_clients}."
+            raise DataError(self._refused(where, why))
         stage = self.settings.stage1
         shares = client_weights(
             {name: self._roster.examples[name] for name in updates}, stage.weighting, n_hat=stage.n_hat
         )
         self.result.rounds[number] = sorted(updates)
         return weighted_mean(updates, shares)
+
+    def _masked_round(self, grid: Grid, weights: Weights, number: int, where: str) -> Weights:
+        numbers = self._roster.numbers(self._present(grid, where))
+        try:
+            masked = MaskedRound(
+                settings=self.settings,
+                weights=weights,
+                number=number,
+                numbers=numbers,
+                exchange=lambda kind, contents: self._exchange(grid, kind, contents, where),
+                envelope=self._envelope,
+                faults=self.result.faults,
+                where=where,
+                min_clients=self.min_clients,
+            )
+            found, self.result.rounds[number] = masked.run(self.folder / f"unmasking-{number:03}.json")
+        except DataError as error:
+            raise DataError(self._refused(where, str(error)), kind=error.kind) from error
+        return found
+
+    def _refused(self, where: str, why: str) -> str:
+        faults = " ".join(fault for fault in self.result.faults if fault.startswith(where))
+        return f"{where}: {why} {faults} Start again when they are back: what is finished is kept."
 
     # -- stage 2 -------------------------------------------------------------------------------
 
@@ -219,75 +240,29 @@ class FlowerFederation:
                     continue
                 where = f"stage 2, epoch {number}"
                 names = self._present(grid, where)
-                pools = self._pools(grid, names, weights, number) if stage.asks(number) else None
+                relay, numbers = self._relay(grid, weights, number), self._roster.numbers(names)
+                pools = relay.pools(names, numbers) if stage.asks(number) else {name: {} for name in names}
                 contents: dict[str, RecordDict] = {}
-                for name in names if pools is None else pools:
+                for name, records in pools.items():
                     contents[name] = self._global(name, weights, epoch=number)
-                    if pools is not None:
-                        contents[name]["pool"] = pool_record(pools[name], send_as=SENT_AS[stage.send_as])
+                    for kind, record in records.items():
+                        contents[name][kind] = record
                 finished = self._exchange(grid, "train.personalise", contents, where)
+                for name, content in finished.items():
+                    relay.told(name, content, {place: silo for silo, place in numbers.items()})
                 _write_json(done, {"schema": SCHEMA, "silos": sorted(finished)})
                 progress(number + 1, stage.epochs)
 
-    def _pools(self, grid: Grid, names: list[str], weights: Mapping[str, Tensor], refresh: int) -> dict[str, FedPool]:
-        """What the selected silos answer to each silo's request; one message to each of them for all who ask."""
-        stage, where = self.settings.stage2, f"refresh {refresh}"
-        requests = {name: self._global(name, weights, refresh=refresh) for name in names}
-        rows = self._read(
-            self._exchange(grid, "query.fedneg_request", requests, where),
-            lambda name, content: rows_of(content, f"client {name!r}", dim=self.dim),
-            where,
+    def _relay(self, grid: Grid, weights: Mapping[str, Tensor], refresh: int) -> Relay:
+        return Relay(
+            settings=self.settings,
+            sites=self.sites,
+            dim=self.dim,
+            refresh=refresh,
+            exchange=lambda kind, contents: self._exchange(grid, kind, contents, f"refresh {refresh}"),
+            message=lambda name, **facts: self._global(name, weights, **facts),
+            faults=self.result.faults,
         )
-        sites = {name: self.sites.get(name, Site()) for name in names}
-        seed = self.settings.seed
-        askers: dict[str, list[str]] = {name: [] for name in names}
-        for asker in rows:
-            how, count = stage.select, stage.select_count
-            for name in select_clients(asker, sites, how, count=count, seed=seed, refresh=refresh):
-                askers[name].append(asker)
-        asked = {name: listed for name, listed in askers.items() if listed}
-        replies = self._exchange(
-            grid,
-            "query.fedneg_serve",
-            {name: self._asking(name, weights, refresh, self._rows(rows, listed)) for name, listed in asked.items()},
-            where,
-        )
-        blocks: dict[str, list[Block]] = {asker: [] for asker in rows}
-        for name, content in replies.items():
-            for asker, block in self._blocks(name, content, rows, asked[name], refresh).items():
-                blocks[asker].append(block)
-        exact = stage.request == "exact"
-        return {
-            asker: merge_lists(found, rows[asker], stage.top_k) if exact else pool_of(found, self.dim)
-            for asker, found in blocks.items()
-        }
-
-    def _rows(self, rows: Mapping[str, Tensor], askers: list[str]) -> list[Tensor]:
-        """The requests that go into one message; requests that say nothing are all the same one."""
-        if self.settings.stage2.request == "none":
-            return [torch.empty(0, self.dim)]
-        return [rows[asker] for asker in askers]
-
-    def _asking(self, name: str, weights: Mapping[str, Tensor], refresh: int, rows: list[Tensor]) -> RecordDict:
-        content = self._global(name, weights, refresh=refresh, askers=len(rows))
-        for place, one in enumerate(rows):
-            content[f"rows.{place}"] = rows_record(one)
-        return content
-
-    def _blocks(
-        self, name: str, content: RecordDict, rows: Mapping[str, Tensor], askers: list[str], refresh: int
-    ) -> dict[str, Block]:
-        stage = self.settings.stage2
-        found: dict[str, Block] = {}
-        for place, asker in enumerate(askers):
-            says_nothing = stage.request == "none"
-            count, limit = (1, stage.n) if says_nothing else (len(rows[asker]), stage.top_k)
-            record = "block.0" if says_nothing else f"block.{place}"
-            try:
-                found[asker] = block_of(content, name, rows=count, dim=self.dim, limit=limit, name=record)
-            except DataError as error:
-                self.result.faults.append(f"refresh {refresh} of client {asker!r}: {error}")
-        return found
 
     # -- measures ------------------------------------------------------------------------------
 

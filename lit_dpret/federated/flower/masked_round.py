@@ -1,0 +1,190 @@
+"""The server's side of a round under masks: four messages, of which it learns the sum and who took part.
+
+A silo may go away before any of them. Who has shared nothing is left out; who has shared and sends no vector is
+recovered from the others' shares; who does not unmask is not needed as long as enough do. Where fewer than the
+threshold are left, nothing can be unmasked, and the round is refused by name.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.errors import DataError
+from lit_dpret.federated.aggregation import Weights
+from lit_dpret.federated.flower.library import RecordDict
+from lit_dpret.federated.flower.payloads import digest_of, fingerprint, weights_record
+from lit_dpret.federated.flower.sum_messages import (
+    bytes_of,
+    bytes_record,
+    keys_of,
+    keys_record,
+    unmasking_of,
+    words_of,
+)
+from lit_dpret.federated.secure_mean import mean_of, words_for
+from lit_dpret.federated.secure_sum import Keys, Server
+from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.silo_sum import SumPlan
+from lit_dpret.federated.storage import save_json
+
+Exchange = Callable[[str, Mapping[str, RecordDict]], dict[str, RecordDict]]
+"""Takes the type of a message and its contents by silo; returns the answers of those who answered."""
+
+
+@dataclass(kw_only=True)
+class MaskedRound:
+    """One round of stage 1 by a secure sum.
+
+    Guarantees:
+        - What it returns is the weighted mean of those whose vectors arrived, to the step of `FixedPoint`.
+        - It asks each silo for shares of the seed of every vector that arrived and of the key of every other, and
+          for nothing else.
+        - A round is unmasked once. One that fails at that, or whose server was ended in the middle of it, is lost:
+          the weights stay as they were, and the loss is named.
+
+    Args:
+        settings: Of the run.
+        weights: The global weights.
+        number: Of the round.
+        numbers: Of the silos that are there, by name.
+        exchange: Sends and receives.
+        envelope: Makes a message with facts in its head.
+        faults: Told of silos that were gone on without.
+        where: In the words of the faults.
+        min_clients: Fewer vectors than these are not summed.
+    """
+
+    settings: PddAs2
+    weights: Weights
+    number: int
+    numbers: Mapping[str, int]
+    exchange: Exchange
+    envelope: Callable[..., RecordDict]
+    faults: list[str]
+    where: str
+    min_clients: int = 1
+
+    def __post_init__(self) -> None:
+        self.attempt = secrets.token_hex(16)
+        plan = SumPlan(
+            run=digest_of(self.settings), round=self.number, attempt=self.attempt, weights=fingerprint(self.weights),
+            clients=tuple(sorted(self.numbers.values())),
+        )  # fmt: skip
+        self._server = Server(plan.session(self.settings.sum_threshold))
+        self._names = {number: name for name, number in self.numbers.items()}
+        self._plan = plan
+
+    def run(self, marker: Path) -> tuple[Weights, list[str]]:
+        """All four acts: the next global weights, and whose updates they are made of.
+
+        Args:
+            marker: A file that says that the last act of this round was begun.
+
+        Raises:
+            DataError: Too few silos were left before it: the round may be begun again.
+        """
+        if marker.is_file():
+            return self._lost("The server was ended while this round was unmasked.")
+        self.gather()
+        save_json(marker, {"attempt": self.attempt})
+        try:
+            return self.unmask()
+        except DataError as error:
+            return self._lost(str(error))
+
+    def _lost(self, why: str) -> tuple[Weights, list[str]]:
+        self.faults.append(
+            f"{self.where}: {why} Silos unmask a round once, so it is lost and its updates stay unknown; the next one "
+            "begins with the weights that this one began with."
+        )
+        return self.weights, []
+
+    def gather(self) -> None:
+        """Acts 1 to 3: at the end the vectors are here, under their masks.
+
+        Raises:
+            DataError: Too few silos are left. Nothing was unmasked: the round may be begun again.
+        """
+        sent, clients = weights_record(self.weights), list(self._plan.clients)
+        contents: dict[str, RecordDict] = {}
+        for name, number in self.numbers.items():
+            contents[name] = self._message(round=self.number, number=number, clients=clients)
+            contents[name]["weights"] = sent
+        keys = self._ask("train.secagg_setup", contents, self._own_keys)
+        self._server.keys = {one.client: one for one in keys.values()}
+        self._need(len(keys), "advertised keys")
+
+        told = keys_record(self._server.keys.values())
+        contents = {name: self._message() for name in keys}
+        for content in contents.values():
+            content["keys"] = told
+        peers = set(self._server.keys)
+        shares = self._ask("train.secagg_share", contents, lambda name, content: self._all_shares(name, content, peers))
+        routed = self._server.route({self.numbers[name]: boxes for name, boxes in shares.items()})
+        self._need(len(shares), "shared their secrets")
+
+        contents = {name: self._message() for name in shares}
+        for name, content in contents.items():
+            content["shares"] = bytes_record(routed[self.numbers[name]])
+        size = 1 + sum(value.numel() for value in self.weights.values())
+        masked = self._ask(
+            "train.secagg_masked", contents, lambda name, content: words_of(content, f"client {name!r}", size=size)
+        )
+        self._server.masked = {self.numbers[name]: words for name, words in masked.items()}
+        self._need(len(masked), "sent a vector", least=self.min_clients)
+
+    def unmask(self) -> tuple[Weights, list[str]]:
+        """Act 4: the next global weights, and whose updates they are made of.
+
+        Raises:
+            DataError: Too few silos unmasked, or shares are not of one secret.
+        """
+        active, dead = self._server.active, self._server.dead
+        names = sorted(self._names[number] for number in active)
+        contents = {name: self._message(active=active, **({"dead": dead} if dead else {})) for name in names}
+        found = self._ask(
+            "train.secagg_unmask",
+            contents,
+            lambda name, content: unmasking_of(content, f"client {name!r}", self.numbers[name], active, dead),
+        )
+        fixed = words_for(self.settings.update_limit, len(self.numbers))
+        return mean_of(self.weights, fixed.decode(self._server.total(found.values()))), names
+
+    def _message(self, **facts: Any) -> RecordDict:
+        return self.envelope(attempt=self.attempt, **facts)
+
+    def _ask(
+        self, kind: str, contents: Mapping[str, RecordDict], read: Callable[[str, RecordDict], Any]
+    ) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, content in self.exchange(kind, contents).items():
+            try:
+                found[name] = read(name, content)
+            except DataError as error:
+                self.faults.append(f"{self.where}: {error}")
+        return found
+
+    def _own_keys(self, name: str, content: RecordDict) -> Keys:
+        found = keys_of(content, f"client {name!r}")
+        if [one.client for one in found] != [self.numbers[name]]:
+            raise DataError(f"Client {name!r} advertised keys that are not its own.", kind="bad protocol")
+        return found[0]
+
+    def _all_shares(self, name: str, content: RecordDict, peers: set[int]) -> dict[int, bytes]:
+        found = bytes_of(content, "shares", f"client {name!r}")
+        if set(found) != peers - {self.numbers[name]}:
+            raise DataError(f"Client {name!r} did not share its secrets with everybody.", kind="bad protocol")
+        return found
+
+    def _need(self, count: int, what: str, *, least: int = 0) -> None:
+        least = max(least, self._server.session.threshold)
+        if count < least:
+            raise DataError(
+                f"{count} silos {what} and {least} are needed (federated.sum_threshold, min_clients): the round is "
+                "given up, and nothing of it can be unmasked.",
+                kind="too few clients",
+            )

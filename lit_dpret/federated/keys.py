@@ -1,0 +1,108 @@
+"""Keys, signatures and boxes that the secure sum and the sealing between silos are made of.
+
+X25519 (RFC 7748), HKDF-SHA256 (RFC 5869), ChaCha20-Poly1305 (RFC 8439) and Ed25519 (RFC 8032), all of the package
+cryptography; keys are their 32 raw bytes. Every derived key, signature and box is bound to a `label` that says what
+it is for, so that none of them means anything in another place.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from lit_dpret.errors import ConfigurationError, DataError
+
+try:
+    from cryptography.exceptions import InvalidSignature, InvalidTag
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+    from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+except ImportError as error:  # pragma: no cover
+    raise ConfigurationError(
+        'federated.secure_sum and federated.seal need the package cryptography: pip install "lit-dpret[federated]".'
+    ) from error
+
+KEY_BYTES = 32
+_NONCE_BYTES = 12
+_RAW = serialization.Encoding.Raw
+
+
+def label(*parts: str | int | bytes) -> bytes:
+    """The parts one after the other, each with its length before it: different parts never give the same bytes."""
+    data = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
+    return b"".join(len(part).to_bytes(4, "big") + part for part in data)
+
+
+def new_key() -> bytes:
+    """A private key for `agreed`."""
+    return X25519PrivateKey.generate().private_bytes(
+        _RAW, serialization.PrivateFormat.Raw, serialization.NoEncryption()
+    )
+
+
+def public_of(key: bytes) -> bytes:
+    """The public half of a key for `agreed`."""
+    return X25519PrivateKey.from_private_bytes(key).public_key().public_bytes(_RAW, serialization.PublicFormat.Raw)
+
+
+def agreed(key: bytes, other: bytes, *, salt: bytes, info: bytes) -> bytes:
+    """32 bytes that the owners of both keys can derive, each with the public half of the other's, and nobody else.
+
+    Raises:
+        DataError: The other's key is none, or one with which every result would be the same.
+    """
+    try:
+        secret = X25519PrivateKey.from_private_bytes(key).exchange(X25519PublicKey.from_public_bytes(other))
+    except ValueError as error:
+        raise DataError("A public key that was relayed is no X25519 key.", kind="bad protocol") from error
+    return HKDF(algorithm=hashes.SHA256(), length=KEY_BYTES, salt=salt, info=info).derive(secret)
+
+
+def seal(key: bytes, content: bytes, about: bytes) -> bytes:
+    """Encrypt and authenticate under a key; ``about`` is authenticated besides, and not sent.
+
+    The nonce is drawn anew: one key may seal 2^32 boxes before two nonces are likely to meet.
+    """
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    return nonce + ChaCha20Poly1305(key).encrypt(nonce, content, about)
+
+
+def unseal(key: bytes, box: bytes, about: bytes) -> bytes | None:
+    """What is in a box; None where it was changed, or sealed under another key or about something else."""
+    try:
+        return ChaCha20Poly1305(key).decrypt(box[:_NONCE_BYTES], box[_NONCE_BYTES:], about)
+    except (InvalidTag, ValueError):
+        return None
+
+
+def key_stream(key: bytes, size: int) -> bytes:
+    """So many bytes of ChaCha20 under a key that serves this alone."""
+    return Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(size))
+
+
+def new_identity() -> tuple[bytes, bytes]:
+    """A long-term signing key and its public half, for a roster."""
+    key = Ed25519PrivateKey.generate()
+    private = key.private_bytes(_RAW, serialization.PrivateFormat.Raw, serialization.NoEncryption())
+    return private, identity_of(private)
+
+
+def identity_of(key: bytes) -> bytes:
+    """The public half of a signing key."""
+    return Ed25519PrivateKey.from_private_bytes(key).public_key().public_bytes(_RAW, serialization.PublicFormat.Raw)
+
+
+def sign(key: bytes, content: bytes) -> bytes:
+    """A signature, 64 bytes."""
+    return Ed25519PrivateKey.from_private_bytes(key).sign(content)
+
+
+def is_signed(public: bytes, signature: bytes, content: bytes) -> bool:
+    """Whether the owner of a signing key signed this."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, content)
+    except (InvalidSignature, ValueError):
+        return False
+    return True

@@ -1,0 +1,191 @@
+"""What one silo sends another, sealed so that the server that carries it sees sizes and nothing else.
+
+For every refresh of negatives each silo draws an X25519 key; it is on its disk until the refresh is over, and what was
+recorded of older refreshes cannot be opened with anything that a silo still has. A *letter* is one body for all that
+may read it, encrypted under a key of its own, and for each of them this key in a box that only the two of them can
+make or open (static Diffie-Hellman between their keys of the refresh, HKDF-SHA256, ChaCha20-Poly1305). The box is
+bound to the run, the refresh, the global weights, who sends, who receives, what kind of letter it is, and the hash of
+the body: a letter that was changed, comes from another refresh, or was meant for somebody else does not open.
+
+**Keys are whose they say** where there is a roster: they are signed. Without one a server that puts itself in the
+middle reads everything; that it does not is taken on trust. Sizes stay visible, and tell how many rows a request has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from lit_dpret.errors import DataError
+from lit_dpret.federated.credentials import Credentials
+from lit_dpret.federated.keys import KEY_BYTES, agreed, label, new_key, public_of, seal, unseal
+from lit_dpret.federated.storage import save_json
+
+Kind = Literal["request", "answer"]
+SIGNATURE_BYTES = 64
+_KINDS: tuple[Kind, ...] = ("request", "answer")
+_SALT = b"lit-dpret sealing/1"
+_HEADER = struct.Struct(">BIII")  # kind, refresh, sender, receiver: said in clear, so that a refusal has a reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refresh:
+    """Of what a letter is part.
+
+    Args:
+        run: Digest of the settings.
+        number: Of the refresh.
+        weights: Fingerprint of the global weights.
+    """
+
+    run: str
+    number: int
+    weights: str
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A body, and for each silo that may read it the box with its key."""
+
+    body: bytes
+    boxes: Mapping[int, bytes]
+
+
+class Sealer:
+    """One silo's key of one refresh, and what it seals and opens with it.
+
+    Guarantees:
+        - A letter opens for those it was sealed for, and shows all others its size.
+        - With credentials it neither seals for nor opens from a key that is not signed by the roster.
+
+    Args:
+        state: The silo's state folder.
+        credentials: With ``federated.roster=true``.
+    """
+
+    def __init__(self, state: Path, credentials: Credentials | None = None) -> None:
+        self._path, self._credentials = state / "sealing" / "key.json", credentials
+
+    def begin(self, refresh: Refresh, number: int) -> bytes:
+        """A new key for a refresh; its public half, and with credentials a signature.
+
+        Raises:
+            DataError: The number is not the silo's own on the roster.
+        """
+        one = self._credentials
+        if one is not None and number != one.number:
+            raise DataError("The server's number for this silo is not that of the roster.", kind="bad protocol")
+        key = new_key()
+        save_json(self._path, {"refresh": asdict(refresh), "number": number, "key": key.hex()})
+        public = public_of(key)
+        return public if one is None else public + one.sign(_key_of(refresh, number, public))
+
+    def usable(self, refresh: Refresh, keys: Mapping[int, bytes]) -> tuple[dict[int, bytes], dict[int, str]]:
+        """The keys that letters can be sealed for, and by number what is wrong with each of the others."""
+        good: dict[int, bytes] = {}
+        bad: dict[int, str] = {}
+        own = self._own(refresh)[1]
+        for number, public in keys.items():
+            try:
+                self._shared(own, refresh, number, public)
+                good[number] = public
+            except DataError as error:
+                bad[number] = error.kind
+        return good, bad
+
+    def seal(self, refresh: Refresh, kind: Kind, content: bytes, to: Mapping[int, bytes]) -> Letter:
+        """A letter to the silos with these keys.
+
+        Args:
+            refresh: That was begun.
+            kind: Of the letter.
+            content: In clear.
+            to: The keys that `begin` gave, by the number of who may read it.
+
+        Raises:
+            DataError: The refresh is another one, or a key is not signed by the roster.
+        """
+        own, key = self._own(refresh), secrets.token_bytes(KEY_BYTES)
+        body = seal(key, content, label("body", *_parts(refresh), kind, own[0]))
+        boxes = {
+            receiver: _HEADER.pack(_KINDS.index(kind), refresh.number, own[0], receiver)
+            + seal(self._shared(own[1], refresh, receiver, public), key, _about(refresh, kind, own[0], receiver, body))
+            for receiver, public in to.items()
+        }
+        return Letter(body, boxes)
+
+    def open(self, refresh: Refresh, kind: Kind, body: bytes, box: bytes, *, sender: int, public: bytes) -> bytes:
+        """What is in a letter.
+
+        Args:
+            refresh: That was begun.
+            kind: That was expected.
+            body: Of the letter.
+            box: This silo's.
+            sender: Whose it is said to be.
+            public: The key that `begin` gave the sender.
+
+        Raises:
+            DataError: Naming whose letter is refused and why: it is of another refresh, meant for another silo, from
+                another silo, of another kind, or was changed.
+        """
+        own = self._own(refresh)
+        if len(box) < _HEADER.size:
+            raise _refused(sender, "was cut")
+        said_kind, said_refresh, said_sender, said_receiver = _HEADER.unpack_from(box)
+        if said_refresh != refresh.number:
+            raise _refused(sender, f"is of refresh {said_refresh} and not of {refresh.number}")
+        if said_receiver != own[0]:
+            raise _refused(sender, "was meant for another silo")
+        if said_sender != sender:
+            raise _refused(sender, "is another silo's")
+        if said_kind != _KINDS.index(kind):
+            raise _refused(sender, f"is no {kind}")
+        shared = self._shared(own[1], refresh, sender, public)
+        key = unseal(shared, box[_HEADER.size :], _about(refresh, kind, sender, own[0], body))
+        found = None if key is None else unseal(key, body, label("body", *_parts(refresh), kind, sender))
+        if found is None:
+            raise _refused(sender, "was changed on the way")
+        return found
+
+    def forget(self) -> None:
+        """Delete the key: the refresh is over."""
+        self._path.unlink(missing_ok=True)
+
+    def _own(self, refresh: Refresh) -> tuple[int, bytes]:
+        facts = json.loads(self._path.read_text(encoding="utf-8")) if self._path.is_file() else {}
+        if facts.get("refresh") != asdict(refresh):
+            raise DataError(f"This silo has no key of refresh {refresh.number}.", kind="no such key")
+        return int(facts["number"]), bytes.fromhex(facts["key"])
+
+    def _shared(self, own: bytes, refresh: Refresh, number: int, public: bytes) -> bytes:
+        key, signature = public[:KEY_BYTES], public[KEY_BYTES:]
+        one = self._credentials
+        if one is not None and not one.signed_by(number, signature, _key_of(refresh, number, key)):
+            raise DataError(
+                f"The key of client {number} is not signed by the key of the roster: somebody else made it.",
+                kind="has a key that is not signed by the roster's",
+            )
+        return agreed(own, key, salt=_SALT, info=label(*_parts(refresh)))
+
+
+def _parts(refresh: Refresh) -> tuple[str, int, str]:
+    return refresh.run, refresh.number, refresh.weights
+
+
+def _key_of(refresh: Refresh, number: int, public: bytes) -> bytes:
+    return label("lit-dpret sealing/1", "key", *_parts(refresh), number, public)
+
+
+def _about(refresh: Refresh, kind: Kind, sender: int, receiver: int, body: bytes) -> bytes:
+    return label("box", *_parts(refresh), kind, sender, receiver, hashlib.sha256(body).digest())
+
+
+def _refused(sender: int, why: str) -> DataError:
+    return DataError(f"The letter of client {sender} {why}; it is left out.", kind=why)

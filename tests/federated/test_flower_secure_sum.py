@@ -1,0 +1,311 @@
+"""The secure sum by messages is the plain mean of those who stayed, whoever leaves when, and shows no single update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
+
+from masked_silos import MASKED, NAMES, START, Drifts, Masked, credentials, drifted
+
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.federated.aggregation import Weights, client_weights, weighted_mean
+from lit_dpret.federated.flower.library import Message
+from lit_dpret.federated.keys import new_identity
+from lit_dpret.federated.shamir import join
+
+CAPPED = replace(MASKED, stage1=replace(MASKED.stage1, weighting="capped", n_hat=20))
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No power fails in these tests."""
+    monkeypatch.setattr("lit_dpret.federated.storage.os.fsync", lambda _: None)
+
+
+def plain(run: Masked, names: Iterable[str], number: int = 0, start: Weights | None = None) -> Weights:
+    """The mean that a server which sees everything would make."""
+    begin = START if start is None else start
+    stage = run.settings.stage1
+    counts = {name: run.client(run.grid.context(10 + NAMES.index(name))).examples for name in names}
+    shares = client_weights(counts, stage.weighting, n_hat=stage.n_hat)
+    return weighted_mean({name: drifted(begin, name, number) for name in names}, shares)
+
+
+def assert_same(found: Weights, expected: Weights) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+
+
+def gone(act: str, *nodes: int, how: str = "unavailable", rounds: tuple[int, ...] = (0,)) -> Any:
+    """A fate: these nodes are gone for one act of these rounds."""
+    seen: dict[int, int] = {}
+
+    def fate(message: Message) -> str | None:
+        node = message.metadata.dst_node_id
+        if message.metadata.message_type != f"train.secagg_{act}":
+            return None
+        seen[node] = seen.get(node, -1) + 1
+        return how if node in nodes and seen[node] in rounds else None
+
+    return fate
+
+
+@pytest.mark.parametrize("settings", [MASKED, CAPPED], ids=["uniform", "capped"])
+def test_with_everybody_there_it_is_the_plain_mean_and_no_weight_is_in_clear(settings: Any, tmp_path: Path) -> None:
+    run = Masked(tmp_path, settings)
+    result = run.launch()
+    assert not result.faults and result.rounds == {0: list(NAMES)}
+    assert_same(result.weights, plain(run, NAMES))
+    assert set(run.server._roster.examples.values()) == {1}  # nobody said how many queries it has
+    # A round takes as many bytes as in clear, and keys and shares of a kilobyte or two for each silo.
+    weights = sum(value.numel() * 4 for value in START.values())
+    assert 2 * 5 * weights < result.sent["stage 1"] < 2 * 5 * weights + 5 * 4500
+
+
+@pytest.mark.parametrize(
+    ("act", "stayed"),
+    [("setup", NAMES[1:]), ("share", NAMES[1:]), ("masked", NAMES[1:]), ("unmask", NAMES)],
+    ids=["before advertising", "before sharing", "after sharing", "before unmasking"],
+)
+@pytest.mark.parametrize("how", ["unavailable", "late"])
+def test_whoever_leaves_in_an_act_is_named_and_the_sum_is_that_of_the_others(
+    act: str, stayed: tuple[str, ...], how: str, tmp_path: Path
+) -> None:
+    run = Masked(tmp_path, CAPPED, fate=gone(act, 10, how=how), timeout=30.0)
+    result = run.launch()
+    assert result.rounds == {0: list(stayed)}
+    assert len(result.faults) == 1 and "stage 1, round 0: client 'client0'" in result.faults[0]
+    assert_same(result.weights, plain(run, stayed))
+
+
+def test_silos_may_leave_in_every_act_of_one_round_and_come_back_in_the_next(tmp_path: Path) -> None:
+    first, second = gone("setup", 10), gone("masked", 12)
+
+    def fate(message: Message) -> Any:
+        return first(message) or second(message)
+
+    run = Masked(tmp_path, replace(MASKED, stage1=replace(MASKED.stage1, rounds=2)), fate=fate)
+    result = run.launch()
+    stayed = ["client1", "client3", "client4"]
+    assert result.rounds == {0: stayed, 1: list(NAMES)}
+    assert_same(result.weights, plain(run, NAMES, 1, plain(run, stayed)))
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [("setup", "2 silos advertised keys and 3"), ("share", "2 silos shared their secrets and 3"),
+     ("masked", "2 silos sent a vector and 3")],
+)  # fmt: skip
+def test_below_the_threshold_the_round_is_refused_by_name_and_begun_again_when_they_are_back(
+    act: str, message: str, tmp_path: Path
+) -> None:
+    run = Masked(tmp_path, fate=gone(act, 10, 11, 12))
+    with pytest.raises(DataError, match=rf"stage 1, round 0: {message} are needed .* nothing of it can be unmasked.*"
+                       "client 'client0' failed"):  # fmt: skip
+        run.launch()
+    assert not run.grid.of("train.secagg_unmask")  # nobody was even asked
+    again = Masked(tmp_path)
+    result = again.launch()
+    assert not result.faults
+    assert_same(result.weights, plain(again, NAMES))
+
+
+def test_a_round_that_too_few_unmask_is_lost_by_name_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    settings = replace(MASKED, stage1=replace(MASKED.stage1, rounds=2))
+    run = Masked(tmp_path, settings, fate=gone("unmask", 10, 11, 12))
+    result = run.launch()
+    assert result.rounds == {0: [], 1: list(NAMES)}
+    assert "2 clients unmasked and 3 are needed" in result.faults[-1] and "it is lost" in result.faults[-1]
+    assert_same(result.weights, plain(run, NAMES, 1))  # from the same weights as round 0
+
+
+def test_a_server_that_was_ended_while_it_unmasked_does_not_ask_for_the_same_round_again(tmp_path: Path) -> None:
+    def dies(message: Message) -> Any:
+        if message.metadata.message_type == "train.secagg_unmask" and message.metadata.dst_node_id == 14:
+            raise KeyboardInterrupt
+        return None
+
+    settings = replace(MASKED, stage1=replace(MASKED.stage1, rounds=2))
+    with pytest.raises(KeyboardInterrupt):
+        Masked(tmp_path, settings, fate=dies).launch()
+    again = Masked(tmp_path, settings)
+    result = again.launch()
+    assert result.rounds == {0: [], 1: list(NAMES)} and "was ended while this round was unmasked" in result.faults[0]
+    assert_same(result.weights, plain(again, NAMES, 1))
+
+
+def test_an_update_with_nan_is_left_out_by_name(tmp_path: Path) -> None:
+    class Breaks(Drifts):
+        def train_shared(self, weights: Any, number: int) -> Any:
+            found = super().train_shared(weights, number)
+            if self.name == "client3":
+                next(iter(found.values())).fill_(float("nan"))
+            return found
+
+    result = Masked(tmp_path, silo=Breaks).launch()
+    assert result.rounds == {0: ["client0", "client1", "client2", "client4"]}
+    assert "stage 1, round 0: client 'client3' failed: DataError (bad update)" in result.faults[0]
+
+
+# -- a server that tries ------------------------------------------------------------------------
+
+
+def in_the_middle(root: Path, settings: Any = MASKED) -> tuple[Masked, str]:
+    """A round whose vectors have all arrived and whose silos were not asked to unmask; and its attempt."""
+    honest = {"still": True}
+
+    def fate(message: Message) -> Any:
+        unmasking = message.metadata.message_type == "train.secagg_unmask"
+        return "unavailable" if honest["still"] and unmasking else None
+
+    class StopsThere(Masked):
+        def launch(self) -> Any:
+            self.server.measure = lambda *_, **__: None  # type: ignore[method-assign]
+            return super().launch()
+
+    run = StopsThere(root, settings, fate=fate)
+    run.launch()
+    honest["still"] = False
+    return run, str(run.grid.of("train.secagg_masked", "down")[10]["head"]["attempt"])
+
+
+def test_a_server_that_asks_for_both_secrets_of_a_silo_or_a_second_time_is_refused(tmp_path: Path) -> None:
+    run, attempt = in_the_middle(tmp_path)
+    everybody, victim = [1, 2, 3, 4, 5], 2
+    for active, dead in (
+        (everybody, [victim]),  # both secrets of one silo
+        ([3], [1, 2, 4, 5]),  # the masks of one vector alone
+        ([1, 3], [2, 4, 5]),
+        ([1, 2, 3, 4], []),  # lists of other silos than those that shared
+    ):
+        for node in (10, 12):
+            lists = {"active": active, **({"dead": dead} if dead else {})}
+            reply = run.ask(node, "train.secagg_unmask", attempt=attempt, **lists)
+            assert reply.error.reason in ("DataError (bad protocol)", "DataError (too few clients)")
+    # Every silo answers one consistent question; what the server then has of the victim is shares of one secret.
+    answers = {node: run.ask(node, "train.secagg_unmask", attempt=attempt, active=[1, 3, 4, 5], dead=[victim])
+               for node in (10, 12, 13)}  # fmt: skip
+    assert all(not reply.has_error() for reply in answers.values())
+    for node in answers:
+        again = run.ask(node, "train.secagg_unmask", attempt=attempt, active=everybody)
+        assert again.error.reason == "DataError (unmasked already)"
+    # The other two answer the other question: fewer than the threshold, so the victim's own mask stays on.
+    late = {node: run.ask(node, "train.secagg_unmask", attempt=attempt, active=everybody) for node in (11, 14)}
+    seeds = {node - 9: reply.content["seeds"][str(victim)] for node, reply in late.items()}
+    assert all(str(victim) not in reply.content["seeds"] for reply in answers.values())
+    with pytest.raises(DataError, match="2 shares are here and 3 are needed"):
+        join(seeds, threshold=3)
+    with pytest.raises(DataError, match="not of one secret"):
+        join(seeds, threshold=2)
+
+
+def test_one_update_is_in_one_sum_though_a_server_begins_the_round_again_with_fewer_silos(tmp_path: Path) -> None:
+    run = Masked(tmp_path)
+    run.launch()
+    content = {"weights": run.grid.of("train.secagg_setup", "down")[10]["weights"]}
+    facts = {"round": 0, "clients": [1, 2, 3, 4], "attempt": "another"}
+    for node, number in ((10, 1), (11, 2)):
+        reply = run.ask(node, "train.secagg_setup", content, number=number, **facts)
+        assert reply.error.reason == "DataError (unmasked already)"
+    assert not run.ask(10, "train.secagg_setup", content, number=1, **{**facts, "round": 1}).has_error()
+    few = run.ask(10, "train.secagg_setup", content, number=1, **{**facts, "round": 2, "clients": [1, 2]})
+    assert few.error.reason == "DataError (too few clients)"  # the silo's own threshold, whatever the server says
+    clear = run.ask(10, "train.stage1", content, round=1)
+    assert clear.error.reason == "DataError (other settings)"
+
+
+def test_what_the_server_saw_of_a_silo_looks_uniform_and_says_nothing_of_its_update(tmp_path: Path) -> None:
+    run, _ = in_the_middle(tmp_path)
+    vectors = {}
+    for node, content in run.grid.of("train.secagg_masked").items():
+        assert set(content) == {"head", "masked"} and set(content["head"]) == {"schema"}
+        vectors[node] = np.array(content["masked"]["words"].numpy())
+    words = np.concatenate(list(vectors.values()))
+    for byte in range(4):
+        counts = np.bincount((words >> (8 * byte)).astype(np.int64) & 255, minlength=256)
+        assert ((counts - len(words) / 256) ** 2 / (len(words) / 256)).sum() < 360  # chi-square: 99.999 %
+    found, update = vectors[10].astype(float), drifted(START, "client0", 0)["w"].flatten().numpy()
+    assert abs(np.corrcoef(found[7 : 7 + len(update)], update)[0, 1]) < 0.14  # 99.999 % of 1000 pairs
+    run_again, _ = in_the_middle(tmp_path / "again")  # the same updates: other vectors
+    same = np.array(run_again.grid.of("train.secagg_masked")[10]["masked"]["words"].numpy()) == vectors[10]
+    assert same.mean() < 0.01
+
+
+# -- what a silo keeps --------------------------------------------------------------------------
+
+
+def test_secrets_of_a_round_are_the_owners_alone_and_are_gone_with_the_round(tmp_path: Path) -> None:
+    run, attempt = in_the_middle(tmp_path)
+    kept = sorted((tmp_path / "client0" / "sum").iterdir())
+    assert [path.name for path in kept] == ["secrets.json"]  # the vector is gone with the act that sent it
+    assert kept[0].stat().st_mode & 0o077 == 0 and kept[0].parent.stat().st_mode & 0o077 == 0
+    run.ask(10, "train.secagg_unmask", attempt=attempt, active=[1, 2, 3, 4, 5])
+    run.ask(11, "query.describe")  # the server goes on to something else
+    for name in ("client0", "client1"):
+        assert not list((tmp_path / name / "sum").iterdir())
+    assert run.ask(11, "train.secagg_unmask", attempt=attempt, active=[1, 2, 3, 4, 5]).has_error()
+
+
+def test_nothing_that_a_node_stores_with_flower_holds_a_secret_of_the_sum(tmp_path: Path) -> None:
+    run, _ = in_the_middle(tmp_path)
+    assert all(set(run.grid.context(node).state) <= {"ledgers"} for node in range(10, 15))
+
+
+# -- the roster ---------------------------------------------------------------------------------
+
+SIGNED = replace(MASKED, roster=True)
+
+
+def test_with_a_roster_the_sum_is_the_same_and_the_keys_are_signed(tmp_path: Path) -> None:
+    run = Masked(tmp_path, SIGNED, keys=credentials())
+    result = run.launch()
+    assert not result.faults
+    assert_same(result.weights, plain(run, NAMES))
+    assert {len(content["keys"][str(node - 9)]) for node, content in run.grid.of("train.secagg_setup").items()} == {128}
+
+
+def test_a_silo_whose_key_is_not_on_the_others_roster_is_taken_for_somebody_in_the_middle(tmp_path: Path) -> None:
+    run = Masked(tmp_path, SIGNED, keys=credentials(client2=new_identity()[0]))
+    with pytest.raises(DataError, match="1 silos shared their secrets and 3 are needed") as caught:
+        run.launch()
+    assert "client 'client0' failed: DataError (bad signature of client 3)" in str(caught.value)
+
+
+def test_numbers_of_the_server_that_are_not_the_rosters_are_refused(tmp_path: Path) -> None:
+    run = Masked(tmp_path, SIGNED, keys=credentials())
+    run.launch()
+    content = {"weights": run.grid.of("train.secagg_setup", "down")[10]["weights"]}
+    for number, clients in ((2, [1, 2, 3]), (1, [1, 2, 9])):
+        reply = run.ask(10, "train.secagg_setup", content, round=1, attempt="a", number=number, clients=clients)
+        assert reply.error.reason == "DataError (bad protocol)"
+
+
+@pytest.mark.parametrize(
+    ("act", "content", "facts"),
+    [("setup", {}, {"clients": [1, 2, 3], "number": 1, "round": 3}), ("share", {}, {}), ("masked", {}, {}),
+     ("unmask", {}, {"active": "all"}), ("setup", {}, {"clients": "all"})],
+)  # fmt: skip
+def test_a_message_without_its_parts_is_answered_by_an_error(
+    act: str, content: Any, facts: Any, tmp_path: Path
+) -> None:
+    run, _ = in_the_middle(tmp_path)
+    reply = run.ask(10, f"train.secagg_{act}", content, **{"attempt": "x", **facts})
+    assert reply.has_error() and reply.error.reason.startswith("DataError (")
+
+
+def test_settings_of_the_sum_without_meaning_are_refused() -> None:
+    for change, message in (
+        ({"sum_threshold": 2}, "at least 3: of a sum of two"),
+        ({"sum_threshold": 3, "secure_sum": False}, "goes with federated.secure_sum=true"),
+        ({"roster": True, "secure_sum": False, "sum_threshold": None}, r"federated\.roster=true signs"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            replace(MASKED, **change).check()

@@ -1,0 +1,116 @@
+"""Five silos under masks on a grid that writes everything down; imported by path, not a test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tiny_silos import SMALL
+
+from lit_dpret.federated.aggregation import Weights
+from lit_dpret.federated.credentials import Credentials
+from lit_dpret.federated.flower.client_app import build_client_app
+from lit_dpret.federated.flower.grid import Fate, InProcessGrid
+from lit_dpret.federated.flower.library import SUPERLINK_NODE_ID, Context, Message, RecordDict, acting_as
+from lit_dpret.federated.flower.payloads import digest_of, envelope
+from lit_dpret.federated.flower.server_app import FlowerFederation, FlowerResult, build_server_app
+from lit_dpret.federated.keys import identity_of, new_identity
+from lit_dpret.federated.settings import PddAs2
+
+NAMES = tuple(f"client{i}" for i in range(5))
+START = {"w": torch.zeros(40, 25), "b": torch.ones(7)}
+MASKED = replace(
+    SMALL,
+    stage1=replace(SMALL.stage1, warmup_rounds=0, rounds=1, weighting="uniform"),
+    stage2=replace(SMALL.stage2, epochs=0),
+    secure_sum=True,
+    sum_threshold=3,
+)
+PRIVATE_KEYS = {name: new_identity()[0] for name in NAMES}
+PUBLIC_KEYS = {name: identity_of(key) for name, key in PRIVATE_KEYS.items()}
+
+
+def drifted(weights: Mapping[str, torch.Tensor], name: str, number: int) -> Weights:
+    """The weights of a silo after a round: coins that a test knows too."""
+    generator = torch.Generator().manual_seed(1000 * number + int(name[-1]))
+    return {key: weights[key] + 0.1 * torch.randn(weights[key].shape, generator=generator) for key in sorted(weights)}
+
+
+class Drifts:
+    """What the apps ask of a silo that has no data and learns nothing."""
+
+    def __init__(self, name: str, state: Path, settings: PddAs2, credentials: Credentials | None) -> None:
+        self.name, self.state, self.settings, self.credentials = name, state, settings, credentials
+        self.examples = 5 + 7 * int(name[-1])
+        self.model = (START, 16)
+
+    def train_shared(self, weights: Mapping[str, torch.Tensor], number: int) -> Weights:
+        return drifted(weights, self.name, number)
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, np.ndarray]:
+        return {"sentence/mrr@10": np.ones(1)}
+
+
+class WritesDown(InProcessGrid):
+    """Keeps what the server sent and got."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.seen: list[tuple[str, int, str, RecordDict]] = []
+
+    def _handled(self, message: Message, node: int) -> Message:
+        kind = message.metadata.message_type
+        self.seen.append((kind, node, "down", message.content))
+        reply = super()._handled(message, node)
+        if reply.has_content():
+            self.seen.append((kind, node, "up", reply.content))
+        return reply
+
+    def of(self, kind: str, way: str = "up") -> dict[int, RecordDict]:
+        """By node what was sent up, or down, in the last message of a kind."""
+        return {node: content for found, node, found_way, content in self.seen if (found, found_way) == (kind, way)}
+
+
+class Masked:
+    """The run, its grid and its server."""
+
+    def __init__(self, root: Path, settings: PddAs2 = MASKED, *, fate: Fate | None = None, silo: Any = Drifts,
+                 keys: Mapping[str, Credentials] | None = None, names: tuple[str, ...] = NAMES,
+                 **server: Any) -> None:  # fmt: skip
+        self.root, self.settings, self._silo, self._keys = root, settings, silo, dict(keys or {})
+        nodes = {number: {"client": name} for number, name in enumerate(names, start=10)}
+        self.grid = WritesDown(build_client_app(self.client), nodes, fate=fate)
+        self.server = FlowerFederation(settings, START, root / "server", dim=16, wait=0.0, **server)
+
+    def client(self, context: Context) -> Any:
+        name = str(context.node_config["client"])
+        return self._silo(name, self.root / name, self.settings, self._keys.get(name))
+
+    def launch(self) -> FlowerResult:
+        self.grid.launch(build_server_app(self.server))
+        return self.server.result
+
+    def ask(self, node: int, kind: str, content: Mapping[str, Any] | None = None, **facts: Any) -> Message:
+        """The answer to a message of a server that does as it likes."""
+        with acting_as(run_id=1, node_id=SUPERLINK_NODE_ID):
+            told = envelope(settings=digest_of(self.settings), **facts)
+            for name, record in (content or {}).items():
+                told[name] = record
+            (reply,) = self.grid.send_and_receive([Message(told, node, kind)])
+        return reply
+
+
+def credentials(**instead: bytes) -> dict[str, Credentials]:
+    """Of all silos; one with another signing key has it on its own copy of the roster, and on no other."""
+    return {
+        name: Credentials(
+            name=name,
+            identity=instead.get(name, PRIVATE_KEYS[name]),
+            roster={**PUBLIC_KEYS, name: identity_of(instead.get(name, PRIVATE_KEYS[name]))},
+        )
+        for name in NAMES
+    }
