@@ -11,6 +11,7 @@ from lit_dpret.tasks.doctor import Doctor
 from lit_dpret.tasks.encode import Encode
 from lit_dpret.tasks.evaluate import Evaluate
 from lit_dpret.tasks.export import Export
+from lit_dpret.tasks.federated_attacks import FederatedAttacks
 from lit_dpret.tasks.filter import Filter
 from lit_dpret.tasks.fit import Fit
 from lit_dpret.tasks.histogram import Histogram
@@ -43,6 +44,7 @@ __all__ = [
     "Encode",
     "Evaluate",
     "Export",
+    "FederatedAttacks",
     "Filter",
     "Fit",
     "Histogram",

@@ -32,7 +32,7 @@ def table(touched: list[int], *, kept: float = 1.0, noise: float = 0.0) -> tuple
 def test_exact_requests_name_every_query_and_the_control_stays_at_chance() -> None:
     sent, unsent = rows(200, 0), rows(400, 1)
     found = identify_requests(sent, sent, unsent, candidates=50)
-    assert found.named[1].value == 1.0 and found.told_apart.value == 1.0
+    assert found.named[1].value == 1.0 and found.told_apart == 1.0
     assert found.control[1].low <= 1 / 50 <= found.control[1].high
     assert found.control[10].low <= 10 / 50 <= found.control[10].high and found.control[1].trials == 200
 
@@ -40,12 +40,12 @@ def test_exact_requests_name_every_query_and_the_control_stays_at_chance() -> No
 def test_rows_of_other_texts_name_nobody() -> None:
     found = identify_requests(rows(200, 9), rows(200, 0), rows(400, 1), candidates=50)
     assert found.named[1].low <= 1 / 50 <= found.named[1].high
-    assert found.told_apart.low <= 0.5 <= found.told_apart.high
+    assert found.told_apart == pytest.approx(0.5, abs=0.1)
 
 
 def test_no_rows_name_nobody_since_a_tie_is_no_hit() -> None:
     found = identify_requests(np.empty((0, 16)), rows(20, 0), rows(40, 1), candidates=10, tops=(1, 5))
-    assert found.rows == 0 and found.told_apart.value == 0.5
+    assert found.rows == 0 and found.told_apart == 0.5
     assert {one.hits for one in (*found.named.values(), *found.control.values())} == {0}
 
 
@@ -107,19 +107,19 @@ def test_without_taking_decay_off_every_row_of_a_table_would_stand_out() -> None
 def test_undefended_rows_tell_tokens_with_full_precision_and_recall() -> None:
     told = tell_tokens(moved_rows(*table(TOUCHED, kept=0.97)), IDS, OTHERS)
     assert told is not None and told.precision is not None
-    assert told.auc.value == told.recall.value == told.precision.value == 1.0
+    assert told.auc == told.recall.value == told.precision.value == 1.0
     assert told.prevalence == pytest.approx(40 / 290)
 
 
 def test_tokens_in_no_text_are_told_apart_by_nothing() -> None:
     absent = np.arange(401, 500, 2)
     told = tell_tokens(moved_rows(*table(TOUCHED, noise=1e-3)), absent, np.arange(101, 400, 2))
-    assert told is not None and told.auc.low <= 0.5 <= told.auc.high and told.recall.value < 0.05
+    assert told is not None and abs(told.auc - 0.5) < 0.12 and told.recall.value < 0.05
 
 
 def test_noise_on_every_row_hides_what_is_smaller() -> None:
     told = tell_tokens(moved_rows(*table(TOUCHED, noise=1.0)), IDS, OTHERS)
-    assert told is not None and told.auc.low <= 0.5 <= told.auc.high
+    assert told is not None and abs(told.auc - 0.5) < 0.12
     assert told.recall.value < 0.1 and (told.precision is None or told.precision.low < 0.2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -55,3 +56,16 @@ def rate(hits: int, trials: int, *, chance: float | None = None, confidence: flo
         hits=hits, trials=trials, chance=chance, low=float(rate_at_least(hits, trials, tail)),
         high=float(rate_at_most(hits, trials, tail)), confidence=confidence,
     )  # fmt: skip
+
+
+def pooled(rates: Sequence[Rate]) -> Rate | None:
+    """The trials of several rates as one; None where there is none.
+
+    Trials of one silo resemble each other, so the interval is narrower than it would be for silos drawn anew.
+    """
+    if not rates:
+        return None
+    known = [one.chance for one in rates if one.chance is not None]
+    trials = sum(one.trials for one in rates)
+    chance = sum((one.chance or 0.0) * one.trials for one in rates) / trials if len(known) == len(rates) else None
+    return rate(sum(one.hits for one in rates), trials, chance=chance, confidence=rates[0].confidence)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lit_dpret.attacks.federated.rates import Rate, rate
 from lit_dpret.attacks.inversion.quality import token_set_f1
-from lit_dpret.audit.metrics import Interval, auc, bootstrap
+from lit_dpret.audit.metrics import auc
 from lit_dpret.audit.scores import CanaryScores
 from lit_dpret.errors import ConfigurationError, DataError
 
@@ -51,21 +51,20 @@ class Identified:
         rows: How many there were.
         named: By number of guesses, how often a query that was sent is among the so many nearest of its candidates.
         control: The same of queries that were not sent; more than chance is the domain's doing, not the rows'.
-        told_apart: The probability that a query that was sent comes nearer than one that was not (AUC), with its
-            bootstrap interval.
+        told_apart: The probability that a query that was sent comes nearer than one that was not (AUC).
         candidates: Texts to choose from, for each.
     """
 
     rows: int
     named: dict[int, Rate]
     control: dict[int, Rate]
-    told_apart: Interval
+    told_apart: float
     candidates: int
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values."""
         return {
-            "rows": self.rows, "candidates": self.candidates, "told_apart": asdict(self.told_apart),
+            "rows": self.rows, "candidates": self.candidates, "told_apart": self.told_apart,
             "named": {str(top): one.to_dict() for top, one in self.named.items()},
             "control": {str(top): one.to_dict() for top, one in self.control.items()},
         }  # fmt: skip
@@ -79,7 +78,6 @@ def identify_requests(
     candidates: int = 100,
     tops: Sequence[int] = (1, 10),
     confidence: float = 0.95,
-    resamples: int = 500,
     seed: int = 0,
 ) -> Identified:
     """Find each query that was sent among others of its silo that were not.
@@ -98,7 +96,6 @@ def identify_requests(
         candidates: The query itself and so many less one others, drawn for each without replacement.
         tops: Numbers of guesses.
         confidence: Of the intervals, which take queries for independent.
-        resamples: Of the bootstrap.
         seed: Of the draws.
 
     Raises:
@@ -128,7 +125,7 @@ def identify_requests(
             for top in tops
         }
 
-    told = bootstrap(auc, CanaryScores(near, far), confidence=confidence, resamples=resamples, seed=seed)
+    told = auc(CanaryScores(near, far))
     return Identified(
         rows=len(rows), named=named(near), control=named(held), told_apart=told, candidates=candidates
     )  # fmt: skip

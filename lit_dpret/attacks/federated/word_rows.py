@@ -15,14 +15,14 @@ vocabulary are touched by nothing. What is left after it is subtracted is the ev
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lit_dpret.attacks.federated.rates import Rate, rate
-from lit_dpret.audit.metrics import Interval, auc, bootstrap
+from lit_dpret.audit.metrics import auc
 from lit_dpret.audit.scores import CanaryScores
 from lit_dpret.errors import DataError
 
@@ -93,7 +93,7 @@ class Told:
     Attributes:
         tokens: How many there are to find.
         others: How many there are that must not be named.
-        auc: The probability that one of the first moved further than one of the others, with its bootstrap interval.
+        auc: The probability that one of the first moved further than one of the others.
         recall: The share of the first that stand out.
         precision: The share of the first among all that stand out; None where nothing does.
         prevalence: The share of the first among both: the precision of a guess that knows nothing.
@@ -101,7 +101,7 @@ class Told:
 
     tokens: int
     others: int
-    auc: Interval
+    auc: float
     recall: Rate
     precision: Rate | None
 
@@ -113,14 +113,12 @@ class Told:
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values."""
         return {
-            "tokens": self.tokens, "others": self.others, "prevalence": self.prevalence, "auc": asdict(self.auc),
+            "tokens": self.tokens, "others": self.others, "prevalence": self.prevalence, "auc": self.auc,
             "recall": self.recall.to_dict(), "precision": None if self.precision is None else self.precision.to_dict(),
         }  # fmt: skip
 
 
-def tell_tokens(
-    rows: MovedRows, tokens: Ids, others: Ids, *, confidence: float = 0.95, resamples: int = 500, seed: int = 0
-) -> Told | None:
+def tell_tokens(rows: MovedRows, tokens: Ids, others: Ids, *, confidence: float = 0.95) -> Told | None:
     """Tell tokens from others by how far their rows moved; None where there are none of one kind.
 
     Args:
@@ -128,8 +126,6 @@ def tell_tokens(
         tokens: Ids to find, without repetition.
         others: Ids that must not be named; none of them among ``tokens``.
         confidence: Of the intervals, which take tokens for independent.
-        resamples: Of the bootstrap.
-        seed: Of its draws.
 
     Raises:
         DataError: A token is in both lists, or in no row.
@@ -147,7 +143,7 @@ def tell_tokens(
     return Told(
         tokens=len(tokens),
         others=len(others),
-        auc=bootstrap(auc, scores, confidence=confidence, resamples=resamples, seed=seed),
+        auc=auc(scores),
         recall=rate(right, len(tokens), confidence=confidence),
         precision=rate(right, right + wrong, chance=base, confidence=confidence) if right + wrong else None,
     )
