@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "callbacks": {"errors", "privacy", "progress", "retrieval", "report", "audit", "canaries"},
     "federated": {
         "errors", "privacy", "retrieval", "encoders", "losses", "negatives", "modules", "datamodules", "callbacks",
-        "progress", "report",
+        "progress", "report", "generation",
     },
     "testing": {"errors", "privacy", "modules"},
     "pytest_plugin": {"testing"},
