@@ -75,8 +75,10 @@ def _lines(facts: Facts) -> list[str]:
 def _silo_part(facts: Facts) -> list[str]:
     return [
         "## A silo that matches requests", "", *request_table(facts), "",
-        "* Named: a query that the rows were made of, among unsent queries of the same silo; a tie is no hit. The "
-        "control puts unsent queries in its place, and the last column takes the rows of another silo.",
+        "* Named: a query that the rows were made of, among unsent queries of the same silo; a tie is no hit. By "
+        "nearness to a row, by tracing where rows are centroids. The control puts unsent queries in its place. Queries "
+        "share their candidates and are not independent, so hold a rate against the control before the guess. The last "
+        "column takes the rows of another silo.",
         *_own(facts),
         "* Sealing the rows between silos hides them from the server that relays them. A silo that is asked opens "
         "them, so against this attack it does nothing.", "",
@@ -101,20 +103,22 @@ def request_table(facts: Facts) -> list[str]:
     tops = sorted(map(int, facts["requests"][0]["pooled"]["named"]))
     head = [f"named, {top} guess{'es' if top > 1 else ''} of {facts['candidates']}" for top in tops]
     lines = [
-        f"| request | rows | {' | '.join(head)} | control, 1 guess | sent told from unsent (AUC) | AUC by another "
-        "silo's rows |",
-        "| :-- | --: |" + " --: |" * (len(tops) + 3),
+        f"| request | rows | {' | '.join(head)} | control, 1 guess | sent told from unsent (AUC): nearness | "
+        "traced | by another silo's rows |",
+        "| :-- | --: |" + " --: |" * (len(tops) + 4),
     ]
     for one in facts["requests"]:
         if not one["rows"]:
-            cells = ["nothing to match", *[_NONE] * (len(tops) + 2)]
+            cells = ["nothing to match", *[_NONE] * (len(tops) + 3)]
         else:
             found = one["pooled"]
             cells = [_rate(found["named"][str(top)]) for top in tops]
-            cells += [_rate(found["control"]["1"]), _auc(found), _auc(one["rows_of_another_silo"])]
+            foreign = one["rows_of_another_silo"]
+            cells += [_rate(found["control"]["1"]), _auc(found["nearness"]), _auc(found["traced"])]
+            cells += [_auc(foreign["traced"] or foreign["nearness"])]
         lines.append(f"| {one['name']} | {one['rows']:,} | {' | '.join(cells)} |")
     chance = " | ".join(f"{top / facts['candidates']:.3f}" for top in tops)
-    return [*lines, f"| *a guess* | | {chance} | {1 / facts['candidates']:.3f} | 0.500 | 0.500 |"]
+    return [*lines, f"| *a guess* | | {chance} | {1 / facts['candidates']:.3f} | 0.500 | 0.500 | 0.500 |"]
 
 
 def update_table(facts: Facts) -> list[str]:

@@ -122,6 +122,7 @@ def attack_requests(
     for place, name in enumerate(names):
         asker, other = askers[name], names[(place + 1) % len(names)]
         settings: dict[str, Any] = {"candidates": candidates, "confidence": confidence, "seed": seed}
+        settings["means"] = way.request == "dp_centroid"
         settings["tops"] = tuple(top for top in (1, 10) if top < candidates)
         own[name] = identify_requests(rows[name], asker.sent, asker.unsent, **settings)
         foreign[name] = identify_requests(rows[other], asker.sent, asker.unsent, **settings)
@@ -162,12 +163,18 @@ def _rows(asker: Asker, way: Way, folder: Path, plan: CentroidPlan, delta: float
 
 
 def _pooled(found: Sequence[Identified]) -> dict[str, Any]:
-    told = [one.told_apart for one in found]
-    facts: dict[str, Any] = {"auc": float(np.mean(told)), "auc_least": min(told), "auc_most": max(told)}
+    facts: dict[str, Any] = {"nearness": _spread([one.nearness for one in found])}
+    facts["traced"] = _spread([one.traced for one in found if one.traced is not None])
     for kind in ("named", "control"):
         rates = {top: pooled([getattr(one, kind)[top] for one in found]) for top in found[0].named}
         facts[kind] = {str(top): None if one is None else one.to_dict() for top, one in rates.items()}
     return facts
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    return {"auc": float(np.mean(values)), "auc_least": min(values), "auc_most": max(values)}
 
 
 def _array(rows: Tensor) -> Floats:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lit_dpret.attacks.federated.requests import identify_requests, nearness, own_texts
+from lit_dpret.attacks.federated.requests import identify_requests, nearness, own_texts, traces
 from lit_dpret.attacks.federated.word_rows import moved_rows, tell_tokens
 from lit_dpret.errors import ConfigurationError, DataError
 
@@ -32,7 +32,7 @@ def table(touched: list[int], *, kept: float = 1.0, noise: float = 0.0) -> tuple
 def test_exact_requests_name_every_query_and_the_control_stays_at_chance() -> None:
     sent, unsent = rows(200, 0), rows(400, 1)
     found = identify_requests(sent, sent, unsent, candidates=50)
-    assert found.named[1].value == 1.0 and found.told_apart == 1.0
+    assert found.named[1].value == 1.0 and found.nearness == 1.0
     assert found.control[1].low <= 1 / 50 <= found.control[1].high
     assert found.control[10].low <= 10 / 50 <= found.control[10].high and found.control[1].trials == 200
 
@@ -40,12 +40,12 @@ def test_exact_requests_name_every_query_and_the_control_stays_at_chance() -> No
 def test_rows_of_other_texts_name_nobody() -> None:
     found = identify_requests(rows(200, 9), rows(200, 0), rows(400, 1), candidates=50)
     assert found.named[1].low <= 1 / 50 <= found.named[1].high
-    assert found.told_apart == pytest.approx(0.5, abs=0.1)
+    assert found.nearness == pytest.approx(0.5, abs=0.1)
 
 
 def test_no_rows_name_nobody_since_a_tie_is_no_hit() -> None:
     found = identify_requests(np.empty((0, 16)), rows(20, 0), rows(40, 1), candidates=10, tops=(1, 5))
-    assert found.rows == 0 and found.told_apart == 0.5
+    assert found.rows == 0 and found.nearness == 0.5
     assert {one.hits for one in (*found.named.values(), *found.control.values())} == {0}
 
 
@@ -53,6 +53,19 @@ def test_a_query_that_the_silo_sent_as_well_is_no_better_than_a_tie() -> None:
     sent = rows(20, 0)
     found = identify_requests(sent, sent, np.concatenate([sent, sent]), candidates=20, tops=(1,))
     assert found.named[1].value < 0.9
+
+
+def test_a_query_is_traced_in_a_mean_of_many_that_it_is_not_near_to() -> None:
+    dim, unit = 256, lambda found: found / np.linalg.norm(found, axis=1, keepdims=True)
+    sent, unsent = unit(rows(90, 0, dim)), unit(rows(120, 1, dim))
+    means = np.stack([part.mean(axis=0) for part in np.split(sent, 3)])
+    found = identify_requests(means, sent, unsent, means=True, candidates=20, tops=(1,))
+    assert found.traced is not None and found.traced > 0.95 and found.named[1].value > 0.7
+    assert found.control[1].low <= 1 / 20 <= found.control[1].high
+    noised = means + rows(3, 2, dim)
+    blind = identify_requests(noised, sent, unsent, means=True, candidates=20, tops=(1,))
+    assert blind.traced == pytest.approx(0.5, abs=0.12) and blind.named[1].value < 0.3
+    assert not traces(np.empty((0, dim)), sent).any()
 
 
 def test_nearness_is_the_cosine_with_the_nearest_row() -> None:

@@ -75,7 +75,7 @@ def of(facts: dict[str, Any], part: str, name: str) -> dict[str, Any]:
 
 def test_exact_requests_name_every_query_of_every_silo(found: dict[str, Any]) -> None:
     exact = of(found, "requests", "exact (the paper)")
-    assert exact["pooled"]["named"]["1"]["value"] > 0.95 and exact["pooled"]["auc"] > 0.95
+    assert exact["pooled"]["named"]["1"]["value"] > 0.95 and exact["pooled"]["nearness"]["auc"] > 0.95
     assert exact["pooled"]["control"]["1"]["high"] < 0.5
     assert found["scores"]["named_by_exact_requests"] == exact["pooled"]["named"]["1"]["value"]
 

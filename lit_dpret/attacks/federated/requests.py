@@ -1,8 +1,9 @@
 """A curious silo: whose questions are these rows that others ask it for negatives with?
 
 Paper 004 sends the embedding of every train query to the clients that are asked (section 2.2) and leaves open what they
-make of it. A silo holds the same encoder, so it embeds texts that it suspects and compares. One score serves every kind
-of request: how near a suspected text comes to the row that is nearest to it.
+make of it. A silo holds the same encoder, so it embeds texts that it suspects and compares. Two scores, by what the
+rows are: embeddings of queries are matched by *nearness*, means of many are *traced*, which finds a text in a mean that
+it is not near to at all (Dwork et al. 2015, "Robust Traceability from Trace Amounts").
 
 The suspects are drawn from queries of the *same* silo, which were sent and which were not. Told from queries of other
 silos a text gives away its domain already, and that would be counted as its identity.
@@ -43,6 +44,34 @@ def nearness(rows: Floats, suspects: Floats) -> Floats:
     return np.asarray((_unit(suspects) @ _unit(rows).T).max(axis=1))
 
 
+def traces(rows: Floats, suspects: Floats) -> Floats:
+    """How much more of a suspect is in the mean nearest to it than in the other suspects that are nearest to that mean.
+
+    A mean of k unit vectors holds 1/k of each of them and, of a text that is not in it, what all such texts have in
+    common. The second part is estimated from the suspects themselves.
+
+    Args:
+        rows: Means of embeddings that were scaled to length 1, ``(rows, dim)``.
+        suspects: As for `nearness`.
+
+    Returns:
+        ``<x, row - mean of the other suspects there>`` of each suspect x, shape ``(suspects,)``; zeros where there is
+        no row.
+
+    Raises:
+        DataError: The two are of different spaces.
+    """
+    if not len(nearness(rows, suspects)) or not len(rows):
+        return np.zeros(len(suspects))
+    unit = _unit(suspects)
+    place = (unit @ _unit(rows).T).argmax(axis=1)
+    sums, counts = np.zeros_like(rows), np.bincount(place, minlength=len(rows))
+    np.add.at(sums, place, unit)
+    others = np.maximum(counts[place] - 1, 1)[:, None]
+    expected = (sums[place] - unit) / others
+    return np.asarray(np.einsum("ij,ij->i", unit, rows[place] - expected))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Identified:
     """What a silo's rows tell of which of its queries they were made of.
@@ -51,20 +80,22 @@ class Identified:
         rows: How many there were.
         named: By number of guesses, how often a query that was sent is among the so many nearest of its candidates.
         control: The same of queries that were not sent; more than chance is the domain's doing, not the rows'.
-        told_apart: The probability that a query that was sent comes nearer than one that was not (AUC).
+        nearness: The probability that a query that was sent comes nearer to a row than one that was not (AUC).
+        traced: The same by `traces`, where rows are means; else None. Where it is there, queries are named by it.
         candidates: Texts to choose from, for each.
     """
 
     rows: int
     named: dict[int, Rate]
     control: dict[int, Rate]
-    told_apart: float
+    nearness: float
+    traced: float | None
     candidates: int
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values."""
         return {
-            "rows": self.rows, "candidates": self.candidates, "told_apart": self.told_apart,
+            "rows": self.rows, "candidates": self.candidates, "nearness": self.nearness, "traced": self.traced,
             "named": {str(top): one.to_dict() for top, one in self.named.items()},
             "control": {str(top): one.to_dict() for top, one in self.control.items()},
         }  # fmt: skip
@@ -75,6 +106,7 @@ def identify_requests(
     sent: Floats,
     unsent: Floats,
     *,
+    means: bool = False,
     candidates: int = 100,
     tops: Sequence[int] = (1, 10),
     confidence: float = 0.95,
@@ -93,6 +125,7 @@ def identify_requests(
         rows: What the silo asked with, ``(rows, dim)``; there may be none.
         sent: Embeddings of its queries that the rows were made of, ``(queries, dim)``.
         unsent: Of others of the same silo, none of them equal in text to a sent one.
+        means: The rows are means of many embeddings of length 1, as centroids are.
         candidates: The query itself and so many less one others, drawn for each without replacement.
         tops: Numbers of guesses.
         confidence: Of the intervals, which take queries for independent.
@@ -114,7 +147,13 @@ def identify_requests(
         )
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(unsent))
-    near, far = nearness(rows, sent), nearness(rows, unsent)
+    scores = nearness(rows, sent), nearness(rows, unsent)
+    by_nearness, by_trace = auc(CanaryScores(*scores)), None
+    if means:
+        traced = traces(rows, np.concatenate([sent, unsent]))
+        scores = traced[: len(sent)], traced[len(sent) :]
+        by_trace = auc(CanaryScores(*scores))
+    near, far = scores
     held, pool = far[order[:half]], far[order[half:]]
 
     def named(victims: Floats) -> dict[int, Rate]:
@@ -125,9 +164,9 @@ def identify_requests(
             for top in tops
         }
 
-    told = auc(CanaryScores(near, far))
     return Identified(
-        rows=len(rows), named=named(near), control=named(held), told_apart=told, candidates=candidates
+        rows=len(rows), named=named(near), control=named(held), nearness=by_nearness, traced=by_trace,
+        candidates=candidates,
     )  # fmt: skip
 
 

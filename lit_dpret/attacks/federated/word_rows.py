@@ -1,7 +1,7 @@
 """A curious server: which words stood in a silo's batches, read off the rows of the word-embedding table.
 
 The gradient of a row is zero where its token is in no text of the batch, so an update names the tokens of all its
-texts (Melis et al. 2019, "Exploiting Unintended Feature Leakage in Collaborative Learning", 1805.04049, section 4.1).
+texts (Melis et al. 2019, "Exploiting Unintended Feature Leakage in Collaborative Learning", 1805.04049).
 Paper 004 shares such updates every round and leaves the question open.
 
 Tokens of *sentences* move rows as well, those of positives and of negatives. What says something about the queries is
