@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "callbacks": {"errors", "privacy", "progress", "retrieval", "report", "audit", "canaries"},
     "federated": {
         "errors", "whole_file", "privacy", "retrieval", "encoders", "losses", "negatives", "modules", "datamodules",
-        "callbacks", "progress", "report",
+        "callbacks", "progress", "report", "generation",
     },
     "testing": {"errors", "privacy", "modules"},
     "pytest_plugin": {"testing"},

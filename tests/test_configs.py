@@ -96,6 +96,7 @@ NEEDED = {
     "task.index": ["task.embeddings=x"],
     "task.membership": ["task.run=x"],
     "task.inversion": ["task.encoder=x", "task.whose=public"],
+    "task.federated_attacks": ["task.silos=x", "task.whose=public"],
     "task.similarity": ["task.synthetic=x", "task.reference=public"],
     "task.pretraining_overlap": ["task.corpus=x", "task.queries=public"],
     "task.search": ["task.index=x", "task.query=y"],

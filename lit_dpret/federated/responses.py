@@ -2,69 +2,35 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.centroids import CentroidPlan, dp_centroids
 from lit_dpret.federated.evaluation import SentenceCollection
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo_ledger import SiloLedger
 from lit_dpret.federated.storage import save_tensors
+from lit_dpret.federated.synthetic import public_sentences
 from lit_dpret.modules.as2 import AS2DualEncoder
 from lit_dpret.privacy.accounting import calibrate_noise
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.card_file import CARD_NAME
 from lit_dpret.privacy.releases import FullBatch
 
-PUBLIC = "public_sids.txt"
-SYNTHETIC = "synthetic"
 SENTENCES_PER_PASSAGE = 1
 """How many sentences of a passage count in the centroids of a private collection: each costs noise for all."""
 
 
 def public_places(folder: Path, collection: SentenceCollection) -> list[int]:
-    """Places of the sentences that the silo declares public, one id in a line of ``public_sids.txt``.
+    """Places of the sentences that the silo declares public (`lit_dpret.federated.synthetic.public_sentences`).
 
     Raises:
-        DataError: There is no such file, or it names none of the collection.
+        DataError: There is no declaration, or it names none of the collection.
     """
-    path = folder / PUBLIC
-    if not path.is_file():
-        raise DataError(
-            f"federated.stage2.response=public needs {path}, one id of a public sentence in a line. Write it, or "
-            "choose another response."
-        )
-    ids = set(path.read_text(encoding="utf-8").split())
-    places = [place for place, sid in enumerate(collection.sentence_ids) if sid in ids]
-    if not places:
-        raise DataError(f"{path} names no sentence of this collection.")
-    return places
-
-
-def synthetic_texts(folder: Path) -> list[str]:
-    """The texts of ``synthetic/queries.jsonl``, which the silo's DP generator wrote under the card beside it.
-
-    Raises:
-        DataError: There is no such folder, no card in it, or no text.
-    """
-    root = folder / SYNTHETIC
-    if not (root / CARD_NAME).is_file():
-        raise DataError(
-            f"federated.stage2.response=synthetic needs {root} with a {CARD_NAME}: without one nothing says what the "
-            "texts give away. Make it with task=synthesize on this silo."
-        )
-    try:
-        lines = (root / "queries.jsonl").read_text(encoding="utf-8").splitlines()
-        texts = list(dict.fromkeys(str(json.loads(line)["text"]) for line in lines if line.strip()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{root / 'queries.jsonl'} cannot be read ({type(error).__name__}).") from error
-    if not texts:
-        raise DataError(f"{root / 'queries.jsonl'} holds no text.")
-    return texts
+    ids = public_sentences(folder)
+    return [place for place, sid in enumerate(collection.sentence_ids) if sid in ids]
 
 
 def collection_centroids(

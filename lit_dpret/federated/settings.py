@@ -20,6 +20,7 @@ Strategy = Literal["fedavg", "fedprox"]
 Stage1Negatives = Literal["static", "bm25", "random"]
 OptimizerState = Literal["reset", "keep"]
 Stage2Negatives = Literal["fed", "dynamic"]
+TrainOn = Literal["queries", "synthetic"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +202,8 @@ class PddAs2:
         stage1: See `Stage1`.
         stage2: See `Stage2`.
         privacy: See `FederatedPrivacy`.
+        train_on: ``queries``, those of the silo's people; or ``synthetic``, those that its DP generator wrote
+            (`lit_dpret.federated.synthetic`), with which rounds and requests cost nothing more.
         secure_sum: Add the clients' updates up under masks (`lit_dpret.federated.secure_sum`).
         update_limit: The largest change of one weight in a round that fits under the masks; larger ones are cut.
         sum_threshold: How many clients a sum has to be of, and to unmask it; more than half of those that begin a
@@ -215,6 +218,7 @@ class PddAs2:
     stage1: Stage1 = field(default_factory=Stage1)
     stage2: Stage2 = field(default_factory=Stage2)
     privacy: FederatedPrivacy = field(default_factory=FederatedPrivacy)
+    train_on: TrainOn = "queries"
     secure_sum: bool = False
     update_limit: float = 1.0
     sum_threshold: int | None = None
@@ -231,6 +235,7 @@ class PddAs2:
         self.stage1.check()
         self.stage2.check()
         self.privacy.check()
+        require_choice("federated.train_on", self.train_on, get_args(TrainOn))
         if not 0 < self.update_limit < float("inf"):
             raise ConfigurationError(f"federated.update_limit={self.update_limit} must be positive and finite.")
         if self.secure_sum and self.stage1.weighting == "examples":
@@ -259,13 +264,25 @@ class PddAs2:
                 "federated.stage2.response=dp_centroid releases centroids of the collection, and nothing says what "
                 "that may cost. Set federated.privacy.collection_eps."
             )
+        if self.train_on == "synthetic" and _asks(self) and self.stage2.request == "dp_centroid":
+            raise ConfigurationError(
+                "federated.stage2.request=dp_centroid with federated.train_on=synthetic would add noise to what is "
+                "made of released queries alone. Set federated.stage2.request=exact, or none."
+            )
         if self.privacy.eps is not None:
-            for applies, refusal in _REFUSALS:
+            for applies, refusal in _REFUSALS if self.train_on == "queries" else _REFUSALS_OF_COLLECTIONS:
                 if applies(self):
                     raise ConfigurationError(f"federated.privacy.eps={self.privacy.eps:g}: {refusal}")
         return self
 
 
+_REFUSALS_OF_COLLECTIONS: tuple[tuple[Callable[[PddAs2], bool], str], ...] = (
+    (
+        lambda run: _asks(run) and run.stage2.response == "raw",
+        "federated.stage2.response=raw sends the embeddings of private sentences, and repeated requests map the "
+        "collection. Set it to public, dp_centroid or synthetic.",
+    ),
+)
 _REFUSALS: tuple[tuple[Callable[[PddAs2], bool], str], ...] = (
     (
         lambda run: run.stage1.in_batch,
@@ -288,11 +305,7 @@ _REFUSALS: tuple[tuple[Callable[[PddAs2], bool], str], ...] = (
         "federated.stage2.request=exact sends the embedding of every query, from which its text can be guessed. Set "
         "it to dp_centroid or none.",
     ),
-    (
-        lambda run: _asks(run) and run.stage2.response == "raw",
-        "federated.stage2.response=raw sends the embeddings of private sentences, and repeated requests map the "
-        "collection. Set it to public, dp_centroid or synthetic.",
-    ),
+    *_REFUSALS_OF_COLLECTIONS,
     (
         lambda run: run.stage1.weighting == "examples",
         "federated.stage1.weighting=examples tells the server how many queries each silo has, in clear. Set it to "

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.datamodules.silo import SiloDataModule
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.aggregation import TowardsAnchor, Weights, put_weights, take_weights
@@ -26,10 +27,11 @@ from lit_dpret.federated.evaluation import METRICS, SentenceCollection
 from lit_dpret.federated.fed_negatives import Block, FedPool, kept_pool, respond, respond_uniformly
 from lit_dpret.federated.fitting import KeepOptimizer, attempt_folder, fit_epochs
 from lit_dpret.federated.negatives import FedNegatives, OtherPositives
-from lit_dpret.federated.responses import collection_centroids, public_places, synthetic_texts
+from lit_dpret.federated.responses import collection_centroids, public_places
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo_ledger import NoisePlan, SiloLedger, silo_budget, split_budget
 from lit_dpret.federated.storage import keep_facts, save_json, save_tensors
+from lit_dpret.federated.synthetic import SyntheticSet, read_synthetic
 from lit_dpret.modules.as2 import AS2DualEncoder
 from lit_dpret.negatives import (
     BM25Negatives,
@@ -40,7 +42,7 @@ from lit_dpret.negatives import (
     StaticNegatives,
 )
 from lit_dpret.negatives.base import coins
-from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
+from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode, SyntheticData
 from lit_dpret.privacy.releases import Poisson, SamplingLaw
 from lit_dpret.retrieval.metrics import Values
 
@@ -58,6 +60,8 @@ class SiloClient:
     Guarantees:
         - With ``privacy.eps`` set, everything that a method returns and that depends on queries is charged to the
           silo's ledger before it is returned, and nothing is returned that the budget does not cover.
+        - With ``train_on=synthetic`` nothing that is trained or sent is a function of the silo's own queries but
+          through its generator, which the ledger holds already.
 
     Args:
         data: The client's folder (`lit_dpret.datamodules.silo_folder`).
@@ -85,12 +89,13 @@ class SiloClient:
         self.folder, self.state = Path(data), Path(state)
         self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
         facts = {"seed": settings.seed, **asdict(settings.privacy)}
+        facts |= {} if settings.train_on == "queries" else {"train_on": settings.train_on}
         keep_facts(self.state / "run.json", "stage1", {**facts, **asdict(settings.stage1)})
         if settings.stage2.epochs:
             keep_facts(self.state / "run.json", self._kind, {**facts, **asdict(settings.stage2)})
         self._make = make_module
         self._secret_file = secret_file
-        self.data = self._datamodule(settings.stage1.batch_size)
+        self.data = SiloDataModule(folder=self.folder, seed=settings.seed)
         silo = self.data.silo
         self.name = silo.name
         self.credentials = credentials if settings.roster else None
@@ -100,16 +105,17 @@ class SiloClient:
                 f"{'no signing key and roster' if credentials is None else 'the signing key of another silo'}."
             )
         self.collection = SentenceCollection(silo.sentences, silo.passage_of)
-        self.queries = dict(self.data.evaluation_set("train")[0])
         self._sentences: tuple[str, Tensor] | None = None
+        self.synthetic: SyntheticSet | None = None
         self.ledger, self.noise = self._account()
+        self.queries = dict(self._datamodule(settings.stage1.batch_size).evaluation_set("train")[0])
 
     def __repr__(self) -> str:
         return f"SiloClient({self.name})"
 
     @property
     def examples(self) -> int:
-        """|D_i|, the train queries: for the aggregation weight, and never in clear under a budget."""
+        """|D_i|, the train queries: for the aggregation weight, and never in clear where people wrote them."""
         return len(self.queries)
 
     @cached_property
@@ -289,8 +295,9 @@ class SiloClient:
 
     def _privacy(self, *turn: object) -> PrivacyMode:
         """The mode of one fit; without a budget its shuffling follows the public seed, so that runs can be repeated."""
-        if self.ledger is None or self.noise is None:
-            mode = NoPrivacy()
+        mode: PrivacyMode
+        if self.settings.train_on == "synthetic" or self.ledger is None or self.noise is None:
+            mode = SyntheticData() if self.settings.train_on == "synthetic" else NoPrivacy()
             mode.noise_seed = int(coins(self.settings.seed, self.name, *map(str, turn)).integers(2**31))
             return mode
         return self.ledger.training(
@@ -299,10 +306,21 @@ class SiloClient:
 
     def _account(self) -> tuple[SiloLedger | None, NoisePlan | None]:
         privacy, one, two = self.settings.privacy, self.settings.stage1, self.settings.stage2
+        answers = two.negatives == "fed" and two.response == "synthetic" and two.epochs > 0
+        generated = answers or self.settings.train_on == "synthetic"
         if privacy.eps is None:
+            if generated:
+                self.synthetic = read_synthetic(self.folder, budget=None, ledger=None, near=[self.state])
             return None, None
         units = self._units()
         budget = silo_budget(privacy.eps, privacy.delta, unit=privacy.unit, neighbours=privacy.neighbours, units=units)
+        ledger = SiloLedger(
+            self.state / "private", budget, accountant=privacy.accountant, secret_file=self._secret_file
+        )
+        if generated:
+            self.synthetic = read_synthetic(self.folder, budget=budget, ledger=ledger, near=[self.state])
+        if self.settings.train_on == "synthetic":
+            return ledger, None
         stages = ((one.batch_size, one.warmup_rounds + one.rounds), (two.batch_size, two.epochs))
         planned: list[tuple[SamplingLaw, int]] = []
         for batch, epochs in stages:
@@ -318,12 +336,10 @@ class SiloClient:
             planned,
             requests=two.refreshes * two.centroid_iterations if asks else 0,
             request_share=privacy.request_share,
+            spent=() if self.synthetic is None else self.synthetic.releases,
             accountant=privacy.accountant,
         )
         save_json(self.state / _NOISE, asdict(noise))
-        ledger = SiloLedger(
-            self.state / "private", budget, accountant=privacy.accountant, secret_file=self._secret_file
-        )
         return ledger, noise
 
     def _kept_noise(self) -> NoisePlan | None:
@@ -332,13 +348,19 @@ class SiloClient:
         return NoisePlan(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
     def _units(self) -> int:
-        data = self._datamodule(1)
+        data = SiloDataModule(folder=self.folder)
         data.use_unit("pair" if self.settings.privacy.unit == "pair" else "query")
         return data.n_units
 
     # -- pieces --------------------------------------------------------------------------------
 
-    def _datamodule(self, batch_size: int) -> SiloDataModule:
+    def _datamodule(self, batch_size: int) -> PairsDataModule:
+        """What is trained on."""
+        if self.synthetic is not None and self.settings.train_on == "synthetic":
+            return SyntheticDataModule(
+                folder=self.synthetic.folder, expected_batch_size=batch_size, physical_batch_size=batch_size,
+                seed=self.settings.seed,
+            )  # fmt: skip
         private = self.settings.privacy.eps is not None
         return SiloDataModule(
             folder=self.folder,
@@ -400,7 +422,7 @@ class SiloClient:
             return self._embedded(weights)[public_places(self.folder, self.collection)]
         module = self._fresh(weights)
         if response == "synthetic":
-            return module.encode_passages(synthetic_texts(self.folder))
+            return module.encode_passages([] if self.synthetic is None else self.synthetic.texts)
         return collection_centroids(
             self._embedded(weights), self.collection, module, self.state, self.settings, secret_file=self._secret_file
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, PrivateDataError
 from lit_dpret.privacy.accounting import calibrate_noise, epsilon
 from lit_dpret.privacy.budget import AccountantName, Neighbours, PrivacyBudget, Unit
 from lit_dpret.privacy.charges import SCHEMA
@@ -32,7 +32,7 @@ from lit_dpret.privacy.dataset_total import Total
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.noise import KeyedStream, load_secret
-from lit_dpret.privacy.releases import FullBatch, GaussianRelease, SamplingLaw
+from lit_dpret.privacy.releases import FullBatch, GaussianRelease, Release, SamplingLaw, merge
 from lit_dpret.privacy.search import DecimalGrid, least
 
 _DIGITS = 3
@@ -158,6 +158,36 @@ class SiloLedger:
         total = self.total()
         return 0.0 if total is None else total.epsilon
 
+    def require_charged(self, records: Sequence[Mapping[str, Any]], what: str) -> list[Release]:
+        """What a private run was charged with here, by the records of its own ledger.
+
+        Guarantees, after it returns, that all that the run released is counted in this file.
+
+        Args:
+            records: Of the run's ledger.
+            what: The run, for messages.
+
+        Raises:
+            PrivateDataError: The run was never charged to this ledger, or with something else.
+        """
+        plan = next((record for record in records if record.get("kind") == "plan"), {})
+        charge = self._ledger.charge_of(str(plan.get("run_id"))) if self.path.exists() else None
+        if charge is None:
+            raise PrivateDataError(
+                f"{what} was not charged to {self.path.name}, so no budget covers it together with the rounds: its "
+                "epsilon would come on top. Train it under this silo's ledger (privacy.dataset_ledger)."
+            )
+        releases, head = charge
+        told = sorted(str(one.to_dict()) for one in merge(charged_releases(records)))
+        if head not in {record.get("hash") for record in records} or told != sorted(
+            str(one.to_dict()) for one in releases
+        ):
+            raise PrivateDataError(
+                f"{what} is charged in {self.path.name} with something else than its own ledger says: one of the two "
+                "was put back or cut. Restore both."
+            )
+        return releases
+
     def by_run(self) -> dict[str, float]:
         """Epsilon of each run or mechanism by itself, by its name; they compose to less than their sum."""
         if not self.path.exists():
@@ -190,6 +220,7 @@ def split_budget(
     *,
     requests: int = 0,
     request_share: float = 0.3,
+    spent: Sequence[Release] = (),
     accountant: AccountantName = "pld",
 ) -> NoisePlan:
     """The least noise of training that fits beside the requests.
@@ -202,6 +233,7 @@ def split_budget(
         training: The law and the number of steps of each stage, over all rounds.
         requests: Iterations of centroids, over all refreshes.
         request_share: The part of epsilon that the requests may cost by themselves.
+        spent: Of the same silo's units, before all that is planned.
         accountant: ``pld`` or ``rdp``.
 
     Raises:
@@ -221,26 +253,27 @@ def _split(
     """`split_budget`, once for all silos of one size."""
     if not 0 < request_share < 1:
         raise ConfigurationError(f"federated.privacy.request_share={request_share} must lie between 0 and 1.")
-    asked: list[GaussianRelease] = []
+    asked: list[Release] = [*spent]
     request = None
     terms: dict[str, Any] = {"delta": budget.delta, "neighbours": budget.neighbours, "accountant": accountant}
     if requests:
         request = calibrate_noise(eps=request_share * budget.eps, law=FullBatch(), steps=requests, **terms)
-        asked = [GaussianRelease(noise_multiplier=request, law=FullBatch(), count=requests, label="fed_request")]
+        asked.append(GaussianRelease(noise_multiplier=request, law=FullBatch(), count=requests, label="fed_request"))
     grid = DecimalGrid(digits=_DIGITS)
 
-    def spent(index: int) -> float:
+    def total(index: int) -> float:
         made = [GaussianRelease(noise_multiplier=grid[index], law=law, count=steps) for law, steps in training if steps]
         return epsilon([*made, *asked], **terms)
 
     if not any(steps for _, steps in training):
         raise ConfigurationError("No step of training is planned, so there is no noise to choose for it.")
     most = grid.index(1e4)
-    found = least(spent, budget.eps, start=0, most=most, stride=2 * 10**_DIGITS, place=grid.__getitem__)
-    if found is None or not math.isfinite(spent(found)):
+    found = least(total, budget.eps, start=0, most=most, stride=2 * 10**_DIGITS, place=grid.__getitem__)
+    if found is None or not math.isfinite(total(found)):
+        before = f" beside the {len(spent)} releases that are made already" if spent else ""
         raise ConfigurationError(
-            f"federated.privacy.eps={budget.eps:g} cannot be met by any noise for what is planned. Raise it, or plan "
-            "fewer rounds."
+            f"federated.privacy.eps={budget.eps:g} cannot be met by any noise for what is planned{before}. Raise it, "
+            "or plan fewer rounds."
         )
     return NoisePlan(grid[found], request)
 

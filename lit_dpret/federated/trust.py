@@ -34,7 +34,10 @@ def sights(run: PddAs2) -> list[Sight]:
     unless there is a ``roster``.
     """
     eps = run.privacy.eps
+    made = "made of queries that the silo's DP generator wrote: its privacy card"
     dp = _NONE if eps is None else f"differential privacy of each {run.privacy.unit}, eps={eps:g} for all that leaves"
+    if run.train_on == "synthetic":
+        dp = made if eps is None else f"{made}, within eps={eps:g} of the silo"
     hidden = run.secure_sum
     masks = f"masks, under an honest-but-curious server, with {_keys(run)}"
     found = [

@@ -163,6 +163,11 @@ class DatasetLedger:
             found.setdefault(entry.name, []).extend(entry.releases)
         return found
 
+    def charge_of(self, run_id: str) -> tuple[list[Release], str] | None:
+        """What one run is charged with, and the last record of its own ledger that is known; None for a stranger."""
+        entry = _DatasetFile.read(self.path).book.entries.get(run_id)
+        return None if entry is None else (list(entry.releases), entry.head)
+
     def reserve(
         self, run_id: str, *, spent: Sequence[Release], planned: Sequence[Release], heads: Sequence[str], name: str
     ) -> Total:

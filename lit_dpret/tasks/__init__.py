@@ -12,6 +12,7 @@ from lit_dpret.tasks.encode import Encode
 from lit_dpret.tasks.evaluate import Evaluate
 from lit_dpret.tasks.export import Export
 from lit_dpret.tasks.federated import Federated
+from lit_dpret.tasks.federated_attacks import FederatedAttacks
 from lit_dpret.tasks.federated_study import FederatedStudy
 from lit_dpret.tasks.filter import Filter
 from lit_dpret.tasks.fit import Fit
@@ -46,6 +47,7 @@ __all__ = [
     "Evaluate",
     "Export",
     "Federated",
+    "FederatedAttacks",
     "FederatedStudy",
     "Filter",
     "Fit",

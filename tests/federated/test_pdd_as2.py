@@ -221,8 +221,8 @@ def test_centroids_of_a_private_collection_are_released_once_in_a_ledger_of_pass
 def test_an_answer_that_rests_on_a_declaration_is_refused_without_it(
     response: Any, message: str, tmp_path: Path
 ) -> None:
-    run = federation(tmp_path, replace(PRIVATE, stage2=replace(PRIVATE.stage2, request="none", response=response)))
     with pytest.raises(DataError, match=message):
+        run = federation(tmp_path, replace(PRIVATE, stage2=replace(PRIVATE.stage2, request="none", response=response)))
         run.clients["client0"].serve(run.start, torch.empty(0, 16), refresh=0)
 
 

@@ -100,6 +100,24 @@ def test_stage_2_starts_from_the_weights_of_stage_1_on_both_sides() -> None:
         personal.put_global({})
 
 
+def test_frozen_word_embeddings_are_in_no_update_and_stage_2_still_starts_from_it() -> None:
+    frozen = as2(freeze_word_embeddings=True)
+    table = frozen.encoder.backbone.get_input_embeddings().weight
+    shared = take_weights(frozen)
+    assert not [name for name in shared if "word_embeddings" in name]
+    assert len(shared) == len(take_weights(as2())) - 1
+    before = table.detach().clone()
+    losses(frozen, 0, 1).sum().backward()
+    assert table.grad is None and torch.equal(table.detach(), before)
+    moved = {name: value + 0.25 for name, value in shared.items()}
+    second = as2(freeze_word_embeddings=True, towers="separate", passage_tower="frozen")
+    second.put_global(moved)
+    for tower in (second.encoder, second.tower("passage")):
+        found = dict(tower.named_parameters())
+        assert all(torch.equal(found[name.removeprefix("encoder.")].float(), moved[name]) for name in moved)
+    assert not second.encoder.backbone.get_input_embeddings().weight.requires_grad
+
+
 def test_what_is_saved_loads_as_two_poolings_of_one_transformer(tmp_path: Path) -> None:
     module = as2().float()
     towers = load_towers(module.save_model(tmp_path / "model"))

@@ -1,0 +1,272 @@
+"""Queries that a silo's own DP generator wrote, in the place of its people's: made, checked, and paid for once.
+
+A silo trains a query generator on its pairs under its own ledger, and lets it write queries for sentences that it
+declares public. What is made of these costs nothing more, however often (post-processing; Dwork and Roth 2014,
+proposition 2.1), so they serve two ends:
+
+* ``response=synthetic``: other silos are answered with the sentence encoder's embeddings of these queries. A negative
+  is then a *question* where the paper has a sentence: something near to the asker's questions that answers none of
+  them. The generator writes queries from sentences and nothing the other way, so there is no synthetic sentence to
+  send; and the sentences that it read are public, which ``response=public`` sends as they are.
+* ``train_on=synthetic``: both stages train on these queries with their public sentences, and the silo's own queries are
+  never looked at again. Then its requests may be exact, for they are made of synthetic queries too.
+
+A card that lies beside a file proves nothing by lying there. Before the first text is used, the whole chain from the
+data set to the generator's run is verified; and under a budget the run must be charged to this very silo's ledger, so
+that generator, rounds and requests are one epsilon. The queries of one silo are one data set for all of them: they add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.datamodules import SiloDataModule
+from lit_dpret.datamodules.corpus import read_parts
+from lit_dpret.datamodules.layouts import folder_parts
+from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
+from lit_dpret.federated.fitting import attempt_folder, fit_epochs
+from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.silo_ledger import SiloLedger, silo_budget
+from lit_dpret.generation.writer import synthesize
+from lit_dpret.privacy.accounting import calibrate_noise
+from lit_dpret.privacy.budget import PrivacyBudget
+from lit_dpret.privacy.card_file import CARD_NAME, read_card
+from lit_dpret.privacy.card_text import privacy_line
+from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.lineage import Lineage
+from lit_dpret.privacy.releases import Poisson, Release
+from lit_dpret.privacy.verification import verify_chain
+
+SYNTHETIC = "synthetic"
+PUBLIC = "public_sids.txt"
+_WHERE = "federated synthetic queries"
+
+
+@dataclass(frozen=True, repr=False)
+class SyntheticSet:
+    """A silo's synthetic queries, verified.
+
+    Attributes:
+        folder: Where they lie.
+        texts: The queries, each once.
+        claim: What their card promises, in a line.
+        releases: What they cost this silo's budget, already charged; none where there is no budget.
+    """
+
+    folder: Path
+    texts: list[str]
+    claim: str
+    releases: list[Release]
+
+    def __repr__(self) -> str:
+        return f"SyntheticSet({len(self.texts)} queries)"
+
+
+def public_sentences(folder: Path) -> dict[str, str]:
+    """Text by id of the sentences that the silo declares public, one id in a line of ``public_sids.txt``.
+
+    Raises:
+        DataError: There is no such file, or it names none of the collection.
+    """
+    path = folder / PUBLIC
+    if not path.is_file():
+        raise DataError(
+            f"{path} is missing: it lists the ids of the silo's public sentences, one in a line, and nothing says of "
+            "any other that it may be told. Write it, or choose another federated.stage2.response."
+        )
+    ids = set(path.read_text(encoding="utf-8").split())
+    found = {sid: text for sid, text in SiloDataModule(folder=folder).silo.sentences.items() if sid in ids}
+    if not found:
+        raise DataError(f"{path} names no sentence of this collection.")
+    return found
+
+
+def train_generator(
+    silo: str | Path,
+    state: str | Path,
+    settings: PddAs2,
+    make_generator: Callable[..., Any],
+    *,
+    eps: float,
+    epochs: int = 1,
+    batch_size: int = 32,
+    secret_file: str | Path | None = None,
+) -> Path:
+    """Train a silo's query generator on its train queries, charged to the ledger that its rounds are charged to.
+
+    Guarantees:
+        - No noise is drawn that the silo's budget does not cover beside everything else in its ledger.
+        - The run's card states the generator's epsilon alone; the ledger composes it with the rest.
+
+    Args:
+        silo: The client's folder.
+        state: Of the client, as for `SiloClient`.
+        settings: Of the federation; with ``privacy.eps``, the silo's budget.
+        make_generator: Builds the generator; takes ``privacy``.
+        eps: The part of the budget that the generator may cost by itself.
+        epochs: Over the train queries.
+        batch_size: Queries of a step on average.
+        secret_file: Keys the noise; null for the user's state folder.
+
+    Returns:
+        The run folder, with ``model/``, its ledger and its card.
+
+    Raises:
+        ConfigurationError: A number is out of range, or no noise gives ``eps``.
+        BudgetExceededError: The ledger does not cover it.
+    """
+    privacy = settings.privacy
+    if privacy.eps is None:
+        raise ConfigurationError("federated.privacy.eps=null: there is no budget to train a generator under. Set it.")
+    if not 0 < eps <= privacy.eps:
+        raise ConfigurationError(
+            f"{_WHERE}: eps={eps:g} of the generator must be above 0 and at most federated.privacy.eps="
+            f"{privacy.eps:g}, of which it is a part."
+        )
+    if min(epochs, batch_size) < 1:
+        raise ConfigurationError(f"{_WHERE}: epochs={epochs} and batch_size={batch_size} must be at least 1.")
+    data = SiloDataModule(
+        folder=silo, sampling="poisson", expected_batch_size=batch_size, physical_batch_size=batch_size,
+        seed=settings.seed,
+    )  # fmt: skip
+    data.use_unit("pair" if privacy.unit == "pair" else "query")
+    if batch_size > data.n_units:
+        raise ConfigurationError(
+            f"{_WHERE}: batch_size={batch_size} is more than the silo has train queries. Lower it."
+        )
+    budget = silo_budget(
+        privacy.eps, privacy.delta, unit=privacy.unit, neighbours=privacy.neighbours, units=data.n_units
+    )
+    steps = epochs * max(1, round(data.n_units / batch_size))
+    noise = calibrate_noise(
+        eps=eps, delta=budget.delta, neighbours=budget.neighbours, law=Poisson(sample_rate=batch_size / data.n_units),
+        steps=steps, accountant=privacy.accountant,
+    )  # fmt: skip
+    ledger = SiloLedger(Path(state) / "private", budget, accountant=privacy.accountant, secret_file=secret_file)
+    module = make_generator(privacy=ledger.training(noise_multiplier=noise, max_grad_norm=privacy.max_grad_norm))
+    folder = attempt_folder(Path(state) / "generator")
+    fit_epochs(module, data, folder, epochs=epochs, callbacks=[PrivacyCard(run_dir=folder)])
+    return folder
+
+
+def write_synthetic(silo: str | Path, generator: str | Path, **decoding: Any) -> Path:
+    """Let a silo's generator write queries for its public sentences, into the silo's folder.
+
+    A query tells of the sentence that it was written for, and the generator's claim protects queries, no sentences.
+    So it is shown those sentences alone that the silo declares public.
+
+    Args:
+        silo: The client's folder; it holds ``public_sids.txt``.
+        generator: The run folder of `train_generator`.
+        decoding: Further arguments of `lit_dpret.generation.writer.synthesize`.
+    """
+    folder = Path(silo)
+    return synthesize(
+        Path(generator) / "model", public_sentences(folder), folder / SYNTHETIC, passages_are_public=True, **decoding
+    )
+
+
+def read_synthetic(
+    silo: str | Path,
+    *,
+    budget: PrivacyBudget | None,
+    ledger: SiloLedger | None,
+    near: Sequence[str | Path] = (),
+) -> SyntheticSet:
+    """The synthetic queries of a silo, if all that they claim holds.
+
+    Guarantees, after it returns:
+        - The files are those that the card describes, the card follows from the generator's ledger by an unbroken
+          chain, and no audit contradicts it.
+        - No query was written for a sentence of the collection that is not declared public.
+        - With a budget: unit and neighbours are the budget's, and the generator's run is charged to ``ledger``, so that
+          whatever is composed there counts it once.
+
+    Args:
+        silo: The client's folder, with ``synthetic/``.
+        budget: Of the silo; None where the federation promises nothing.
+        ledger: Of the silo; None without a budget.
+        near: Where to look for the generator's card and ledger besides around the data set.
+
+    Raises:
+        DataError: There is no such set, or it is not what its card describes.
+        PrivateDataError: The card does not cover what would be sent.
+    """
+    folder = Path(silo) / SYNTHETIC
+    path = folder / CARD_NAME
+    if not path.is_file():
+        raise DataError(
+            f"{_WHERE} are looked for in {folder}, and there is no {CARD_NAME}: without one nothing says what they "
+            "give away. Make them with write_synthetic, or choose another federated.stage2.response."
+        )
+    found = verify_chain(path, parents=[place for place in near if Path(place).exists()])
+    if found.failed:
+        first = found.failed[0]
+        raise PrivateDataError(
+            f"{folder}: its card does not stand ({len(found.failed)} checks failed, the first: {first.artefact}, "
+            f"{first.check}: {first.text})"
+        )
+    card = read_card(path)
+    _require_claim(card, budget, folder)
+    texts = _texts(Path(silo), folder)
+    releases = [] if budget is None or ledger is None else _charged(card, path, ledger, near, folder)
+    return SyntheticSet(folder, texts, privacy_line(card), releases)
+
+
+def _require_claim(card: Mapping[str, Any], budget: PrivacyBudget | None, folder: Path) -> None:
+    claim = card["claim"]
+    if card["subject"]["artifact_type"] != "dataset":
+        raise PrivateDataError(f"{folder}: its card is one of {card['subject']['artifact_type']}, not of a data set.")
+    if claim["guarantee"] != "dp" or claim["epsilon"] is None:
+        raise PrivateDataError(
+            f"{folder}: its card claims no differential privacy ({claim['guarantee']}), so its texts are as private as "
+            "what their generator was trained on. Train the generator under a budget."
+        )
+    if budget is None:
+        return
+    for name, wanted in (("unit", budget.unit), ("neighbours", budget.neighbours)):
+        if claim[name] != wanted:
+            raise PrivateDataError(
+                f"{folder}: its claim has {name}={claim[name]}, and federated.privacy.{name}={wanted}. Epsilons of "
+                "different guarantees do not add up; train the generator with the same."
+            )
+    if (card["accounting"] or {}).get("basis") == "no_amplification":
+        raise PrivateDataError(
+            f"{folder}: its claim counts every unit in every step, and the silo's ledger counts drawn ones. Train the "
+            "generator with Poisson sampling."
+        )
+
+
+def _texts(silo: Path, folder: Path) -> list[str]:
+    """The queries, once it is sure that they tell of public sentences alone."""
+    found = folder_parts(str(folder))
+    read = read_parts(**found)
+    texts = list(dict.fromkeys(text for text in read.queries.values() if text.strip()))
+    if not texts:
+        raise DataError(f"{folder} holds no query.")
+    sentences = SiloDataModule(folder=silo).silo.sentences
+    open_to_all = set(public_sentences(silo).values())
+    private = set(sentences.values()) - open_to_all
+    hidden = sum(text in private for text in read.passages.values())
+    if hidden:
+        raise PrivateDataError(
+            f"{folder}: {hidden} sentences that queries were written for are not among those that {PUBLIC} declares "
+            "public. A query tells of its sentence, and the generator's claim protects none. Write the set anew."
+        )
+    return texts
+
+
+def _charged(
+    card: Mapping[str, Any], path: Path, ledger: SiloLedger, near: Sequence[str | Path], folder: Path
+) -> list[Release]:
+    lineage = Lineage([place for place in near if Path(place).exists()])
+    lineage.look_near(path)
+    found = lineage.ledger(card, path)
+    if found is None:
+        raise PrivateDataError(f"{folder}: the ledger of its generator was not found, so nobody can say what it cost.")
+    records = PrivacyLedger.read(found).records
+    return ledger.require_charged(records, f"The generator of {folder}")

@@ -1,0 +1,245 @@
+"""`task=federated_attacks`: the two attacks that paper 004 names and leaves open, before and after each defence."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from rich.console import Console
+
+from lit_dpret.audit.checks import check_confidence
+from lit_dpret.callbacks import ProgressLine
+from lit_dpret.datamodules.silo_folder import read_manifest, silo_folders
+from lit_dpret.encoders import TextEncoder
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.federated.centroids import CentroidPlan
+from lit_dpret.report.federated_attacks import write_federated_attacks
+from lit_dpret.tasks.federated_model import federated_encoder, module_maker
+from lit_dpret.tasks.federated_requests import Asker, Way, asker_of, attack_requests, ways
+from lit_dpret.tasks.federated_updates import (
+    Defence,
+    attack_updates,
+    defences,
+    round_of,
+    start_weights,
+    tokens_of,
+    updates_of,
+    word_table,
+)
+from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.stages import Stages
+
+Whose = Literal["public", "private"]
+Attack = Literal["requests", "updates"]
+
+
+class FederatedAttacks:
+    """A silo that matches requests, and a server that reads word embeddings, on a folder of silos.
+
+    Everything is made by the code that a federation runs: requests by its centroids under its ledger, updates by a
+    silo's first round. The model is the public one that a run begins with.
+
+    Args:
+        silos: The folder of all silos (``task=build_silos``); at least two.
+        whose: Whose the queries are: ``public`` or ``private``. What is written about private ones is internal.
+        attacks: ``requests``, the silo's; ``updates``, the server's, which trains rounds of each silo.
+        encoder: ``minilm``, a folder of an encoder or of its run, or a hub name.
+        layers: Its first so many layers alone; null for all.
+        candidates: From which a query is named, with its own; unsent queries of a silo have to be twice as many.
+        request_eps: Of requests by centroids, each alone.
+        update_eps: Of one round of DP-SGD, each alone. The first is attacked under a secure sum as well.
+        delta: Of the requests; null for 1/(2n). Updates take 1/(2n).
+        centroids: Rows of a request by centroids.
+        centroid_iterations: Releases of one request.
+        batch_size: Queries of a step.
+        negatives: BM25 negatives of a query.
+        lr: Of AdamW.
+        weight_decay: Of AdamW; the paper leaves it open, and PyTorch's own default is 0.01.
+        max_query_length: Tokens of a query that are read.
+        max_passage_length: Tokens of a sentence that are read.
+        confidence: Of intervals.
+        min_free_mb: Refuse to start with less free disk.
+
+    Raises:
+        ConfigurationError: A setting is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        silos: str | Path,
+        whose: Whose | None = None,
+        attacks: Sequence[Attack] = ("requests", "updates"),
+        encoder: str | Path = "minilm",
+        layers: int | None = None,
+        candidates: int = 100,
+        request_eps: Sequence[float] = (8.0, 4.0, 1.0),
+        update_eps: Sequence[float] = (8.0, 1.0),
+        delta: float | None = None,
+        centroids: int = 16,
+        centroid_iterations: int = 3,
+        batch_size: int = 8,
+        negatives: int = 8,
+        lr: float = 3e-5,
+        weight_decay: float = 0.01,
+        max_query_length: int = 32,
+        max_passage_length: int = 128,
+        confidence: float = 0.95,
+        min_free_mb: float = 1000,
+    ) -> None:
+        if whose not in get_args(Whose):
+            raise ConfigurationError(
+                f"task.whose={whose}: the numbers are about these silos' queries, so say whose they are: public or "
+                "private."
+            )
+        if not attacks or set(attacks) - set(get_args(Attack)):
+            raise ConfigurationError(f"task.attacks={list(attacks)} must be some of {', '.join(get_args(Attack))}.")
+        for knob, value, least in (
+            ("candidates", candidates, 2), ("centroids", centroids, 1), ("centroid_iterations", centroid_iterations, 1),
+            ("batch_size", batch_size, 1), ("negatives", negatives, 1), ("max_query_length", max_query_length, 3),
+            ("max_passage_length", max_passage_length, 3),
+        ):  # fmt: skip
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigurationError(f"task.{knob}={value} must be a whole number, at least {least}.")
+        for knob, listed in (("request_eps", request_eps), ("update_eps", update_eps)):
+            if any(not 0 < eps < float("inf") for eps in listed) or len(set(listed)) != len(listed):
+                raise ConfigurationError(f"task.{knob}={list(listed)} must be positive, finite and all different.")
+        if not lr > 0 or not 0 <= weight_decay < 1:
+            raise ConfigurationError(f"task.lr={lr} must be above 0, and task.weight_decay={weight_decay} in [0, 1).")
+        check_confidence(confidence)
+        self.silos, self.whose, self.encoder, self.layers = Path(silos), whose, encoder, layers
+        self.attacks = sorted(set(attacks))
+        self.candidates, self.delta, self.confidence = candidates, delta, confidence
+        self.request_eps, self.update_eps = [float(e) for e in request_eps], [float(e) for e in update_eps]
+        self.centroids, self.centroid_iterations = centroids, centroid_iterations
+        self.batch_size, self.negatives, self.lr, self.weight_decay = batch_size, negatives, float(lr), weight_decay
+        self.max_query_length, self.max_passage_length = max_query_length, max_passage_length
+        self.min_free_mb = min_free_mb
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Write ``federated_attacks.json`` and ``.md``, or ``internal_federated_attacks`` about private silos.
+
+        Raises:
+            DataError: The silos are malformed.
+            ConfigurationError: There is one silo alone, or one that is too small for what is asked.
+        """
+        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
+        folders = silo_folders(self.silos, knob="task.silos")
+        counts = {name: dict(read_manifest(data)["counts"]) for name, data in folders.items()}
+        self._check_sizes(counts)
+        stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint(parts))
+        encoder = federated_encoder(
+            self.encoder, layers=self.layers, max_query_length=self.max_query_length,
+            max_passage_length=self.max_passage_length,
+        )  # fmt: skip
+        facts = self._facts(parts, counts)
+        if "requests" in self.attacks:
+            facts["requests"] = self._requests(parts, stages, folders, encoder)
+        if "updates" in self.attacks:
+            facts["updates"] = self._updates(parts, stages, folders, encoder)
+        written = write_federated_attacks(facts, parts.run_dir)
+        console = Console()
+        for line in written.lines:
+            console.print(line, highlight=False, soft_wrap=True)
+        scores = {}
+        if facts["requests"]:
+            scores["named_by_exact_requests"] = facts["requests"][0]["pooled"]["named"]["1"]["value"]
+        if facts["updates"] and facts["updates"][0]["pooled"]["queries"]:
+            scores["queries_told_from_collection"] = facts["updates"][0]["pooled"]["queries"]["auc"]
+        return scores
+
+    def _requests(
+        self, parts: Parts, stages: Stages, folders: Mapping[str, Path], encoder: TextEncoder
+    ) -> list[dict[str, Any]]:
+        """The silo's attack on each way to ask."""
+        module, _ = start_weights(module_maker(encoder, weight_decay=self.weight_decay))
+        plan = CentroidPlan(count=self.centroids, iterations=self.centroid_iterations, seed=parts.seed)
+        askers: dict[str, Asker] = {}
+
+        def attacked(folder: Path, _: bool, way: Way) -> dict[str, Any]:
+            if not askers:  # only where a way is still to be attacked
+                with ProgressLine("encoding the queries of all silos") as progress:
+                    for place, (name, data) in enumerate(folders.items()):
+                        progress(place, len(folders))
+                        askers[name] = asker_of(data, module)
+                    progress(len(folders), len(folders))
+            return attack_requests(
+                askers, way, folder, plan=plan, delta=self.delta, candidates=self.candidates,
+                confidence=self.confidence, seed=parts.seed,
+            )  # fmt: skip
+
+        listed = enumerate(ways(self.request_eps))
+        return [stages.run(f"request-{number}", partial(attacked, way=way)) for number, way in listed]
+
+    def _updates(
+        self, parts: Parts, stages: Stages, folders: Mapping[str, Path], encoder: TextEncoder
+    ) -> list[dict[str, Any]]:
+        """The server's attack on each defence."""
+        make = module_maker(encoder, weight_decay=self.weight_decay)
+        module, start = start_weights(make)
+        table = word_table(module)
+        tokens = {name: tokens_of(data, encoder) for name, data in folders.items()}
+
+        def attacked(_: Path, __: bool, defence: Defence) -> dict[str, Any]:
+            read = partial(
+                attack_updates, defence, start=start[str(table)], table=str(table), tokens=tokens,
+                special=encoder.tokenizer.all_special_ids, confidence=self.confidence,
+            )  # fmt: skip
+            if defence.frozen_words:
+                frozen = module_maker(encoder, weight_decay=self.weight_decay, freeze_word_embeddings=True)
+                if word_table(start_weights(frozen)[0]) is None:
+                    return read(None)
+                raise UnsupportedModelError("model.freeze_word_embeddings=true left word embeddings in the update.")
+            settings = round_of(
+                defence, batch_size=self.batch_size, negatives=self.negatives, lr=self.lr, seed=parts.seed
+            )
+            with ProgressLine(f"a round of each silo: {defence.name}") as progress:
+                return read(updates_of(defence, folders, parts.run_dir / "rounds", make, start, settings, progress))
+
+        listed = enumerate(defences(self.update_eps))
+        return [stages.run(f"update-{number}", partial(attacked, defence=defence)) for number, defence in listed]
+
+    def _check_sizes(self, counts: Mapping[str, Mapping[str, int]]) -> None:
+        if len(counts) < 2:
+            raise ConfigurationError(f"task.silos={self.silos} holds one silo, and both attacks are about another's.")
+        few = min(counts, key=lambda name: counts[name]["dev"] + counts[name]["test"])
+        others = counts[few]["dev"] + counts[few]["test"]
+        if "requests" in self.attacks and others < 2 * (self.candidates - 1):
+            raise ConfigurationError(
+                f"task.candidates={self.candidates} takes {2 * (self.candidates - 1)} dev and test queries of every "
+                f"silo, and {few} has {others}. Lower it, or build larger silos."
+            )
+        least = min(counts, key=lambda name: counts[name]["train"])
+        if "updates" in self.attacks and counts[least]["train"] < self.batch_size:
+            raise ConfigurationError(
+                f"task.batch_size={self.batch_size} is more than {least} has train queries ({counts[least]['train']}). "
+                "Lower it, or build larger silos."
+            )
+
+    def _facts(self, parts: Parts, counts: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
+        return {
+            "internal": self.whose == "private",
+            "encoder": Path(str(self.encoder)).name,
+            "layers": self.layers,
+            "silos": counts,
+            "requests": [],
+            "updates": [],
+            "candidates": self.candidates,
+            "centroids": self.centroids,
+            "batch_size": self.batch_size,
+            "negatives": self.negatives,
+            "lr": self.lr,
+            "weight_decay": self.weight_decay,
+            "confidence": self.confidence,
+            "command": parts.command,
+        }
+
+    def _fingerprint(self, parts: Parts) -> str:
+        settings = {name: str(value) for name, value in vars(self).items() if name != "min_free_mb"}
+        manifest = read_manifest(self.silos, knob="task.silos")
+        content = json.dumps({**settings, "seed": parts.seed, "manifest": manifest}, sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()

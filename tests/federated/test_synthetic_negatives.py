@@ -1,0 +1,305 @@
+"""Synthetic queries of each silo's own generator: made, checked, paid for once, and trained on for nothing more."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_generator import generator, tokenizer
+from tiny_silos import PRIVATE, SIZE, declare_public
+from tiny_silos import federation as federation_of
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.datamodules import SiloDataModule
+from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, PrivateDataError
+from lit_dpret.federated.data import planted_silos, planted_words
+from lit_dpret.federated.fed_negatives import FedPool
+from lit_dpret.federated.fitting import fit_epochs
+from lit_dpret.federated.inprocess import InProcessFederation
+from lit_dpret.federated.settings import PddAs2, Stage1, Stage2
+from lit_dpret.federated.silo_ledger import SiloLedger, silo_budget
+from lit_dpret.federated.synthetic import read_synthetic, train_generator, write_synthetic
+from lit_dpret.federated.trust import trust_table
+from lit_dpret.privacy.card_audit_text import ALARM, BOUND
+from lit_dpret.privacy.card_evidence import AttackResult, add_evidence
+from lit_dpret.privacy.modes import NoPrivacy
+
+SMALL = replace(SIZE, clients=2)
+ANSWERED = replace(PRIVATE, stage2=replace(PRIVATE.stage2, response="synthetic", request="none"))
+#: Everything is made of synthetic queries, so what a budget refuses for people's queries is allowed.
+TRAINED = replace(
+    PRIVATE,
+    train_on="synthetic",
+    stage1=Stage1(warmup_rounds=1, rounds=1, batch_size=6, bm25_n=2, static_n=2, top_k=8, lr=3e-3),
+    stage2=Stage2(epochs=1, batch_size=6, n=3, top_k=6, lr=3e-3, request="exact", response="synthetic"),
+)
+EPS = 5.0  # of the generator, of the 20 of the silo
+
+
+def federation(root: Path, settings: PddAs2, **more: Any) -> InProcessFederation:
+    return federation_of(root, settings, size=SMALL, **more)
+
+
+def planted_tokenizer() -> PreTrainedTokenizerFast:
+    words = ["<pad>", "</s>", "<unk>", "generate_query:", *planted_words(SMALL)]
+    fast = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+
+
+def make_generator(*, privacy: Any) -> Any:
+    return generator(privacy=privacy, tokenizer=planted_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Silos whose generators were trained under their own ledgers, and wrote queries for their public sentences."""
+    root = tmp_path_factory.mktemp("made")
+    write_silos(root / "silos", planted_silos(SMALL), facts={})
+    declare_public(root)
+    for name, folder in silo_folders(root / "silos").items():
+        run = train_generator(
+            folder, root / "state" / name, PRIVATE, make_generator, eps=EPS, batch_size=8, secret_file=root / "secret"
+        )
+        write_synthetic(folder, run, queries_per_passage=2, min_new_tokens=3, max_new_tokens=4)
+    return root
+
+
+@pytest.fixture
+def world(made: Path, tmp_path: Path) -> Path:
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def silo(root: Path) -> Path:
+    return root / "silos" / "clients" / "client0"
+
+
+def ledger_of(root: Path, **changes: Any) -> SiloLedger:
+    privacy = replace(PRIVATE.privacy, **changes)
+    budget = silo_budget(
+        float(privacy.eps or 0), privacy.delta, unit=privacy.unit, neighbours=privacy.neighbours, units=None
+    )
+    return SiloLedger(root / "state" / "client0" / "private", budget, accountant="rdp", secret_file=root / "secret")
+
+
+def read(root: Path, **changes: Any) -> Any:
+    ledger = ledger_of(root, **changes)
+    return read_synthetic(silo(root), budget=ledger.budget, ledger=ledger, near=[root / "state" / "client0"])
+
+
+# -- the whole path ---------------------------------------------------------------------------
+
+
+def test_a_verified_set_is_charged_once_to_its_silos_ledger(world: Path) -> None:
+    found = read(world)
+    assert 0 < len(found.texts) <= 24 and "epsilon" in found.claim and found.releases
+    assert not set(found.texts) & set(json.loads(line)["text"] for line in (silo(world) / "queries.jsonl").open())
+    assert 0.5 * EPS < ledger_of(world).epsilon() <= EPS
+
+
+def test_generator_and_rounds_are_one_budget(world: Path) -> None:
+    before = ledger_of(world).epsilon()
+    client = federation(world, ANSWERED).clients["client0"]
+    without = replace(PRIVATE, stage2=replace(PRIVATE.stage2, request="none"))
+    alone = federation(world, without, state="without").clients["client0"]
+    assert client.noise is not None and alone.noise is not None
+    assert client.noise.training > alone.noise.training  # what the generator cost is not there to be spent again
+    weights, _ = client.model
+    for number in range(2):
+        weights = client.train_shared(weights, number)
+    client.personalise(weights, FedPool(torch.randn(9, 16)), 0)
+    spent = client.epsilon()
+    assert spent is not None and before < spent and 18.0 < spent <= 20.0
+    assert len(client.ledger.by_run() if client.ledger else ()) == 4  # the generator, two rounds, the personal encoder
+
+
+def test_answers_are_embeddings_of_synthetic_queries_by_the_sentence_encoder(world: Path) -> None:
+    run = federation(world, ANSWERED)
+    client = run.clients["client0"]
+    block = client.serve(run.start, torch.empty(0, 16), refresh=0)
+    assert client.synthetic is not None
+    wanted = client._fresh(run.start).encode_passages(client.synthetic.texts).half()
+    for row in block.embeddings:
+        assert any(torch.equal(row, one) for one in wanted)
+
+
+def test_training_both_stages_on_synthetic_queries_spends_nothing_more(world: Path) -> None:
+    before = {name: one.epsilon() for name, one in federation(world, TRAINED).clients.items()}
+    run = federation(world, TRAINED)
+    result = run.run()
+    assert result.epsilon == before and all(0 < float(value or 0) <= EPS for value in before.values())
+    moved = max(float((value - run.start[name]).abs().max()) for name, value in run.train_shared().items())
+    assert moved > 1e-3 and set(result.systems) == {"bm25", "stage1", "stage2"} and not result.faults
+    assert "the silo's DP generator wrote" in trust_table(TRAINED)
+
+
+def test_training_on_synthetic_queries_is_a_function_of_no_query_of_the_silos_own(world: Path, tmp_path: Path) -> None:
+    """Other people's questions, the same synthetic ones: the same update and the same request, bit by bit."""
+    first = federation(world, TRAINED).clients["client0"]
+    update, rows = first.train_shared(first.model[0], 0), first.request(first.model[0], 0)
+    folder = silo(world)
+    lines = [json.loads(line) for line in (folder / "queries.jsonl").read_text().splitlines()]
+    text = "".join(json.dumps({**line, "text": "filler0 filler1 filler2"}) + "\n" for line in lines)
+    (folder / "queries.jsonl").write_text(text)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["sha256"]["queries.jsonl"] = hashlib.sha256(text.encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    for path in (world / "state" / "client0").glob("stage1-*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    second = federation(world, TRAINED).clients["client0"]
+    again = second.train_shared(second.model[0], 0)
+    assert all(torch.equal(update[name], again[name]) for name in update)
+    assert torch.equal(rows, second.request(second.model[0], 0))
+    assert set(second.queries.values()) <= set(read(world).texts)
+
+
+def test_a_generator_that_the_ledger_does_not_cover_is_refused_before_any_noise(world: Path) -> None:
+    state = world / "state" / "client0"
+    with pytest.raises(BudgetExceededError):
+        train_generator(
+            silo(world), state, PRIVATE, make_generator, eps=19.9, batch_size=8, secret_file=world / "secret"
+        )
+    assert ledger_of(world).epsilon() <= EPS
+
+
+# -- what is refused --------------------------------------------------------------------------
+
+
+def no_privacy(root: Path) -> None:
+    run = root / "state" / "client0" / "public_generator"
+    data = SiloDataModule(folder=silo(root), expected_batch_size=8)
+    fit_epochs(make_generator(privacy=NoPrivacy()), data, run, callbacks=[PrivacyCard(run_dir=run)])
+    shutil.rmtree(silo(root) / "synthetic")
+    write_synthetic(silo(root), run, min_new_tokens=3, max_new_tokens=4)
+
+
+def edited_query(root: Path) -> None:
+    path = silo(root) / "synthetic" / "queries.jsonl"
+    path.write_text(path.read_text().replace("_id", "_id", 1) + '{"_id": "x", "text": "filler0"}\n')
+
+
+def edited_card(root: Path) -> None:
+    path = silo(root) / "synthetic" / "privacy_card.json"
+    card = json.loads(path.read_text())
+    card["claim"]["epsilon"] = 0.5
+    path.write_text(json.dumps(card))
+
+
+def contradicted(root: Path) -> None:
+    """What an audit of the generator writes when it found more than the claim allows."""
+    found = AttackResult(
+        attack="one-run audit", n=300, metric=BOUND, estimate=90.0, eps_lower=90.0, delta=1e-5, confidence=ALARM,
+        ceiling=50.0,
+    )  # fmt: skip
+    run = root / "state" / "client0" / "generator" / "attempt-0"
+    for folder in (run, run / "model"):
+        add_evidence(folder, [found])
+
+
+def of_another_silo(root: Path) -> None:
+    shutil.rmtree(silo(root) / "synthetic")
+    shutil.copytree(silo(root).with_name("client1") / "synthetic", silo(root) / "synthetic")
+    shutil.copytree(root / "state" / "client1" / "generator", root / "state" / "client0" / "another")
+
+
+def ledger_thrown_away(root: Path) -> None:
+    (root / "state" / "client0" / "private" / "silo_ledger.query.jsonl").unlink()
+
+
+def generator_thrown_away(root: Path) -> None:
+    shutil.rmtree(root / "state")
+    (root / "state" / "client0").mkdir(parents=True)
+
+
+def sentences_private_again(root: Path) -> None:
+    path = silo(root) / "public_sids.txt"
+    path.write_text("\n".join(path.read_text().split()[:3]))
+
+
+def no_set(root: Path) -> None:
+    shutil.rmtree(silo(root) / "synthetic")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (no_privacy, "claims no differential privacy"),
+        (edited_query, "its card does not stand"),
+        (edited_card, "its card does not stand"),
+        (contradicted, "AN AUDIT CONTRADICTS THIS CLAIM"),
+        (of_another_silo, r"was not charged to silo_ledger\.query\.jsonl"),
+        (ledger_thrown_away, r"was not charged to silo_ledger\.query\.jsonl"),
+        (generator_thrown_away, "its card does not stand"),
+        (sentences_private_again, "9 sentences that queries were written for are not among those"),
+        (no_set, "without one nothing says"),
+    ],
+)
+def test_a_card_that_does_not_cover_what_would_be_sent_is_refused(
+    world: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    damage(world)
+    with pytest.raises((PrivateDataError, DataError), match=message):
+        read(world)
+
+
+@pytest.mark.parametrize("settings", [ANSWERED, TRAINED], ids=["answers", "training"])
+def test_a_silo_reads_no_set_that_was_not_verified(world: Path, settings: PddAs2) -> None:
+    edited_query(world)
+    with pytest.raises(PrivateDataError, match="does not stand"):
+        federation(world, settings)
+
+
+def test_a_set_under_another_guarantee_is_refused(world: Path) -> None:
+    with pytest.raises(PrivateDataError, match=r"unit=query, and federated\.privacy\.unit=pair"):
+        read(world, unit="pair")
+    with pytest.raises(PrivateDataError, match=r"neighbours=zero_out, and .*neighbours=replace_one"):
+        read(world, neighbours="replace_one")
+
+
+def test_without_a_budget_the_card_is_verified_all_the_same(world: Path) -> None:
+    plain = replace(TRAINED, privacy=replace(TRAINED.privacy, eps=None))
+    client = federation(world, plain).clients["client0"]
+    assert client.synthetic is not None and not client.synthetic.releases and client.epsilon() is None
+    edited_query(world)
+    with pytest.raises(PrivateDataError, match="does not stand"):
+        federation(world, plain)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (replace(TRAINED, stage2=replace(TRAINED.stage2, request="dp_centroid")), "Set federated.stage2.request=exact"),
+        (replace(TRAINED, stage2=replace(TRAINED.stage2, response="raw")), "response=raw sends the embeddings"),
+        (replace(TRAINED, train_on="guesses"), r"federated\.train_on='?guesses"),
+    ],
+)
+def test_settings_that_make_no_sense_with_synthetic_queries_are_refused(settings: PddAs2, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        settings.check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"eps": 21.0}, "at most federated.privacy.eps=20"), ({"eps": 1.0, "batch_size": 500}, "Lower it"),
+     ({"eps": 1.0, "epochs": 0}, "epochs=0")],
+)  # fmt: skip
+def test_a_generator_that_cannot_be_trained_is_refused(world: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        train_generator(silo(world), world / "state" / "new", PRIVATE, make_generator, **changes)
+
+
+def test_the_tokenizer_of_these_tests_knows_the_planted_words() -> None:
+    assert len(planted_tokenizer()) != len(tokenizer())
+    assert planted_tokenizer().unk_token_id not in planted_tokenizer()("filler0 entity0x0 dialect1").input_ids
