@@ -119,6 +119,7 @@ def test_the_chosen_queries_come_closer_to_the_histogram_and_carry_its_claim(
     folder, told = tmp_path / "run" / "filtered", capsys.readouterr().out
     card = read_card(folder)
     facts = card["generation"]["filters"][-1]
+    assert card["environment"]["hardware"].startswith("cpu") and card["environment"]["precision"] == "float32"
     kept = len((folder / "queries.jsonl").read_text().splitlines())
     granularity = 3 / (2 * kept)  # shares of three bins are multiples of 1 / kept
     assert facts["distance_after"] <= min(facts["distance_before"], granularity)
