@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     # What attacks finished models: no module, callback or accountant knows of it.
     "attacks": {"errors", "audit", "encoders", "modules", "textsim", "evaluation_mode"},
     "datamodules": {"errors", "privacy.sampling"},
-    "canaries": {"errors", "privacy", "audit", "datamodules", "generation", "modules"},
+    "canaries": {"errors", "privacy", "audit", "datamodules", "generation", "modules", "encoders"},
     "vision": {"errors", "evaluation_mode"},
     "report": {"errors", "retrieval", "privacy", "textsim"},
     "callbacks": {"errors", "privacy", "progress", "retrieval", "report", "audit", "canaries"},

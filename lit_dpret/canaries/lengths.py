@@ -13,6 +13,8 @@ from typing import Protocol
 from lit_dpret.canaries.canary import Canary
 from lit_dpret.errors import ConfigurationError
 
+_PIECES = 2  # a tokenizer may put a mark of white space before the token
+
 
 class Reader(Protocol):
     """What knows how texts become tokens: a module that trains on them, or a saved generator's codec."""
@@ -43,6 +45,8 @@ def check_fits(reader: Reader, canary: Canary, *, shorter: str | None = None) ->
         ConfigurationError: A text with a secret in it is cut, naming canary and length; or two secrets are one to the
             tokenizer.
     """
+    if canary.kind == "new_token":
+        _check_sentinels(reader, canary)
     for side in ("query", "passage"):
         if canary.side not in (side, "both"):
             continue
@@ -63,3 +67,14 @@ def check_fits(reader: Reader, canary: Canary, *, shorter: str | None = None) ->
                 "characters of canaries.kinds? A new_token canary needs a model with as many <extra_id_N> as "
                 "canaries.new_tokens."
             )
+
+
+def _check_sentinels(reader: Reader, canary: Canary) -> None:
+    """Refuse a tokenizer to which an unused token of T5 is a word like any other, in many pieces."""
+    found = reader.token_ids(["", "<extra_id_0>"], "query", whole=True)
+    if found is not None and len(found[1]) - len(found[0]) > _PIECES:
+        raise ConfigurationError(
+            f"Canary {canary.name} is of kind new_token, and this model has no unused tokens <extra_id_N>: its "
+            f"tokenizer makes {len(found[1]) - len(found[0])} tokens of one. Choose canaries.kinds=[echo], whose "
+            "secrets are rare words, for it."
+        )

@@ -116,6 +116,11 @@ class TextCodec:
         return [[*(ids[:-1] if ids and ids[-1] == eos else ids)[:kept], eos] for ids in rows]
 
 
+def is_generator(folder: str | Path) -> bool:
+    """Whether it is the folder of a generator of this package."""
+    return (Path(str(folder)) / CONTRACT_NAME).is_file()
+
+
 @dataclass
 class GeneratorModel:
     """What generation needs of a saved generator."""
