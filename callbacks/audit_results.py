@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lit_dpret.audit.claim import Refutation
 from lit_dpret.audit.evidence import Evidence
@@ -63,3 +65,17 @@ def audit_results(
             )
         )
     return found
+
+
+def stands_already(result: AttackResult, known: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a card has this result, up to the rounding of the accountant, which is not the same every time."""
+    told = result.to_dict()
+    return any(one.keys() == told.keys() and all(_alike(one[name], told[name]) for name in told) for one in known)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-6)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return bool(one == other)

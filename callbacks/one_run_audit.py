@@ -21,7 +21,7 @@ from lit_dpret.audit.claim import SHARES, Refutation, both_ends, both_ends_audit
 from lit_dpret.audit.evidence import Evidence
 from lit_dpret.audit.power import most_certifiable
 from lit_dpret.audit.scores import CanaryScores
-from lit_dpret.callbacks.audit_results import audit_results
+from lit_dpret.callbacks.audit_results import audit_results, stands_already
 from lit_dpret.callbacks.privacy_card import MODEL_FOLDER, PrivacyCard
 from lit_dpret.canaries.audit_scores import AuditScores, read_scores, write_scores
 from lit_dpret.canaries.canary import Kind
@@ -88,6 +88,8 @@ class OneRunAudit(Callback):
             raise ConfigurationError(
                 f"callbacks.audit.canaries={canaries} must be a whole number from {LEAST}, or null."
             )
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
+            raise ConfigurationError(f"callbacks.audit.seed={seed!r} must be a whole number from 0, or null.")
         if not 0 < max_share <= 1:
             raise ConfigurationError(f"callbacks.audit.max_share={max_share} must be above 0 and at most 1.")
         if not 0 < confidence < 1:
@@ -127,7 +129,7 @@ class OneRunAudit(Callback):
         self._neighbours = mode.neighbours
         self._coins = coins_in_run(
             data, count, kind=self.kind, queries=self.queries, seed=self.seed, run_dir=folder,
-            begun=(folder / LEDGER_NAME).exists(), resume=self.resume,
+            begun=(folder / LEDGER_NAME).exists(), resume=self.resume, reader=module,
         )  # fmt: skip
         data.plant(self._coins.planted(mode.neighbours))
 
@@ -276,7 +278,7 @@ class OneRunAudit(Callback):
         )
         for place in (folder, folder / MODEL_FOLDER):
             known = read_card(place)["empirical"]["results"] if (place / CARD_NAME).is_file() else []
-            add_evidence(place, [result for result in found if result.to_dict() not in known])
+            add_evidence(place, [result for result in found if not stands_already(result, known)])
         self._judged = True
         if claim is not None and refutation is not None and refutation.contradicts(confidence=ALARM):
             self._violation = _violation(evidence, claim, refutation, len(scores))

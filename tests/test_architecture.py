@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     # What attacks finished models: no module, callback or accountant knows of it.
     "attacks": {"errors", "whole_file", "audit", "encoders", "modules", "textsim", "evaluation_mode"},
     "datamodules": {"errors", "privacy.sampling"},
-    "canaries": {"errors", "whole_file", "privacy", "audit", "datamodules", "generation", "modules"},
+    "canaries": {"errors", "whole_file", "privacy", "audit", "datamodules", "generation", "modules", "encoders"},
     "vision": {"errors", "evaluation_mode"},
     "report": {"errors", "whole_file", "retrieval", "privacy", "textsim"},
     "callbacks": {"errors", "privacy", "progress", "retrieval", "report", "audit", "canaries"},

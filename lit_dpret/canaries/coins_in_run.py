@@ -10,8 +10,11 @@ from lit_dpret.canaries.canary import Kind
 from lit_dpret.canaries.coin_flips import CoinFlips, coins_of
 from lit_dpret.canaries.files import CANARIES, read_canaries, write_canaries
 from lit_dpret.canaries.image_coins import image_coins, read_image_coins
+from lit_dpret.canaries.lengths import check_all_fit
 from lit_dpret.canaries.suite import CanarySuite
 from lit_dpret.errors import ResumeError
+
+SHORTER = "take canaries with shorter queries: a file of them as callbacks.audit.queries, or another kind"
 
 
 def coins_in_run(
@@ -24,6 +27,7 @@ def coins_in_run(
     run_dir: Path,
     begun: bool,
     resume: bool,
+    reader: object = None,
 ) -> CoinFlips:
     """The coin-flipped canaries of a run: made and written beside it, or read where it goes on.
 
@@ -40,10 +44,12 @@ def coins_in_run(
         run_dir: Where ``canaries.json`` lies.
         begun: Whether the run has a ledger.
         resume: Whether it may.
+        reader: The module that will be trained on them; it must read every secret, and every twin's, to its end.
 
     Raises:
         ResumeError: The run has begun, and its canaries are missing or were others.
-        ConfigurationError: The data give nothing to make canaries from.
+        ConfigurationError: The data give nothing to make canaries from, or ``reader`` would cut a secret; nothing is
+            written then.
     """
     images = hasattr(data, "image_shape")
     settings = {"kinds": [kind], "queries": queries, "count": count, "seed": seed}
@@ -54,6 +60,7 @@ def coins_in_run(
             kinds=(kind,), repetitions=(1,), count=count, candidates=2, include=0.5, queries=queries, seed=seed
         )
         canaries = suite.make(data)
+        check_all_fit(reader, canaries.canaries, shorter=SHORTER)
         write_canaries(canaries, run_dir)
         return coins_of(canaries)
     path = run_dir / CANARIES
@@ -71,6 +78,7 @@ def coins_in_run(
         known: Mapping[str, Any] = settings | {"count": len(found.rows)}
     else:
         read = read_canaries(path)
+        check_all_fit(reader, read.canaries, shorter=SHORTER)
         found, known = coins_of(read), read.settings
     for name, value in settings.items():
         if known.get(name) != value:

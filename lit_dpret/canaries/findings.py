@@ -147,7 +147,7 @@ class Cell:
         trainings, canaries, draws: How many; draws are of each canary.
         mean_rank: Over canaries, its interval over trainings (Student's t).
         top: Share with rank 1.
-        leaked: Share whose secret stood in a draw.
+        leaked: Share whose secret stood in a draw; NaN where the model draws nothing.
         exposure: Mean bits.
         chance: Mean probability that one draw begins with query and secret; None where that says nothing.
         bounds: Lower bounds on epsilon at 95 %, the first one chosen beforehand for the table.
@@ -266,7 +266,7 @@ def _cell(
     leaks = [float(np.mean([one.found > 0 for one in group])) for group in by_training]
     first = [group[0] for group in by_training]
     chances = [one.chance for one in found if one.chance is not None]
-    top, leaked = share(tops), share(leaks)
+    top, leaked, draws = share(tops), share(leaks), found[0].draws
     shared = len(found) > len(trainings)
 
     def bounds(confidence: float, of_shared: float) -> tuple[Evidence, ...]:
@@ -279,10 +279,10 @@ def _cell(
         copies=copies,
         trainings=len(trainings),
         canaries=len(found),
-        draws=found[0].draws,
+        draws=draws,
         mean_rank=_mean([float(np.mean([one.rank for one in group])) for group in by_training], 1, candidates),
         top=top,
-        leaked=leaked,
+        leaked=leaked if draws else Estimate(math.nan, math.nan, math.nan),
         exposure=float(np.mean([one.exposure for one in found])),
         chance=float(np.mean(chances)) if chances else None,
         bounds=bounds(0.95, 0.0),

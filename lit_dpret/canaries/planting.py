@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from lit_dpret.canaries.canary import CanarySet
 from lit_dpret.canaries.files import CANARIES, read_canaries, set_sha256, write_canaries
+from lit_dpret.canaries.lengths import check_all_fit
 from lit_dpret.canaries.suite import CanarySuite, Sources
 from lit_dpret.datamodules.planted import Planted
 from lit_dpret.errors import ConfigurationError, ResumeError
@@ -46,12 +47,22 @@ def planted_facts(canaries: CanarySet) -> dict[str, Any]:
     }
 
 
-def plant_in_run(data: Plantable, suite: CanarySuite, run_dir: Path, *, resume: bool) -> CanarySet:
+def plant_in_run(
+    data: Plantable, suite: CanarySuite, run_dir: Path, *, resume: bool, reader: object = None
+) -> CanarySet:
     """Make the canaries of a run, write them beside it and plant them; a resume takes those of the file.
+
+    Args:
+        data: Takes them.
+        suite: Makes them.
+        run_dir: Where ``canaries.json`` lies.
+        resume: Whether the run may have begun.
+        reader: The module that will be trained on them; it must read every secret to its end.
 
     Raises:
         ResumeError: There are canaries and ``resume`` is false, or the run was begun with another suite.
-        ConfigurationError: The DataModule cannot take them, or has too little to make them from.
+        ConfigurationError: The DataModule cannot take them, or has too little to make them from, or ``reader`` would
+            cut a secret; nothing is written then.
     """
     if not hasattr(data, "plant") or not hasattr(data, "public_passages"):
         raise _no_pairs(data)
@@ -72,7 +83,9 @@ def plant_in_run(data: Plantable, suite: CanarySuite, run_dir: Path, *, resume: 
             )
     else:
         canaries = suite.make(data)
+        check_all_fit(reader, canaries.canaries)
         write_canaries(canaries, run_dir)
+    check_all_fit(reader, canaries.canaries)
     plant(data, canaries)
     return canaries
 

@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from lit_dpret.audit.exposure import exposure_of_rank, extrapolated_exposure, rank
 from lit_dpret.canaries.canary import Canary
+from lit_dpret.canaries.lengths import check_all_fit
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.generation.likelihood import target_scores
 from lit_dpret.generation.sampler import Decoding, Encoded, encode
-from lit_dpret.modules.generator_folder import GeneratorModel, TextCodec
+from lit_dpret.modules.generator_folder import GeneratorModel
 
 Span = Literal["secret", "query"]
-_LONGEST = 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,43 +85,13 @@ def score_canaries(
     if span not in get_args(Span):
         raise ConfigurationError(f"task.span={span!r} is not one of {', '.join(get_args(Span))}.")
     listed = list(canaries)
-    for canary in listed:
-        check_fits(generator.codec, canary)
+    check_all_fit(generator.codec, listed)
     found = []
     for done, canary in enumerate(listed):
         found.append(_score(generator, canary, decoding, span))
         if progress is not None:
             progress(done + 1, len(listed))
     return found
-
-
-def check_fits(codec: TextCodec, canary: Canary) -> None:
-    """Refuse a canary of which the model does not see the whole secret.
-
-    Raises:
-        ConfigurationError: Naming the canary and the length to raise.
-    """
-    limits = codec.contract
-    uncut = replace(codec, contract=replace(limits, max_passage_length=_LONGEST, max_query_length=_LONGEST))
-    queries = [canary.query_with(secret) for secret in canary.candidates]
-    passages = [canary.passage_with(secret) for secret in canary.candidates]
-    if canary.side != "passage" and codec.queries(queries) != uncut.queries(queries):
-        raise ConfigurationError(
-            f"Canary {canary.name}: its query is longer than model.max_query_length={limits.max_query_length}, so the "
-            "secret would be cut. Raise it, or lower canaries.query_words."
-        )
-    if canary.side != "query" and codec.passages(passages) != uncut.passages(passages):
-        raise ConfigurationError(
-            f"Canary {canary.name}: its passage is longer than model.max_passage_length={limits.max_passage_length}, "
-            "so the secret would be cut. Raise it, or lower canaries.passage_words."
-        )
-    texts = queries if canary.side != "passage" else passages
-    ids = uncut.queries(texts)
-    if len(set(map(tuple, ids))) < len(ids):
-        raise ConfigurationError(
-            f"Canary {canary.name}: the tokenizer gives two candidates the same tokens. Does it know the characters "
-            "of canaries.kinds? A new_token canary needs a model with as many <extra_id_N> as canaries.new_tokens."
-        )
 
 
 def _score(generator: GeneratorModel, canary: Canary, decoding: Decoding, span: Span) -> SecretScore:

@@ -104,6 +104,8 @@ class CanarySuite:
         for name, lowest in least.items():
             if getattr(self, name) < lowest:
                 raise ConfigurationError(f"canaries.{name}={getattr(self, name)} must be at least {lowest}.")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
+            raise ConfigurationError(f"canaries.seed={self.seed!r} must be a whole number from 0, or null.")
         if self.include not in (0.5, 1.0):
             raise ConfigurationError(
                 f"canaries.include={self.include:g} must be 1, or 0.5: a one-run audit takes fair coins."

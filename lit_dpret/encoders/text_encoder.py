@@ -156,7 +156,7 @@ class TextEncoder(nn.Module):
         Returns:
             ``input_ids`` and ``attention_mask``, long, shape ``(rows, tokens)``, on the CPU.
         """
-        return self._padded(self._token_ids(texts, side))
+        return self._padded(self.token_ids(texts, side))
 
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
         """The embeddings of tokenised texts.
@@ -305,7 +305,8 @@ class TextEncoder(nn.Module):
         """SHA-256 of weights, vocabulary and contract: equal if and only if the model is the same."""
         return content_hash([asdict(self.contract), vocabulary(self.tokenizer)], self.state_dict())
 
-    def _token_ids(self, texts: Sequence[str], side: Side) -> list[list[int]]:
+    def token_ids(self, texts: Sequence[str], side: Side, *, whole: bool = False) -> list[list[int]]:
+        """Token ids of texts with their prefix, cut at the side's maximal length unless ``whole``."""
         prefix = self.contract.prefix(side)
         raw = [prefix + text for text in texts]
         if self.contract.lower_case and not self.tokenizer.is_fast:
@@ -313,7 +314,8 @@ class TextEncoder(nn.Module):
         if not raw:
             return []
         limit = self.contract.max_length(side)
-        ids: list[list[int]] = self.tokenizer(raw, truncation=True, max_length=limit, padding=False)["input_ids"]
+        cut: dict[str, Any] = {"verbose": False} if whole else {"truncation": True, "max_length": limit}
+        ids: list[list[int]] = self.tokenizer(raw, padding=False, **cut)["input_ids"]
         return ids
 
     def _padded(self, ids: Sequence[Any]) -> dict[str, Tensor]:
@@ -354,7 +356,7 @@ class OneSide:
         self._encoder.to(self._home)
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._encoder._token_ids(texts, self._side)
+        return self._encoder.token_ids(texts, self._side)
 
     def embed(self, ids: Sequence[Any]) -> Tensor:
         encoder = self._encoder

@@ -13,8 +13,8 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.data import planted_silos, silos_by_domain
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.model import AS2Maker
-from lit_dpret.federated.responses import PUBLIC
 from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Stage1, Stage2
+from lit_dpret.federated.synthetic import PUBLIC
 from lit_dpret.federated.transport import check_transport
 
 T = TypeVar("T")

@@ -239,7 +239,7 @@ def split_budget(
     Raises:
         ConfigurationError: The share is out of range, or no noise meets the budget.
     """
-    return _split(budget, tuple(training), requests, request_share, accountant)
+    return _split(budget, tuple(training), requests, request_share, tuple(spent), accountant)
 
 
 @lru_cache(maxsize=64)
@@ -248,6 +248,7 @@ def _split(
     training: tuple[tuple[SamplingLaw, int], ...],
     requests: int,
     request_share: float,
+    spent: tuple[Release, ...],
     accountant: AccountantName,
 ) -> NoisePlan:
     """`split_budget`, once for all silos of one size."""

@@ -203,6 +203,9 @@ class DualEncoder(PairModule):
         """The encoder of one side."""
         return self.encoder if side == "query" or self.passage_encoder is None else self.passage_encoder
 
+    def text_encoder(self, side: Side) -> TextEncoder:
+        return self.tower(side)
+
     def train(self, mode: bool = True) -> DualEncoder:
         super().train(mode)
         if self._frozen_passages:

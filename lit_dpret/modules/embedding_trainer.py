@@ -130,6 +130,9 @@ class EmbeddingTrainer(PairModule):
             "answers": false_negatives(ids, ids, [row.positives for row in rows]),
         }
 
+    def text_encoder(self, side: Side) -> TextEncoder | None:
+        return self.net if isinstance(self.net, TextEncoder) else None
+
     def represent(self, features: Any, side: Side) -> Tensor:
         """What the net makes of one side's features, ``(rows, dim)``; both sides share it."""
         found: Tensor = self.net(features)

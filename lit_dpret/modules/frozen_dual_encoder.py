@@ -183,6 +183,9 @@ class FrozenDualEncoder(PairModule):
         """The frozen encoder; not a submodule, so that nothing trains, saves or moves it."""
         return self._frozen.tower
 
+    def text_encoder(self, side: Side) -> TextEncoder:
+        return self._frozen.tower
+
     # -- texts to embeddings, once -----------------------------------------------------------
 
     def prepare(self, data: Texts, *, progress: Progress | None = None) -> None:

@@ -86,12 +86,18 @@ class TextCodec:
 
     def passages(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of ``prompt + passage``, at most ``max_passage_length`` each."""
-        prompt = self.contract.prompt
-        return self._ids([prompt + self._cased(text) for text in texts], self.contract.max_passage_length)
+        return self.token_ids(texts, "passage")
 
     def queries(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of the queries, at most ``max_query_length`` each."""
-        return self._ids([self._cased(text) for text in texts], self.contract.max_query_length)
+        return self.token_ids(texts, "query")
+
+    def token_ids(self, texts: Sequence[str], side: str, *, whole: bool = False) -> list[list[int]]:
+        """Token ids of texts of one side, cut at its maximal length unless ``whole``."""
+        of_query = side == "query"
+        prompt = "" if of_query else self.contract.prompt
+        limit = self.contract.max_query_length if of_query else self.contract.max_passage_length
+        return self._ids([prompt + self._cased(text) for text in texts], None if whole else limit)
 
     def text(self, ids: Sequence[int]) -> str:
         """The words of generated ids, without marks, with single spaces."""
@@ -101,12 +107,18 @@ class TextCodec:
     def _cased(self, text: str) -> str:
         return text.lower() if self.contract.lower_case else text
 
-    def _ids(self, texts: list[str], limit: int) -> list[list[int]]:
+    def _ids(self, texts: list[str], limit: int | None) -> list[list[int]]:
         eos = self.tokenizer.eos_token_id
         if not texts:
             return []
         rows: list[list[int]] = self.tokenizer(texts, verbose=False)["input_ids"]
-        return [[*(ids[:-1] if ids and ids[-1] == eos else ids)[: limit - 1], eos] for ids in rows]
+        kept = None if limit is None else limit - 1
+        return [[*(ids[:-1] if ids and ids[-1] == eos else ids)[:kept], eos] for ids in rows]
+
+
+def is_generator(folder: str | Path) -> bool:
+    """Whether it is the folder of a generator of this package."""
+    return (Path(str(folder)) / CONTRACT_NAME).is_file()
 
 
 @dataclass

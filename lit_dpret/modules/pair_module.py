@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_dpret.encoders import Side
+from lit_dpret.encoders import Side, TextEncoder
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.losses import InBatchSoftmaxLoss, PairwiseLoss, SoftmaxPairLoss
@@ -168,6 +168,15 @@ class PairModule(PrivateModule):
             return found
 
         return losses
+
+    def text_encoder(self, side: Side) -> TextEncoder | None:
+        """What reads the texts of one side; None where they are no texts."""
+        return None
+
+    def token_ids(self, texts: Sequence[str], side: str, *, whole: bool = False) -> list[list[int]] | None:
+        of_side: Side = "query" if side == "query" else "passage"
+        encoder = self.text_encoder(of_side)
+        return None if encoder is None else encoder.token_ids(texts, of_side, whole=whole)
 
     def canary_scores(self, rows: Sequence[Row]) -> Tensor:
         """As `PrivateModule.canary_scores`: the log odds of each row's own passage among those of the other rows.

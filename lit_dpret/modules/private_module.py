@@ -178,6 +178,13 @@ class PrivateModule(Checkpointed):
         """Count the summed loss of some units into the mean of the step. Private: it is logged only where declared."""
         self._loss_sum += total
 
+    def token_ids(self, texts: Sequence[str], side: str, *, whole: bool = False) -> list[list[int]] | None:
+        """Token ids by which the module reads texts, a query's or a passage's; None where it reads no tokens.
+
+        ``whole`` leaves the side's maximal length out: what differs then is cut.
+        """
+        return None
+
     def canary_scores(self, rows: Sequence[Row]) -> Tensor:
         """How well the model knows each row, higher for a row that it learned from; here minus the row's loss.
 

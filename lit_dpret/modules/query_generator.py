@@ -151,6 +151,9 @@ class QueryGenerator(PrivateModule):
             "labels": padded(queries, IGNORED),
         }
 
+    def token_ids(self, texts: Sequence[str], side: str, *, whole: bool = False) -> list[list[int]]:
+        return self.codec.token_ids(texts, side, whole=whole)
+
     def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
         """Cross entropy in nats over each row's own target tokens, in float32 or wider, ``(rows,)``."""
         labels = rows["labels"]

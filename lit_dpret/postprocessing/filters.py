@@ -44,6 +44,8 @@ class QueryFilter(ABC):
     """
 
     name: str = "filter"
+    device: str = "cpu"
+    """Where it computes, for the card."""
 
     @abstractmethod
     def check(self, released: ReleasedQueries) -> None:
@@ -103,6 +105,7 @@ class RoundTrip(QueryFilter):
         if k < 1:
             raise ConfigurationError(f"k={k} of the filter round_trip must be at least 1.")
         self.ranker, self.k, self.encoder_is_public = ranker, k, encoder_is_public
+        self.device = str(getattr(ranker, "device", self.device))
 
     def check(self, released: ReleasedQueries) -> None:
         require_covered(self.ranker.encoder, released, declared_public=self.encoder_is_public, knob="encoder")
@@ -252,7 +255,7 @@ class BestOf(QueryFilter):
     def __init__(self, by: QueryFilter, *, n: int = 1) -> None:
         if n < 1:
             raise ConfigurationError(f"n={n} of the filter best_of must be at least 1.")
-        self.by, self.n = by, n
+        self.by, self.n, self.device = by, n, by.device
 
     def check(self, released: ReleasedQueries) -> None:
         self.by.check(released)

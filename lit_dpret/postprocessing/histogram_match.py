@@ -8,7 +8,7 @@ histogram, which is the one on the histogram's card, and no longer that of the g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,13 @@ from lit_dpret.postprocessing.bins import bins_from_spec
 from lit_dpret.postprocessing.filters import Progress, QueryFilter
 from lit_dpret.postprocessing.released import ReleasedQueries
 from lit_dpret.privacy.card import CARD_NAME, LEDGER_NAME, card_sha256, read_card, verify_card
+from lit_dpret.privacy.card_audit_text import contradicted
 from lit_dpret.privacy.card_facts import every_unit_in_every_step
-from lit_dpret.privacy.card_subject import card_names
+from lit_dpret.privacy.card_history import names_before_evidence
 from lit_dpret.privacy.charges import start_of
 from lit_dpret.privacy.histogram import ReleasedHistogram
 from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.lineage import Lineage
 from lit_dpret.privacy.releases import merge, release_from_dict
 
 
@@ -152,7 +154,9 @@ def require_composed(folder: Path, released: ReleasedQueries) -> None:
 
     Guarantees, after it returns, that the card in ``folder`` agrees with its ledger and its files, and either is
     named by the queries' own, or tells of a start that is an ancestor of the queries and was charged with the very
-    releases that their card states.
+    releases that their card states. A card to which an audit added results in between is the same ancestor, where
+    it lies within reach, gives back the one that was named when the results are taken off, and is not contradicted by
+    them.
 
     Raises:
         PrivateDataError: The queries' claim and the histogram's are not composed in one ledger.
@@ -163,7 +167,7 @@ def require_composed(folder: Path, released: ReleasedQueries) -> None:
         raise DataError(f"{folder}: its card does not agree with what lies there: {problems[0]}")
     if card["subject"]["artifact_type"] != "histogram":
         raise DataError(f"{folder} holds the card of {card['subject']['artifact_type']}, not of a histogram.")
-    if card_names(folder / CARD_NAME, card) & released.ancestors:
+    if names_before_evidence(card) & released.ancestors:
         return
     if released.provenance == "card" and released.folder is not None:
         try:
@@ -172,13 +176,37 @@ def require_composed(folder: Path, released: ReleasedQueries) -> None:
             raise DataError(f"{folder}: {error}") from error
         theirs = read_card(released.folder)
         charged = _releases(theirs["ledger"]["releases"], theirs)
-        if start is not None and start["card_sha256"] in released.ancestors and charged == _releases(start["releases"]):
-            return
+        if start is not None and charged == _releases(start["releases"]):
+            named = str(start["card_sha256"])
+            if named in released.ancestors or _the_same_card(named, released, near=(folder, released.folder)):
+                return
     raise PrivateDataError(
         f"The histogram in {folder} was charged to another ledger than these queries: its card does not start from "
         "the generator that wrote them, so no claim covers both, and choosing by it would spend more than any card "
-        "says. Make one with task=histogram task.generator=RUN, RUN being the run of their generator."
+        "says. Make one with task=histogram task.generator=RUN, RUN being the run of their generator. (Where an audit "
+        "wrote on the generator's card in between, that card has to lie within three folders of either.)"
     )
+
+
+def _the_same_card(named: str, released: ReleasedQueries, *, near: Sequence[Path]) -> bool:
+    """Whether the card ``named`` and an ancestor of the queries are one card with and without results of audits.
+
+    Run and model folder have a copy each, which an audit amends one after the other: two copies are one card where
+    both were the same before.
+    """
+    lineage = Lineage()
+    for folder in near:
+        lineage.look_near(folder / CARD_NAME)
+    start = lineage.card(named)
+    if start is None or contradicted(start.card) or named not in (names := names_before_evidence(start.card)):
+        return False
+    for ancestor in released.ancestors:
+        other = lineage.card(ancestor)
+        if other is not None and not contradicted(other.card):
+            theirs = names_before_evidence(other.card)
+            if ancestor in theirs and names & theirs:
+                return True
+    return False
 
 
 def _releases(facts: Any, card: Mapping[str, Any] | None = None) -> list[str]:

@@ -35,7 +35,14 @@ class Applied:
 
     def to_dict(self) -> dict[str, Any]:
         """The counts and settings as JSON values, without examples."""
-        return {**self.settings, "asked": self.asked, "kept": self.kept, "lowest_kept": self.lowest_kept}
+        # A filter gets released queries alone, so that it has nothing private to use.
+        return {
+            "uses_private_data": False,
+            **self.settings,
+            "asked": self.asked,
+            "kept": self.kept,
+            "lowest_kept": self.lowest_kept,
+        }
 
 
 def apply_filters(
@@ -98,6 +105,7 @@ def write_selection(
     *,
     applied: Sequence[Mapping[str, Any]],
     tuning: Mapping[str, Any] | None = None,
+    environment: Mapping[str, Any] | None = None,
     language: str | None = None,
     license: str | None = None,
 ) -> Path:
@@ -113,6 +121,7 @@ def write_selection(
         out: A new folder.
         applied: Settings and counts of every filter, from `Applied.to_dict`.
         tuning: On which data the filters' settings were chosen, as in ``build_card``.
+        environment: On which machine they scored, from `environment_facts`.
         language: ISO codes for the data card; null for those of the whole set.
         license: Licence for the data card; null for that of the whole set.
 
@@ -134,6 +143,7 @@ def write_selection(
             {"artifact_type": "dataset", "name": name, "sha256": hashes},
             description="a selection of the queries by public means",
             tuning=tuning,
+            environment=environment,
             generation={**generation, "filters": [*generation.get("filters", []), *map(dict, applied)]},
         )
         write_card(card, folder)
@@ -169,6 +179,6 @@ def _shown(settings: Mapping[str, Any]) -> str:
     more = ", ".join(
         f"{key} {_shown(value) if isinstance(value, Mapping) else value}"
         for key, value in settings.items()
-        if key not in ("filter", "asked", "kept", "lowest_kept") and value is not None
+        if key not in ("filter", "asked", "kept", "lowest_kept", "uses_private_data") and value is not None
     )
     return f"{settings['filter']} ({more})" if more else str(settings["filter"])

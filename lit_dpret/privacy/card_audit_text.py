@@ -133,7 +133,8 @@ def planted_text(planted: Mapping[str, Any]) -> str:
     """What a card says of planted canaries."""
     return (
         f"{planted['canaries']} canaries were planted in the training data of this artefact, or of what it was derived "
-        f"from, as {planted['units']} units of their own; n counts them. Where an audit tossed coins, "
-        "those that showed tails stand there without their text. This is the canaried model. The set was fixed "
+        f"from, as at most {planted['units']} units of their own; n counts them. Where an audit tossed coins, "
+        "those that showed tails stand there without their text, or, under add_or_remove, not at all, and how many "
+        "they were is told to nobody. This is the canaried model. The set was fixed "
         f"before training by its SHA-256, {planted['sha256']}."
     )

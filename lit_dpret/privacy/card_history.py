@@ -37,6 +37,22 @@ def versions(card: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         current = _before(current)
 
 
+def names_before_evidence(card: Mapping[str, Any]) -> set[str]:
+    """SHA-256 of a card, and of what it was before results of audits were added to it.
+
+    Guarantees:
+        - A name is given only for what `versions` restored, byte for byte, by taking results off again: between any
+          two of the cards that are named, the claim, its ledger and its files are the same.
+    """
+    found = set()
+    for version in versions(card):
+        found.add(text_sha256(version))
+        notes = version.get("amendments")
+        if not notes or "results" not in notes[-1]:
+            break
+    return found
+
+
 def _before(card: Mapping[str, Any]) -> dict[str, Any] | None:
     """The card without its last amendment; None where there is none, or more than its texts was changed."""
     if not card.get("amendments"):

@@ -31,6 +31,12 @@ _HOW = (
     "if the canaries of one training rose and fell together. Leaked: the secret stands in one of {draws} queries drawn "
     "for its passage without it. In brackets: 95 %. Bits: mean exposure."
 )
+_HOW_PAIRS = (
+    "Rank: of the planted secret among {candidates} candidates, 1 the nearest, by how surely the encoder tells the "
+    "pair's own passage from those of the other canaries; ties against the finding; with the t-interval over "
+    "trainings, and none where all trainings agree. A secret that was not planted has {chance} on average. Rank 1: the "
+    "share with Clopper and Pearson's interval, counted by training. In brackets: 95 %. Bits: mean exposure."
+)
 _BOUND = (
     "Bound: evidence of leakage at least so much, as epsilon for one unit at 95 %; absence of evidence is no "
     "guarantee. Where canaries share a training the bound is for pure DP (delta = 0). Point values, which have no "
@@ -174,17 +180,25 @@ def _line(row: CanaryRow) -> tuple[object, ...]:
     )  # fmt: skip
     if limits.eps is None:
         return measured
-    leak = f"{limits.leak:.1%}" if _has_digits(cell) else "none"
+    leak = f"{limits.leak:.1%}" if _has_digits(cell) and cell.draws else "none"
     return (*measured, f"{limits.mean_rank:.1f}", f"{limits.top:.0%}", leak)
 
 
 def _words(rows: Sequence[CanaryRow], facts: Mapping[str, Any], notes: Sequence[str], command: str) -> list[Section]:
     measure = facts["measure"]
+    if not any(row.cell.draws for row in rows):
+        how = _HOW_PAIRS.format(candidates=facts["candidates"], chance=(facts["candidates"] + 1) / 2)
+        drawn = "The model is a dual encoder, and writes no text: nothing was drawn."
+        return _paragraphs(rows, how, drawn, notes, command)
     how = _HOW.format(candidates=facts["candidates"], chance=(facts["candidates"] + 1) / 2, draws=measure["draws"])
     drawn = (
         f"Queries are drawn with top_p = {measure['top_p']:g} and temperature {measure['temperature']:g}, at most "
         f"{measure['max_new_tokens']} tokens."
     )
+    return _paragraphs(rows, how, drawn, notes, command)
+
+
+def _paragraphs(rows: Sequence[CanaryRow], how: str, drawn: str, notes: Sequence[str], command: str) -> list[Section]:
     return [
         Section("How to read this", [Paragraph(how), Paragraph(_BOUND), Paragraph(_CEILING)]),
         Section("What was done", [Bullets([*notes, drawn, *_claims(rows)])]),
@@ -232,6 +246,8 @@ def _has_digits(cell: Any) -> bool:
 
 
 def _interval(found: Interval, form: str) -> str:
+    if math.isnan(found.mean):
+        return "none drawn"
     if math.isnan(found.low):
         return form.format(found.mean)
     return f"{form.format(found.mean)} [{form.format(found.low)}, {form.format(found.high)}]"
@@ -254,7 +270,7 @@ def _csv(rows: Sequence[CanaryRow]) -> list[list[object]]:
             line += ["" if value is None else value for value in getattr(cell, name).to_dict().values()]
         limits = cell.limits if cell.limits.eps is not None else None
         line += [cell.exposure, cell.chance, cell.bounds[0].eps_lower, cell.bounds[0].method]
-        leak = limits.leak if limits is not None and _has_digits(cell) else ""
+        leak = limits.leak if limits is not None and _has_digits(cell) and cell.draws else ""
         line += ["", "", ""] if limits is None else [limits.top, limits.mean_rank, leak]
         table.append(line)
     return table

@@ -70,8 +70,8 @@ def _lines(facts: Facts) -> list[str]:
     if facts["shadows"] is not None:
         shadows = facts["shadows"]
         lines.append(
-            f"* {shadows['models']} shadow models, of {min(shadows['steps'])} steps at least (the target's "
-            f"configuration: {shadows['planned_steps']}), {shadows['seconds'] / 60:.1f} minutes."
+            f"* {shadows['models']} shadow models of {shadows['steps']} steps each, as many as the target's "
+            f"configuration has, in {shadows['seconds'] / 60:.1f} minutes."
         )
     if facts["memorisation"] is not None:
         found = facts["memorisation"]

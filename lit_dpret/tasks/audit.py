@@ -37,7 +37,7 @@ class Audit:
     """Score the canaries of a finished run, rank them, draw queries for them; bounds on epsilon, and the card.
 
     Args:
-        run: The folder of a generator run that was trained with ``canaries=...``.
+        run: The folder of a run, of a generator or of a dual encoder of texts, that was trained with ``canaries=...``.
         measure: How the canaries are looked for.
         card: Add the results to the run's card and the copy beside its model.
         min_free_mb: Refuse to start with less free disk.
@@ -145,9 +145,10 @@ class Audit:
     ) -> None:
         for row in rows:
             cell = row.cell
+            leaked = f", leaked {cell.leaked.mean:.0%}" if cell.draws else ""
             sys.stdout.write(
                 f"{cell.side}, {cell.copies} copies, {cell.kind}: mean rank {cell.mean_rank.mean:.1f}, rank 1 "
-                f"{cell.top.mean:.0%}, leaked {cell.leaked.mean:.0%}; {cell.bounds[0]}\n"
+                f"{cell.top.mean:.0%}{leaked}; {cell.bounds[0]}\n"
             )
         for evidence in coins:
             sys.stdout.write(f"{evidence}\n")
@@ -185,13 +186,18 @@ def _results(cell: Cell, candidates: int, *, told: bool) -> list[AttackResult]:
             ci=(cell.top.low, cell.top.high), ceiling=limits.top if claimed else None, eps_lower=bound.eps_lower,
             delta=bound.delta, method=bound.method, assumption=bound.assumption, **common,
         ),
-        AttackResult(
-            attack=f"{what}, looked for in {cell.draws} generated queries each", metric="leaked share",
-            estimate=cell.leaked.mean, ci=(cell.leaked.low, cell.leaked.high),
-            ceiling=limits.leak if claimed and cell.kind not in QUERY_SIDE_ONLY else None, **common,
-        ),
+        *([_leak_result(cell, what, claimed, common)] if cell.draws else []),
         *surely,
     ]  # fmt: skip
+
+
+def _leak_result(cell: Cell, what: str, claimed: bool, common: dict[str, Any]) -> AttackResult:
+    """How often a secret was written out; of a model that writes."""
+    return AttackResult(
+        attack=f"{what}, looked for in {cell.draws} generated queries each", metric="leaked share",
+        estimate=cell.leaked.mean, ci=(cell.leaked.low, cell.leaked.high),
+        ceiling=cell.limits.leak if claimed and cell.kind not in QUERY_SIDE_ONLY else None, **common,
+    )  # fmt: skip
 
 
 def _excess_result(excess: Excess, attack: str, common: dict[str, Any]) -> AttackResult:

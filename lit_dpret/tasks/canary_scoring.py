@@ -1,4 +1,4 @@
-"""Measuring the canaries of one trained generator: what audits and the canary study have in common."""
+"""Measuring the canaries of one generator or dual encoder: what audits and the canary study have in common."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any, get_args
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.canaries import Canary
 from lit_dpret.canaries.findings import Limits, secret_limits
-from lit_dpret.canaries.leaks import draw_leaks
+from lit_dpret.canaries.leaks import Leak, draw_leaks
+from lit_dpret.canaries.pair_scores import score_pairs
 from lit_dpret.canaries.scores import Span, score_canaries
+from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.generation.sampler import Decoding
-from lit_dpret.modules.generator_folder import load_generator
+from lit_dpret.modules.generator_folder import is_generator, load_generator
 from lit_dpret.privacy.charges import claimed_releases
 from lit_dpret.privacy.groups import group_epsilon
 from lit_dpret.privacy.ledger import PrivacyLedger
@@ -29,6 +31,8 @@ class Measurement:
         draws: Queries that are drawn for each canary's passage.
         top_p, temperature, max_new_tokens: Of those draws; take the settings of the release.
         span: What a candidate is judged by: the ``secret`` alone, or the whole ``query``.
+
+    A dual encoder draws nothing, and judges pairs (`lit_dpret.canaries.pair_scores`); none of this is about it.
     """
 
     draws: int = 20
@@ -49,7 +53,15 @@ class Measurement:
         return Decoding(top_p=self.top_p, temperature=self.temperature, max_new_tokens=self.max_new_tokens)
 
     def of(self, model: Path, canaries: Sequence[Canary], *, seed: int) -> list[dict[str, Any]]:
-        """``score`` and ``leak`` of each canary, as JSON values; samples of generated queries among them."""
+        """``score`` and ``leak`` of each canary, as JSON values; samples of generated queries among them.
+
+        A model that writes no text is taken for a dual encoder: its leaks are of no draw.
+        """
+        if not is_generator(model):
+            towers = load_towers(model)
+            with ProgressLine("scoring canaries") as progress:
+                pairs = score_pairs(towers, canaries, progress=progress)
+            return [{"score": one.to_dict(), "leak": Leak(one.name, 0, 0, None, ()).to_dict()} for one in pairs]
         generator = load_generator(model)
         with ProgressLine("scoring canaries") as progress:
             scores = score_canaries(generator, canaries, decoding=self.decoding(), span=self.span, progress=progress)

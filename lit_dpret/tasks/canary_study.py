@@ -139,7 +139,7 @@ class CanaryStudy:
             suite = self.canaries
             if suite.seed is not None:
                 suite = replace(suite, seed=suite.seed + number)
-            planted = plant_in_run(data, suite, folder, resume=resume)
+            planted = plant_in_run(data, suite, folder, resume=resume, reader=model)
             label = _stage(eps, number)
             tuning: dict[str, Any] = {"tuning_note": self.tuning_note, "tuning_data": self.tuning_data}
             train_retriever(

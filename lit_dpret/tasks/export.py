@@ -14,6 +14,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.modules import PrivateModule
 from lit_dpret.modules.checkpointed import CLASS_KEY
 from lit_dpret.privacy.card import inherit_card, read_card, subject_of, write_card
+from lit_dpret.privacy.card_environment import environment_facts
 from lit_dpret.privacy.card_file import CARD_NAME
 from lit_dpret.privacy.start import MODEL_FOLDER
 from lit_dpret.report.model_card import write_model_card
@@ -59,6 +60,7 @@ class Export:
         card = inherit_card(
             run_dir / CARD_NAME,
             subject_of("weights", type(module).__name__, files, root=folder),
+            environment=environment_facts(device="cpu", precision=_precision(module)),
             description=f"writing the checkpoint {path.name} out as a model folder",
         )
         write_card(card, folder)
@@ -115,3 +117,9 @@ def load_module(path: Path) -> Any:
     if not (isinstance(found, type) and issubclass(found, PrivateModule)):
         raise DataError(f"{path} names the class {name}, and there is none.")
     return found.load_from_checkpoint(path)
+
+
+def _precision(module: torch.nn.Module) -> str:
+    """The numbers that the weights were written in."""
+    kinds = {str(parameter.dtype).removeprefix("torch.") for parameter in module.parameters()}
+    return ", ".join(sorted(kinds))

@@ -13,6 +13,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.postprocessing import QueryFilter, apply_filters, load_released, write_selection
 from lit_dpret.postprocessing.selection import Applied, check_is_new
 from lit_dpret.privacy.budget import require_choice
+from lit_dpret.privacy.card_environment import environment_facts
 from lit_dpret.privacy.card_tuning import TuningData
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
@@ -70,7 +71,9 @@ class Filter:
         )
         facts = [one.to_dict() for one in applied]
         tuning = {"data": self.tuning_data, "note": self.tuning_note or ""}
-        folder = write_selection(kept, parts.run_dir / FILTERED, applied=facts, tuning=tuning)
+        devices = [one.device for one in self.filters]
+        made_on = environment_facts(device=next((d for d in devices if d != "cpu"), "cpu"), precision="float32")
+        folder = write_selection(kept, parts.run_dir / FILTERED, applied=facts, tuning=tuning, environment=made_on)
         report = {"data": str(self.data), "queries": len(released), "kept": len(kept), "filters": facts}
         (parts.run_dir / "filter.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         (parts.run_dir / "examples.md").write_text(_examples(applied), encoding="utf-8")

@@ -128,7 +128,7 @@ def train(
     if after_setup is not None:
         after_setup()
     if canaries is not None:
-        plant_in_run(datamodule, canaries, run_dir, resume=resume)
+        plant_in_run(datamodule, canaries, run_dir, resume=resume, reader=module)
     if hasattr(module, "prepare"):
         module.prepare(datamodule)
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:

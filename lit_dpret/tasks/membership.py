@@ -22,10 +22,11 @@ from lit_dpret.audit.scores import CanaryScores
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
+from lit_dpret.modules.generator_folder import is_generator
 from lit_dpret.postprocessing.released import load_released
 from lit_dpret.report.membership_report import write_membership
 from lit_dpret.tasks.membership_claim import DROPPED, Claim
-from lit_dpret.tasks.membership_models import Attacker, is_generator
+from lit_dpret.tasks.membership_models import Attacker
 from lit_dpret.tasks.membership_shadows import Shadows, Trained
 from lit_dpret.tasks.membership_suspects import SHIFT, Others, Suspects, choose_suspects
 from lit_dpret.tasks.parts import Parts, check_run_dir, model_folder
@@ -49,8 +50,9 @@ class Membership:
         rows_per_query: Passages of a query that are looked at.
         reference: A model that never saw private data: ``start``, the one that the configuration starts from, or a
             folder or name; null for none.
-        shadows: Shadow models; 0 for none. An even number from 4.
-        minutes: Wall time of all shadow models together. They take fewer steps than the target where it is short.
+        shadows: Shadow models at most; 0 for none. An even number from 4.
+        minutes: Wall time of all shadow models together. Each takes the target's number of steps; where the time is
+            short there are fewer of them, and none where it is too short for four.
         pool: Public passages from which encoders are asked to tell the right one.
         temperature: Of the encoders' softmax.
         release: A folder of synthetic queries derived from the run, to be attacked by itself as well.
@@ -131,6 +133,7 @@ class Membership:
         """
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         target = self._target()
+        self._releases()
         coins = Coins.read(self.run_folder) if (self.run_folder / COINS_NAME).exists() else None
         claim = Claim.of(self.run_folder)
         others: Others = self.others or ("dev" if coins is None else "coins")
@@ -155,8 +158,11 @@ class Membership:
         trained = None
         if shadows is not None:
             trained = shadows.train(suspects, attacker, stages, scoring=scoring)
+        if trained is not None:
             scores |= shadow_scores(signals, trained.matrix, population=suspects.population)
         facts = self._facts(target, suspects, claim, trained)
+        if shadows is not None and shadows.why_none is not None:
+            facts["caveats"].append(shadows.why_none)
         if self.release is not None:
             scores |= self._release_scores(suspects)
             facts["disclosures"] = self._disclosures(suspects, claim)
@@ -172,6 +178,11 @@ class Membership:
             knob = "task.run" if self.model is None else "task.model"
             raise DataError(f"{knob}={folder} is no folder of a saved model.")
         return folder
+
+    def _releases(self) -> tuple[list[str], list[str] | None]:
+        """The queries of the release and of its reference; asked for first, so that a wrong folder costs no time."""
+        reference = None if self.release_reference is None else _texts_of(self.release_reference)
+        return ([] if self.release is None else _texts_of(self.release)), reference
 
     def _fingerprint(self, parts: Parts, target: Path) -> str:
         kept = {
@@ -227,23 +238,23 @@ class Membership:
         if suspects.fair and claim.neighbours in DROPPED:
             facts["caveats"].append(DROPPED[claim.neighbours])
         if trained is not None:
+            models = len(trained.matrix.included)
             facts["shadows"] = {
-                "models": len(trained.matrix.included), "steps": list(trained.steps), "planned_steps": trained.planned,
+                "models": models, "wanted": trained.wanted, "steps": trained.steps,
                 "seconds": round(trained.seconds, 1),
             }  # fmt: skip
             facts["memorisation"] = _memorisation(trained, suspects)
-            if min(trained.steps) < trained.planned:
+            if models < trained.wanted:
                 facts["caveats"].append(
-                    f"Shadow models took {_range(trained.steps)} of the target's {trained.planned} steps, as many as "
-                    f"task.minutes={self.minutes:g} allowed: the attacks that use them are weaker for it."
+                    f"There are {models} shadow models of task.shadows={trained.wanted}, as many as task.minutes="
+                    f"{self.minutes:g} allowed by the time of a few steps: the attacks that use them are weaker for it."
                 )
         return facts
 
     # -- attacks -------------------------------------------------------------------------------
 
     def _release_scores(self, suspects: Suspects) -> dict[str, NDArray[np.float64]]:
-        texts, made = suspects.texts(), _texts_of(self.release)
-        reference = None if self.release_reference is None else _texts_of(self.release_reference)
+        texts, (made, reference) = suspects.texts(), self._releases()
         encoder = load_towers(self.release_encoder).query_encoder
         with ProgressLine(f"encoding {len(made) + len(texts)} queries") as progress:
             embedded = encoder.encode(
@@ -301,10 +312,6 @@ class Membership:
                 f"{above[0]}. Look for the bug in sampling, clipping or noise; {paths.files[0].name} has them all."
             )
         return {f"auc/{result.attack}": result.auc.value for result in results}
-
-
-def _range(steps: Sequence[int]) -> str:
-    return f"{min(steps)}" if len(set(steps)) == 1 else f"{min(steps)} to {max(steps)}"
 
 
 def _memorisation(trained: Trained, suspects: Suspects) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from lit_dpret.attacks.encoder_signals import EncodedPairs, encode_pairs, encode
 from lit_dpret.attacks.generator_signals import generator_signals
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import DataError
-from lit_dpret.modules.generator_folder import CONTRACT_NAME, load_generator
+from lit_dpret.modules.generator_folder import is_generator, load_generator
 from lit_dpret.modules.token_scores import TokenScorer, TokenScores
 from lit_dpret.tasks.membership_suspects import Suspects
 from lit_dpret.whole_file import write_whole
@@ -73,11 +73,6 @@ class Attacker:
             scorer = TokenScorer.load(source, contract=contract, device=self.device)
             return scorer.score(*texts, moments=moments, **settings)
         return encode_pairs(load_towers(source), *texts, self.pool, device=self.device, **settings)
-
-
-def is_generator(folder: str | Path) -> bool:
-    """Whether it is a generator's folder; anything else is taken for an encoder."""
-    return (Path(str(folder)) / CONTRACT_NAME).is_file()
 
 
 def write_signals(path: Path, signals: Signals) -> None:

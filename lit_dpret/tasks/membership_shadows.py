@@ -1,4 +1,8 @@
-"""Shadow models of a target: its own training again, on other halves, within a time that was set beforehand."""
+"""Shadow models of a target: its own training again, on other halves, as many as a time set beforehand allows.
+
+A shadow model that was trained for fewer steps than the target remembers less, and tells little of what the target
+remembers. So every one of them takes the target's number of steps, and where the time is short there are fewer of them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ import numpy as np
 from lightning.pytorch.callbacks import Callback
 from numpy.typing import NDArray
 
-from lit_dpret.attacks.shadows import ShadowMatrix, balanced_halves
+from lit_dpret.attacks.shadows import FEWEST, ShadowMatrix, balanced_halves
 from lit_dpret.callbacks import PrivacyAccountant, ProgressLine, StepProgress
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.tasks.fit import train
@@ -25,7 +29,6 @@ from lit_dpret.tasks.stages import Stages
 
 PILOT_STEPS = 5
 SIGNALS = "signals.npz"
-LEAST_STEPS = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +37,14 @@ class Trained:
 
     Attributes:
         matrix: Their signals of all suspects.
-        steps: Of each model.
-        planned: Of the configuration, which is to be the target's.
+        steps: Of each model; the configuration's, which is to be the target's.
+        wanted: How many models were asked for.
         seconds: Of all of them together.
     """
 
     matrix: ShadowMatrix
-    steps: tuple[int, ...]
-    planned: int
+    steps: int
+    wanted: int
     seconds: float
 
 
@@ -50,18 +53,21 @@ class Shadows:
 
     Guarantees:
         - A shadow model that is done is not trained again; one that was interrupted begins anew.
-        - No more steps than the target's configuration has, and no more than the time allows by the speed of the
-          model before, of a few steps for the first. On a machine that slows down, later models have fewer.
+        - Each has as many steps as the target's configuration, however slow the machine is.
+        - There are ``count`` of them, or as many as fit into the time by the speed of a few steps that are timed
+          before, and none where not even four do. How many is decided once, before the first, and is an even number:
+          every text is in the training data of half of them. A machine that slows down later makes the task longer.
         - Nothing of a shadow model is kept but its signals and its ledger.
 
     Args:
         parts: The target's configuration: model, data, privacy mode and trainer.
-        count: How many.
-        minutes: Wall time of all of them.
+        count: How many at most.
+        minutes: Wall time of all of them, by that estimate.
     """
 
     def __init__(self, parts: Parts, *, count: int, minutes: float) -> None:
         self.parts, self.count, self.minutes = parts, count, minutes
+        self.why_none: str | None = None
         self.planned = int(parts.make_trainer().max_steps)
         if self.planned < 1:
             raise ConfigurationError(
@@ -73,32 +79,47 @@ class Shadows:
                 "task=membership."
             )
 
-    def train(self, suspects: Suspects, attacker: Attacker, stages: Stages, *, scoring: float) -> Trained:
-        """The matrix of all suspects; ``scoring`` is how many seconds the signals of one model take."""
-        halves = balanced_halves(len(suspects.universe), self.count, seed=self.parts.seed)
-        pace = stages.run("pilot", lambda folder, resume: self._pace(folder, suspects, halves[0]))
-        names = [f"shadow_{number}" for number in range(self.count)]
+    def train(self, suspects: Suspects, attacker: Attacker, stages: Stages, *, scoring: float) -> Trained | None:
+        """The matrix of all suspects, or None where the time is too short for four models.
+
+        Args:
+            suspects: Whose signals are in the matrix, and whose halves are trained on.
+            attacker: Computes signals.
+            stages: Each model is one.
+            scoring: How many seconds the signals of one model take.
+        """
+
+        def planned(folder: Path, resume: bool) -> dict[str, float]:
+            # Which half the timed model gets is of no account.
+            pace = self._pace(folder, suspects, balanced_halves(len(suspects.universe), FEWEST, seed=0)[0])
+            each = self.planned * pace["seconds_per_step"] + pace["around"] + scoring
+            return pace | {"seconds_each": each, "models": models_in(60 * self.minutes, each, wanted=self.count)}
+
+        plan = stages.run("pilot", planned)
+        count, spent = int(plan["models"]), stages.seconds["pilot"]
+        if count == 0:
+            self.why_none = (
+                f"There are no shadow models, and the strongest attacks are missing: {FEWEST} of the target's "
+                f"{self.planned} steps would take {FEWEST * plan['seconds_each'] / 60:.1f} minutes, and "
+                f"task.minutes={self.minutes:g}. Raise it, and run the task in another hydra.run.dir."
+            )
+            return None
+        halves = balanced_halves(len(suspects.universe), count, seed=self.parts.seed)
         columns = {query: place for place, query in enumerate(suspects.universe)}
         chosen = np.array([columns[query] for query in suspects.ids])
-        models, steps, spent = [], [], stages.seconds["pilot"]
+        models = []
         with ProgressLine("shadow models", every=0.0) as progress:
-            for number, name in enumerate(names):
-                # What is left, shared among the models that are left, less what each takes besides its steps.
-                share = (60 * self.minutes - spent) / (self.count - number) - scoring - pace["around"]
-                allowed = max(LEAST_STEPS, min(self.planned, int(share / pace["seconds_per_step"])))
-                progress(number, self.count, f"next of {allowed} steps")
-                work = partial(self._one, suspects=suspects, half=halves[number], attacker=attacker, number=number)
-                pace = stages.run(name, lambda folder, _, w=work, n=allowed: w(folder, steps=n))  # type: ignore[misc]
+            for number in range(count):
+                progress(number, count, f"of {self.planned} steps each")
+                work = partial(
+                    self._one, suspects=suspects, half=halves[number], attacker=attacker, number=number, count=count
+                )
+                stages.run(name := f"shadow_{number}", lambda folder, _, w=work: w(folder))  # type: ignore[misc]
                 spent += stages.seconds[name]
-                scoring = pace["scoring"]
-                steps.append(int(pace["steps"]))
                 models.append(read_signals(stages.run_dir / name / SIGNALS))
-            progress(self.count, self.count)
+            progress(count, count)
         return Trained(
-            matrix=ShadowMatrix.stack(models, halves[:, chosen]),
-            steps=tuple(steps),
-            planned=self.planned,
-            seconds=spent,
+            matrix=ShadowMatrix.stack(models, halves[:, chosen]), steps=self.planned, wanted=self.count, seconds=spent
         )
 
     def _pace(self, folder: Path, suspects: Suspects, half: NDArray[np.bool_]) -> dict[str, float]:
@@ -111,20 +132,20 @@ class Shadows:
         return {"seconds_per_step": watch.typical(), "around": around}
 
     def _one(
-        self, folder: Path, *, suspects: Suspects, half: NDArray[np.bool_], attacker: Attacker, steps: int, number: int
+        self, folder: Path, *, suspects: Suspects, half: NDArray[np.bool_], attacker: Attacker, number: int, count: int
     ) -> dict[str, float]:
         for left_over in folder.iterdir():  # of an attempt that was interrupted
             shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
         folder.chmod(0o700)  # its log tells of the queries, too
-        label, watch, start = f"shadow {number + 1} of {self.count}", _Watch(), time.monotonic()
+        label, watch, start = f"shadow {number + 1} of {count}", _Watch(), time.monotonic()
         seed = self.parts.seed + 1 + number
-        model = self._fit(folder, suspects, half, steps=steps, seed=seed, label=label, watch=watch)
+        model = self._fit(folder, suspects, half, steps=self.planned, seed=seed, label=label, watch=watch)
         around, start = time.monotonic() - start - sum(watch.seconds), time.monotonic()
         with ProgressLine(f"{label}: signals") as progress:
             write_signals(folder / SIGNALS, attacker.signals(model, progress))
         shutil.rmtree(model)
         scoring = time.monotonic() - start
-        return {"steps": steps, "seconds_per_step": watch.typical(), "around": around, "scoring": scoring}
+        return {"steps": self.planned, "seconds_per_step": watch.typical(), "around": around, "scoring": scoring}
 
     def _fit(
         self, folder: Path, suspects: Suspects, half: NDArray[np.bool_], *, steps: int, seed: int,
@@ -151,6 +172,16 @@ class Shadows:
             )
         saved: Path = module.save_model(folder / "model")
         return saved
+
+
+def models_in(seconds: float, each: float, *, wanted: int) -> int:
+    """How many shadow models of ``each`` seconds fit: an even number from 4 to ``wanted``, or 0.
+
+    >>> models_in(1200, 100, wanted=8), models_in(1200, 190, wanted=8), models_in(1200, 301, wanted=8)
+    (8, 6, 0)
+    """
+    fitting = min(wanted, int(seconds / max(each, 1e-9)) // 2 * 2)
+    return fitting if fitting >= FEWEST else 0
 
 
 class _Watch(Callback):

@@ -56,6 +56,7 @@ class Ranker:
         self._lengths = max_query_length, max_passage_length
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
         self._search, self._dtype = search, dtype
+        self.device = device
         self._how: dict[str, Any] = {"batch_size": batch_size, "device": device}
         self._towers: Towers | None = None
 

@@ -192,7 +192,8 @@ def test_numbers_of_canaries_that_cannot_be_are_refused_by_name(tmp_path: Path) 
         "canaries=null cannot be derived",
         **settings_for("add_or_remove", tmp_path),
     )
-    for wrong in ({"canaries": 8}, {"max_share": 0.0}, {"confidence": 1.0}, {"kind": "loud"}, {"queries": "dev"}):
+    for wrong in ({"canaries": 8}, {"max_share": 0.0}, {"confidence": 1.0}, {"kind": "loud"}, {"queries": "dev"},
+                  {"seed": "abc"}, {"seed": -1}, {"seed": True}):  # fmt: skip
         with pytest.raises(ConfigurationError, match=next(iter(wrong))):
             OneRunAudit(**wrong)  # type: ignore[arg-type]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,14 @@ from tiny_generator import generator
 from tiny_models import WORDS, tiny_bert, tiny_tokenizer
 from tiny_tasks import retriever
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "canaries"))
+from conftest import digit_module, digit_tokenizer
+
 from lit_dpret.callbacks import OneRunAudit
 from lit_dpret.datamodules import ImagesDataModule
 from lit_dpret.datamodules.records import Row
 from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import DualEncoder, EmbeddingTrainer, OptimizerSpec
 from lit_dpret.privacy.card_file import read_card
 from lit_dpret.privacy.modes import DPSGD, BatchClip, LogitDP, NoPrivacy, PerExampleDuplicated, PublicPassages
@@ -30,7 +35,7 @@ ADAM = OptimizerSpec(lr=0.01)
 
 def encoder() -> TextEncoder:
     plain = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_hidden_layers": 1}
-    return TextEncoder(tiny_bert(**plain), tiny_tokenizer(), Contract(query_max_length=8, passage_max_length=8))
+    return TextEncoder(tiny_bert(**plain), tiny_tokenizer(), Contract(query_max_length=16, passage_max_length=8))
 
 
 def dual(privacy: Any) -> DualEncoder:
@@ -48,8 +53,10 @@ FAMILIES: dict[str, Any] = {
     "dual encoder logit_dp": lambda p: dual(LogitDP(max_logit_grad_norm=0.1, **p)),
     "dual encoder public_passages": lambda p: dual(PublicPassages(max_grad_norm=0.1, pool_size=6, **p)),
     "embedding trainer logit_dp": lambda p: of_texts(LogitDP(max_logit_grad_norm=0.1, **p)),
-    "frozen dual encoder dp_sgd": lambda p: retriever(privacy=DPSGD(**p)),
-    "frozen dual encoder logit_dp": lambda p: retriever(privacy=LogitDP(max_logit_grad_norm=0.1, **p)),
+    "frozen dual encoder dp_sgd": lambda p: retriever(privacy=DPSGD(**p), encoder=encoder()),
+    "frozen dual encoder logit_dp": lambda p: retriever(
+        privacy=LogitDP(max_logit_grad_norm=0.1, **p), encoder=encoder()
+    ),
 }
 
 
@@ -64,6 +71,50 @@ def test_every_family_of_texts_carries_an_audit_in_its_modes(family: str, unit: 
     audited(tmp_path, module=module, data=data, steps=2, audit=OneRunAudit(canaries=300, max_share=0.9, kind="echo"))
     (bound, curve) = read_card(tmp_path / "run")["empirical"]["results"]
     assert bound["n"] == 300 and 0 < bound["estimate"] < 1 and curve["ceiling"] > 0
+
+
+def digits(**settings: Any) -> TextEncoder:
+    """An encoder whose tokenizer knows digits, each as a token."""
+    plain = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_hidden_layers": 1}
+    tokens = digit_tokenizer()
+    return TextEncoder(tiny_bert(vocab_size=len(tokens), **plain), tokens, Contract(passage_max_length=8, **settings))
+
+
+CUT: dict[str, Any] = {
+    "generator": lambda p, length: digit_module(privacy=DPSGD(**p), max_query_length=length),
+    "dual encoder": lambda p, length: DualEncoder(
+        privacy=PublicPassages(max_grad_norm=0.1, pool_size=6, **p), optimizer=ADAM, temperature=1.0,
+        encoder=digits(query_max_length=length),
+    ),
+    "frozen dual encoder": lambda p, length: retriever(privacy=DPSGD(**p), encoder=digits(query_max_length=length)),
+    "embedding trainer": lambda p, length: EmbeddingTrainer(
+        privacy=LogitDP(max_logit_grad_norm=0.1, **p), optimizer=ADAM, encoder=digits(query_max_length=length)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["random_passage", "own_passage", "echo"])
+@pytest.mark.parametrize("family", CUT)
+def test_a_secret_that_the_model_would_not_read_to_its_end_is_refused_before_anything_is_written(
+    family: str, kind: Any, tmp_path: Path
+) -> None:
+    """Under replace_one canary and twin would be one text, and every audit would find nothing."""
+    write_large_log(tmp_path / "log", vocabulary=WORDS if kind != "echo" else GENERATOR_WORDS)
+    data = large_log(tmp_path, expected_batch_size=6, physical_batch_size=40)
+    module = CUT[family](NOISE | {"neighbours": "replace_one", "secret_file": tmp_path / "secret"}, 9)
+    audit = OneRunAudit(canaries=40, max_share=0.9, kind=kind)
+    with pytest.raises(ConfigurationError, match=r"its query is longer than model\.max_query_length=9.*audit\.queries"):
+        audited(tmp_path, module=module, data=data, steps=1, audit=audit)
+    assert not (tmp_path / "run" / "canaries.json").exists()
+    assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
+
+
+def test_two_secrets_that_are_one_to_the_tokenizer_are_refused(tmp_path: Path) -> None:
+    """A tokenizer without digits: canary and twin are the same text, whatever the length."""
+    write_large_log(tmp_path / "log", vocabulary=WORDS)
+    module = dual(BatchClip(max_grad_norm=0.1, **NOISE, secret_file=tmp_path / "secret"))
+    with pytest.raises(ConfigurationError, match="two candidates the same tokens"):
+        audited(tmp_path, module=module, data=large_log(tmp_path), audit=OneRunAudit(canaries=40, max_share=0.9))
 
 
 def test_images_carry_an_audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ import torch
 from lit_dpret.audit.exposure import leak_probability
 from lit_dpret.canaries import Canary
 from lit_dpret.canaries.leaks import draw_leaks, holds
-from lit_dpret.canaries.scores import check_fits, prompt_without_secret, score_canaries
+from lit_dpret.canaries.lengths import check_fits
+from lit_dpret.canaries.scores import prompt_without_secret, score_canaries
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.generation.sampler import Decoding
 from lit_dpret.modules.generator_folder import GeneratorModel, TextCodec

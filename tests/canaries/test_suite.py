@@ -121,7 +121,7 @@ def test_echo_and_new_token_canaries_have_their_secret_in_the_query(data: PairsD
         ({"kinds": ()}, "kinds"), ({"kinds": ("digit",)}, "kinds"), ({"sides": ("query", "query")}, "sides"),
         ({"repetitions": (0,)}, "repetitions"), ({"count": 0}, "count=0"), ({"candidates": 1}, "candidates=1"),
         ({"include": 0.3}, "fair coins"), ({"kinds": ("new_token",), "new_tokens": 5}, "25 pairs"),
-        ({"kinds": ("echo",), "sides": ("passage",)}, "no canary"),
+        ({"kinds": ("echo",), "sides": ("passage",)}, "no canary"), ({"seed": "abc"}, "seed='abc'"),
     ],
     ids=str,
 )  # fmt: skip

@@ -64,6 +64,8 @@ def test_the_card_of_a_selection_claims_what_the_whole_claims_and_lists_the_filt
     ]  # fmt: skip
     assert told["kept"] == len(PASSAGES) == len(lines(out / "queries.jsonl"))
     applied = card["generation"]["filters"]
+    assert {one["uses_private_data"] for one in applied} == {False}
+    assert card["environment"]["hardware"] and card["environment"]["precision"] == "float32"
     assert [(one["filter"], one["kept"], one["by"]["model"]) for one in applied] == [("best_of", len(PASSAGES), "g")]
     assert str(generator_folder) not in (out / "README.md").read_text() + (out / "privacy_card.json").read_text()
     report = json.loads((tmp_path / "filter.json").read_text())

@@ -73,6 +73,24 @@ def test_a_model_that_stays_takes_no_canaries_from_peoples_queries(tmp_path: Pat
     assert not (tmp_path / "trained" / "privacy_ledger.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    ("side", "limits"), [("query", {"max_query_length": 9}), ("passage", {"max_passage_length": 9})]
+)
+def test_a_secret_that_the_model_would_cut_is_refused_before_canaries_are_written(
+    side: Any, limits: dict[str, int], tmp_path: Path
+) -> None:
+    run, suite = tmp_path / "trained", replace(SUITE, sides=(side,))
+    made = parts(tmp_path, NoPrivacy, run_dir=run)
+    data = PairsDataModule(folder=tmp_path / "log", sampling="shuffle", expected_batch_size=8)
+    fit = replace(
+        made, make_datamodule=lambda: data, make_module=partial(digit_module, **limits), make_canaries=lambda: suite,
+        make_callbacks=lambda: stage_callbacks(run, resume=False, label="run"),
+    )  # fmt: skip
+    with pytest.raises(ConfigurationError, match=rf"its {side} is longer than model\.max_{side}_length=9"):
+        Fit(min_free_mb=1).run(fit)
+    assert not (run / CANARIES).exists()
+
+
 # -- the study ---------------------------------------------------------------------------------
 
 

@@ -82,6 +82,7 @@ def test_the_newest_checkpoint_of_a_private_run_becomes_a_folder_with_its_claim(
     )
     assert card["claim"]["epsilon"] == parent["claim"]["epsilon"] > 0
     assert card["parents"][0]["name"] == "DualEncoder"
+    assert card["environment"]["hardware"].startswith("cpu") and card["environment"]["precision"] == "float32"
     readme = (tmp_path / "out" / "model" / "README.md").read_text()
     assert f"epsilon = {parent['claim']['epsilon']:.3f}" in readme
     assert readme.startswith("---\nlibrary_name: sentence-transformers\n")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ from lit_dpret.postprocessing import HistogramMatch, LabelBins, LengthBins, appl
 from lit_dpret.postprocessing.histogram_match import quotas
 from lit_dpret.privacy.accounting import epsilon
 from lit_dpret.privacy.card import card_sha256, read_card, verify_card
+from lit_dpret.privacy.card_audit_text import BOUND
+from lit_dpret.privacy.card_evidence import AttackResult, add_evidence
+from lit_dpret.privacy.card_file import checksum, write_card
 from lit_dpret.privacy.charges import charged_releases, claimed_releases
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.histogram import ReleasedHistogram
@@ -114,6 +119,7 @@ def test_the_chosen_queries_come_closer_to_the_histogram_and_carry_its_claim(
     folder, told = tmp_path / "run" / "filtered", capsys.readouterr().out
     card = read_card(folder)
     facts = card["generation"]["filters"][-1]
+    assert card["environment"]["hardware"].startswith("cpu") and card["environment"]["precision"] == "float32"
     kept = len((folder / "queries.jsonl").read_text().splitlines())
     granularity = 3 / (2 * kept)  # shares of three bins are multiples of 1 / kept
     assert facts["distance_after"] <= min(facts["distance_before"], granularity)
@@ -153,6 +159,75 @@ def test_a_histogram_that_was_charged_to_another_generator_is_refused(chain: Pat
     released = load_released(chain / "made" / "synthetic")
     with pytest.raises(PrivateDataError, match=r"another ledger than these queries.*no claim covers both"):
         apply_filters(released, [HistogramMatch(other / "histogram")])
+
+
+# -- a generator that was audited in between ---------------------------------------------------
+
+
+def audited(generator: Path, **changes: Any) -> None:
+    """What task=audit leaves on the cards of a run: one after the other, so that their bytes come to differ."""
+    found = AttackResult(attack="planted secrets", n=10, metric="share of rank 1", estimate=0.1, confidence=0.95)
+    for copies, folder in enumerate((generator, generator / "model"), start=1):
+        add_evidence(folder, [replace(found, **{"copies": copies} | changes)])
+
+
+@pytest.fixture
+def own_chain(chain: Path, tmp_path: Path) -> Path:
+    """The chain in a folder that a test may change; its generator's card is nowhere else within reach."""
+    shutil.copytree(chain, tmp_path / "own", ignore=shutil.ignore_patterns("histogram"))
+    return tmp_path / "own"
+
+
+@pytest.mark.parametrize("first", ["queries", "histogram"])
+def test_a_generator_that_was_audited_between_histogram_and_queries_is_the_same_generator(
+    first: str, own_chain: Path
+) -> None:
+    made, passages = own_chain / "made" / "synthetic", PairsDataModule(folder=own_chain / "log")
+    passages.setup("fit")
+    if first == "histogram":
+        counted(own_chain, own_chain / "histogram")
+        shutil.rmtree(made)
+        audited(own_chain / "generator")
+        synthesize(
+            own_chain / "generator" / "model", passages.public_passages(), made, passages_are_public=True,
+            queries_per_passage=4,
+        )  # fmt: skip
+    else:
+        audited(own_chain / "generator")
+        counted(own_chain, own_chain / "histogram")
+    kept, _ = apply_filters(load_released(made), [HistogramMatch(own_chain / "histogram", keep_share=0.5)])
+    assert kept.claim == own_chain / "histogram"
+
+
+def test_a_card_that_changed_more_than_by_results_is_another_one(own_chain: Path) -> None:
+    """It lists the SHA-256 of the card that the histogram started from, and claims less than that one did."""
+    counted(own_chain, own_chain / "histogram")
+    card = copy.deepcopy(read_card(own_chain / "generator"))
+    note = {"time": "2026-01-01T00:00:00+00:00", "sha256_before": card_sha256(own_chain / "generator"), "results": []}
+    card["amendments"] = [note]
+    for folder in (own_chain / "generator", own_chain / "generator" / "model"):
+        write_card(card | {"checksum": checksum(card)}, folder)  # nothing but the note: this one is the same card
+    released = replace(
+        load_released(own_chain / "made" / "synthetic"), ancestors=frozenset({card_sha256(own_chain / "generator")})
+    )
+    chosen = HistogramMatch(own_chain / "histogram")
+    apply_filters(released, [chosen])
+    card["claim"]["epsilon"] /= 2
+    for folder in (own_chain / "generator", own_chain / "generator" / "model"):
+        write_card(card | {"checksum": checksum(card)}, folder)
+    released = replace(released, ancestors=frozenset({card_sha256(own_chain / "generator")}))
+    with pytest.raises(PrivateDataError, match="another ledger than these queries"):
+        apply_filters(released, [chosen])
+
+
+def test_a_generator_that_the_audit_contradicts_composes_with_nothing(own_chain: Path) -> None:
+    counted(own_chain, own_chain / "histogram")
+    audited(own_chain / "generator", metric=BOUND, eps_lower=99.0, ceiling=1.0, confidence=0.9999)
+    released = replace(
+        load_released(own_chain / "made" / "synthetic"), ancestors=frozenset({card_sha256(own_chain / "generator")})
+    )
+    with pytest.raises(PrivateDataError, match="no claim covers both"):
+        apply_filters(released, [HistogramMatch(own_chain / "histogram")])
 
 
 def test_a_histogram_whose_counts_were_changed_is_refused(chain: Path, histogram: Path, tmp_path: Path) -> None:

@@ -22,10 +22,12 @@ from lit_dpret.attacks.coins import COINS_NAME, Coins
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.encoders import Contract, TextEncoder, Towers
-from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation, ResumeError
+from lit_dpret.errors import ConfigurationError, DataError, LitDpretError, PrivacyViolation, ResumeError
 from lit_dpret.modules import DualEncoder, OptimizerSpec
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 from lit_dpret.tasks import Fit, Membership
+from lit_dpret.tasks.membership_models import Attacker
+from lit_dpret.tasks.membership_shadows import Shadows
 from lit_dpret.tasks.membership_suspects import choose_suspects
 from lit_dpret.tasks.parts import Parts
 
@@ -167,7 +169,7 @@ def test_shadow_attacks_resume_by_the_model_and_give_the_same(make: Make, open_r
     first = task().run(made)
     assert {"auc/lira_online_logit", "auc/lira_offline_reference", "auc/rmia"} <= set(first)
     found = report(tmp_path / "attack")
-    assert found["shadows"]["models"] == 4 and found["shadows"]["steps"] == [6] * 4
+    assert found["shadows"]["models"] == 4 and found["shadows"]["steps"] == 6
     assert len(found["memorisation"]["most"]) == 10
     assert stat.S_IMODE((tmp_path / "attack" / "shadow_0").stat().st_mode) == 0o700
     left = {path.name for path in (tmp_path / "attack" / "shadow_0").iterdir()}
@@ -203,10 +205,41 @@ def with_callback(settings: dict[str, Any], callback: Callback) -> dict[str, Any
     }
 
 
-def test_a_short_time_shortens_the_shadow_models(make: Make, open_run: Path, tmp_path: Path) -> None:
-    attack(open_run, shadows=4, minutes=1e-4).run(make(tmp_path / "attack", steps=30))
+def test_a_slow_machine_has_fewer_shadow_models_and_each_of_the_target_s_length(
+    make: Make, open_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = []
+
+    def fitted(self: Shadows, *args: Any, **settings: Any) -> Path:
+        steps.append(settings["steps"])
+        return fit(self, *args, **settings)
+
+    fit = Shadows._fit
+    monkeypatch.setattr(Shadows, "_fit", fitted)
+    # 6 steps of 10 seconds: five models fit into five minutes, and their number is even
+    monkeypatch.setattr(Shadows, "_pace", lambda *_: {"seconds_per_step": 9.0, "around": 1.0})
+    attack(open_run, shadows=8, minutes=5.0).run(make(tmp_path / "attack", steps=6))
     found = report(tmp_path / "attack")
-    assert found["shadows"]["steps"] == [1] * 4 and "weaker for it" in " ".join(found["caveats"])
+    assert steps == [6] * 4
+    assert found["shadows"] | {"seconds": 0} == {"models": 4, "wanted": 8, "steps": 6, "seconds": 0}
+    assert "There are 4 shadow models of task.shadows=8" in " ".join(found["caveats"])
+
+
+def test_a_time_that_is_too_short_for_four_shadow_models_has_none_and_says_so(
+    make: Make, open_run: Path, tmp_path: Path
+) -> None:
+    told = attack(open_run, shadows=4, minutes=1e-4).run(make(tmp_path / "attack", steps=30))
+    found = report(tmp_path / "attack")
+    assert found["shadows"] is None and "auc/loss" in told and "auc/rmia" not in told
+    assert "no shadow models, and the strongest attacks are missing" in " ".join(found["caveats"])
+
+
+def test_a_wrong_release_is_told_before_the_target_is_looked_at(
+    make: Make, open_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Attacker, "signals", lambda *_, **__: pytest.fail("the target was scored"))
+    with pytest.raises(LitDpretError, match="nowhere"):
+        attack(open_run, release=tmp_path / "nowhere").run(make(tmp_path / "attack"))
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,11 @@ from lit_dpret.datamodules.silo_folder import MANIFEST
 from lit_dpret.federated.baselines import alone, central, single_clients
 from lit_dpret.federated.inprocess import FedResult, PerClient, Phase
 from lit_dpret.federated.plan import FederationPlan
-from lit_dpret.federated.responses import PUBLIC
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.storage import save_json
 from lit_dpret.federated.studies.point import Point
 from lit_dpret.federated.studies.silos import changed_silos
+from lit_dpret.federated.synthetic import PUBLIC
 from lit_dpret.federated.systems import SystemResult
 from lit_dpret.federated.transport import run_federation
 

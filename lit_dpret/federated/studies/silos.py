@@ -13,8 +13,8 @@ from pathlib import Path
 from lit_dpret.datamodules.records import SPLITS
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery, read_silo, silo_folders, write_silos
 from lit_dpret.errors import DataError
-from lit_dpret.federated.responses import PUBLIC
 from lit_dpret.federated.studies.point import AS_THEY_ARE, SiloChange
+from lit_dpret.federated.synthetic import PUBLIC
 from lit_dpret.negatives.base import coins
 
 
