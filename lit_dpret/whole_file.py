@@ -15,8 +15,8 @@ def write_whole(path: Path, content: str | bytes, *, owner_only: bool = False, a
     Args:
         path: The file; folders that are missing are made.
         content: A text is written as UTF-8.
-        owner_only: Nobody but its owner may read the file, from its first byte on. Otherwise it gets the mode that the
-            process gives to new files.
+        owner_only: Nobody but its owner may read the file, from its first byte on, nor list its folder, if that is new.
+            Otherwise it gets the mode that the process gives to new files.
         advice: A sentence that follows the refusal: what is kept, and what to do.
 
     Raises:
@@ -24,7 +24,7 @@ def write_whole(path: Path, content: str | bytes, *, owner_only: bool = False, a
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700 if owner_only else 0o777)
         with suppress(FileNotFoundError):
             draft.unlink()  # of a killed process of the same number, with whatever mode that had
         try:

@@ -31,6 +31,7 @@ def test_only_its_owner_may_read_a_private_file_whatever_stood_there_before(tmp_
     draft.write_text("left behind")
     draft.chmod(0o666)
     assert mode(write_whole(path, "new", owner_only=True)) == 0o600
+    assert mode(write_whole(tmp_path / "folder" / "file.txt", "new", owner_only=True).parent) == 0o700
     assert path.read_text() == "new"
 
 
