@@ -155,8 +155,11 @@ def _trend(trend: Trend, points: Sequence[Point], found: Found, sizes: Mapping[i
     for seed, counts in sizes.items():
         names = list(counts)
         gains = [_of_client(by_line[trend.of][seed], n) - _of_client(by_line[trend.over][seed], n) for n in names]
-        correlation = float(spearmanr([counts[name] for name in names], gains).statistic)
-        correlations.append(0.0 if np.isnan(correlation) else -correlation)
+        queries = [counts[name] for name in names]
+        if len(set(queries)) > 1 and len(set(gains)) > 1:
+            correlations.append(-float(spearmanr(queries, gains).statistic))
+        else:  # nothing rises or falls
+            correlations.append(0.0)
     words = _judged(correlations, claimed=True, what="rank correlation of the gain with fewer queries")
     return [f"{trend.claim[:1].upper()}{trend.claim[1:]}? {words}"]
 
