@@ -304,3 +304,18 @@ def test_sizes_reach_the_silos_that_are_trained(base: dict[str, Path], tmp_path:
     made = sizes(changed_silos(base, SiloChange(skew=3.0), tmp_path / "made", seed=0))
     shares = kept_shares(base, SiloChange(skew=3.0), seed=0)
     assert made == {name: math.ceil(round(shares[name] * whole[name], 9)) for name in base}
+
+
+def test_under_a_budget_every_cell_goes_on_with_ledgers_of_its_own_and_stays_within_it(tmp_path: Path) -> None:
+    privacy = {"eps": 20.0, "delta": 1e-2, "accountant": "rdp"}
+    stage1 = {**STAGE1, "batch_size": 4}
+    stage2 = {**STAGE2, "batch_size": 4, "centroids": 2, "centroid_iterations": 1}
+    federation = plan(
+        privacy=privacy, stage1=stage1, stage2=stage2, declare_public=True, secret_file=str(tmp_path / "secret")
+    )
+    cells = Cells(federation, federation.folders(tmp_path / "data"), tmp_path / "cells", split="test")
+    points = [Point(line="fed", label=str(n), system="fed_negative", stage2={"n": n}) for n in (1, 2)]
+    points.append(Point(line="shared", label="", system="stage1"))
+    epsilons = [cells.result(point, 0).epsilon["client0"] for point in points]
+    assert all(value is not None and 0 < value <= 20 for value in epsilons)
+    assert epsilons[0] == pytest.approx(epsilons[1]) and epsilons[2] < epsilons[0]
