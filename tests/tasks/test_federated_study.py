@@ -118,6 +118,8 @@ def test_every_point_of_communication_differs_from_the_first_in_one_thing() -> N
         stage = point.settings(PddAs2()).stage2
         changed = {name for name in vars(first) if getattr(stage, name) != getattr(first, name)}
         assert changed == kinds[point.line], point.name
+    few = [point.label for point in points_of("communication", clients=3) if point.line == "clients asked"]
+    assert few == ["1 at random"]  # three of two others are all of them
 
 
 def test_every_number_of_the_paper_stands_beside_a_point_of_ours() -> None:
