@@ -153,7 +153,7 @@ class SiloClient:
             callbacks.append(TowardsAnchor(weights, stage.strength))
         if stage.optimizer_state == "keep":
             callbacks.append(KeepOptimizer(self._optimizer_path(number - 1), self._optimizer_path(number)))
-        data = self._datamodule(stage.batch_size)
+        data = self._datamodule(self._batch(stage.batch_size))
         fit_epochs(module, data, attempt_folder(self.state / f"stage1-{number:03}"), callbacks=callbacks)
         found = take_weights(module)
         save_tensors(found, done)
@@ -256,7 +256,7 @@ class SiloClient:
         sources: list[NegativeSource] = [InBatchNegatives(), source] if stage.in_batch else [source]
         module = self._personal_module(weights, privacy=self._privacy(self._kind, number), negatives=sources)
         anchor = [TowardsAnchor(take_weights(self._fresh(weights)), stage.anchor)] if stage.anchor else []
-        data = self._datamodule(stage.batch_size)
+        data = self._datamodule(self._batch(stage.batch_size))
         fit_epochs(module, data, attempt_folder(self.state / f"{self._kind}-{number:03}"), callbacks=anchor)
         save_tensors(take_weights(module), self._personal_path(number))
 
@@ -353,6 +353,10 @@ class SiloClient:
         return data.n_units
 
     # -- pieces --------------------------------------------------------------------------------
+
+    def _batch(self, size: int) -> int:
+        """A silo with fewer queries than a batch takes all of them; under a budget `_account` refuses it."""
+        return size if self.settings.privacy.eps is not None else min(size, self.examples)
 
     def _datamodule(self, batch_size: int) -> PairsDataModule:
         """What is trained on."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_TABLE_4 = ("sentence/mrr@10", "sentence/success@1", "sentence/success@20", "sentence/success@100",
-            "passage/mrr@10", "passage/success@1", "passage/success@20", "passage/success@100")  # fmt: skip
+from lit_dpret.report.paper_004 import COLUMNS
+
 _TABLE_2 = ("sentence/success@1", "passage/success@1")
 
 _NEGATIVES = {
@@ -35,4 +35,4 @@ def paper_numbers(study: str, line: str, label: str) -> Mapping[str, float]:
     """
     if study == "hubness":
         return dict(zip(_TABLE_2, _HUBNESS.get((line, label), ()), strict=False))
-    return dict(zip(_TABLE_4, _NEGATIVES.get((line, label), ()), strict=False)) if study == "negatives" else {}
+    return dict(zip(COLUMNS, _NEGATIVES.get((line, label), ()), strict=False)) if study == "negatives" else {}

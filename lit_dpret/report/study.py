@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, esc, md, to_html, to_markdown
+from lit_dpret.report.paper_004 import COLUMNS
 from lit_dpret.retrieval.seeds import seed_interval
 from lit_dpret.retrieval.statistics import Interval
 from lit_dpret.whole_file import write_whole
@@ -22,16 +23,10 @@ INTERNAL = (
     "Internal: these numbers were computed on each client's own queries. They are covered by no guarantee and belong "
     "where the queries are kept."
 )
-LEVELS = {"sentence": "S", "passage": "P"}
-METRICS = {"mrr@10": "MRR@10", "success@1": "R@1", "success@20": "R@20", "success@100": "R@100"}
-COLUMNS = {
-    f"{level}/{metric}": f"{short} {name}" for level, short in LEVELS.items() for metric, name in METRICS.items()
-}
 _MEANS = (
     "Means over clients, then over seeds, ± the 95 % t-interval over seeds; the paper's number, where it has one, in "
-    "brackets. S: sentences, P: passages. R@k is the paper's name for a hit at k, here success@k. The paper's data are "
-    "others, so compare orders, not levels. Its passage R@20 lies below its sentence R@20, which its own equation 9 "
-    "makes impossible."
+    "brackets. R@k is the paper's name for a hit at k, here success@k. The paper's data and encoder are others: "
+    "compare orders, not levels."
 )
 
 

@@ -6,6 +6,7 @@ dashes as well as by the colours of Okabe and Ito (2008); the paper's numbers ar
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import math
 from pathlib import Path
@@ -22,6 +23,11 @@ _STYLES = (
     ("#000000", (0, (5, 1)), "v"), ("#E69F00", (0, (1, 1)), "P"),
 )  # fmt: skip
 _GREY = "#777777"
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw_study(page: StudyPage, path: Path) -> Path:
@@ -77,7 +83,7 @@ def _lines(axis: Any, page: StudyPage) -> None:
     axis.set_xticks(places, [f"{place:g}" for place in places])
     axis.minorticks_off()
     axis.set(xlabel=page.axis, ylabel="sentence R@1")
-    axis.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    _share_of_queries(axis)
 
 
 def _clients(axis: Any, page: StudyPage) -> None:
@@ -118,9 +124,10 @@ def _bytes(axis: Any, page: StudyPage) -> None:
         found = [row.interval(SHOWN) for row in rows]
         axis.errorbar(
             [row.stage2_bytes / 1e6 for row in rows], [one.mean for one in found], yerr=[_reach(one) for one in found],
-            color=colour, linestyle="none", marker=marker, capsize=3, label=line,
+            color=colour, linestyle="none", marker=marker, capsize=3,
+            label=line if len(rows) > 1 else f"{line}: {rows[0].label}",
         )  # fmt: skip
-        for row, one in zip(rows, found, strict=True):
+        for row, one in zip(rows if len(rows) > 1 else [], found, strict=False):
             axis.annotate(
                 row.label, (row.stage2_bytes / 1e6, one.mean), xytext=(6, 5), textcoords="offset points", fontsize=8,
                 color=colour,
@@ -128,6 +135,13 @@ def _bytes(axis: Any, page: StudyPage) -> None:
     if sent and max(sent) / min(sent) >= 8:
         axis.set_xscale("log")
     axis.set(xlabel=f"MB: {page.axis}", ylabel="sentence R@1")
+    _share_of_queries(axis)
+
+
+def _share_of_queries(axis: Any) -> None:
+    """An axis of shares ends where shares do; few seeds have intervals that reach further."""
+    low, high = axis.get_ylim()
+    axis.set_ylim(max(low, -0.01), min(high, 1.01))
     axis.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 

@@ -14,8 +14,9 @@ from lit_dpret.federated.studies.catalogue import Study
 from lit_dpret.federated.studies.contrast import Contrast, Trend
 from lit_dpret.federated.studies.point import Point
 from lit_dpret.federated.systems import SystemResult
+from lit_dpret.report.paper_004 import COLUMNS
 from lit_dpret.report.paper_004_studies import paper_numbers
-from lit_dpret.report.study import COLUMNS, ClientGain, StudyPage, StudyRow, with_reach, write_study
+from lit_dpret.report.study import ClientGain, StudyPage, StudyRow, with_reach, write_study
 from lit_dpret.report.study_figure import SHOWN, draw_study
 from lit_dpret.retrieval.seeds import seed_interval
 
@@ -154,8 +155,11 @@ def _trend(trend: Trend, points: Sequence[Point], found: Found, sizes: Mapping[i
     for seed, counts in sizes.items():
         names = list(counts)
         gains = [_of_client(by_line[trend.of][seed], n) - _of_client(by_line[trend.over][seed], n) for n in names]
-        correlation = float(spearmanr([counts[name] for name in names], gains).statistic)
-        correlations.append(0.0 if np.isnan(correlation) else -correlation)
+        queries = [counts[name] for name in names]
+        if len(set(queries)) > 1 and len(set(gains)) > 1:
+            correlations.append(-float(spearmanr(queries, gains).statistic))
+        else:  # nothing rises or falls
+            correlations.append(0.0)
     words = _judged(correlations, claimed=True, what="rank correlation of the gain with fewer queries")
     return [f"{trend.claim[:1].upper()}{trend.claim[1:]}? {words}"]
 

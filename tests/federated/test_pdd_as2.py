@@ -15,7 +15,7 @@ from tiny_silos import PRIVATE, SIZE, SMALL, declare_public, encoder, federation
 
 from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.datamodules.silo_folder import read_silo, silo_folders, write_silos
-from lit_dpret.errors import BudgetExceededError, DataError, ResumeError
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, ResumeError
 from lit_dpret.federated.aggregation import TowardsAnchor, client_weights, put_weights, take_weights, weighted_mean
 from lit_dpret.federated.data import merged_silo, planted_silos
 from lit_dpret.federated.data.planted import Planted
@@ -294,3 +294,14 @@ def test_fewer_refreshes_leave_more_of_a_budget_for_training(tmp_path: Path) -> 
     often, once = noise(1), noise(2)
     assert once.request < often.request
     assert replace(PRIVATE.stage2, epochs=5, refresh_every=2).refreshes == 3
+
+
+def test_a_silo_with_fewer_queries_than_a_batch_takes_all_of_them_and_under_a_budget_is_refused(tmp_path: Path) -> None:
+    large = replace(SMALL, stage1=replace(SMALL.stage1, batch_size=50), stage2=replace(SMALL.stage2, batch_size=50))
+    run = federation(tmp_path, large)
+    client = run.clients["client0"]
+    assert client.examples < 50
+    after = client.train_shared(run.start, 0)
+    assert any(not torch.equal(after[name], run.start[name]) for name in after)
+    with pytest.raises(ConfigurationError, match="fewer train queries than a batch of 50"):
+        federation(tmp_path, replace(PRIVATE, stage1=replace(PRIVATE.stage1, batch_size=50)), state="private")

@@ -1,0 +1,112 @@
+"""A study's table in all its forms, and its plots."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lit_dpret.report.study import ClientGain, StudyPage, StudyRow, with_reach, write_study
+from lit_dpret.report.study_figure import can_draw, draw_study
+from lit_dpret.retrieval.statistics import Interval
+
+MEASURES = ("sentence/mrr@10", "sentence/success@1", "passage/success@1")
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def row(line: str, label: str, at: float | None, level: float, sent: float = 0.0, **more: object) -> StudyRow:
+    values = {name: [level - 0.01, level, level + 0.01] for name in MEASURES}
+    return StudyRow(
+        line=line, label=label, at=at, per_seed=values, bytes_per_client={"stage 1": 3e6, "responses": sent}, **more
+    )  # type: ignore[arg-type]
+
+
+LINES = StudyPage(
+    title="Ten of the best k",
+    axis="k",
+    rows=[
+        row("stage 1", "k=10", 10, 0.2, paper={"sentence/success@1": 0.121}),
+        row("stage 1", "k=300", 300, 0.3, paper={"sentence/success@1": 0.217}),
+        row("alone", "k=10", 10, 0.25),
+        row("alone", "k=300", 300, 0.24),
+    ],
+    says="The best harm.",
+    findings=["It appears here."],
+    command="python train.py ...",
+    promise="No privacy is promised for any of these models: epsilon is infinite.",
+)
+BYTES = replace(
+    LINES,
+    title="Quality against bytes",
+    axis="bytes of a client",
+    rows=[
+        row("own negatives", "nothing is sent", None, 0.2),
+        row("base", "n=200", None, 0.3, 4e6),
+        row("clients asked", "1", None, 0.25, 1e6),
+        row("clients asked", "3", None, 0.28, 3e6),
+    ],
+)
+CLIENTS = replace(
+    LINES,
+    title="Gain of each client",
+    axis="train queries of the client",
+    rows=[row("alone", "all", None, 0.2), row("stage 1", "all", None, 0.3)],
+    gains=[
+        ClientGain(
+            client=f"#{rank}", queries=queries, gains={"stage 1": [gain, gain + 0.02], "customised": [0.0, gain]}
+        )
+        for rank, queries, gain in ((1, 120, -0.05), (2, 60, 0.01), (3, 15, 0.2))
+    ],
+)
+
+
+def test_a_number_stands_with_its_interval_and_the_papers_beside_it(tmp_path: Path) -> None:
+    files = write_study(LINES, tmp_path, "hubness")
+    page = files["md"].read_text(encoding="utf-8")
+    lines = [line for line in page.splitlines() if line.startswith("| stage 1") or line.startswith("|  | k=300")]
+    assert "0.200 ±.025 (.121)" in lines[0] and "0.300 ±.025 (.217)" in lines[1]
+    assert "| alone | k=10 |" in page and "covered by no guarantee" in page and "epsilon is infinite" in page
+    assert page.index("The paper: The best harm.") < page.index("It appears here.")
+
+
+def test_json_and_csv_say_what_the_page_says(tmp_path: Path) -> None:
+    files = write_study(replace(LINES, rows=[replace(LINES.rows[0], epsilon=7.5)]), tmp_path, "hubness")
+    told = json.loads(files["json"].read_text(encoding="utf-8"))
+    measure = told["rows"][0]["measures"]["sentence/success@1"]
+    assert measure["per_seed"] == pytest.approx([0.19, 0.2, 0.21])
+    assert measure["paper"] == 0.121 and told["internal"] is True
+    assert measure["mean"] == pytest.approx(0.2) and measure["high"] - 0.2 == pytest.approx(0.02484, abs=1e-4)
+    header, line = files["csv"].read_text(encoding="utf-8").splitlines()
+    cells = dict(zip(header.split(","), line.split(","), strict=True))
+    assert float(cells["sentence/success@1 paper"]) == 0.121 and float(cells["epsilon"]) == 7.5
+    assert "7.5" in files["md"].read_text(encoding="utf-8")
+
+
+def test_one_seed_has_no_interval(tmp_path: Path) -> None:
+    one = replace(LINES.rows[0], per_seed={name: [0.25] for name in MEASURES}, paper={})
+    files = write_study(replace(LINES, rows=[one]), tmp_path, "hubness")
+    measure = json.loads(files["json"].read_text(encoding="utf-8"))["rows"][0]["measures"]["sentence/success@1"]
+    assert (measure["mean"], measure["low"], measure["high"]) == (0.25, None, None)
+    assert "| 0.250 |" in files["md"].read_text(encoding="utf-8")
+    assert with_reach(Interval(0.5, 0.4, 0.6)) == "0.500 ±.100"
+
+
+@pytest.mark.parametrize("page", [LINES, BYTES, CLIENTS], ids=["lines", "bytes", "clients"])
+def test_each_form_of_plot_is_written_and_stands_in_the_page(page: StudyPage, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert can_draw()
+    picture = draw_study(page, tmp_path / "plot.png")
+    assert picture.read_bytes().startswith(PNG)
+    files = write_study(page, tmp_path, "study", picture=picture)
+    assert "](plot.png)" in files["md"].read_text(encoding="utf-8")
+    html = files["html"].read_text(encoding="utf-8")
+    assert 'src="data:image/png;base64,' in html and "http" not in html.partition("</style>")[2]
+
+
+def test_gains_are_told_for_each_client_with_a_sign(tmp_path: Path) -> None:
+    page = write_study(CLIENTS, tmp_path, "gain")["md"].read_text(encoding="utf-8")
+    assert "stage 1: gain in sentence R@1" in page
+    rank = next(line for line in page.splitlines() if line.startswith("| #3") or line.startswith("| \\#3"))
+    assert "+0.210" in rank and "| 15 |" in rank

@@ -1,0 +1,323 @@
+"""The studies of PDD-AS2: what each of them runs, what is run once, what is refused, and what is told."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_dpret.datamodules.silo_folder import read_silo, silo_folders, write_silos
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError
+from lit_dpret.federated.data import planted_silos
+from lit_dpret.federated.data.planted import Planted
+from lit_dpret.federated.plan import FederationPlan
+from lit_dpret.federated.responses import PUBLIC
+from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.studies.catalogue import STUDIES, Asked, study_of
+from lit_dpret.federated.studies.cells import Cells
+from lit_dpret.federated.studies.point import Point, SiloChange
+from lit_dpret.federated.studies.silos import changed_silos, divided, kept_shares, sizes, with_share
+from lit_dpret.report.paper_004_studies import paper_numbers
+from lit_dpret.tasks import FederatedStudy
+from lit_dpret.tasks.parts import Parts
+
+SIZE = {"clients": 2, "entities": 6, "attributes": 4, "told": 2, "questions": 2, "hubs": 1}
+STAGE1 = {"warmup_rounds": 0, "rounds": 1, "batch_size": 8, "bm25_n": 2, "static_n": 2, "top_k": 4, "lr": 3e-3}
+STAGE2 = {"epochs": 1, "batch_size": 8, "n": 2, "top_k": 4, "lr": 3e-3}
+
+
+def plan(**settings: Any) -> FederationPlan:
+    given: dict[str, Any] = {
+        "silos": "planted", "clients": None, "planted": SIZE,
+        "model": {"encoder": "planted", "max_query_length": 8, "max_sentence_length": 12},
+        "stage1": STAGE1, "stage2": STAGE2,
+    }  # fmt: skip
+    return FederationPlan(**{**given, **settings})
+
+
+def parts(folder: Path, *, resume: bool = False, **settings: Any) -> Parts:
+    def nothing(**_: Any) -> None: ...
+
+    return Parts(
+        run_dir=folder, resume=resume, make_privacy=nothing, make_datamodule=nothing, make_module=nothing,
+        make_trainer=nothing, make_federation=lambda: plan(**settings), command="python train.py ...",
+    )  # fmt: skip
+
+
+def points_of(name: str, run: PddAs2 | None = None, clients: int = 10, **settings: Any) -> list[Point]:
+    study = study_of(name)
+    values = settings.pop("values", study.values or (8.0,))
+    systems = settings.pop("systems", study.default)
+    return study.points(Asked(run=run or PddAs2(), clients=clients, systems=systems, values=values))
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Every local epoch of any silo that is really run."""
+    from lit_dpret.federated import silo
+
+    seen: list[str] = []
+    fit = silo.fit_epochs
+
+    def counted(module: Any, data: Any, folder: Path, **settings: Any) -> None:
+        seen.append(folder.parent.name)
+        fit(module, data, folder, **settings)
+
+    monkeypatch.setattr(silo, "fit_epochs", counted)
+    yield seen
+
+
+# -- what is run --------------------------------------------------------------------------------
+
+
+def test_every_study_has_the_points_that_the_issue_asks_for() -> None:
+    labels = {name: [(point.line, point.label) for point in points_of(name)] for name in STUDIES}
+    assert [label for line, label in labels["negatives"] if line == "PDD-AS2, stage 1"] == ["n=2", "n=8"]
+    assert [label for line, label in labels["negatives"] if line == "+ fed-negative"] == ["n=10", "n=200"]
+    assert [label for _, label in labels["hubness"]] == ["k=10", "k=50", "k=100", "k=300"]
+    assert labels["data_ratio"] == [
+        (line, share) for line in ("single client, STAR", "PDD-AS2, stage 1") for share in ("0.1", "0.25", "0.5", "1")
+    ]
+    assert {line for line, _ in labels["gain"]} == {"single client, STAR", "PDD-AS2, stage 1", "+ customised"}
+    assert {line for line, _ in labels["communication"]} == {
+        "+ customised", "all of these", "n", "clients asked", "precision", "refresh interval",
+    }  # fmt: skip
+    assert [point.at for point in points_of("clients") if point.system == "stage1"] == [10, 30, 100]
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_points_of_a_study_have_different_names_and_settings_that_are_accepted(name: str) -> None:
+    points = points_of(name)
+    assert len({point.name for point in points}) == len(points)
+    for point in points:
+        point.settings(PddAs2())
+    for contrast in study_of(name).contrasts(points):
+        assert {contrast.more, contrast.less} <= {point.name for point in points}
+
+
+def test_hubness_draws_ten_of_the_best_k_and_the_number_of_negatives_leaves_k_alone() -> None:
+    for point in points_of("hubness"):
+        stage = point.settings(PddAs2()).stage1
+        assert (stage.static_n, stage.top_k) == (10, point.at)
+    settings = [p.settings(PddAs2()).stage1 for p in points_of("negatives") if p.system == "stage1"]
+    assert [(s.bm25_n, s.static_n, s.top_k) for s in settings] == [(2, 2, 300), (8, 8, 300)]
+
+
+def test_every_point_of_communication_differs_from_the_first_in_one_thing() -> None:
+    base, *others = [point for point in points_of("communication") if point.system == "fed_negative"]
+    first = base.settings(PddAs2()).stage2
+    kinds = {"n": {"n", "top_k"}, "clients asked": {"select", "select_count"}, "precision": {"send_as"},
+             "refresh interval": {"refresh_every"}}  # fmt: skip
+    for point in others:
+        stage = point.settings(PddAs2()).stage2
+        changed = {name for name in vars(first) if getattr(stage, name) != getattr(first, name)}
+        assert changed == kinds[point.line], point.name
+    few = [point.label for point in points_of("communication", clients=3) if point.line == "clients asked"]
+    assert few == ["1 at random"]  # three of two others are all of them
+
+
+def test_every_number_of_the_paper_stands_beside_a_point_of_ours() -> None:
+    for name, count in (("negatives", 8), ("hubness", 4)):
+        points = points_of(name, systems=study_of(name).systems)
+        assert sum(bool(paper_numbers(name, point.line, point.label)) for point in points) == count
+    assert paper_numbers("clients", "PDD-AS2, stage 1", "k=10") == {}
+
+
+def test_clients_that_cannot_be_made_of_the_silos_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"30 clients cannot be made of 4 silos.*multiples of 4"):
+        points_of("clients", clients=4, values=(4, 30))
+
+
+# -- silos --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> dict[str, Path]:
+    silos = planted_silos(Planted(clients=3, entities=12, attributes=4, told=3, questions=3, hubs=1))
+    found = silo_folders(write_silos(tmp_path / "base", silos, facts={}))
+    (found["client1"] / PUBLIC).write_text(next(iter(silos[1].sentences)) + "\n", encoding="utf-8")
+    return found
+
+
+def test_a_smaller_share_lies_in_a_larger_one_and_only_train_queries_go(base: dict[str, Path]) -> None:
+    silo = read_silo(base["client0"])
+    whole, half, tenth = (with_share(silo, share, seed=1) for share in (1.0, 0.5, 0.1))
+    ids = [{query.qid for query in one.queries} for one in (whole, half, tenth)]
+    assert ids[2] < ids[1] < ids[0] and whole.queries == silo.queries
+    train = silo.counts()["train"]
+    assert half.counts() == {**silo.counts(), "train": math.ceil(train / 2)}
+    assert tenth.counts()["train"] == math.ceil(train / 10)
+    assert {query.qid for query in with_share(silo, 0.5, seed=2).queries} != ids[1]
+
+
+def test_parts_of_a_silo_have_its_queries_once_and_its_collection_each(base: dict[str, Path]) -> None:
+    silo = read_silo(base["client0"])
+    made = divided(silo, 3)
+    listed = [query.qid for part in made for query in part.queries]
+    assert sorted(listed) == sorted(query.qid for query in silo.queries)
+    assert all(part.sentences == silo.sentences and all(part.counts().values()) for part in made)
+    assert len({part.name for part in made}) == 3
+    with pytest.raises(DataError, match="dev queries, and 9 clients are to be made of it"):
+        divided(silo, 9)
+
+
+def test_sizes_are_drawn_by_the_seed_and_reach_from_one_to_one_over_the_skew(base: dict[str, Path]) -> None:
+    change = SiloChange(skew=4.0)
+    shares = [kept_shares(base, change, seed=seed) for seed in range(8)]
+    assert all(sorted(one.values()) == pytest.approx([0.25, 0.5, 1.0]) for one in shares)
+    assert len({max(one, key=lambda name: one[name]) for one in shares}) > 1  # no client is always the large one
+
+
+def test_made_silos_are_made_once_and_keep_what_is_declared_public(base: dict[str, Path], tmp_path: Path) -> None:
+    change = SiloChange(share=0.5, parts=2)
+    made = changed_silos(base, change, tmp_path / "made", seed=0)
+    assert list(made) == [f"client{client}.{part}" for client in range(3) for part in range(2)]
+    assert [name for name, folder in made.items() if (folder / PUBLIC).is_file()] == ["client1.0", "client1.1"]
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "made").rglob("*")}
+    assert changed_silos(base, change, tmp_path / "made", seed=0) == made
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "made").rglob("*")}
+    assert changed_silos(base, SiloChange(), tmp_path / "none", seed=0) == base and not (tmp_path / "none").exists()
+
+
+# -- cells --------------------------------------------------------------------------------------
+
+
+def test_points_that_differ_in_stage_2_alone_share_stage_1_and_no_cell_is_run_twice(
+    tmp_path: Path, trained: list[str]
+) -> None:
+    federation = plan()
+    folders = federation.folders(tmp_path / "data")
+    cells = Cells(federation, folders, tmp_path / "cells", split="test")
+    few, many = (Point(line="fed", label=str(n), system="fed_negative", stage2={"n": n, "top_k": 4}) for n in (1, 3))
+    first = [cells.result(point, 0) for point in (few, many)]
+    assert sorted(trained) == ["personal-fed-000"] * 4 + ["stage1-000"] * 2
+    shared = cells.result(Point(line="stage 1", label="", system="stage1"), 0)
+    trained.clear()
+    again = Cells(federation, folders, tmp_path / "cells", split="test")
+    assert [again.result(point, 0) for point in (few, many)] == first and not trained
+    assert shared.sent["client0"]["stage 1"] == first[0].sent["client0"]["stage 1"] > 0
+    # Weights that nothing goes on from are not kept.
+    assert not list((tmp_path / "cells").rglob("personal-*")) and not list((tmp_path / "cells").rglob("stage1-*.safe*"))
+
+
+def test_a_cell_has_the_result_that_the_same_settings_have_in_a_folder_of_their_own(tmp_path: Path) -> None:
+    from lit_dpret.federated.transport import run_federation
+
+    federation = plan()
+    folders = federation.folders(tmp_path / "data")
+    point = Point(line="fed", label="3", system="fed_negative", stage2={"n": 3})
+    found = Cells(federation, folders, tmp_path / "cells", split="test").result(point, 0)
+    run = federation.settings(0)
+    run = replace(run, stage2=replace(run.stage2, n=3))
+    alone = run_federation(run, folders, federation.model, tmp_path / "alone", measure=["stage2"])
+    for name, measures in alone.systems["stage2"].items():
+        assert found.values[name] == {metric: list(values) for metric, values in measures.items()}
+    assert found.sent == {name: dict(sent) for name, sent in alone.traffic.by_silo().items()}
+
+
+# -- the task -----------------------------------------------------------------------------------
+
+
+def test_a_study_goes_on_where_it_was_and_grows_by_seeds(tmp_path: Path, trained: list[str]) -> None:
+    settings: dict[str, Any] = {"study": "data_ratio", "values": [0.5, 1.0], "plot": False, "min_free_mb": 1}
+    FederatedStudy(seeds=[0], **settings).run(parts(tmp_path))
+    assert len(trained) == 8  # two systems, two shares, two silos, one round
+    with pytest.raises(ResumeError, match="resume=true"):
+        FederatedStudy(seeds=[0], **settings).run(parts(tmp_path))
+    trained.clear()
+    found = FederatedStudy(seeds=[0, 1], **settings).run(parts(tmp_path, resume=True))
+    assert len(trained) == 8
+    trained.clear()
+    FederatedStudy(study="gain", seeds=[0], skew=1.0, systems=["single_star", "stage1"], plot=False, min_free_mb=1).run(
+        parts(tmp_path)
+    )
+    assert not trained  # another study in the same folder finds what it shares: all queries, both systems
+    folder = tmp_path / "studies" / "data_ratio"
+    told = json.loads((folder / "data_ratio.json").read_text(encoding="utf-8"))
+    assert [(row["line"], row["label"]) for row in told["rows"]] == [
+        ("single client, STAR", "0.5"), ("single client, STAR", "1"),
+        ("PDD-AS2, stage 1", "0.5"), ("PDD-AS2, stage 1", "1"),
+    ]  # fmt: skip
+    measure = told["rows"][3]["measures"]["sentence/success@1"]
+    assert len(measure["per_seed"]) == 2 and measure["low"] <= measure["mean"] <= measure["high"]
+    assert found["PDD-AS2, stage 1: 1"] == pytest.approx(measure["mean"])
+    assert told["internal"] is True and "epsilon is infinite" in told["promise"]
+    page = (folder / "data_ratio.md").read_text(encoding="utf-8")
+    assert "covered by no guarantee" in page and "R@k is the paper's name for a hit at k" in page
+    with (folder / "data_ratio.csv").open(encoding="utf-8") as file:
+        assert len(list(csv.reader(file))) == 5
+    assert "<script" not in (folder / "data_ratio.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"study": "speed"}, "task.study=speed is not a study. There are: negatives, data_ratio, hubness, gain, commun"),
+    ({"study": None}, "task.study=None is not a study. There are: negatives"),
+    ({"study": "hubness", "seeds": [0, 0]}, r"task\.seeds=\[0, 0\]"),
+    ({"study": "hubness", "split": "train"}, "task.split='train' must be dev or test"),
+    ({"study": "hubness", "systems": ["central"]}, "which task.study=hubness compares"),
+    ({"study": "hubness", "values": [5, 50]}, "different whole numbers of at least 10"),
+    ({"study": "data_ratio", "values": [0.5, 1.5]}, "different shares above 0, at most 1"),
+    ({"study": "communication", "values": [10]}, "is nothing that this study varies"),
+    ({"study": "hubness", "skew": 4.0}, "goes with task.study=gain alone"),
+    ({"study": "gain", "skew": 0.5}, "task.skew=0.5 is at least 1"),
+])  # fmt: skip
+def test_a_setting_that_is_none_of_the_study_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        FederatedStudy(**settings)
+
+
+@pytest.mark.parametrize(("study", "federation", "message"), [
+    ({"study": "clients", "values": [2, 40]}, {}, "queries, and 20 clients are to be made of it"),
+    ({"study": "data_ratio"}, {"privacy": {"eps": 8.0, "delta": 1e-2}, "declare_public": True},
+     "would have about .* fewer than a batch of 8"),
+    ({"study": "gain"}, {"stage2": {**STAGE2, "response": "synthetic"}}, "would need a generator of its own"),
+    ({"study": "communication"}, {"stage2": {**STAGE2, "request": "none", "response": "dp_centroid"}},
+     "Set federated.privacy.collection_eps"),
+])  # fmt: skip
+def test_a_study_that_could_not_be_finished_is_refused_before_anything_is_trained(
+    study: dict[str, Any], federation: dict[str, Any], message: str, tmp_path: Path, trained: list[str]
+) -> None:
+    with pytest.raises((ConfigurationError, DataError), match=message):
+        FederatedStudy(**study, plot=False, min_free_mb=1).run(parts(tmp_path, **federation))
+    assert not trained
+
+
+def test_the_gain_of_each_client_is_told_by_its_size(tmp_path: Path) -> None:
+    systems = ["single_star", "stage1", "customised"]
+    FederatedStudy(study="gain", seeds=[0], skew=3.0, systems=systems, plot=False, min_free_mb=1).run(parts(tmp_path))
+    told = json.loads((tmp_path / "studies" / "gain" / "gain.json").read_text(encoding="utf-8"))
+    queries = [gain["queries"] for gain in told["gains"]]
+    assert len(queries) == 2 and queries[0] > queries[1]
+    assert all(set(gain["gains"]) == {"PDD-AS2, stage 1", "+ customised"} for gain in told["gains"])
+    rows = {row["line"]: row["measures"]["sentence/success@1"]["mean"] for row in told["rows"]}
+    mean = sum(gain["gains"]["PDD-AS2, stage 1"][0] for gain in told["gains"]) / 2
+    assert mean == pytest.approx(rows["PDD-AS2, stage 1"] - rows["single client, STAR"])
+    assert any("The clients' sizes are made" in note for note in told["notes"])
+
+
+def test_sizes_reach_the_silos_that_are_trained(base: dict[str, Path], tmp_path: Path) -> None:
+    whole = sizes(base)
+    made = sizes(changed_silos(base, SiloChange(skew=3.0), tmp_path / "made", seed=0))
+    shares = kept_shares(base, SiloChange(skew=3.0), seed=0)
+    assert made == {name: math.ceil(round(shares[name] * whole[name], 9)) for name in base}
+
+
+def test_under_a_budget_every_cell_goes_on_with_ledgers_of_its_own_and_stays_within_it(tmp_path: Path) -> None:
+    privacy = {"eps": 20.0, "delta": 1e-2, "accountant": "rdp"}
+    stage1 = {**STAGE1, "batch_size": 4}
+    stage2 = {**STAGE2, "batch_size": 4, "centroids": 2, "centroid_iterations": 1}
+    federation = plan(
+        privacy=privacy, stage1=stage1, stage2=stage2, declare_public=True, secret_file=str(tmp_path / "secret")
+    )
+    cells = Cells(federation, federation.folders(tmp_path / "data"), tmp_path / "cells", split="test")
+    points = [Point(line="fed", label=str(n), system="fed_negative", stage2={"n": n}) for n in (1, 2)]
+    points.append(Point(line="shared", label="", system="stage1"))
+    epsilons = [cells.result(point, 0).epsilon["client0"] for point in points]
+    assert all(value is not None and 0 < value <= 20 for value in epsilons)
+    assert epsilons[0] == pytest.approx(epsilons[1]) and epsilons[2] < epsilons[0]
