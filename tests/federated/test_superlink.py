@@ -118,7 +118,7 @@ def test_a_silo_that_is_killed_in_a_round_is_named_loses_no_ledger_entry_and_com
 ) -> None:
     run = replace(
         PRIVATE,
-        stage1=replace(PRIVATE.stage1, warmup_rounds=0, rounds=2),
+        stage1=replace(PRIVATE.stage1, warmup_rounds=0, rounds=3),
         stage2=replace(PRIVATE.stage2, epochs=0),
     )
     silos = silos_of(tmp_path / "silos", 3)
@@ -133,7 +133,16 @@ def test_a_silo_that_is_killed_in_a_round_is_named_loses_no_ledger_entry_and_com
         superlink.wait_for("client2", lambda: ledger.is_file() and b'"reserve"' in ledger.read_bytes(), seconds=600)
         superlink.kill("client2")
         kept.append(ledger.read_bytes())
-        superlink.start_silo("client2", settings["client2"], keys["client2"])
+        # For two heartbeats the SuperLink takes the dead node for alive, and refuses another one with its key. A
+        # supervisor (systemd, Restart=on-failure) starts it again until it is let in; so does this.
+        begun = superlink.log("client2").count("SuperNode ID")
+        while superlink.log("client2").count("SuperNode ID") == begun:
+            superlink.start_silo("client2", settings["client2"], keys["client2"])
+            while superlink.processes["client2"].poll() is None:
+                if superlink.log("client2").count("SuperNode ID") > begun:
+                    return
+                time.sleep(0.5)
+            superlink.end("client2")
 
     cut = threading.Thread(target=power_cut, daemon=True)
     cut.start()
@@ -146,7 +155,7 @@ def test_a_silo_that_is_killed_in_a_round_is_named_loses_no_ledger_entry_and_com
     cut.join(10)
     assert kept, superlink.log("client2")
     assert result["rounds"]["0"] == ["client0", "client1"], result
-    assert result["rounds"]["1"] == ["client0", "client1", "client2"], result
+    assert result["rounds"]["2"] == ["client0", "client1", "client2"], result
     assert [fault for fault in result["faults"] if fault.startswith("stage 1, round 0: client 'client2' ")], result
     assert ledger.read_bytes().startswith(kept[0]) and len(ledger.read_bytes()) > len(kept[0])
     assert not any(result["measures"].values())  # under a budget no measure leaves a silo
