@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,6 +70,15 @@ class AS2Maker:
                 raise ConfigurationError(f"federated.model.{name}={value} must be a whole number of at least 1.")
         _loaded(self)
         return self
+
+    def describe(self) -> str:
+        """The model in words."""
+        layers = "" if self.layers is None else f", its first {self.layers} layers"
+        tables = "" if self.train_embeddings else ", embedding tables frozen at their public values"
+        return (
+            f"{Path(self.encoder).name}{layers}{tables}; question: {self.query_pooling}, at most "
+            f"{self.max_query_length} tokens; sentence: {self.sentence_pooling}, at most {self.max_sentence_length}"
+        )
 
     def __call__(self, *, privacy: PrivacyMode, optimizer_lr: float, **settings: Any) -> AS2DualEncoder:
         return AS2DualEncoder(

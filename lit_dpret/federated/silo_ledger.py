@@ -17,6 +17,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,18 @@ def split_budget(
     Raises:
         ConfigurationError: The share is out of range, or no noise meets the budget.
     """
+    return _split(budget, tuple(training), requests, request_share, accountant)
+
+
+@lru_cache(maxsize=64)
+def _split(
+    budget: PrivacyBudget,
+    training: tuple[tuple[SamplingLaw, int], ...],
+    requests: int,
+    request_share: float,
+    accountant: AccountantName,
+) -> NoisePlan:
+    """`split_budget`, once for all silos of one size."""
     if not 0 < request_share < 1:
         raise ConfigurationError(f"federated.privacy.request_share={request_share} must lie between 0 and 1.")
     asked: list[GaussianRelease] = []

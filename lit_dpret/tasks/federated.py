@@ -9,21 +9,26 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.datamodules.silo_folder import read_silo
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.systems import System, SystemResult, SystemRunner, check_systems
+from lit_dpret.federated.trust import sights
+from lit_dpret.report.federated_report import FederatedFacts, FederatedRow, write_federated_report
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages
 
 PRIVATE = "private"
+_HOW_NOT_WHAT = ("hydra.run.dir=", "resume=", "federated.secret_file=")
 
 
 class Federated:
@@ -81,7 +86,7 @@ class Federated:
                 progress(done, len(todo), f"{system}, seed {seed}")
                 results[system][seed] = self._result(stages, runner, system, seed)
             progress(len(todo), len(todo))
-        return self._tell(results)
+        return self._tell(parts, plan, silos, results)
 
     def _result(self, stages: Stages, runner: SystemRunner, system: System, seed: int) -> SystemResult:
         def work(folder: Path, resume: bool) -> dict[str, Any]:
@@ -98,14 +103,60 @@ class Federated:
             facts["fed_negative"] = "fed_negative" in self.systems
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
-    def _tell(self, results: dict[System, dict[int, SystemResult]]) -> dict[str, float]:
-        told: dict[str, float] = {}
-        for system, by_seed in results.items():
-            values = [
-                sum(listed) / len(listed)
-                for result in by_seed.values()
-                for listed in [v["sentence/mrr@10"] for v in result.values.values()]
-            ]
-            told[system] = sum(values) / len(values)
-            sys.stdout.write(f"{system:14} sentence MRR@10 {told[system]:.3f}\n")
-        return told
+    def _tell(
+        self,
+        parts: Parts,
+        plan: FederationPlan,
+        silos: dict[str, Path],
+        results: dict[System, dict[int, SystemResult]],
+    ) -> dict[str, float]:
+        rows = [_row(system, by_seed) for system, by_seed in results.items() if by_seed]
+        settings = plan.settings(self.seeds[0])
+        facts = FederatedFacts(
+            silos={name: read_silo(folder).counts() for name, folder in silos.items()},
+            split=self.split,
+            model=plan.model.describe(),
+            trust=[(one.what, one.server, one.silos, one.protection) for one in sights(settings)],
+            eps=plan.privacy.eps,
+            unit=plan.privacy.unit,
+            command=" ".join(word for word in parts.command.split() if not word.startswith(_HOW_NOT_WHAT)),
+            settings=plan.describe(),
+            notes=[*([self.note] if self.note else []), *_notes(plan, self.seeds)],
+        )
+        written = write_federated_report(parts.run_dir, rows, facts)
+        sys.stdout.write(written["pdd_as2.md"].read_text(encoding="utf-8") + "\n")
+        return {row.system: float(np.mean(list(row.over_silos("sentence/mrr@10").values()))) for row in rows}
+
+
+def _notes(plan: FederationPlan, seeds: Sequence[int]) -> list[str]:
+    notes = [f"Seeds: {', '.join(map(str, seeds))}. Silos and their samples are the same for all."]
+    if plan.silos == "insuranceqa" and any(value for name, value in plan.sample.items() if name.startswith("max")):
+        notes.append(
+            "A sample of the queries by a public seed, and in each collection the passages that answer them: smaller "
+            "and easier than the whole, and a collection that was chosen by its queries."
+        )
+    if plan.privacy.eps is not None and plan.declare_public:
+        notes.append("Every sentence was declared public by federated.declare_public=true: a declaration, not a proof.")
+    return notes
+
+
+def _row(system: System, by_seed: Mapping[int, SystemResult]) -> FederatedRow:
+    """All seeds of a system as a row: the largest epsilon, the mean of what was sent."""
+    epsilon: dict[str, float | None] = {}
+    sent: dict[str, dict[str, float]] = {}
+    for result in by_seed.values():
+        for name, value in result.epsilon.items():
+            known = epsilon.get(name, 0.0)
+            epsilon[name] = None if value is None or known is None else max(value, known)
+        for name, phases in result.sent.items():
+            for phase, count in phases.items():
+                of_silo = sent.setdefault(name, {})
+                of_silo[phase] = of_silo.get(phase, 0.0) + count / len(by_seed)
+    return FederatedRow(
+        system=system,
+        values={seed: result.values for seed, result in by_seed.items()},
+        epsilon=epsilon,
+        sent=sent,
+        cpu_seconds=sum(result.cpu_seconds for result in by_seed.values()),
+        faults=[f"seed {seed}: {fault}" for seed, result in by_seed.items() for fault in result.faults],
+    )

@@ -1,0 +1,397 @@
+"""PDD-AS2 and its baselines as a page, a table and data: the paper's Table 1 with ours beside theirs.
+
+Numbers here are of private queries, whatever budget the training had: a page like this stays where they are. The
+guarantee (what each silo spent) and the measures stand side by side and are never one number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
+from lit_dpret.report.gain_figure import gain_figure
+from lit_dpret.report.html import Drawing
+from lit_dpret.report.paper_004 import COLUMNS, ORDERS, TABLE_1, impossible_cells
+from lit_dpret.retrieval.seeds import seed_interval
+from lit_dpret.retrieval.statistics import Interval
+from lit_dpret.whole_file import write_whole
+
+NAME = "pdd_as2"
+_SCHEMA = "lit-dpret/federated-report/1"
+_GAIN = "sentence/success@1"
+_HOW = (
+    "Each cell: ours, the mean over silos and then over seeds with its 95 % t-interval over seeds, and after the slash "
+    "the paper's. The paper's data, encoder and sizes are others, so the two are not to be compared as numbers, only "
+    "their orders are. R@k is the paper's name for any-hit (success@k): whether one of the sentences that answer is "
+    "among the first k. The paper does not say how it averages; the mean over silos counts each silo alike, and the "
+    "mean over all queries stands in a table of its own."
+)
+_PER_SYSTEM = (
+    "Epsilon of a system is of what that system alone would release, stage 1 included: ledgers go on from those of "
+    "stage 1. All systems of this page together spend more. What trains alone or centrally has no budget, since it "
+    "sends nothing anywhere, or promises nothing."
+)
+_TRUST = ("what leaves a silo", "the server sees", "other silos see", "protection")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FederatedRow:
+    """One system over its seeds.
+
+    Args:
+        system: Its name in `lit_dpret.report.paper_004.TABLE_1`.
+        values: For each seed, client and measure one value for each query.
+        epsilon: For each client the largest epsilon over seeds; None promises nothing, empty where nothing is sent.
+        sent: Bytes by client and phase, the mean over seeds.
+        cpu_seconds: Of all seeds together.
+        faults: Clients whose answers were left out, and why.
+    """
+
+    system: str
+    values: Mapping[int, Mapping[str, Mapping[str, Sequence[float]]]]
+    epsilon: Mapping[str, float | None] = field(default_factory=dict)
+    sent: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    cpu_seconds: float = 0.0
+    faults: Sequence[str] = ()
+
+    @property
+    def label(self) -> str:
+        """The name in the table."""
+        return TABLE_1[self.system][1]
+
+    def over_silos(self, metric: str) -> dict[int, float]:
+        """For each seed the mean over silos of each one's mean over its queries."""
+        return {
+            seed: float(np.mean([np.mean(measures[metric]) for measures in clients.values()]))
+            for seed, clients in self.values.items()
+        }
+
+    def over_queries(self, metric: str) -> dict[int, float]:
+        """For each seed the mean over all queries of all silos."""
+        return {
+            seed: float(np.mean(np.concatenate([measures[metric] for measures in clients.values()])))
+            for seed, clients in self.values.items()
+        }
+
+    def of_client(self, client: str, metric: str) -> dict[int, float]:
+        """For each seed the mean over one silo's queries."""
+        return {seed: float(np.mean(clients[client][metric])) for seed, clients in self.values.items()}
+
+    @property
+    def clients(self) -> list[str]:
+        """The silos that told their measures under every seed."""
+        first, *rest = self.values.values()
+        return [name for name in first if all(name in one for one in rest)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FederatedFacts:
+    """What a page says beside the numbers.
+
+    Args:
+        silos: Passages, sentences and queries of each client.
+        split: On which questions.
+        model: The encoder in words.
+        trust: The trust table's rows: what leaves a silo, what the server sees, what other silos see, what protects.
+        eps: Of each silo; None for no privacy.
+        unit: Of the budget.
+        command: What to type to get the same again.
+        settings: Everything that results depend on, by name.
+        notes: Further remarks.
+    """
+
+    silos: Mapping[str, Mapping[str, int]]
+    split: str
+    model: str
+    trust: Sequence[tuple[str, str, str, str]]
+    eps: float | None
+    unit: str
+    command: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+
+def write_federated_report(folder: Path, rows: Sequence[FederatedRow], facts: FederatedFacts) -> dict[str, Path]:
+    """Write ``pdd_as2.{html,md,json}`` and, where there is something to draw, ``gain_per_client.svg``.
+
+    Args:
+        folder: Of the run.
+        rows: Systems, each with at least one seed.
+        facts: See `FederatedFacts`.
+
+    Returns:
+        The paths by file name.
+
+    Raises:
+        StorageError: A file cannot be written.
+    """
+    by_name = {row.system: row for row in rows}
+    ordered = [by_name[name] for name in TABLE_1 if name in by_name]
+    title = "PDD-AS2 over silos, beside the paper"
+    subtitle = f"lit-dpret report, {datetime.now(UTC).strftime('%Y-%m-%d %H:%M UTC')}"
+    figure = gain_figure("Gain in sentence R@1 of stage 1 over a silo alone (STAR)", _gains(by_name, "stage1"))
+    lead, sections = _lead(facts), _sections(ordered, by_name, facts, figure)
+    written = {
+        f"{NAME}.html": to_html(title, subtitle, lead, sections),
+        f"{NAME}.md": to_markdown(title, subtitle, lead, sections),
+        f"{NAME}.json": json.dumps(_data(ordered, by_name, facts), indent=1, allow_nan=False) + "\n",
+    }
+    if figure:
+        written["gain_per_client.svg"] = figure
+    return {name: write_whole(folder / name, text, owner_only=True) for name, text in written.items()}
+
+
+def _lead(facts: FederatedFacts) -> list[Block]:
+    if facts.eps is None:
+        claim = Banner("No privacy: no budget is set, and epsilon is infinite for every silo.", "caution")
+    else:
+        claim = Banner(
+            f"Each silo has a budget of epsilon = {facts.eps:g} for one {facts.unit}, for everything that leaves it. "
+            "What was spent stands below, silo by silo.",
+            "plain",
+        )
+    internal = Banner(
+        "Internal: the measures on this page were computed on the silos' own private queries. No budget covers them: "
+        "keep the page where the queries are kept."
+    )
+    return [claim, internal]
+
+
+def _sections(
+    rows: Sequence[FederatedRow], by_name: Mapping[str, FederatedRow], facts: FederatedFacts, figure: str
+) -> list[Section]:
+    count = sum(found[facts.split] for found in facts.silos.values())
+    where = (
+        f"{count} {facts.split} questions of {len(facts.silos)} silos, each on its own collection; {facts.model}. "
+        f"{max(len(row.values) for row in rows)} seeds."
+    )
+    sections = [
+        Section("Table 1: ours / the paper's", [Paragraph(where), Paragraph(_HOW), _table(rows), *_impossible()]),
+        Section("The same, as means over all queries", [_over_queries(rows)]),
+        Section("Which of the paper's orders hold here", _orders(by_name)),
+        Section("Gain of each client (the form of Figure 4)", _gain_blocks(by_name, facts, figure)),
+        Section("What travelled", _traffic(rows)),
+        Section("Epsilon of each silo", _epsilon(rows, facts)),
+        Section(
+            "Who sees what", [Grid(("what leaves a silo", "the server", "other silos", "protection"), facts.trust)]
+        ),
+        Section("The silos", [_silos(facts.silos)]),
+    ]
+    if faults := [f"{row.label}: {fault}" for row in rows for fault in row.faults]:
+        sections.append(Section("Faults", [Bullets(faults)]))
+    cost = "Processor time: " + ", ".join(f"{row.label} {row.cpu_seconds:.0f} s" for row in rows)
+    sections.append(Section("Notes", [Bullets([*facts.notes, f"{cost}."])]))
+    return [*sections, Section("How to get this again", [Code(facts.command)])]
+
+
+def _table(rows: Sequence[FederatedRow]) -> Grid:
+    body: list[list[object]] = []
+    heading = ""
+    for row in rows:
+        group, label, theirs = TABLE_1[row.system]
+        if group != heading:
+            heading = group
+            body.append([group, *([""] * len(COLUMNS))])
+        cells = [f"{show(_over_seeds(row, name))} / {paper:.3f}" for name, paper in zip(COLUMNS, theirs, strict=True)]
+        body.append([label, *cells])
+    return Grid(("ours / paper", *COLUMNS.values()), body, frozenset(range(1, 1 + len(COLUMNS))))
+
+
+def _over_queries(rows: Sequence[FederatedRow]) -> Grid:
+    body = [[row.label, *(f"{np.mean(list(row.over_queries(name).values())):.3f}" for name in COLUMNS)] for row in rows]
+    return Grid(("ours", *COLUMNS.values()), body, frozenset(range(1, 1 + len(COLUMNS))))
+
+
+def _impossible() -> list[Block]:
+    found = impossible_cells()
+    cells = "; ".join(
+        f"{name} {what}: sentences {ours:.3f}, passages {theirs:.3f}" for name, what, ours, theirs in found
+    )
+    return [
+        Paragraph(
+            f"{len(found)} of the paper's cells cannot be, by its own equation 9, where a passage scores as its best "
+            f"sentence: passages are below sentences in {cells}.",
+            small=True,
+        )
+    ]
+
+
+def _orders(by_name: Mapping[str, FederatedRow]) -> list[Block]:
+    metric = "sentence/mrr@10"
+    body = []
+    for better, worse in ORDERS:
+        if better in by_name and worse in by_name:
+            gain = seed_interval(_paired(by_name[better].over_silos(metric), by_name[worse].over_silos(metric)))
+            paper = TABLE_1[better][2][0] - TABLE_1[worse][2][0]
+            body.append(
+                (f"{TABLE_1[better][1]} over {TABLE_1[worse][1]}", f"{paper:+.3f}", signed(gain), verdict(gain))
+            )
+    head = ("the paper's order", "the paper's difference", "ours", "here")
+    said = (
+        "Differences in sentence MRR@10, mean over silos; ours paired by seed, with the 95 % t-interval over seeds. "
+        "It tells of training runs on these queries, not of other queries."
+    )
+    return [Paragraph(said), Grid(head, body, frozenset({1, 2}))] if body else [Paragraph("Too few systems were run.")]
+
+
+def _gains(by_name: Mapping[str, FederatedRow], system: str, base: str = "single_star") -> dict[str, Interval]:
+    if system not in by_name or base not in by_name:
+        return {}
+    ours, alone = by_name[system], by_name[base]
+    return {
+        name: seed_interval(_paired(ours.of_client(name, _GAIN), alone.of_client(name, _GAIN)))
+        for name in ours.clients
+        if name in alone.clients
+    }
+
+
+def _gain_blocks(by_name: Mapping[str, FederatedRow], facts: FederatedFacts, figure: str) -> list[Block]:
+    found = {name: _gains(by_name, name) for name in ("stage1", "customised", "fed_negative")}
+    found = {name: gains for name, gains in found.items() if gains}
+    if not found:
+        return [Paragraph("Needs the systems single_star and stage1.")]
+    clients = sorted(next(iter(found.values())), key=lambda name: -facts.silos[name]["train"])
+    body = [(name, facts.silos[name]["train"], *(signed(gains[name]) for gains in found.values())) for name in clients]
+    head = ("client", "train queries", *(TABLE_1[name][1] for name in found))
+    said = "Sentence R@1 against the same silo trained alone with static hard negatives; paired by seed."
+    return [Paragraph(said), Drawing(figure), Grid(head, body, frozenset(range(1, len(head))))]
+
+
+def _traffic(rows: Sequence[FederatedRow]) -> list[Block]:
+    sending = [row for row in rows if row.sent]
+    if not sending:
+        return [Paragraph("Nothing travelled.")]
+    phases = list(dict.fromkeys(phase for row in sending for sent in row.sent.values() for phase in sent))
+    body = []
+    for row in sending:
+        totals = [sum(sent.get(phase, 0.0) for sent in row.sent.values()) for phase in phases]
+        body.append((row.label, "all silos", *(_mb(total) for total in (*totals, sum(totals)))))
+    most = sending[-1]
+    for name, sent in most.sent.items():
+        each = [sent.get(phase, 0.0) for phase in phases]
+        body.append((most.label, name, *(_mb(value) for value in (*each, sum(each)))))
+    head = ("system", "silo", *phases, "together")
+    said = (
+        "Megabytes of tensors, without envelopes, the mean over seeds. Stage 1 counts both ways; requests count for "
+        "who asks, with every copy that the server passes on, and answers for who gives them."
+    )
+    return [Paragraph(said), Grid(head, body, frozenset(range(2, len(head))))]
+
+
+def _epsilon(rows: Sequence[FederatedRow], facts: FederatedFacts) -> list[Block]:
+    if facts.eps is None:
+        return [Paragraph("No privacy: epsilon is infinite for every silo and every unit.")]
+    private = [row for row in rows if row.epsilon]
+    clients = list(dict.fromkeys(name for row in private for name in row.epsilon))
+    body = [(name, *(_eps(row.epsilon.get(name)) for row in private)) for name in clients]
+    head = (f"silo (unit: {facts.unit})", *(row.label for row in private))
+    said = f"{_PER_SYSTEM} The largest over seeds, of a budget of {facts.eps:g}."
+    return [Paragraph(said), Grid(head, body, frozenset(range(1, len(head))))]
+
+
+def _silos(silos: Mapping[str, Mapping[str, int]]) -> Grid:
+    columns = ("passages", "sentences", "train", "dev", "test")
+    body: list[list[object]] = [[name, *(counts[column] for column in columns)] for name, counts in silos.items()]
+    body.append(["all", *(sum(counts[column] for counts in silos.values()) for column in columns)])
+    return Grid(("client", *columns), body, frozenset(range(1, 6)))
+
+
+def _data(rows: Sequence[FederatedRow], by_name: Mapping[str, FederatedRow], facts: FederatedFacts) -> dict[str, Any]:
+    """Everything on the page as data; means of private queries, and so as internal as the page."""
+    table = {}
+    for row in rows:
+        measures = {
+            name: {
+                "over_silos": {
+                    **_ends(seed_interval(list(row.over_silos(name).values()))),
+                    "per_seed": _keyed(row.over_silos(name)),
+                },
+                "over_queries": {"per_seed": _keyed(row.over_queries(name))},
+                "paper": paper,
+            }
+            for name, paper in zip(COLUMNS, TABLE_1[row.system][2], strict=True)
+        }
+        clients = {client: {name: _keyed(row.of_client(client, name)) for name in COLUMNS} for client in row.clients}
+        table[row.system] = {
+            "label": row.label, "measures": measures, "clients": clients, "sent_bytes": row.sent,
+            "epsilon": dict(row.epsilon), "cpu_seconds": row.cpu_seconds, "faults": list(row.faults),
+        }  # fmt: skip
+    return {
+        "schema": _SCHEMA,
+        "internal": "computed on private queries; covered by no guarantee",
+        "eps": facts.eps,
+        "unit": facts.unit,
+        "split": facts.split,
+        "model": facts.model,
+        "silos": facts.silos,
+        "settings": dict(facts.settings),
+        "systems": table,
+        "gain_of_stage1_over_single_star": {name: _ends(gain) for name, gain in _gains(by_name, "stage1").items()},
+        "impossible_in_the_paper": impossible_cells(),
+        "trust": [list(line) for line in facts.trust],
+        "command": facts.command,
+        "notes": list(facts.notes),
+    }
+
+
+def _over_seeds(row: FederatedRow, metric: str) -> Interval:
+    return seed_interval(list(row.over_silos(metric).values()))
+
+
+def _paired(one: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
+    """Differences seed by seed; what does not learn has one result, which stands against every seed."""
+    if len(one) == 1 and len(other) > 1:
+        (only,) = one.values()
+        return [only - value for value in other.values()]
+    if len(other) == 1 and len(one) > 1:
+        (only,) = other.values()
+        return [value - only for value in one.values()]
+    return [one[seed] - other[seed] for seed in one if seed in other]
+
+
+def show(interval: Interval) -> str:
+    """``0.261 [0.251, 0.271]``, or the mean alone where there is one run."""
+    if not math.isfinite(interval.low):
+        return f"{interval.mean:.3f}"
+    return f"{interval.mean:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+
+
+def signed(interval: Interval) -> str:
+    """The same of a difference."""
+    if not math.isfinite(interval.low):
+        return f"{interval.mean:+.3f}"
+    return f"{interval.mean:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
+
+
+def verdict(gain: Interval) -> str:
+    """What a difference over seeds says about an order that was claimed."""
+    if not math.isfinite(gain.low):
+        return "one seed: not known"
+    if gain.low > 0:
+        return "holds"
+    return "the other way round" if gain.high < 0 else "not decided"
+
+
+def _mb(count: float) -> str:
+    return f"{count / 1e6:.3f}" if count < 1e6 else f"{count / 1e6:.1f}"
+
+
+def _eps(value: float | None) -> str:
+    return "infinite" if value is None else f"{math.ceil(value * 1000) / 1000:.3f}"
+
+
+def _ends(interval: Interval) -> dict[str, float | None]:
+    ends = {"mean": interval.mean, "low": interval.low, "high": interval.high}
+    return {name: value if math.isfinite(value) else None for name, value in ends.items()}
+
+
+def _keyed(by_seed: Mapping[int, float]) -> dict[str, float]:
+    return {str(seed): value for seed, value in by_seed.items()}

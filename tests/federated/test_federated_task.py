@@ -1,0 +1,338 @@
+"""task=federated: every system done once, what is refused before anything is trained, and what is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from tiny_silos import tokenizer
+
+from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError
+from lit_dpret.federated.baselines import alone, central, train_alone
+from lit_dpret.federated.data import planted_silos, planted_words
+from lit_dpret.federated.data.planted import Planted
+from lit_dpret.federated.inprocess import InProcessFederation
+from lit_dpret.federated.model import AS2Maker, start_of
+from lit_dpret.federated.plan import FederationPlan
+from lit_dpret.federated.settings import FederatedPrivacy, Stage1, Stage2
+from lit_dpret.federated.silo import SiloClient
+from lit_dpret.federated.systems import SystemResult, SystemRunner, check_systems
+from lit_dpret.tasks import Federated
+from lit_dpret.tasks.parts import Parts
+
+TINY = {"clients": 2, "entities": 4, "attributes": 4, "told": 3, "questions": 3, "hubs": 1}
+MODEL = {"encoder": "planted", "max_query_length": 8, "max_sentence_length": 12}
+ONE = {"warmup_rounds": 1, "rounds": 1, "batch_size": 4, "bm25_n": 1, "static_n": 1, "top_k": 4, "lr": 3e-3}
+TWO = {"batch_size": 4, "n": 2, "top_k": 4, "lr": 3e-3, "centroids": 2, "centroid_iterations": 1}
+EPS = {"eps": 20.0, "delta": 1e-2, "accountant": "rdp"}
+
+
+def plan(**changes: Any) -> FederationPlan:
+    settings: dict[str, Any] = {
+        "silos": "planted", "planted": TINY, "model": MODEL, "stage1": ONE, "stage2": TWO, "declare_public": True,
+    }  # fmt: skip
+    return FederationPlan(**{**settings, **changes})
+
+
+def parts(folder: Path, made: FederationPlan | None, *, resume: bool = False) -> Parts:
+    def nothing(**_: Any) -> None:
+        return None
+
+    return Parts(
+        run_dir=folder, make_privacy=nothing, make_datamodule=nothing, make_module=nothing, make_trainer=nothing,
+        make_federation=lambda: made, resume=resume, command="python train.py experiment=pdd_as2 resume=true",
+    )  # fmt: skip
+
+
+# -- what is done, and what is not done again --------------------------------------------------
+
+
+def test_every_system_and_seed_is_run_once_told_beside_the_paper_and_a_later_start_adds_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = str(tmp_path / "secret")
+    told = Federated(systems=["bm25", "single_star", "stage1", "fed_negative"], seeds=[0]).run(
+        parts(tmp_path, plan(secret_file=secret))
+    )
+    assert list(told) == ["bm25", "single_star", "stage1", "fed_negative"]
+    data = json.loads((tmp_path / "pdd_as2.json").read_text(encoding="utf-8"))
+    assert data["eps"] is None and data["systems"]["stage1"]["measures"]["sentence/mrr@10"]["paper"] == 0.261
+    assert data["systems"]["fed_negative"]["sent_bytes"]["client0"]["requests"] > 0
+    markdown = (tmp_path / "pdd_as2.md").read_text(encoding="utf-8")
+    for said in ("epsilon is infinite", "Internal:", "/ 0.261", "cannot be, by its own equation 9", "Who sees what"):
+        assert said in markdown, said
+    assert "resume=true" not in markdown  # the command gives the same run, not the rest of one
+    assert "<svg" in (tmp_path / "pdd_as2.html").read_text(encoding="utf-8")
+    assert (tmp_path / "gain_per_client.svg").read_text(encoding="utf-8").startswith("<svg")
+
+    trained: list[str] = []
+    original = SystemRunner.run
+
+    def counted(self: SystemRunner, system: Any, seed: int) -> SystemResult:
+        trained.append(f"{system}{seed}")
+        return original(self, system, seed)
+
+    monkeypatch.setattr(SystemRunner, "run", counted)
+    more = Federated(systems=["bm25", "single_star", "stage1", "fed_negative", "customised"], seeds=[0, 1])
+    monkeypatch.setattr(
+        "lit_dpret.federated.systems.SystemRunner._federation",
+        lambda *_: SystemResult({"client0": {}, "client1": {}}),
+    )
+    monkeypatch.setattr("lit_dpret.federated.systems.single_clients", lambda *_, **__: {})
+    monkeypatch.setattr("lit_dpret.tasks.federated.write_federated_report", lambda *_: {"pdd_as2.md": tmp_path / "x"})
+    (tmp_path / "x").write_text("", encoding="utf-8")
+    monkeypatch.setattr("lit_dpret.report.federated_report.FederatedRow.over_silos", lambda *_: {0: 0.0})
+    more.run(parts(tmp_path, plan(secret_file=secret), resume=True))
+    assert trained == ["customised0", "single_star1", "stage11", "customised1", "fed_negative1"]
+    with pytest.raises(ResumeError, match="resume=true"):
+        more.run(parts(tmp_path, plan(secret_file=secret)))
+    with pytest.raises(ResumeError, match="other settings"):
+        more.run(parts(tmp_path, plan(stage1={**ONE, "lr": 1e-3}), resume=True))
+
+
+def test_a_run_that_was_interrupted_goes_on_and_makes_no_finished_round_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: list[tuple[str, int]] = []
+    original = SiloClient.train_shared
+
+    def broken(self: SiloClient, weights: Any, number: int) -> Any:
+        rounds.append((self.name, number))
+        if (self.name, number) == ("client1", 1) and rounds.count((self.name, number)) == 1:
+            raise KeyboardInterrupt
+        return original(self, weights, number)
+
+    monkeypatch.setattr(SiloClient, "train_shared", broken)
+    task = Federated(systems=["stage1"], seeds=[0])
+    with pytest.raises(KeyboardInterrupt):
+        task.run(parts(tmp_path, plan()))
+    task.run(parts(tmp_path, plan(), resume=True))
+    assert rounds[4:] == [("client0", 1), ("client1", 1)]  # the whole of round 0 stands; client0 has its own of round 1
+    fits = list((tmp_path / "private" / "seed0" / "federation" / "silos" / "client0").glob("stage1-*/attempt-*"))
+    assert sorted(path.parent.name for path in fits) == ["stage1-000", "stage1-001"]
+
+
+def test_under_a_budget_systems_go_on_from_the_ledgers_of_stage_1_and_each_stays_within(tmp_path: Path) -> None:
+    made = plan(privacy=EPS, secret_file=str(tmp_path / "secret"))
+    Federated(systems=["stage1", "customised", "fed_negative"], seeds=[0]).run(parts(tmp_path / "run", made))
+    data = json.loads((tmp_path / "run" / "pdd_as2.json").read_text(encoding="utf-8"))
+    spent = {name: found["epsilon"] for name, found in data["systems"].items()}
+    for silo in ("client0", "client1"):
+        assert 0 < spent["stage1"][silo] < spent["customised"][silo] < spent["fed_negative"][silo] <= 20.0
+    markdown = (tmp_path / "run" / "pdd_as2.md").read_text(encoding="utf-8")
+    assert "budget of epsilon = 20 for one query" in markdown and "declaration, not a proof" in markdown
+    assert "weight" not in data["trust"][1][0]  # uniform: how many queries a silo has is told to nobody
+
+
+# -- baselines ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def silos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("silos") / "planted"
+    return silo_folders(write_silos(folder, planted_silos(Planted(**TINY)), facts={}))
+
+
+def maker(**changes: Any) -> AS2Maker:
+    return AS2Maker(**{**MODEL, "planted": Planted(**TINY), **changes})
+
+
+def test_a_silo_that_trains_alone_is_a_federation_of_one(silos: dict[str, Path], tmp_path: Path) -> None:
+    settings, make = alone(plan().settings(0)), maker()
+    client = SiloClient(silos["client0"], tmp_path / "alone", settings, make)
+    weights = train_alone(client, make)
+    other = SiloClient(silos["client0"], tmp_path / "federation", settings, make)
+    mean = InProcessFederation([other], settings, start_of(make), tmp_path / "server").train_shared()
+    for name, value in mean.items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6)
+    moved = max(float((weights[name] - value).abs().max()) for name, value in start_of(make).items())
+    assert moved > 1e-3
+
+
+@pytest.mark.parametrize(("negatives", "expected"), [
+    ("random", ["in_batch", "random"]), ("bm25", ["in_batch", "bm25"]), ("static", ["in_batch", "static"]),
+])  # fmt: skip
+def test_baselines_differ_in_their_negatives_alone(
+    negatives: Any, expected: list[str], silos: dict[str, Path], tmp_path: Path
+) -> None:
+    client = SiloClient(silos["client0"], tmp_path, alone(plan().settings(0), negatives), maker())
+    assert [source.name for source in client._shared_negatives(1)] == expected
+    warm = [source.name for source in client._shared_negatives(0)]
+    assert warm == (["in_batch", "bm25", "other_positives"] if negatives == "static" else expected)
+
+
+def test_central_training_sees_all_silos_and_is_measured_on_each_ones_own_collection(
+    silos: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[int] = []
+
+    def noted(client: SiloClient, make: Any) -> Any:
+        trained.append(client.examples)
+        return start_of(make)
+
+    monkeypatch.setattr("lit_dpret.federated.baselines.train_alone", noted)
+    settings, make = alone(plan().settings(0)), maker()
+    found = central(settings, silos, make, tmp_path / "central", split="test")
+    own = [SiloClient(folder, tmp_path / name, settings, make) for name, folder in silos.items()]
+    assert trained == [sum(client.examples for client in own)]
+    for client in own:
+        expected = client.evaluate(start_of(make), personal=False)
+        assert all(np.array_equal(found[client.name][metric], values) for metric, values in expected.items())
+
+
+def test_kept_optimizer_state_counts_on_over_rounds_and_stays_with_the_silo(
+    silos: dict[str, Path], tmp_path: Path
+) -> None:
+    make = maker()
+    weights: dict[str, list[Any]] = {}
+    for choice in ("reset", "keep"):
+        settings = alone(plan(stage1={**ONE, "optimizer_state": choice}).settings(0))
+        client = SiloClient(silos["client0"], tmp_path / choice, settings, make)
+        first = client.train_shared(start_of(make), 0)
+        weights[choice] = [first, client.train_shared(first, 1)]
+    assert all(torch.equal(weights["reset"][0][name], weights["keep"][0][name]) for name in weights["keep"][0])
+    assert any(not torch.equal(weights["reset"][1][name], weights["keep"][1][name]) for name in weights["keep"][1])
+    assert not list((tmp_path / "reset").glob("optimizer-*"))
+    (kept,) = (tmp_path / "keep").glob("optimizer-*")  # the newest alone
+    steps = {float(one["step"]) for one in torch.load(kept, weights_only=True)["state"].values()}
+    each = -(-settings_examples(silos["client0"], tmp_path) // ONE["batch_size"])
+    assert kept.name == "optimizer-001.pt" and steps == {2.0 * each}
+
+
+def settings_examples(folder: Path, tmp_path: Path) -> int:
+    return SiloClient(folder, tmp_path / "count", alone(plan().settings(0)), maker()).examples
+
+
+# -- encoders ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def distilbert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import DistilBertConfig, DistilBertModel
+
+    folder = tmp_path_factory.mktemp("distilbert") / "tiny"
+    words = tokenizer(planted_words(Planted(**TINY)))
+    torch.manual_seed(0)
+    shape = DistilBertConfig(
+        vocab_size=len(words), dim=16, n_layers=3, n_heads=2, hidden_dim=32, max_position_embeddings=24,
+        dropout=0.0, attention_dropout=0.0, initializer_range=0.3,
+    )  # fmt: skip
+    DistilBertModel(shape).save_pretrained(folder)
+    words.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("train_embeddings", [True, False])
+def test_a_distilbert_folder_cut_to_two_layers_trains_under_a_budget(
+    train_embeddings: bool, distilbert: Path, silos: dict[str, Path], tmp_path: Path
+) -> None:
+    made = plan(
+        model={**MODEL, "encoder": str(distilbert), "layers": 2, "train_embeddings": train_embeddings},
+        stage1={**ONE, "warmup_rounds": 0}, privacy=EPS,
+    )  # fmt: skip
+    client = SiloClient(silos["client0"], tmp_path, made.settings(0), made.model, secret_file=tmp_path / "secret")
+    start = start_of(made.model)
+    layers = {name.split("layer.")[1][0] for name in start if "layer." in name}
+    assert layers == {"0", "1"} and any("position_embeddings" in name for name in start) is train_embeddings
+    update = client.train_shared(start, 0)
+    assert set(update) == set(start) and all(not torch.equal(update[name], start[name]) for name in start)
+    assert 0 < (client.epsilon() or 0) < 20
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"systems": ["bm25", "stage3"]}, r"task\.systems=.*'stage3' is none of them"),
+    ({"systems": ["bm25", "bm25"]}, r"task\.systems=.*must be some different ones"),
+    ({"systems": []}, r"task\.systems=\[\]"),
+    ({"systems": ["bm25"], "seeds": [1, 1]}, r"task\.seeds=\[1, 1\] must be some different"),
+    ({"systems": ["bm25"], "seeds": []}, r"task\.seeds=\[\]"),
+    ({"systems": ["bm25"], "split": "train"}, r"task\.split='train' must be dev or test"),
+])  # fmt: skip
+def test_what_the_task_refuses(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Federated(**settings)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"transport": "pigeons"}, r"federated\.transport='pigeons' is not one of inprocess"),
+    ({"stage1": {"eps": 3}}, r"federated\.stage1\.eps is not a setting. There are: batch_size"),
+    ({"stage1": {"negatives": "hard"}}, r"federated\.stage1\.negatives"),
+    ({"stage1": {"optimizer_state": "lose"}}, r"federated\.stage1\.optimizer_state"),
+    ({"privacy": {"eps": 8.0}, "stage1": {"in_batch": True}}, r"federated\.stage1\.in_batch=true"),
+    ({"privacy": {"eps": 8.0}, "stage2": {"request": "exact"}}, r"federated\.stage2\.request=exact"),
+    ({"privacy": {"eps": 8.0}, "stage2": {"response": "raw"}}, r"federated\.stage2\.response=raw"),
+    ({"privacy": {"eps": 8.0}, "stage1": {"weighting": "examples"}}, r"federated\.stage1\.weighting=examples"),
+    ({"privacy": {"eps": 8.0}, "declare_public": False}, r"Set federated\.privacy\.collection_eps"),
+])  # fmt: skip
+def test_what_a_federation_refuses_before_any_data_is_read(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        plan(**changes)
+
+
+def test_an_encoder_that_is_missing_is_refused_before_silos_are_built(tmp_path: Path) -> None:
+    made = plan(model={"encoder": str(tmp_path / "nowhere")})
+    with pytest.raises(ConfigurationError, match="is not a folder on this machine"):
+        Federated(systems=["bm25"], seeds=[0]).run(parts(tmp_path / "run", made))
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigurationError, match="Add federated=inprocess"):
+        Federated(systems=["bm25"], seeds=[0]).run(parts(tmp_path / "run", None))
+
+
+def broken_silos(tmp_path: Path) -> Iterator[tuple[str, str]]:
+    yield "missing", "does not exist; check federated.silos"
+    (tmp_path / "empty").mkdir()
+    yield "empty", "manifest.json does not exist; check federated.silos"
+    found = planted_silos(Planted(**TINY))
+    write_silos(tmp_path / "one", found[:1], facts={})
+    yield "one", "has 1 client, and a federation needs at least two"
+    for split in ("train", "dev", "test"):
+        kept = [query for query in found[1].queries if query.split != split]
+        write_silos(tmp_path / split, [found[0], replace(found[1], queries=kept)], facts={})
+        yield split, f"Client 'client1' of .* has no {split} query"
+
+
+def test_silos_that_cannot_be_run_over_are_refused_by_name(tmp_path: Path) -> None:
+    for name, message in broken_silos(tmp_path):
+        made = FederationPlan(silos=str(tmp_path / name), model={**MODEL, "planted": None})
+        with pytest.raises((DataError, ConfigurationError), match=message):
+            made.folders(tmp_path / "built")
+    assert not (tmp_path / "built").exists()
+
+
+# -- settings ----------------------------------------------------------------------------------
+
+
+def test_what_is_not_set_follows_from_the_budget() -> None:
+    free = FederationPlan(silos="planted").settings(0)
+    assert free.stage1.in_batch and free.stage1.weighting == "examples" and free.stage2.request == "exact"
+    held = FederationPlan(silos="planted", privacy={"eps": 8.0}, declare_public=True).settings(3)
+    assert not held.stage1.in_batch and held.stage1.weighting == "uniform" and held.stage1.other_positives == 0
+    assert held.stage2.request == "dp_centroid" and held.stage2.response == "public" and held.seed == 3
+    masked = FederationPlan(silos="planted", secure_sum=True, stage1={"n_hat": 50}).settings(0)
+    assert masked.stage1.weighting == "capped"
+
+
+def test_the_config_names_every_setting_and_its_defaults_are_the_papers() -> None:
+    with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
+        found = OmegaConf.to_container(compose("train", overrides=["federated=inprocess", "run_dir=x"]).federated)
+    assert isinstance(found, dict)
+    for name, kind in (("stage1", Stage1), ("stage2", Stage2), ("privacy", FederatedPrivacy)):
+        assert set(found[name]) == set(kind.__dataclass_fields__), name
+    assert set(found["model"]) == set(AS2Maker.__dataclass_fields__) - {"planted"}
+    made = FederationPlan(**{key: value for key, value in found.items() if key != "_target_"})
+    assert replace(made.settings(0)).stage1 == Stage1() and made.settings(0).stage2 == Stage2()
+
+
+def test_systems_stand_in_the_order_of_the_table() -> None:
+    assert check_systems(["central", "bm25", "stage1"]) == ["bm25", "stage1", "central"]
