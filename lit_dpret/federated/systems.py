@@ -145,3 +145,26 @@ def check_systems(systems: Sequence[str]) -> list[System]:
             f"{f', and {unknown[0]!r} is none of them' if unknown else ''}."
         )
     return [system for system in SYSTEMS if system in systems]
+
+
+def check_elsewhere(systems: Sequence[System], seeds: Sequence[int]) -> None:
+    """Refuse what needs the silos' data here, or more of a silo than the one run that its owner agreed to.
+
+    Raises:
+        ConfigurationError: Naming the setting.
+    """
+    apart = [system for system in systems if system not in ("bm25", *FEDERATED)]
+    if apart:
+        raise ConfigurationError(
+            f"task.systems has {', '.join(apart)}, which trains on the silos' data here, and with federated=flower "
+            "they are elsewhere. Set task.systems=[bm25,stage1,fed_negative]."
+        )
+    if {"customised", "fed_negative"} <= set(systems):
+        raise ConfigurationError(
+            "task.systems has both customised and fed_negative: those are two runs, and with federated=flower a silo's "
+            "state and budget are of the one that its owner agreed to. Leave one of them out."
+        )
+    if len(seeds) > 1:
+        raise ConfigurationError(
+            f"task.seeds={list(seeds)}: with federated=flower a silo's state and budget are of one run. Give one seed."
+        )
