@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +17,9 @@ from tiny_silos import SIZE, SMALL
 pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 
 from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, WorkerError
 from lit_dpret.federated.data import planted_silos
+from lit_dpret.federated.flower.simulation import UntilStopped
 from lit_dpret.federated.model import AS2Maker
 from lit_dpret.federated.transport import run_federation
 
@@ -41,6 +44,21 @@ def test_a_simulation_gives_what_one_process_gives(tmp_path: Path) -> None:
     assert expected.sent["stage 1"] < found.sent["stage 1"] < 1.05 * expected.sent["stage 1"]  # arrays have headers
     again = run_federation(SMALL, silos, MAKE, tmp_path / "there", transport="simulation", measure=["bm25"])
     assert set(again.systems) == {"bm25"} and again.sent == found.sent
+
+
+def test_a_server_whose_simulation_has_ended_waits_for_nobody() -> None:
+    class Deaf:
+        def push_messages(self, messages: list[str]) -> list[str]:
+            return messages
+
+        def pull_messages(self, _: object) -> list[str]:
+            stopped.set()
+            return []
+
+    stopped = threading.Event()
+    grid: Any = UntilStopped(Deaf(), stopped)  # type: ignore[arg-type]
+    with pytest.raises(WorkerError, match="has ended before its silos answered"):
+        grid.send_and_receive(["a message"])
 
 
 def test_without_ray_one_sentence_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

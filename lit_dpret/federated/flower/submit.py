@@ -215,8 +215,8 @@ def _run(request: RunRequest, folder: Path, link: SuperLinkTarget) -> dict[str, 
             flwr.terminate()
     for line in lines:
         if RESULT in line:
-            found: dict[str, Any] = json.loads(line.partition(RESULT)[2])
-            return found
+            told: dict[str, Any] = json.loads(line.partition(RESULT)[2])
+            return told
         if REFUSAL in line:
             raise DataError(f"The server of {request.name} says: {json.loads(line.partition(REFUSAL)[2])}")
     last = next((line for line in reversed(lines) if line.strip()), "nothing")
