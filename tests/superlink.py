@@ -129,7 +129,7 @@ class SuperLink:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for name in reversed(self.processes):
+        for name in reversed(list(self.processes)):
             self.end(name)
         assert not self.alive(), self.alive()
 
@@ -163,12 +163,19 @@ class SuperLink:
     def alive(self) -> list[int]:
         return [pid for process in self.processes.values() for pid in members(process.pid)]
 
+    def kill(self, name: str) -> None:
+        """As a power cut would: all processes of a name at once, without a word."""
+        process = self.processes.pop(name)
+        for pid in members(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.wait(10)
+
     def wait_for(self, name: str, ready: Any, *, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not ready():
             if self.processes[name].poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"{name} is not ready:\n{self.log(name)}")
-            time.sleep(0.2)
+            time.sleep(0.05)
 
     def listens(self) -> bool:
         host, port = self.address.split(":")
@@ -197,10 +204,13 @@ class SuperLink:
         command = [sys.executable, "-m", "lit_dpret", "silo", "--settings", settings, "--superlink", self.address]
         self.start(name, [*command, "--key", key, "--root-certificates", self.files["ca"]], **variables)
 
-    def submit(self, document: str, *, app: Path = STUB, timeout: float = 900) -> subprocess.CompletedProcess[str]:
+    def submit(self, document: str, *, app: Path = STUB) -> subprocess.Popen[bytes]:
+        """Start a run; its log goes to ``run.log``."""
         config = self.root / "run.toml"
         config.write_text(f"lit-config = '''\n{document}'''\n")
-        return self.flwr("run", app, "loop", "--run-config", config, "--stream", timeout=timeout)
+        (self.root / "run.log").unlink(missing_ok=True)
+        self.start("run", ["flwr", "run", app, "loop", "--run-config", config, "--stream"])
+        return self.processes["run"]
 
 
 def members(session: int) -> list[int]:

@@ -15,9 +15,10 @@ from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.model import AS2Maker
 from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Stage1, Stage2
 from lit_dpret.federated.synthetic import PUBLIC
-from lit_dpret.federated.transport import check_transport
+from lit_dpret.federated.transport import ELSEWHERE, check_transport
 
 T = TypeVar("T")
+_HOW = ("secret_file", "more")  # a run is carried, and noise is keyed, by these; no result depends on them
 INSURANCEQA, PLANTED = "insuranceqa", "planted"
 
 
@@ -43,6 +44,14 @@ class FederationPlan:
         secure_sum: See `PddAs2`.
         update_limit: See `PddAs2`.
         secret_file: Keys the noise; null for the user's state folder.
+        superlink: For ``transport=flower``, where a run is handed to: ``HOST:PORT``, or the name of a connection in
+            the user's own Flower configuration.
+        root_certificates: For the same; of who signed the SuperLink's certificate.
+        insecure: For the same; no TLS.
+        run_name: For the same; the server keeps the run under it.
+        min_clients: For the same; fewer updates than these end the run.
+        timeout: For the same; seconds to wait for the answers of a round.
+        wait: For the same; seconds to wait at the start until so many silos are there.
 
     Raises:
         ConfigurationError: A setting is unknown or refused.
@@ -64,12 +73,26 @@ class FederationPlan:
         secure_sum: bool = False,
         update_limit: float = 1.0,
         secret_file: str | None = None,
+        superlink: str | None = None,
+        root_certificates: str | None = None,
+        insecure: bool = False,
+        run_name: str = "pdd_as2",
+        min_clients: int = 2,
+        timeout: float | None = None,
+        wait: float = 600.0,
     ) -> None:
         check_transport(transport)
         self.transport, self.silos, self.clients = transport, str(silos), clients
         self.sample, self.declare_public = dict(sample or {}), declare_public
         self.planted = _made("federated.planted", Planted, planted)
         self.secret_file = secret_file
+        link = {"superlink": superlink, "root_certificates": root_certificates, "insecure": insecure,
+                "run_name": run_name, "min_clients": min_clients, "timeout": timeout, "wait": wait}  # fmt: skip
+        self.more: dict[str, Any] = {"link": link} if transport in ELSEWHERE else {}
+        if superlink is not None and not self.more:
+            raise ConfigurationError(
+                f"federated.superlink={superlink} is for federated=flower, and federated.transport is {transport}."
+            )
         self.privacy = _made("federated.privacy", FederatedPrivacy, privacy)
         private = self.privacy.eps is not None
         given = {"planted": self.planted} if self.silos == PLANTED else {}
@@ -99,15 +122,19 @@ class FederationPlan:
 
     def describe(self) -> dict[str, Any]:
         """Everything that results depend on."""
-        return {name: repr(value) for name, value in sorted(vars(self).items()) if name != "secret_file"}
+        return {name: repr(value) for name, value in sorted(vars(self).items()) if name not in _HOW}
 
     def folders(self, built: Path) -> dict[str, Path]:
         """The data folder of each client; silos that have to be built are written to ``built``, once.
+
+        Where the silos are other people's, none is known here.
 
         Raises:
             ConfigurationError: There are fewer than two clients, or a number is out of range.
             DataError: There are no silos in the folder, or a client has no queries of a split.
         """
+        if self.transport in ELSEWHERE:
+            return {}
         if self.silos not in (INSURANCEQA, PLANTED):
             found = silo_folders(self.silos, knob="federated.silos")
             found = dict(list(found.items())[: self.clients])

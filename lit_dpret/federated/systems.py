@@ -74,7 +74,10 @@ class SystemRunner:
         began = time.process_time()
         settings = self.plan.settings(seed)
         if system == "bm25":
-            found = self._federation(settings, self.folder / "bm25", "bm25")
+            kind: Literal["fed", "dynamic"] = "fed" if self.fed else "dynamic"
+            settings = replace(settings, stage2=replace(settings.stage2, negatives=kind))
+            folder = self._shared(settings) if self.plan.more else self.folder / "bm25"  # elsewhere it is all one run
+            found = self._federation(settings, folder, "bm25")
         elif system in FEDERATED:
             found = self._federated(system, settings)
         else:
@@ -86,7 +89,7 @@ class SystemRunner:
         return found
 
     def _federated(self, system: System, settings: PddAs2) -> SystemResult:
-        shared = self.folder / f"seed{settings.seed}" / "federation"
+        shared = self._shared(settings)
         settings = replace(settings, stage2=replace(settings.stage2, negatives="fed" if self.fed else "dynamic"))
         if system == "stage1":
             return self._federation(settings, shared, "stage1")
@@ -103,10 +106,13 @@ class SystemRunner:
             draft.rename(copied)
         return self._federation(own, copied, "stage2")
 
+    def _shared(self, settings: PddAs2) -> Path:
+        return self.folder / f"seed{settings.seed}" / "federation"
+
     def _federation(self, settings: PddAs2, folder: Path, what: Literal["bm25", "stage1", "stage2"]) -> SystemResult:
         found = run_federation(
             settings, self.silos, self.plan.model, folder, transport=self.plan.transport, measure=[what],
-            split=self.split, secret_file=self.plan.secret_file,
+            split=self.split, secret_file=self.plan.secret_file, **self.plan.more,
         )  # fmt: skip
         return _result(found, what)
 
@@ -139,3 +145,26 @@ def check_systems(systems: Sequence[str]) -> list[System]:
             f"{f', and {unknown[0]!r} is none of them' if unknown else ''}."
         )
     return [system for system in SYSTEMS if system in systems]
+
+
+def check_elsewhere(systems: Sequence[System], seeds: Sequence[int]) -> None:
+    """Refuse what needs the silos' data here, or more of a silo than the one run that its owner agreed to.
+
+    Raises:
+        ConfigurationError: Naming the setting.
+    """
+    apart = [system for system in systems if system not in ("bm25", *FEDERATED)]
+    if apart:
+        raise ConfigurationError(
+            f"task.systems has {', '.join(apart)}, which trains on the silos' data here, and with federated=flower "
+            "they are elsewhere. Set task.systems=[bm25,stage1,fed_negative]."
+        )
+    if {"customised", "fed_negative"} <= set(systems):
+        raise ConfigurationError(
+            "task.systems has both customised and fed_negative: those are two runs, and with federated=flower a silo's "
+            "state and budget are of the one that its owner agreed to. Leave one of them out."
+        )
+    if len(seeds) > 1:
+        raise ConfigurationError(
+            f"task.seeds={list(seeds)}: with federated=flower a silo's state and budget are of one run. Give one seed."
+        )

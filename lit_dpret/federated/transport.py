@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.inprocess import FedResult, InProcessFederation, Phase
@@ -62,7 +62,12 @@ def in_process(
     return federation.run(measure=measure, split=split)
 
 
-_TRANSPORTS: dict[str, Transport | str] = {"inprocess": in_process}
+_TRANSPORTS: dict[str, Transport | str] = {
+    "inprocess": in_process,
+    "simulation": "lit_dpret.federated.flower.simulation:simulation",
+    "flower": "lit_dpret.federated.flower.submit:flower",
+}
+ELSEWHERE = ("flower",)  # the silos are other people's: no data folder is known here
 
 
 def register(name: str, transport: Transport | str) -> None:
@@ -105,6 +110,7 @@ def run_federation(
     measure: Sequence[Phase] = PHASES,
     split: str = "test",
     secret_file: str | Path | None = None,
+    **more: Any,
 ) -> FedResult:
     """Run PDD-AS2 over these silos and measure it on each one's own collection.
 
@@ -118,12 +124,13 @@ def run_federation(
             is not run, with ``bm25`` alone nothing is trained.
         split: On which questions.
         secret_file: Keys the noise; null for the user's state folder.
+        more: What this transport alone takes.
 
     Raises:
         ConfigurationError: The settings are refused, the transport is unknown, or there are no silos.
     """
     carry = check_transport(transport)
-    if not silos:
+    if not silos and transport not in ELSEWHERE:
         raise ConfigurationError("A federation needs at least one silo.")
     secret = None if secret_file is None else Path(secret_file)
     return carry(
@@ -134,4 +141,5 @@ def run_federation(
         measure=tuple(measure),
         split=split,
         secret_file=secret,
+        **more,
     )

@@ -169,10 +169,10 @@ def _sections(
     rows: Sequence[FederatedRow], by_name: Mapping[str, FederatedRow], facts: FederatedFacts, figure: str
 ) -> list[Section]:
     count = sum(found[facts.split] for found in facts.silos.values())
-    where = (
-        f"{count} {facts.split} questions of {len(facts.silos)} silos, each on its own collection; {facts.model}. "
-        f"{max(len(row.values) for row in rows)} seeds."
-    )
+    whose = f"{count} {facts.split} questions of {len(facts.silos)} silos, each on its own collection"
+    if not facts.silos:
+        whose = f"{facts.split} questions of silos elsewhere, means that they share by their own choice"
+    where = f"{whose}; {facts.model}. {max(len(row.values) for row in rows)} seeds."
     sections = [
         Section("Table 1: ours / the paper's", [Paragraph(where), Paragraph(_HOW), _table(rows), *_impossible()]),
         Section("The same, as means over all queries", [_over_queries(rows)]),
@@ -183,8 +183,9 @@ def _sections(
         Section(
             "Who sees what", [Grid(("what leaves a silo", "the server", "other silos", "protection"), facts.trust)]
         ),
-        Section("The silos", [_silos(facts.silos)]),
     ]
+    if facts.silos:
+        sections.append(Section("The silos", [_silos(facts.silos)]))
     if faults := [f"{row.label}: {fault}" for row in rows for fault in row.faults]:
         sections.append(Section("Faults", [Bullets(faults)]))
     cost = "Processor time: " + ", ".join(f"{row.label} {row.cpu_seconds:.0f} s" for row in rows)

@@ -21,7 +21,8 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.datamodules.silo_folder import read_silo
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.plan import FederationPlan
-from lit_dpret.federated.systems import System, SystemResult, SystemRunner, check_systems
+from lit_dpret.federated.systems import System, SystemResult, SystemRunner, check_elsewhere, check_systems
+from lit_dpret.federated.transport import ELSEWHERE
 from lit_dpret.federated.trust import sights
 from lit_dpret.report.federated_report import FederatedFacts, FederatedRow, write_federated_report
 from lit_dpret.tasks.parts import Parts, check_run_dir
@@ -69,6 +70,8 @@ class Federated:
         plan: FederationPlan | None = parts.make_federation()
         if plan is None:
             raise ConfigurationError("task=federated needs to know of which federation. Add federated=inprocess.")
+        if plan.transport in ELSEWHERE:
+            check_elsewhere(self.systems, self.seeds)
         plan.model.check()
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint(plan))

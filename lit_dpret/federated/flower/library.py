@@ -52,7 +52,7 @@ except (ImportError, AttributeError) as error:
 __all__ = [
     "FLWR_VERSION", "SUPERLINK_NODE_ID", "Array", "ArrayRecord", "ClientApp", "ConfigRecord", "Context", "Error",
     "ErrorCode", "Grid", "Message", "MetricRecord", "RecordDict", "Run", "ServerApp", "TaskIdentity", "acting_as",
-    "copied_context", "copied_message", "run_one_task", "task_commands",
+    "copied_context", "copied_message", "run_one_task", "run_simulation", "task_commands",
 ]  # fmt: skip
 
 
@@ -116,3 +116,12 @@ def run_one_task(load: Callable[[], ClientApp]) -> None:
     runtime.get_load_client_app_fn = lambda *_, **__: lambda *_, **__: load()
     runtime.install_app_dependencies = refuse
     flwr_clientapp()
+
+
+def run_simulation(server_app: ServerApp, client_app: ClientApp, *, nodes: int, processors: int) -> None:
+    """Run both apps with so many nodes on Ray, one processor for each node at work, and no GPU."""
+    from flwr.simulation import run_simulation as simulated
+
+    started = {"num_cpus": processors, "log_to_driver": False, "include_dashboard": False}
+    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": started}
+    simulated(server_app, client_app, num_supernodes=nodes, backend_name="ray", backend_config=resources)

@@ -72,7 +72,7 @@ class Connection:
             )
         _check_key(self.key)
         if self.root_certificates is not None:
-            _check_certificates(self.root_certificates)
+            check_certificates(self.root_certificates, "--root-certificates")
         return self
 
 
@@ -220,18 +220,23 @@ def _check_key(path: Path) -> None:
         )
 
 
-def _check_certificates(path: Path) -> None:
+def check_certificates(path: Path, option: str) -> None:
+    """Refuse a file that holds no certificate, or only such as are not valid any more.
+
+    Raises:
+        ConfigurationError: Naming ``option``.
+    """
     from cryptography import x509
 
-    content = _read(path, "--root-certificates")
+    content = _read(path, option)
     try:
         found = x509.load_pem_x509_certificates(content)
     except ValueError as error:
-        raise ConfigurationError(f"--root-certificates={path} holds no certificate (PEM).") from error
+        raise ConfigurationError(f"{option}={path} holds no certificate (PEM).") from error
     newest = max(one.not_valid_after_utc for one in found)
     if newest < datetime.now(UTC):
         raise ConfigurationError(
-            f"--root-certificates={path}: no certificate in it is valid after {newest:%Y-%m-%d}. Ask the server's "
+            f"{option}={path}: no certificate in it is valid after {newest:%Y-%m-%d}. Ask the server's "
             "operator for the new one."
         )
 

@@ -58,6 +58,7 @@ class FlowerResult:
         measures: For each system the mean measures of each silo that shares them; of none under a budget.
         queries: How many queries those are means of.
         sent: Bytes of tensors by phase, both ways, without envelopes.
+        sent_by_silo: The same for each silo.
         rounds: Whose updates each round of stage 1 that this process ran is made of.
         faults: Silos that were gone on without, when, and why.
     """
@@ -66,12 +67,14 @@ class FlowerResult:
     measures: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     queries: dict[str, int] = field(default_factory=dict)
     sent: Counter[str] = field(default_factory=Counter)
+    sent_by_silo: dict[str, Counter[str]] = field(default_factory=dict)
     rounds: dict[int, list[str]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
     def facts(self) -> dict[str, Any]:
         """All but the weights, as plain values."""
         return {"measures": self.measures, "queries": self.queries, "sent": dict(self.sent), "rounds": self.rounds,
+                "sent_by_silo": {name: dict(sent) for name, sent in self.sent_by_silo.items()},
                 "faults": self.faults}  # fmt: skip
 
     def mean(self, system: str, metric: str) -> float:
@@ -305,7 +308,10 @@ class FlowerFederation:
         """The answers of those who answered well, and the bytes that all of it took."""
         found = self._roster.exchange(grid, kind, contents, where)
         if kind in PHASES:
-            self.result.sent[PHASES[kind]] += sum(payload_bytes(one) for one in (*contents.values(), *found.values()))
+            for name, content in contents.items():
+                size = payload_bytes(content) + (payload_bytes(found[name]) if name in found else 0)
+                self.result.sent[PHASES[kind]] += size
+                self.result.sent_by_silo.setdefault(name, Counter())[PHASES[kind]] += size
         return found
 
     def _read(

@@ -1,0 +1,246 @@
+"""``federated=flower``: hand a run to a SuperLink, follow its log, and read what its server says at the end.
+
+The silos are elsewhere, started by their owners (``lit-dpret silo``). What comes back is what the server may know: the
+means of the measures that silos share by their own choice, bytes, and faults. The weights stay at the server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from lit_dpret.errors import ConfigurationError, DataError, WorkerError
+from lit_dpret.federated.documents import PHASES, SILO_SCHEMA, RunRequest
+from lit_dpret.federated.flower import silent_environment
+from lit_dpret.federated.flower.components import REFUSAL, RESULT, RUN_CONFIG
+from lit_dpret.federated.flower.node import check_certificates, flower_program
+from lit_dpret.federated.flower.payloads import digest_of
+from lit_dpret.federated.inprocess import FedResult, Phase
+from lit_dpret.federated.model import AS2Maker
+from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.silo import MakeModule
+from lit_dpret.federated.storage import save_json
+from lit_dpret.federated.typed import plain
+
+APP = """\
+# A Flower app without code: both components are those of the installed package.
+#   flwr run deploy/flower NAME-OF-A-SUPERLINK --run-config run.toml --stream
+# run.toml holds one key, lit-config, whose value is the whole run as YAML.
+[project]
+name = "lit-dpret-federation"
+version = "1.0.0"
+description = "PDD-AS2 by the apps of an installed lit-dpret"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "lit-dpret"
+
+[tool.flwr.app.components]
+serverapp = "lit_dpret.federated.flower.components:server_app"
+clientapp = "lit_dpret.federated.flower.components:client_app"
+
+[tool.flwr.app.config]
+lit-config = ""
+"""
+_OURS = "lit-dpret"
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuperLinkTarget:
+    """Where a run is handed to, and how patient its server is.
+
+    Args:
+        superlink: ``HOST:PORT``, or the name of a connection in the user's own Flower configuration (with log-in).
+        root_certificates: Of who signed its certificate, for ``HOST:PORT``; null for those of the system.
+        insecure: No TLS, for ``HOST:PORT``.
+        run_name: The server keeps the run under it; the same name and settings go on with what is finished.
+        min_clients: As for `RunRequest`.
+        timeout: The same.
+        wait: The same.
+    """
+
+    superlink: str | None = None
+    root_certificates: Path | None = None
+    insecure: bool = False
+    run_name: str = "pdd_as2"
+    min_clients: int = 2
+    timeout: float | None = None
+    wait: float = 600.0
+
+    def check(self) -> SuperLinkTarget:
+        """Refuse what could not connect, or would in clear without having been told to.
+
+        Raises:
+            ConfigurationError: Naming the setting.
+        """
+        if not self.by_address:
+            odd = next((name for name in ("root_certificates", "insecure") if getattr(self, name)), None)
+            if odd is not None:
+                raise ConfigurationError(
+                    f"federated.{odd} goes with federated.superlink=HOST:PORT; {self.superlink!r} is a name, and the "
+                    "Flower configuration says how it is reached."
+                )
+        elif self.insecure and self.root_certificates is not None:
+            raise ConfigurationError(
+                "federated.insecure=true goes without TLS, and federated.root_certificates needs it. Leave one out."
+            )
+        if self.root_certificates is not None:
+            check_certificates(self.root_certificates, "federated.root_certificates")
+        return self
+
+    @property
+    def by_address(self) -> bool:
+        """Whether it is an address and not a name."""
+        return self.superlink is not None and ":" in self.superlink
+
+
+def flower(
+    settings: PddAs2,
+    silos: Mapping[str, Path],
+    make_module: MakeModule,
+    folder: Path,
+    *,
+    measure: Sequence[Phase],
+    split: str,
+    secret_file: Path | None,
+    link: Mapping[str, Any],
+) -> FedResult:
+    """A run on a SuperLink; a transport (`lit_dpret.federated.transport`).
+
+    Guarantees:
+        - A run whose result is here already is not handed over again, whatever part of it is asked for.
+        - Interrupted, the run is stopped at the server as well; the same command goes on with what is finished.
+
+    Raises:
+        ConfigurationError: Nothing says where the SuperLink is; a document for the silos' owners was written.
+        DataError: The server ended the run, or no silo shares its measures.
+        WorkerError: The SuperLink cannot be reached.
+    """
+    where = target(**link)
+    if not isinstance(make_module, AS2Maker):
+        raise ConfigurationError("federated=flower sends how the model is built, and that has to be an AS2Maker.")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    document = folder / "silo.yaml"
+    if where.superlink is None:
+        document.write_text(silo_document(settings, make_module), encoding="utf-8")
+        raise ConfigurationError(
+            f"federated.superlink is null, and a run has to be handed to somebody. {document} is what the silos' "
+            "owners have to agree to: give it to them, and set federated.superlink=HOST:PORT."
+        )
+    where.check()
+    digest = digest_of(settings)
+    phases = tuple(phase for phase in PHASES if phase != "stage2" or settings.stage2.epochs)
+    request = RunRequest(
+        name=f"{where.run_name}-{digest[:8]}", federated=settings, model=make_module, min_clients=where.min_clients,
+        timeout=where.timeout, wait=where.wait, measure=phases, split=split,
+    ).check()  # fmt: skip
+    kept = folder / f"{request.name}-{split}.json"
+    if not kept.is_file():
+        document.write_text(silo_document(settings, make_module), encoding="utf-8")
+        save_json(kept, _run(request, folder, where))
+    return result_of(json.loads(kept.read_text(encoding="utf-8")), request.name, measure)
+
+
+def silo_document(settings: PddAs2, model: AS2Maker) -> str:
+    """What a silo's owner reads, completes and agrees to (``lit-dpret silo --settings``)."""
+    facts = {"schema": SILO_SCHEMA, "share_measures": False, "federated": plain(settings), "model": plain(model)}
+    said = "# Read it, decide on share_measures, and start: lit-dpret silo --data DIR --state DIR --settings THIS ...\n"
+    return said + str(yaml.safe_dump(facts, sort_keys=False))
+
+
+def result_of(facts: Mapping[str, Any], name: str, measure: Sequence[Phase]) -> FedResult:
+    """What the server said, as a result; of each query nothing is known, so each has the mean of its silo.
+
+    Raises:
+        DataError: No silo shares its measures.
+    """
+    result = FedResult(faults=list(facts["faults"]))
+    for phase in measure:
+        shared = facts["measures"].get(phase, {})
+        if not shared:
+            raise DataError(
+                f"The run {name} is finished, and no silo shares its measures of {phase}: each has them in its own "
+                "state folder, and under a budget they stay there. The weights are at the server."
+            )
+        result.systems[phase] = {
+            client: {metric: np.full(facts["queries"][client], value) for metric, value in found.items()}
+            for client, found in shared.items()
+        }
+    for client, sent in facts.get("sent_by_silo", {}).items():
+        for phase, count in sent.items():
+            result.traffic.note(phase, client, {client: count})
+    return result
+
+
+def _run(request: RunRequest, folder: Path, link: SuperLinkTarget) -> dict[str, Any]:
+    """Hand over, follow, and give back what the server said."""
+    app, config = folder / "app", folder / "run.toml"
+    app.mkdir(exist_ok=True)
+    (app / "pyproject.toml").write_text(APP, encoding="utf-8")
+    config.write_text(f"{RUN_CONFIG} = {json.dumps(request.to_yaml())}\n", encoding="utf-8")  # JSON strings are TOML's
+    environment, name = silent_environment(), str(link.superlink)
+    if link.by_address:
+        environment["FLWR_HOME"], name = str(_connection(folder / "flower", link)), _OURS
+    program = str(flower_program("flwr"))
+    command = [program, "run", str(app), name, "--run-config", str(config), "--stream"]
+    lines: list[str] = []
+    with (
+        (folder / "flower.log").open("a", encoding="utf-8") as log,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as flwr,
+    ):
+        try:
+            for line in flwr.stdout or ():
+                lines.append(_COLOURS.sub("", line.rstrip("\n")))
+                log.write(line)
+                if re.match(r"stage [12], .*%", lines[-1]):
+                    sys.stderr.write(lines[-1] + "\n")
+        except BaseException:
+            started = next((found[1] for one in lines if (found := re.search(r"started run (\d+)", one))), None)
+            if started is not None:
+                subprocess.run([program, "stop", started, name], env=environment, capture_output=True, check=False)
+            raise
+        finally:
+            flwr.terminate()
+    for line in lines:
+        if RESULT in line:
+            told: dict[str, Any] = json.loads(line.partition(RESULT)[2])
+            return told
+        if REFUSAL in line:
+            raise DataError(f"The server of {request.name} says: {json.loads(line.partition(REFUSAL)[2])}")
+    last = next((line for line in reversed(lines) if line.strip()), "nothing")
+    raise WorkerError(
+        f"federated.superlink={link.superlink}: the run {request.name} did not end with a result. The last that Flower "
+        f"said is: {last.strip()[:200]} ({folder / 'flower.log'} has all of it)."
+    )
+
+
+def _connection(home: Path, link: SuperLinkTarget) -> Path:
+    """A Flower configuration of this run's own, that knows the one address."""
+    home.mkdir(exist_ok=True, mode=0o700)
+    how = "insecure = true"
+    if not link.insecure:
+        how = (
+            f"root-certificates = {json.dumps(str(link.root_certificates.resolve()))}" if link.root_certificates else ""
+        )
+    text = f'[superlink]\ndefault = "{_OURS}"\n\n[superlink.{_OURS}]\naddress = {json.dumps(link.superlink)}\n{how}\n'
+    (home / "config.toml").write_text(text, encoding="utf-8")
+    return home
+
+
+def target(**settings: Any) -> SuperLinkTarget:
+    """A target of plain settings, as a configuration has them."""
+    found = SuperLinkTarget(**settings)
+    given = found.root_certificates
+    return found if given is None else replace(found, root_certificates=Path(os.path.expanduser(given)))

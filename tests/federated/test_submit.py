@@ -1,0 +1,178 @@
+"""Handing a run to a SuperLink: what is sent, what comes back, and what is refused.
+
+Flower's command is a stand-in here; `test_superlink.py` has a true one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from tiny_silos import SIZE, SMALL
+
+pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
+
+from superlink import STUB, make_authority
+
+from lit_dpret import cli
+from lit_dpret.errors import ConfigurationError, DataError, WorkerError
+from lit_dpret.federated.documents import RunRequest, SiloSettings, read_run_request, read_silo_settings
+from lit_dpret.federated.flower import submit
+from lit_dpret.federated.flower.components import REFUSAL, RESULT
+from lit_dpret.federated.model import AS2Maker
+from lit_dpret.federated.selection import Site
+from lit_dpret.federated.transport import run_federation
+
+MAKE = AS2Maker(encoder="planted", planted=SIZE, max_query_length=8, max_sentence_length=12)
+METRICS = ("mrr@10", "success@1", "success@20", "success@100", "recall@20", "recall@100")
+MEANS = {f"{level}/{name}": 0.25 for level in ("sentence", "passage") for name in METRICS}
+SAID: dict[str, Any] = {
+    "measures": {phase: {"cdc": MEANS, "gard": MEANS} for phase in ("bm25", "stage1", "stage2")},
+    "queries": {"cdc": 4, "gard": 2},
+    "sent_by_silo": {"cdc": {"stage 1": 10}, "gard": {"stage 1": 30}},
+    "faults": ["stage 1, round 0: client 'gard' did not answer."],
+}
+FakeFlower = Callable[..., list[list[str]]]
+
+
+@pytest.fixture
+def flower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeFlower:
+    """A command ``flwr`` that prints lines; gives back what it was called with."""
+
+    def make(*lines: str) -> list[list[str]]:
+        calls = tmp_path / "calls"
+        program = tmp_path / "flwr"
+        said = "".join(f"{line}\n" for line in lines)
+        program.write_text(
+            f"#!{sys.executable}\nimport json, os, sys\n"
+            f"home = open(os.environ['FLWR_HOME'] + '/config.toml').read() if 'FLWR_HOME' in os.environ else ''\n"
+            f"open({str(calls)!r}, 'a').write(json.dumps([*sys.argv[1:], home]) + '\\n')\nprint({said!r})\n"
+        )
+        program.chmod(0o700)
+        monkeypatch.setattr(submit, "flower_program", lambda _: program)
+        return Calls(calls)
+
+    return make
+
+
+class Calls(list[Any]):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> list[list[str]]:
+        return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+
+
+def run(folder: Path, *, link: dict[str, Any] | None = None, **more: Any) -> Any:
+    chosen = {"superlink": "server:8000", "insecure": True, **(link or {})}
+    return run_federation(SMALL, {}, MAKE, folder, transport="flower", link=chosen, **more)
+
+
+def test_one_run_is_handed_over_once_whatever_part_of_it_is_asked_for(flower: Any, tmp_path: Path) -> None:
+    calls = flower("\x1b[92mSuccessfully started run 7\x1b[0m", "stage 1, rounds: 50% 1/2", RESULT + json.dumps(SAID))
+    result = run(tmp_path / "run", measure=["stage1"])
+    assert set(result.systems) == {"stage1"} and result.faults == SAID["faults"]
+    assert result.mean("stage1", "sentence/mrr@10") == 0.25
+    assert len(result.systems["stage1"]["cdc"]["sentence/mrr@10"]) == 4
+    assert result.traffic.by_silo()["gard"] == {"stage 1": 30}
+    assert set(run(tmp_path / "run").systems) == {"bm25", "stage1", "stage2"}
+    ((verb, app, name, option, config, stream, home),) = calls.read()
+    assert (verb, option, stream) == ("run", "--run-config", "--stream")
+    assert tomllib.loads(home)["superlink"][name] == {"address": "server:8000", "insecure": True}
+    sent = read_run_request(tomllib.loads(Path(config).read_text())["lit-config"])
+    assert sent.federated == SMALL and sent.model == MAKE and sent.measure == ("bm25", "stage1", "stage2")
+    assert (Path(app) / "pyproject.toml").read_text() == (STUB / "pyproject.toml").read_text()
+    assert [path.name for path in Path(app).iterdir()] == ["pyproject.toml"]
+
+
+def test_a_name_is_left_to_the_users_own_flower_configuration(flower: Any, tmp_path: Path) -> None:
+    calls = flower(RESULT + json.dumps(SAID))
+    run(tmp_path / "run", link={"superlink": "hospital-net", "insecure": False})
+    assert calls.read()[0][2] == "hospital-net"
+    certificate = make_authority(tmp_path / "certificates")["ca"]
+    run(tmp_path / "other", link={"insecure": False, "root_certificates": str(certificate)})
+    home = tomllib.loads(calls.read()[1][-1])
+    assert home["superlink"]["lit-dpret"] == {"address": "server:8000", "root-certificates": str(certificate)}
+
+
+@pytest.mark.parametrize(("line", "kind", "message"), [
+    (REFUSAL + json.dumps("3 are missing."), DataError, r"The server of pdd_as2-\w{8} says: 3 are missing\."),
+    ("Unable to connect", WorkerError, r"did not end with a result\. The last that Flower said is: Unable to connect"),
+    (RESULT + json.dumps({**SAID, "measures": {}}), DataError, "is finished, and no silo shares its measures of bm25"),
+])  # fmt: skip
+def test_what_the_server_says_against_a_run_is_passed_on(
+    flower: Any, tmp_path: Path, line: str, kind: type[Exception], message: str
+) -> None:
+    flower(line)
+    with pytest.raises(kind, match=message):
+        run(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("link", "message"), [
+    ({"superlink": "name"}, r"federated\.insecure goes with federated\.superlink=HOST:PORT; 'name' is a name"),
+    ({"root_certificates": "/no/ca"}, "insecure=true goes without TLS, and federated.root_certificates needs it"),
+    ({"insecure": False, "root_certificates": "/no/ca"}, r"federated\.root_certificates=/no/ca cannot be read"),
+    ({"run_name": "a b"}, r"federated\.name='a b-\w+' must be up to 64 letters"),
+])  # fmt: skip
+def test_a_target_that_cannot_be_is_refused(flower: Any, tmp_path: Path, link: dict[str, Any], message: str) -> None:
+    calls = flower()
+    with pytest.raises(ConfigurationError, match=message):
+        run(tmp_path / "run", link=link)
+    assert not calls.read()
+
+
+def test_without_a_superlink_the_document_for_the_silos_is_written_and_they_can_read_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"federated\.superlink is null.*silo\.yaml is what the silos' owners"):
+        run(tmp_path / "run", link={"superlink": None, "insecure": False})
+    found = read_silo_settings(tmp_path / "run" / "silo.yaml", data=tmp_path / "d", state=tmp_path / "s")
+    assert found == SiloSettings(data=tmp_path / "d", state=tmp_path / "s", federated=SMALL, model=MAKE)
+
+
+def test_a_request_is_read_as_it_was_written() -> None:
+    request = RunRequest(name="a", federated=SMALL, model=MAKE, timeout=3.5, sites={"cdc": Site(region="us")})
+    assert read_run_request(request.to_yaml()) == request
+    for change, message in (({"name": "../up"}, "name='../up' must be"), ({"split": "all"}, "split='all'")):
+        with pytest.raises(ConfigurationError, match=message):
+            replace(request, **change).check()
+    with pytest.raises(ConfigurationError, match="lit-config holds no settings"):
+        read_run_request("")
+
+
+COMMAND = [
+    "experiment=pdd_as2", "federated=flower", "federated.superlink=server:8000", "federated.insecure=true",
+    "federated.silos=planted", "federated.model.encoder=planted", "federated.model.layers=null",
+]  # fmt: skip
+
+
+def command(folder: Path, *settings: str) -> Any:
+    with initialize_config_module(cli.CONFIG_MODULE, version_base="1.3"):
+        chosen = compose("train", overrides=[*COMMAND, *settings, f"run_dir={folder}"])
+    return cli.run(chosen)
+
+
+def test_the_command_prints_the_rows_that_a_server_can_know(
+    flower: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = flower(RESULT + json.dumps(SAID))
+    command(tmp_path / "out", "task.systems=[bm25,stage1,fed_negative]", "task.seeds=[0]")
+    said = capsys.readouterr().out
+    assert "silos elsewhere" in said and ".250" in said and len(calls.read()) == 1
+    assert (tmp_path / "out" / "pdd_as2.md").is_file()
+
+
+@pytest.mark.parametrize(("setting", "message"), [
+    ("task.systems=[bm25,single_star]", "single_star, which trains on the silos' data here"),
+    ("task.systems=[customised,fed_negative]", "both customised and fed_negative"),
+    ("task.systems=[stage1]", r"task\.seeds=\[0, 1, 2\]: with federated=flower"),
+])  # fmt: skip
+def test_systems_that_a_silo_elsewhere_did_not_agree_to_are_refused(setting: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        command(tmp_path / "out", setting)
+    assert not (tmp_path / "out").exists()
