@@ -70,12 +70,22 @@ class Session:
                 "from the sum. Have at least three."
             )
         if not self.threshold:
-            object.__setattr__(self, "threshold", 2 * count // 3 + 1)
+            object.__setattr__(self, "threshold", threshold_for(None, count))
         if not count // 2 < self.threshold <= count:
             raise ConfigurationError(
-                f"federated.sum_threshold={self.threshold} must be more than half of {count} clients, and no more than "
-                "all: two halves could otherwise be asked for different things."
+                f"{count} clients begin a sum with threshold={self.threshold} (federated.sum_threshold). It must be "
+                "more than half of them, or two halves could be asked for different things, and no more than all."
             )
+
+
+def threshold_for(least: int | None, clients: int) -> int:
+    """How many of so many clients a sum is of: ``federated.sum_threshold``, and never half of them or fewer.
+
+    Args:
+        least: The setting; null for more than two thirds.
+        clients: That begin the sum.
+    """
+    return 2 * clients // 3 + 1 if least is None else max(least, clients // 2 + 1)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.fixed_point import FixedPoint
 from lit_dpret.federated.keys import new_identity
-from lit_dpret.federated.secure_sum import Client, Keys, Server, Session
+from lit_dpret.federated.secure_sum import Client, Keys, Server, Session, threshold_for
 from lit_dpret.federated.shamir import join, split
 
 NAMES = (1, 2, 3, 5, 8)
@@ -205,7 +205,7 @@ def test_keys_that_are_repeated_replaced_or_unknown_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("clients", "threshold", "message"),
-    [((1, 2), 0, "with 2 clients hides nothing"), ((1, 2, 3, 4), 2, "threshold=2 must be more than half"),
+    [((1, 2), 0, "with 2 clients hides nothing"), ((1, 2, 3, 4), 2, "4 clients begin a sum with threshold=2"),
      ((1, 2, 3), 4, "threshold=4"), ((1, 1, 2), 0, "different positive numbers")],
 )  # fmt: skip
 def test_a_session_that_protects_nobody_is_refused(clients: tuple[int, ...], threshold: int, message: str) -> None:
@@ -214,6 +214,7 @@ def test_a_session_that_protects_nobody_is_refused(clients: tuple[int, ...], thr
 
 
 def test_the_default_threshold_is_more_than_two_thirds() -> None:
+    assert [threshold_for(3, count) for count in (3, 5, 6, 10)] == [3, 3, 4, 6]
     for count in range(3, 30):
         assert 3 * Session(name="s", clients=tuple(range(1, count + 1))).threshold > 2 * count
 
