@@ -69,7 +69,9 @@ SYSTEMS = ("bm25", "stage1", "stage2")
 _SERVER = "the server"
 
 
-def build_client_app(make_client: MakeClient, *, share_measures: bool = False) -> ClientApp:
+def build_client_app(
+    make_client: MakeClient, *, share_measures: bool = False, share_epsilon: bool = False
+) -> ClientApp:
     """The app of every silo.
 
     Guarantees:
@@ -86,6 +88,8 @@ def build_client_app(make_client: MakeClient, *, share_measures: bool = False) -
     Args:
         make_client: Called once in a process and node.
         share_measures: Tell the server the mean measures and the number of test queries: the silo's own choice.
+        share_epsilon: Tell the server, with every measure, what the silo has spent of its budget: its own choice.
+            It follows from the settings and from how many units the silo has, and not from what these are.
     """
     app = ClientApp()
     silos: dict[int, SiloClient] = {}
@@ -124,7 +128,7 @@ def build_client_app(make_client: MakeClient, *, share_measures: bool = False) -
     register("query", "fedneg_request", fedneg_request)
     register("query", "fedneg_serve", fedneg_serve)
     register("train", "personalise", personalise)
-    register("evaluate", "retrieval", partial(evaluate, share=share_measures))
+    register("evaluate", "retrieval", partial(evaluate, share=share_measures, spent=share_epsilon))
     return app
 
 
@@ -191,7 +195,9 @@ def personalise(client: SiloClient, content: RecordDict, head: Mapping[str, Any]
     return refusals(envelope(), refused)
 
 
-def evaluate(client: SiloClient, content: RecordDict, head: Mapping[str, Any], *, share: bool) -> RecordDict:
+def evaluate(
+    client: SiloClient, content: RecordDict, head: Mapping[str, Any], *, share: bool, spent: bool
+) -> RecordDict:
     """Measures on its own collection, of every query for the silo itself; their means for the server, where agreed."""
     system = head.get("system")
     if system not in SYSTEMS:
@@ -200,9 +206,11 @@ def evaluate(client: SiloClient, content: RecordDict, head: Mapping[str, Any], *
     found = client.evaluate(weights, personal=system == "stage2", split=str(head.get("split")))
     values = {name.replace("/", "."): torch.from_numpy(value.copy()) for name, value in found.items()}
     save_tensors(values, client.state / f"measures-{system}.safetensors")
+    epsilon = client.epsilon() if spent else None
+    told = {} if epsilon is None else {"epsilon": epsilon}
     if not share or client.settings.privacy.eps is not None:
-        return envelope(withheld=True)
-    reply = envelope(withheld=False, queries=max(len(value) for value in found.values()))
+        return envelope(withheld=True, **told)
+    reply = envelope(withheld=False, queries=max(len(value) for value in found.values()), **told)
     reply["measures"] = MetricRecord({name: float(value.mean()) for name, value in found.items()})
     return reply
 

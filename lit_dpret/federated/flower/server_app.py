@@ -56,6 +56,7 @@ class FlowerResult:
         weights: The global weights.
         measures: For each system the mean measures of each silo that shares them; of none under a budget.
         queries: How many queries those are means of.
+        epsilon: What each silo that tells it says that it has spent of its budget.
         sent: Bytes of tensors by phase, both ways, without envelopes.
         rounds: Whose updates each round of stage 1 that this process ran is made of.
         faults: Silos that were gone on without, when, and why.
@@ -64,6 +65,7 @@ class FlowerResult:
     weights: Weights = field(default_factory=dict)
     measures: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     queries: dict[str, int] = field(default_factory=dict)
+    epsilon: dict[str, float] = field(default_factory=dict)
     sent: Counter[str] = field(default_factory=Counter)
     rounds: dict[int, list[str]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
@@ -259,6 +261,11 @@ class FlowerFederation:
             contents[name] = self._envelope(**told) if weights is None else self._global(name, weights, **told)
         for name, content in self._exchange(grid, "evaluate.retrieval", contents, where).items():
             head, found = content["head"], content.metric_records.get("measures", {})
+            epsilon = head.get("epsilon")
+            if isinstance(epsilon, float) and 0 <= epsilon < float("inf"):
+                self.result.epsilon[name] = epsilon
+            elif epsilon is not None:
+                self.result.faults.append(f"{where}: client {name!r} sent an epsilon that cannot be.")
             if head.get("withheld") is True:
                 continue
             values = {metric: float(value) for metric, value in found.items() if isinstance(value, int | float)}
@@ -316,8 +323,8 @@ def build_server_app(
 
     def main(grid: Grid, context: Context) -> None:
         result = federation.run(grid)
-        facts = {"measures": result.measures, "queries": result.queries, "sent": dict(result.sent),
-                 "rounds": result.rounds, "faults": result.faults}  # fmt: skip
+        facts = {"measures": result.measures, "queries": result.queries, "epsilon": result.epsilon,
+                 "sent": dict(result.sent), "rounds": result.rounds, "faults": result.faults}  # fmt: skip
         _write_json(federation.folder / "federation.json", {"schema": SCHEMA, **facts})
         if on_result is not None:
             on_result(result)
