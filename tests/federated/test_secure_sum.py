@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.fixed_point import FixedPoint
 from lit_dpret.federated.keys import new_identity
-from lit_dpret.federated.secure_sum import Client, Keys, Server, Session, threshold_for
+from lit_dpret.federated.secure_sum import Client, Keys, Server, Session, add_stream, threshold_for
 from lit_dpret.federated.shamir import join, split
 
 NAMES = (1, 2, 3, 5, 8)
@@ -124,6 +124,22 @@ def test_a_masked_vector_looks_uniform_and_equal_vectors_look_unrelated() -> Non
     first, second, _ = run.server.masked.values()
     assert abs(np.corrcoef(first.astype(float), second.astype(float))[0, 1]) < 0.04
     assert np.array_equal(run.total(), np.zeros(20_000))
+
+
+def test_a_mask_is_the_key_stream_of_rfc_8439_whatever_the_pieces_it_is_added_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # RFC 8439, appendix A.1, test vector 1: key and nonce of zeros.
+    first = bytes.fromhex("76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7")
+    masked = np.zeros(1000, dtype=np.uint32)
+    add_stream(masked, bytes(32))
+    assert masked[:8].astype("<u4").tobytes() == first
+    monkeypatch.setattr("lit_dpret.federated.secure_sum._PIECE", 7)
+    pieces = np.ones(1000, dtype=np.uint32)
+    add_stream(pieces, bytes(32))
+    assert np.array_equal(pieces, masked + 1)
+    add_stream(pieces, bytes(32), subtract=True)
+    assert np.array_equal(pieces, np.ones(1000, dtype=np.uint32))
 
 
 def test_two_sums_of_the_same_vectors_share_no_mask() -> None:
