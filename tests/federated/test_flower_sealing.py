@@ -235,6 +235,17 @@ def test_letters_of_an_earlier_refresh_or_for_another_silo_are_left_out_with_the
     assert "client 'client2' left out what came from client 'client0': it was meant for another silo" in told
 
 
+def test_a_request_with_rows_where_none_are_agreed_on_is_answered_nothing(tmp_path: Path) -> None:
+    class Curious(Asks):
+        def request(self, weights: Any, refresh: int) -> torch.Tensor:
+            return coins(self.name, 0, 5) if self.name == "client0" else super().request(weights, refresh)
+
+    result = run(tmp_path, with_request(SEALED, "none"), silo=Curious).launch()
+    told = [fault for fault in result.faults if "has rows, under request=none" in fault]
+    assert len(told) == 2 and all("what came from client 'client0'" in fault for fault in told)
+    assert set(pools(tmp_path)) == set(NAMES) and len(pools(tmp_path)["client0"]["embeddings"]) == 0
+
+
 def test_a_silo_that_is_gone_while_others_seal_is_left_out_and_comes_back(tmp_path: Path) -> None:
     def fate(message: Message) -> Any:
         kind, node = message.metadata.message_type, message.metadata.dst_node_id
