@@ -103,6 +103,15 @@ def test_sealed_every_silo_gets_the_pool_that_it_gets_in_clear(request_: Any, se
             assert len(value) and torch.equal(found["sealed"][name][part], value), part
 
 
+def test_every_message_may_find_a_new_process_at_the_silo(tmp_path: Path) -> None:
+    run(tmp_path / "one", SEALED).launch()
+    result = run(tmp_path / "many", SEALED).forget_between_messages().launch()
+    assert not result.faults
+    for name, found in pools(tmp_path / "many").items():
+        assert all(torch.equal(value, pools(tmp_path / "one")[name][part]) for part, value in found.items())
+    assert set(pools(tmp_path / "many")) == set(NAMES)
+
+
 def numbers(content: RecordDict) -> Iterator[bytes]:
     """All bytes of a message's tensors."""
     for record in content.array_records.values():

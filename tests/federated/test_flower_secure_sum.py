@@ -86,6 +86,14 @@ def test_whoever_leaves_in_an_act_is_named_and_the_sum_is_that_of_the_others(
     assert_same(result.weights, plain(run, stayed))
 
 
+def test_every_message_may_find_a_new_process_at_the_silo(tmp_path: Path) -> None:
+    run = Masked(tmp_path, CAPPED, fate=gone("masked", 13)).forget_between_messages()
+    result = run.launch()
+    stayed = [name for name in NAMES if name != "client3"]
+    assert result.rounds == {0: stayed}
+    assert_same(result.weights, plain(run, stayed))
+
+
 def test_silos_may_leave_in_every_act_of_one_round_and_come_back_in_the_next(tmp_path: Path) -> None:
     first, second = gone("setup", 10), gone("masked", 12)
 
