@@ -90,6 +90,17 @@ class Masked:
         name = str(context.node_config["client"])
         return self._silo(name, self.root / name, self.settings, self._keys.get(name))
 
+    def forget_between_messages(self) -> Masked:
+        """Every message from now on is handled by a new app with new silos, as by a new process."""
+        handled = self.grid._handled
+
+        def anew(message: Message, node: int) -> Message:
+            self.grid._app = build_client_app(self.client)
+            return handled(message, node)
+
+        self.grid._handled = anew  # type: ignore[method-assign]
+        return self
+
     def launch(self) -> FlowerResult:
         self.grid.launch(build_server_app(self.server))
         return self.server.result

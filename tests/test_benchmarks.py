@@ -157,3 +157,12 @@ def test_sealing_makes_requests_no_larger_and_answers_larger_only_where_the_serv
     assert rows["exact"]["sealed"]["up"] < 1.05 * rows["exact"]["clear"]["up"]
     assert rows["exact"]["sealed"]["down"] > 1.05 * rows["exact"]["clear"]["down"]
     assert rows["dp_centroid"]["sealed"]["down"] < 1.1 * rows["dp_centroid"]["clear"]["down"]
+
+
+@pytest.mark.slow
+def test_the_acts_of_a_secure_sum_are_timed_and_its_sum_is_right(tmp_path: Path) -> None:
+    out = tmp_path / "sum.json"
+    command = [sys.executable, str(BENCHMARKS / "secure_sum.py"), "--clients", "4", "--words", "1000"]
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(out.read_text())["mask_seconds"] >= 0

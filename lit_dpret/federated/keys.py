@@ -8,6 +8,7 @@ it is for, so that none of them means anything in another place.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable, Iterator
 
 from lit_dpret.errors import ConfigurationError, DataError
 
@@ -77,9 +78,11 @@ def unseal(key: bytes, box: bytes, about: bytes) -> bytes | None:
         return None
 
 
-def key_stream(key: bytes, size: int) -> bytes:
-    """So many bytes of ChaCha20 under a key that serves this alone."""
-    return Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(size))
+def key_stream(key: bytes, sizes: Iterable[int]) -> Iterator[bytes]:
+    """The stream of ChaCha20 under a key that serves this alone, in consecutive pieces of these sizes."""
+    encryptor = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
+    for size in sizes:
+        yield encryptor.update(bytes(size))
 
 
 def new_identity() -> tuple[bytes, bytes]:

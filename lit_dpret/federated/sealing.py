@@ -79,6 +79,8 @@ class Sealer:
             DataError: The number is not the silo's own on the roster.
         """
         one = self._credentials
+        if max(number, refresh.number) >= 2**32:
+            raise DataError("The server's numbers are out of range.", kind="bad message")
         if one is not None and number != one.number:
             raise DataError("The server's number for this silo is not that of the roster.", kind="bad protocol")
         key = new_key()

@@ -15,7 +15,7 @@ from torch import Tensor
 from lit_dpret.errors import DataError
 from lit_dpret.federated.aggregation import Weights, check_weights
 from lit_dpret.federated.fixed_point import FixedPoint, Values
-from lit_dpret.federated.secure_sum import Client, Server, Session
+from lit_dpret.federated.secure_sum import Client, Server, Session, threshold_for
 
 
 def vector_of(
@@ -82,14 +82,15 @@ def secure_mean(
         weights: In (0, 1].
         limit: The largest change of one weight; larger ones are cut.
         name: Of the sum; no two may share one.
-        threshold: As in `Session`.
+        threshold: ``federated.sum_threshold``.
         faults: Told of clients that are left out.
 
     Raises:
         DataError: Fewer clients than the threshold are left.
     """
     names = sorted(updates)
-    session = Session(name=name, clients=tuple(range(1, len(names) + 1)), threshold=threshold or 0)
+    numbers = tuple(range(1, len(names) + 1))
+    session = Session(name=name, clients=numbers, threshold=threshold_for(threshold, len(names)))
     fixed = words_for(limit, len(names))
     clients = {number: Client(session, number) for number in session.clients}
     server = Server(session)

@@ -41,6 +41,7 @@ from lit_dpret.federated.keys import agreed, is_signed, key_stream, label, new_k
 from lit_dpret.federated.shamir import SECRET_BYTES, SHARE_BYTES, join, split
 
 _SALT = b"lit-dpret secure sum/1"
+_PIECE = 2**18  # words of a key stream at a time: a megabyte, however long the vector is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +71,22 @@ class Session:
                 "from the sum. Have at least three."
             )
         if not self.threshold:
-            object.__setattr__(self, "threshold", 2 * count // 3 + 1)
+            object.__setattr__(self, "threshold", threshold_for(None, count))
         if not count // 2 < self.threshold <= count:
             raise ConfigurationError(
-                f"federated.sum_threshold={self.threshold} must be more than half of {count} clients, and no more than "
-                "all: two halves could otherwise be asked for different things."
+                f"{count} clients begin a sum with threshold={self.threshold} (federated.sum_threshold). It must be "
+                "more than half of them, or two halves could be asked for different things, and no more than all."
             )
+
+
+def threshold_for(least: int | None, clients: int) -> int:
+    """How many of so many clients a sum is of: ``federated.sum_threshold``, and never half of them or fewer.
+
+    Args:
+        least: The setting; null for more than two thirds.
+        clients: That begin the sum.
+    """
+    return 2 * clients // 3 + 1 if least is None else max(least, clients // 2 + 1)
 
 
 @dataclass(frozen=True)
@@ -181,11 +192,11 @@ class Client:
             self._held[peer] = (opened[:SHARE_BYTES], opened[SHARE_BYTES:])
         self._need(len(self._held), "shared their secrets")
         self._masked = True
-        total = words.astype(np.uint32) + stream(self._seed, len(words))
+        total = words.astype(np.uint32)
+        add_stream(total, self._seed)
         for peer in self._held:
             if peer != self.number:
-                pair = stream(self._pairwise(peer), len(words))
-                total = total + pair if self.number < peer else total - pair
+                add_stream(total, self._pairwise(peer), subtract=self.number > peer)
         return total
 
     def unmask(self, active: Iterable[int], dead: Iterable[int]) -> Unmasking:
@@ -315,20 +326,19 @@ class Server:
                 f"{self.session.name!r} is given up.",
                 kind="too few clients",
             )
-        vectors = list(self.masked.values())
-        total: Words = np.add.reduce(vectors, axis=0, dtype=np.uint32)
-        length = len(total)
+        total: Words = np.zeros_like(next(iter(self.masked.values())))
+        for words in self.masked.values():
+            total += words
         for client in self.active:
-            seed = self._joined(answers, client, "seeds")
-            total = total - stream(seed, length)
+            add_stream(total, self._joined(answers, client, "seeds"), subtract=True)
         for client in self.dead:
             key = self._joined(answers, client, "keys")
             if public_of(key) != self.keys[client].mask:
                 raise DataError(f"The shares of client {client} do not make its key.", kind="bad protocol")
             for peer in self.active:
-                pair = stream(pair_key(self.session, key, self.keys[peer].mask, client, peer), length)
                 # The peer added it where its number is the smaller one, and subtracted it where not.
-                total = total - pair if peer < client else total + pair
+                pair = pair_key(self.session, key, self.keys[peer].mask, client, peer)
+                add_stream(total, pair, subtract=peer < client)
         return total
 
     def _joined(self, answers: Mapping[int, Unmasking], client: int, part: str) -> bytes:
@@ -336,11 +346,14 @@ class Server:
         return join(shares, threshold=self.session.threshold)
 
 
-def stream(key: bytes, words: int) -> Words:
-    """So many words of the ChaCha20 key stream under ``key``; each key serves one sum alone."""
-    found: Any = np.frombuffer(key_stream(key, 4 * words), dtype="<u4")
-    words_: Words = found.astype(np.uint32)
-    return words_
+def add_stream(total: Words, key: bytes, *, subtract: bool = False) -> None:
+    """Add the ChaCha20 key stream under ``key`` to all words, in place; each key serves one sum alone."""
+    starts = range(0, len(total), _PIECE)
+    sizes = (4 * (min(start + _PIECE, len(total)) - start) for start in starts)
+    for start, piece in zip(starts, key_stream(key, sizes), strict=True):
+        words: Any = np.frombuffer(piece, dtype="<u4")
+        part = total[start : start + len(words)]
+        (np.subtract if subtract else np.add)(part, words, out=part)
 
 
 def pair_key(session: Session, own: bytes, other: bytes, one: int, two: int) -> bytes:

@@ -206,8 +206,8 @@ class PddAs2:
             (`lit_dpret.federated.synthetic`), with which rounds and requests cost nothing more.
         secure_sum: Add the clients' updates up under masks (`lit_dpret.federated.secure_sum`).
         update_limit: The largest change of one weight in a round that fits under the masks; larger ones are cut.
-        sum_threshold: How many clients a sum has to be of, and to unmask it; more than half of those that begin a
-            round. Null for more than two thirds of them.
+        sum_threshold: How many clients a sum has to be of, and to unmask it; where this is not more than half of
+            those that begin a round, one more than half. Null for more than two thirds of them.
         seal: Encrypt what silos ask and answer each other end to end, so that the server sees sizes alone
             (`lit_dpret.federated.sealing`).
         roster: Every client has a long-term signing key and the list of everybody's, and takes no key that is not

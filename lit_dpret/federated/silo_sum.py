@@ -26,7 +26,7 @@ from lit_dpret.federated.aggregation import client_weights
 from lit_dpret.federated.credentials import Credentials
 from lit_dpret.federated.fixed_point import Words
 from lit_dpret.federated.secure_mean import vector_of, words_for
-from lit_dpret.federated.secure_sum import Client, Keys, Session, Unmasking
+from lit_dpret.federated.secure_sum import Client, Keys, Session, Unmasking, threshold_for
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.storage import save_json, save_tensors
 
@@ -51,15 +51,15 @@ class SumPlan:
     weights: str
     clients: tuple[int, ...]
 
-    def session(self, threshold: int | None) -> Session:
-        """The sum, with the threshold of the settings.
+    def session(self, least: int | None) -> Session:
+        """The sum, with the threshold that follows from the settings (``sum_threshold``).
 
         Raises:
             DataError: So few silos, or such a threshold, would protect nobody.
         """
         name = f"stage 1, round {self.round}, attempt {self.attempt} of run {self.run} from {self.weights}"
         try:
-            return Session(name=name, clients=self.clients, threshold=threshold or 0)
+            return Session(name=name, clients=self.clients, threshold=threshold_for(least, len(self.clients)))
         except ConfigurationError as error:
             raise DataError(str(error), kind="too few clients") from error
 

@@ -37,6 +37,7 @@ class Run:
         fate: Fate | None = None,
         silo: Any = SiloClient,
         share: bool = False,
+        spent: bool = False,
         **server: Any,
     ) -> None:
         if not (root / "silos").exists():
@@ -44,7 +45,7 @@ class Run:
         self.folders = silo_folders(root / "silos")
         self.root, self.settings, self.silo = root, settings, silo
         self.grid = InProcessGrid(
-            build_client_app(self.client, share_measures=share),
+            build_client_app(self.client, share_measures=share, share_epsilon=spent),
             {number: {"client": name} for number, name in enumerate(self.folders, start=10)},
             fate=fate,
         )
@@ -194,9 +195,11 @@ def test_under_a_budget_no_count_and_no_measure_leaves_a_silo_and_its_ledger_is_
     hidden: bool, tmp_path: Path
 ) -> None:
     settings = replace(PRIVATE, secure_sum=hidden, seal=hidden)
-    run = Run(tmp_path, settings, share=True)
+    run = Run(tmp_path, settings, share=True, spent=hidden)
     declare_public(tmp_path)
     result = run.launch()
+    spent_by = {name: run.client(run.grid.context(node)).epsilon() for node, name in enumerate(run.folders, start=10)}
+    assert result.epsilon == (spent_by if hidden else {})  # a silo tells it by its own choice
     assert not result.faults and set(run.server._roster.examples.values()) == {1}
     assert not any(result.measures.values()) and not result.queries
     assert (tmp_path / "flower" / "client0" / "measures-stage2.safetensors").is_file()  # the silo knows

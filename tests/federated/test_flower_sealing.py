@@ -103,6 +103,15 @@ def test_sealed_every_silo_gets_the_pool_that_it_gets_in_clear(request_: Any, se
             assert len(value) and torch.equal(found["sealed"][name][part], value), part
 
 
+def test_every_message_may_find_a_new_process_at_the_silo(tmp_path: Path) -> None:
+    run(tmp_path / "one", SEALED).launch()
+    result = run(tmp_path / "many", SEALED).forget_between_messages().launch()
+    assert not result.faults
+    for name, found in pools(tmp_path / "many").items():
+        assert all(torch.equal(value, pools(tmp_path / "one")[name][part]) for part, value in found.items())
+    assert set(pools(tmp_path / "many")) == set(NAMES)
+
+
 def numbers(content: RecordDict) -> Iterator[bytes]:
     """All bytes of a message's tensors."""
     for record in content.array_records.values():
@@ -233,6 +242,17 @@ def test_letters_of_an_earlier_refresh_or_for_another_silo_are_left_out_with_the
         "refresh 1: client 'client0' left out what came from client 'client1': it is of refresh 0 and not of 1" in told
     )
     assert "client 'client2' left out what came from client 'client0': it was meant for another silo" in told
+
+
+def test_a_request_with_rows_where_none_are_agreed_on_is_answered_nothing(tmp_path: Path) -> None:
+    class Curious(Asks):
+        def request(self, weights: Any, refresh: int) -> torch.Tensor:
+            return coins(self.name, 0, 5) if self.name == "client0" else super().request(weights, refresh)
+
+    result = run(tmp_path, with_request(SEALED, "none"), silo=Curious).launch()
+    told = [fault for fault in result.faults if "has rows, under request=none" in fault]
+    assert len(told) == 2 and all("what came from client 'client0'" in fault for fault in told)
+    assert set(pools(tmp_path)) == set(NAMES) and len(pools(tmp_path)["client0"]["embeddings"]) == 0
 
 
 def test_a_silo_that_is_gone_while_others_seal_is_left_out_and_comes_back(tmp_path: Path) -> None:

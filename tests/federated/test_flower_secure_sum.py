@@ -17,7 +17,7 @@ from masked_silos import MASKED, NAMES, START, Drifts, Masked, credentials, drif
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.aggregation import Weights, client_weights, weighted_mean
-from lit_dpret.federated.flower.library import Message
+from lit_dpret.federated.flower.library import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from lit_dpret.federated.keys import new_identity
 from lit_dpret.federated.shamir import join
 
@@ -83,6 +83,14 @@ def test_whoever_leaves_in_an_act_is_named_and_the_sum_is_that_of_the_others(
     result = run.launch()
     assert result.rounds == {0: list(stayed)}
     assert len(result.faults) == 1 and "stage 1, round 0: client 'client0'" in result.faults[0]
+    assert_same(result.weights, plain(run, stayed))
+
+
+def test_every_message_may_find_a_new_process_at_the_silo(tmp_path: Path) -> None:
+    run = Masked(tmp_path, CAPPED, fate=gone("masked", 13)).forget_between_messages()
+    result = run.launch()
+    stayed = [name for name in NAMES if name != "client3"]
+    assert result.rounds == {0: stayed}
     assert_same(result.weights, plain(run, stayed))
 
 
@@ -153,6 +161,45 @@ def test_an_update_with_nan_is_left_out_by_name(tmp_path: Path) -> None:
     result = Masked(tmp_path, silo=Breaks).launch()
     assert result.rounds == {0: ["client0", "client1", "client2", "client4"]}
     assert "stage 1, round 0: client 'client3' failed: DataError (bad update)" in result.faults[0]
+
+
+def test_by_default_more_than_two_thirds_have_to_stay(tmp_path: Path) -> None:
+    default = replace(MASKED, sum_threshold=None)
+    result = Masked(tmp_path / "one", default, fate=gone("masked", 10)).launch()
+    assert result.rounds == {0: list(NAMES[1:])}
+    with pytest.raises(DataError, match="3 silos sent a vector and 4 are needed"):
+        Masked(tmp_path / "two", default, fate=gone("masked", 10, 11)).launch()
+
+
+def nonsense(act: str, content: RecordDict) -> None:
+    """What a broken silo answers to an act."""
+    if act == "setup":
+        content["keys"] = ConfigRecord({"4": bytes(64)})  # somebody else's number
+    if act == "share":
+        del content["shares"]["2"]
+    if act == "masked":
+        content["masked"] = ArrayRecord({"words": Array(np.zeros(3, dtype=np.uint32))})
+    if act == "unmask":
+        content["seeds"] = ConfigRecord({"9" * 5000: bytes(66)})
+
+
+@pytest.mark.parametrize("act", ["setup", "share", "masked", "unmask"])
+def test_a_silo_that_answers_nonsense_in_an_act_is_named_and_left_out(act: str, tmp_path: Path) -> None:
+    run = Masked(tmp_path)
+    handled = run.grid._handled
+
+    def meddled(message: Message, node: int) -> Message:
+        reply = handled(message, node)
+        if node == 10 and message.metadata.message_type == f"train.secagg_{act}":
+            nonsense(act, reply.content)
+        return reply
+
+    run.grid._handled = meddled  # type: ignore[method-assign]
+    result = run.launch()
+    stayed = NAMES if act == "unmask" else NAMES[1:]
+    assert result.rounds == {0: list(stayed)}
+    assert len(result.faults) == 1 and "lient 'client0'" in result.faults[0]
+    assert_same(result.weights, plain(run, stayed))
 
 
 # -- a server that tries ------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.fixed_point import FixedPoint
 from lit_dpret.federated.keys import new_identity
-from lit_dpret.federated.secure_sum import Client, Keys, Server, Session
+from lit_dpret.federated.secure_sum import Client, Keys, Server, Session, add_stream, threshold_for
 from lit_dpret.federated.shamir import join, split
 
 NAMES = (1, 2, 3, 5, 8)
@@ -126,6 +126,22 @@ def test_a_masked_vector_looks_uniform_and_equal_vectors_look_unrelated() -> Non
     assert np.array_equal(run.total(), np.zeros(20_000))
 
 
+def test_a_mask_is_the_key_stream_of_rfc_8439_whatever_the_pieces_it_is_added_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # RFC 8439, appendix A.1, test vector 1: key and nonce of zeros.
+    first = bytes.fromhex("76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7")
+    masked = np.zeros(1000, dtype=np.uint32)
+    add_stream(masked, bytes(32))
+    assert masked[:8].astype("<u4").tobytes() == first
+    monkeypatch.setattr("lit_dpret.federated.secure_sum._PIECE", 7)
+    pieces = np.ones(1000, dtype=np.uint32)
+    add_stream(pieces, bytes(32))
+    assert np.array_equal(pieces, masked + 1)
+    add_stream(pieces, bytes(32), subtract=True)
+    assert np.array_equal(pieces, np.ones(1000, dtype=np.uint32))
+
+
 def test_two_sums_of_the_same_vectors_share_no_mask() -> None:
     one, two = Sum(vectors()), Sum(vectors())
     assert all((one.server.masked[name] != two.server.masked[name]).mean() > 0.9 for name in NAMES)
@@ -205,7 +221,7 @@ def test_keys_that_are_repeated_replaced_or_unknown_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("clients", "threshold", "message"),
-    [((1, 2), 0, "with 2 clients hides nothing"), ((1, 2, 3, 4), 2, "threshold=2 must be more than half"),
+    [((1, 2), 0, "with 2 clients hides nothing"), ((1, 2, 3, 4), 2, "4 clients begin a sum with threshold=2"),
      ((1, 2, 3), 4, "threshold=4"), ((1, 1, 2), 0, "different positive numbers")],
 )  # fmt: skip
 def test_a_session_that_protects_nobody_is_refused(clients: tuple[int, ...], threshold: int, message: str) -> None:
@@ -214,6 +230,7 @@ def test_a_session_that_protects_nobody_is_refused(clients: tuple[int, ...], thr
 
 
 def test_the_default_threshold_is_more_than_two_thirds() -> None:
+    assert [threshold_for(3, count) for count in (3, 5, 6, 10)] == [3, 3, 4, 6]
     for count in range(3, 30):
         assert 3 * Session(name="s", clients=tuple(range(1, count + 1))).threshold > 2 * count
 

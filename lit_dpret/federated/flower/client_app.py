@@ -62,6 +62,9 @@ from lit_dpret.federated.storage import save_tensors
 MakeClient = Callable[[Context], SiloClient]
 """Builds the silo of a node, from what its operator told the node (``context.node_config``)."""
 
+Choice = bool | Callable[[SiloClient], bool]
+"""A silo's own choice: for all of an app's silos, or asked of each."""
+
 Handler = Callable[[SiloClient, RecordDict, Mapping[str, Any]], RecordDict]
 
 log = logging.getLogger("lit_dpret.federated")
@@ -70,7 +73,7 @@ _SERVER = "the server"
 
 
 def build_client_app(
-    make_client: MakeClient, *, share_measures: bool | Callable[[SiloClient], bool] = False
+    make_client: MakeClient, *, share_measures: Choice = False, share_epsilon: Choice = False
 ) -> ClientApp:
     """The app of every silo.
 
@@ -89,6 +92,8 @@ def build_client_app(
         make_client: Called once in a process and node.
         share_measures: Tell the server the mean measures and the number of test queries: the silo's own choice, for
             all of them or asked of each.
+        share_epsilon: Tell the server, with every measure, what the silo has spent of its budget: its own choice.
+            It follows from the settings and from how many units the silo has, and not from what these are.
     """
     app = ClientApp()
     silos: dict[int, SiloClient] = {}
@@ -127,7 +132,7 @@ def build_client_app(
     register("query", "fedneg_request", fedneg_request)
     register("query", "fedneg_serve", fedneg_serve)
     register("train", "personalise", personalise)
-    register("evaluate", "retrieval", partial(evaluate, share=share_measures))
+    register("evaluate", "retrieval", partial(evaluate, share=share_measures, spent=share_epsilon))
     return app
 
 
@@ -196,7 +201,7 @@ def personalise(client: SiloClient, content: RecordDict, head: Mapping[str, Any]
 
 
 def evaluate(
-    client: SiloClient, content: RecordDict, head: Mapping[str, Any], *, share: bool | Callable[[SiloClient], bool]
+    client: SiloClient, content: RecordDict, head: Mapping[str, Any], *, share: Choice, spent: Choice
 ) -> RecordDict:
     """Measures on its own collection, of every query for the silo itself; their means for the server, where agreed."""
     system = head.get("system")
@@ -206,9 +211,11 @@ def evaluate(
     found = client.evaluate(weights, personal=system == "stage2", split=str(head.get("split")))
     values = {name.replace("/", "."): torch.from_numpy(value.copy()) for name, value in found.items()}
     save_tensors(values, client.state / f"measures-{system}.safetensors")
-    if not (share(client) if callable(share) else share) or client.settings.privacy.eps is not None:
-        return envelope(withheld=True)
-    reply = envelope(withheld=False, queries=max(len(value) for value in found.values()))
+    epsilon = client.epsilon() if _chosen(spent, client) else None
+    told = {} if epsilon is None else {"epsilon": epsilon}
+    if not _chosen(share, client) or client.settings.privacy.eps is not None:
+        return envelope(withheld=True, **told)
+    reply = envelope(withheld=False, queries=max(len(value) for value in found.values()), **told)
     reply["measures"] = MetricRecord({name: float(value.mean()) for name, value in found.items()})
     return reply
 
@@ -274,3 +281,7 @@ def _number(head: Mapping[str, Any], name: str) -> int:
 
 def _kind(error: Exception) -> str:
     return f"{type(error).__name__} ({error.kind})" if isinstance(error, DataError) else type(error).__name__
+
+
+def _chosen(choice: Choice, client: SiloClient) -> bool:
+    return choice(client) if callable(choice) else choice

@@ -19,7 +19,7 @@ from lit_dpret.federated.flower.library import ConfigRecord, RecordDict
 from lit_dpret.federated.flower.masked_round import Exchange
 from lit_dpret.federated.flower.payloads import block_of, pool_record, rows_of, rows_record
 from lit_dpret.federated.flower.sealed_messages import body_of, body_record
-from lit_dpret.federated.flower.sum_messages import bytes_of, bytes_record
+from lit_dpret.federated.flower.sum_messages import bytes_of, bytes_record, is_number
 from lit_dpret.federated.selection import Site, select_clients
 from lit_dpret.federated.settings import PddAs2
 
@@ -169,7 +169,7 @@ class Relay:
     def told(self, name: str, content: RecordDict, named: Mapping[int, str]) -> None:
         """Name the letters that a silo says it has left out."""
         for number, why in content.config_records.get("refused", ConfigRecord()).items():
-            other = named.get(int(number)) if number.isascii() and number.isdigit() else None
+            other = named.get(int(number)) if is_number(number) else None
             self.faults.append(
                 f"refresh {self.refresh}: client {name!r} left out what came from client {other!r}: it {str(why)[:80]}."
             )

@@ -76,26 +76,28 @@ def sealed_request(client: SiloClient, content: RecordDict, head: Mapping[str, A
 def sealed_answers(client: SiloClient, content: RecordDict, head: Mapping[str, Any], weights: Weights) -> RecordDict:
     """An answer for each request that opens; one for all of them where requests say nothing."""
     number, sealer, keys = whole(head, "refresh"), _sealer(client), bytes_of(content, "keys", _SERVER)
-    refresh = _refresh(client, head, number)
+    refresh, says_nothing = _refresh(client, head, number), client.settings.stage2.request == "none"
     asked: dict[int, Tensor] = {}
     refused: dict[int, str] = {}
     for asker, opened in _opened(client, content, refresh, "request", keys, refused).items():
         try:
             rows = _tensors(opened, f"client {asker}").get("rows")
             asked[asker] = checked_rows(rows, f"client {asker}", dim=client.model[1])
+            if says_nothing and len(asked[asker]):
+                raise DataError(
+                    f"Client {asker} asks with rows, under request=none.", kind="has rows, under request=none"
+                )
         except DataError as error:
+            asked.pop(asker, None)
             refused[asker] = error.kind
     reply = envelope()
     boxes: dict[int, bytes] = {}
-    if client.settings.stage2.request == "none" and asked:
-        groups = {0: sorted(asked)}
-    else:
-        groups = {asker: [asker] for asker in sorted(asked)}
-    for place, askers in groups.items():
+    alike = {0: sorted(asked)} if says_nothing and asked else {asker: [asker] for asker in sorted(asked)}
+    for place, askers in alike.items():
         block = client.serve(weights, asked[askers[0]], refresh=number)
         parts = {"embeddings": block.embeddings, "starts": block.starts, "entries": block.entries}
-        content_ = save({name: value.contiguous() for name, value in parts.items()})
-        letter = sealer.seal(refresh, "answer", content_, {asker: keys[asker] for asker in askers})
+        packed = save({name: value.contiguous() for name, value in parts.items()})
+        letter = sealer.seal(refresh, "answer", packed, {asker: keys[asker] for asker in askers})
         reply[f"answer.{place}"] = body_record(letter.body)
         boxes.update(letter.boxes)
     reply["boxes"] = bytes_record(boxes)

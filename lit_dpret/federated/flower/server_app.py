@@ -57,6 +57,7 @@ class FlowerResult:
         weights: The global weights.
         measures: For each system the mean measures of each silo that shares them; of none under a budget.
         queries: How many queries those are means of.
+        epsilon: What each silo that tells it says that it has spent of its budget.
         sent: Bytes of tensors by phase, both ways, without envelopes.
         sent_by_silo: The same for each silo.
         rounds: Whose updates each round of stage 1 that this process ran is made of.
@@ -66,6 +67,7 @@ class FlowerResult:
     weights: Weights = field(default_factory=dict)
     measures: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     queries: dict[str, int] = field(default_factory=dict)
+    epsilon: dict[str, float] = field(default_factory=dict)
     sent: Counter[str] = field(default_factory=Counter)
     sent_by_silo: dict[str, Counter[str]] = field(default_factory=dict)
     rounds: dict[int, list[str]] = field(default_factory=dict)
@@ -73,7 +75,8 @@ class FlowerResult:
 
     def facts(self) -> dict[str, Any]:
         """All but the weights, as plain values."""
-        return {"measures": self.measures, "queries": self.queries, "sent": dict(self.sent), "rounds": self.rounds,
+        return {"measures": self.measures, "queries": self.queries, "epsilon": self.epsilon,
+                "sent": dict(self.sent), "rounds": self.rounds,
                 "sent_by_silo": {name: dict(sent) for name, sent in self.sent_by_silo.items()},
                 "faults": self.faults}  # fmt: skip
 
@@ -279,6 +282,11 @@ class FlowerFederation:
             contents[name] = self._envelope(**told) if weights is None else self._global(name, weights, **told)
         for name, content in self._exchange(grid, "evaluate.retrieval", contents, where).items():
             head, found = content["head"], content.metric_records.get("measures", {})
+            epsilon = head.get("epsilon")
+            if isinstance(epsilon, float) and 0 <= epsilon < float("inf"):
+                self.result.epsilon[name] = epsilon
+            elif epsilon is not None:
+                self.result.faults.append(f"{where}: client {name!r} sent an epsilon that cannot be.")
             if head.get("withheld") is True:
                 continue
             values = {metric: float(value) for metric, value in found.items() if isinstance(value, int | float)}

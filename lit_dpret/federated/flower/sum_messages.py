@@ -47,10 +47,15 @@ def bytes_of(content: RecordDict, name: str, whose: str, *, size: int | None = N
     found: dict[int, bytes] = {}
     for number, value in record.items():
         fits = isinstance(value, bytes) and (size is None or len(value) == size)
-        if not number.isascii() or not number.isdigit() or not fits:
+        if not is_number(number) or not fits:
             raise DataError(f"The message of {whose} has no bytes by number in {name!r}.", kind="bad message")
         found[int(number)] = value
     return found
+
+
+def is_number(name: str) -> bool:
+    """Whether a name in a record is a silo's number."""
+    return name.isascii() and name.isdigit() and len(name) < 10
 
 
 def keys_record(keys: Iterable[Keys]) -> ConfigRecord:

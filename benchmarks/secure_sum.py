@@ -1,0 +1,55 @@
+"""How long the acts of a secure sum take, messages apart; the numbers of docs/federated.md.
+
+    python benchmarks/secure_sum.py
+
+Vectors of zeros: what takes time is the key streams, one for each peer and one of the client's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from lit_dpret.federated.secure_sum import Client, Server, Session
+
+OUT = Path(__file__).resolve().parent / "results" / "secure_sum.json"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--clients", type=int, default=10)
+    parser.add_argument("--words", type=int, default=6_600_000, help="weights of the model")
+    parser.add_argument("--out", type=Path, default=OUT)
+    arguments = parser.parse_args()
+    session = Session(name="benchmark", clients=tuple(range(1, arguments.clients + 1)))
+    clients, server = {number: Client(session, number) for number in session.clients}, Server(session)
+    server.keys = {number: client.advertise() for number, client in clients.items()}
+    began = time.perf_counter()
+    routed = server.route({number: client.share(server.keys.values()) for number, client in clients.items()})
+    shared = (time.perf_counter() - began) / len(clients)
+    words, masking = np.zeros(arguments.words, dtype=np.uint32), []
+    for number in session.clients[1:]:  # the first one is lost
+        began = time.perf_counter()
+        server.masked[number] = clients[number].mask(words, routed[number])
+        masking.append(time.perf_counter() - began)
+    answers = [clients[number].unmask(server.active, server.dead) for number in server.active]
+    began = time.perf_counter()
+    wrong = int(np.count_nonzero(server.total(answers)))
+    total = time.perf_counter() - began
+    if wrong:
+        raise SystemExit(f"{wrong} words of the sum of zeros are not zero.")
+    mask = round(float(np.median(masking)), 3)
+    facts = {"clients": arguments.clients, "words": arguments.words, "share_seconds": round(shared, 4),
+             "mask_seconds": mask, "unmask_one_lost_seconds": round(total, 3)}  # fmt: skip
+    arguments.out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(json.dumps(facts) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
