@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
-from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, PrivateDataError
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, PrivateDataError, ResumeError
 from lit_dpret.federated.data import planted_silos, planted_words
 from lit_dpret.federated.fed_negatives import FedPool
 from lit_dpret.federated.fitting import fit_epochs
@@ -32,6 +32,7 @@ from lit_dpret.federated.synthetic import read_synthetic, train_generator, write
 from lit_dpret.federated.trust import trust_table
 from lit_dpret.privacy.card_audit_text import ALARM, BOUND
 from lit_dpret.privacy.card_evidence import AttackResult, add_evidence
+from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import NoPrivacy
 
 SMALL = replace(SIZE, clients=2)
@@ -167,11 +168,22 @@ def test_training_on_synthetic_queries_is_a_function_of_no_query_of_the_silos_ow
 
 def test_a_generator_that_the_ledger_does_not_cover_is_refused_before_any_noise(world: Path) -> None:
     state = world / "state" / "client0"
+    shutil.rmtree(state / "generator")  # what it cost stays in the ledger
     with pytest.raises(BudgetExceededError):
         train_generator(
             silo(world), state, PRIVATE, make_generator, eps=19.9, batch_size=8, secret_file=world / "secret"
         )
     assert ledger_of(world).epsilon() <= EPS
+
+
+def test_a_finished_generator_is_not_trained_again_nor_with_other_settings(world: Path) -> None:
+    state, spent = world / "state" / "client0", ledger_of(world).epsilon()
+    again = train_generator(
+        silo(world), state, PRIVATE, make_generator, eps=EPS, batch_size=8, secret_file=world / "secret"
+    )
+    assert again == state / "generator" / "attempt-0" and ledger_of(world).epsilon() == spent
+    with pytest.raises(ResumeError, match=r"generator\.eps=5"):
+        train_generator(silo(world), state, PRIVATE, make_generator, eps=2.0, batch_size=8)
 
 
 # -- what is refused --------------------------------------------------------------------------
@@ -259,6 +271,18 @@ def test_a_silo_reads_no_set_that_was_not_verified(world: Path, settings: PddAs2
     edited_query(world)
     with pytest.raises(PrivateDataError, match="does not stand"):
         federation(world, settings)
+
+
+def test_a_run_that_is_charged_with_less_than_it_released_is_refused(world: Path) -> None:
+    run = world / "state" / "client0" / "generator" / "attempt-0"
+    records = PrivacyLedger.read(run / "privacy_ledger.jsonl").records
+    ledger = ledger_of(world)
+    assert ledger.require_charged(records, "it")
+    released = max(place for place, record in enumerate(records) if record["kind"] in ("intent", "release"))
+    with pytest.raises(PrivateDataError, match="with something else than its own ledger says"):
+        ledger.require_charged([*records, *records[released - 1 : released + 1]], "it")
+    with pytest.raises(PrivateDataError, match="was not charged"):
+        ledger.require_charged([], "it")
 
 
 def test_a_set_under_another_guarantee_is_refused(world: Path) -> None:
