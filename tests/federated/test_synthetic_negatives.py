@@ -32,6 +32,7 @@ from lit_dpret.federated.synthetic import read_synthetic, train_generator, write
 from lit_dpret.federated.trust import trust_table
 from lit_dpret.privacy.card_audit_text import ALARM, BOUND
 from lit_dpret.privacy.card_evidence import AttackResult, add_evidence
+from lit_dpret.privacy.charges import START_EVENT
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import NoPrivacy
 
@@ -278,9 +279,14 @@ def test_a_run_that_is_charged_with_less_than_it_released_is_refused(world: Path
     records = PrivacyLedger.read(run / "privacy_ledger.jsonl").records
     ledger = ledger_of(world)
     assert ledger.require_charged(records, "it")
-    released = max(place for place, record in enumerate(records) if record["kind"] in ("intent", "release"))
+    intent = next(record for record in records if record["kind"] == "intent")
     with pytest.raises(PrivateDataError, match="with something else than its own ledger says"):
-        ledger.require_charged([*records, *records[released - 1 : released + 1]], "it")
+        ledger.require_charged([*records, {**intent, "step": 99}], "it")
+    with pytest.raises(PrivateDataError, match="with something else than its own ledger says"):
+        ledger.require_charged([{**record, "hash": "0"} for record in records], "it")
+    start = {"kind": "event", "name": START_EVENT, "start": {"releases": []}}
+    with pytest.raises(PrivateDataError, match="started from another private run"):
+        ledger.require_charged([*records, start], "it")
     with pytest.raises(PrivateDataError, match="was not charged"):
         ledger.require_charged([], "it")
 
