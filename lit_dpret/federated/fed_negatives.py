@@ -18,7 +18,7 @@ What is answered with decides what the asker learns of the responder's collectio
 | ``raw`` | embeddings of its sentences, as in the paper | none: repeated requests map the collection |
 | ``public`` | embeddings of those of its sentences that are declared public | nothing private is read |
 | ``dp_centroid`` | private centroids of its collection | that of the collection's ledger |
-| ``synthetic`` | embeddings of sentences that its DP generator wrote | that of the generator's card |
+| ``synthetic`` | embeddings of queries that its DP generator wrote (`lit_dpret.federated.synthetic`) | its card's |
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from torch import Tensor
 from lit_dpret.errors import ConfigurationError, PrivateDataError
 from lit_dpret.privacy.accounting import calibrate_noise, epsilon
 from lit_dpret.privacy.budget import AccountantName, Neighbours, PrivacyBudget, Unit
-from lit_dpret.privacy.charges import SCHEMA
+from lit_dpret.privacy.charges import SCHEMA, start_of
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.dataset_total import Total
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
@@ -168,7 +168,8 @@ class SiloLedger:
             what: The run, for messages.
 
         Raises:
-            PrivateDataError: The run was never charged to this ledger, or with something else.
+            PrivateDataError: The run was never charged to this ledger, or with something else, or began with the
+                model of another private run.
         """
         plan = next((record for record in records if record.get("kind") == "plan"), {})
         charge = self._ledger.charge_of(str(plan.get("run_id"))) if self.path.exists() else None
@@ -176,6 +177,11 @@ class SiloLedger:
             raise PrivateDataError(
                 f"{what} was not charged to {self.path.name}, so no budget covers it together with the rounds: its "
                 "epsilon would come on top. Train it under this silo's ledger (privacy.dataset_ledger)."
+            )
+        if start_of(records) is not None:
+            raise PrivateDataError(
+                f"{what} started from another private run, and {self.path.name} cannot tell whose data that one saw. "
+                "Train it from a public model."
             )
         releases, head = charge
         told = sorted(str(one.to_dict()) for one in merge(charged_releases(records)))

@@ -31,6 +31,7 @@ from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
 from lit_dpret.federated.fitting import attempt_folder, fit_epochs
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo_ledger import SiloLedger, silo_budget
+from lit_dpret.federated.storage import keep_facts
 from lit_dpret.generation.writer import synthesize
 from lit_dpret.privacy.accounting import calibrate_noise
 from lit_dpret.privacy.budget import PrivacyBudget
@@ -39,6 +40,7 @@ from lit_dpret.privacy.card_text import privacy_line
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.lineage import Lineage
 from lit_dpret.privacy.releases import Poisson, Release
+from lit_dpret.privacy.start import MODEL_FOLDER
 from lit_dpret.privacy.verification import verify_chain
 
 SYNTHETIC = "synthetic"
@@ -101,6 +103,8 @@ def train_generator(
     Guarantees:
         - No noise is drawn that the silo's budget does not cover beside everything else in its ledger.
         - The run's card states the generator's epsilon alone; the ledger composes it with the rest.
+        - A generator that is finished is not trained again. One that was killed stays charged, and another is trained
+          only if the budget covers both.
 
     Args:
         silo: The client's folder.
@@ -118,8 +122,9 @@ def train_generator(
     Raises:
         ConfigurationError: A number is out of range, or no noise gives ``eps``.
         BudgetExceededError: The ledger does not cover it.
+        ResumeError: There is one that was trained with other settings.
     """
-    privacy = settings.privacy
+    privacy, root = settings.privacy, Path(state) / "generator"
     if privacy.eps is None:
         raise ConfigurationError("federated.privacy.eps=null: there is no budget to train a generator under. Set it.")
     if not 0 < eps <= privacy.eps:
@@ -142,13 +147,18 @@ def train_generator(
         privacy.eps, privacy.delta, unit=privacy.unit, neighbours=privacy.neighbours, units=data.n_units
     )
     steps = epochs * max(1, round(data.n_units / batch_size))
+    terms = {"eps": eps, "epochs": epochs, "batch_size": batch_size, "budget": budget.to_dict(), "seed": settings.seed}
+    keep_facts(root / "run.json", "generator", terms)
+    for done in sorted(root.glob("attempt-*")):
+        if (done / MODEL_FOLDER / CARD_NAME).is_file():
+            return done
     noise = calibrate_noise(
         eps=eps, delta=budget.delta, neighbours=budget.neighbours, law=Poisson(sample_rate=batch_size / data.n_units),
         steps=steps, accountant=privacy.accountant,
     )  # fmt: skip
     ledger = SiloLedger(Path(state) / "private", budget, accountant=privacy.accountant, secret_file=secret_file)
     module = make_generator(privacy=ledger.training(noise_multiplier=noise, max_grad_norm=privacy.max_grad_norm))
-    folder = attempt_folder(Path(state) / "generator")
+    folder = attempt_folder(root)
     fit_epochs(module, data, folder, epochs=epochs, callbacks=[PrivacyCard(run_dir=folder)])
     return folder
 
@@ -166,7 +176,11 @@ def write_synthetic(silo: str | Path, generator: str | Path, **decoding: Any) ->
     """
     folder = Path(silo)
     return synthesize(
-        Path(generator) / "model", public_sentences(folder), folder / SYNTHETIC, passages_are_public=True, **decoding
+        Path(generator) / MODEL_FOLDER,
+        public_sentences(folder),
+        folder / SYNTHETIC,
+        passages_are_public=True,
+        **decoding,
     )
 
 

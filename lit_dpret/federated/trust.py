@@ -101,7 +101,10 @@ def _response(run: PddAs2) -> Sight:
             "noised centroids of its collection",
             f"differential privacy of each passage, eps={privacy.collection_eps or 0:g}",
         ),
-        "synthetic": ("embeddings of texts of its DP generator", "the privacy card of the generator"),
+        "synthetic": (
+            "embeddings of queries that its DP generator wrote for public sentences",
+            "the verified card of the generator; that the sentences are public, the declaration",
+        ),
     }[run.stage2.response]
     server, limit = _relayed(run, "all of it", limit)
     return Sight(f"an answer with negatives: {what}", server, "all of it (the asker)", limit)

@@ -91,7 +91,8 @@ def _server_part(facts: Facts) -> list[str]:
         f"* One round of one epoch, batches of {facts['batch_size']}, {facts['negatives']} BM25 negatives, AdamW "
         f"{facts['lr']:g} with weight decay {facts['weight_decay']:g}, whose factor is read off the median row and "
         "taken off. An epsilon is that of this round, and all that the silo may spend.",
-        "* Queries: tokens of train queries told from tokens that stand in the collection alone (AUC). Queries only: "
+        "* Queries: tokens of train queries told from tokens that stand in the collection alone (AUC); "
+        "then the same of rows that stand out alone, where only how far they moved is left to tell. Queries only: "
         "among tokens that the collection does not have. Whose: own tokens told from those of other silos' queries. "
         "Control: tokens of dev and test queries that stand in no text of the round, told from tokens of no text.",
         *_anyone(facts), "",
@@ -124,26 +125,20 @@ def request_table(facts: Facts) -> list[str]:
 def update_table(facts: Facts) -> list[str]:
     """The server's attack as a Markdown table, one row for each defence."""
     lines = [
-        "| defence | queries (AUC) | queries only: AUC | recall | precision (of a guess) | whose (AUC) "
-        "| control (AUC) |",
-        "| :-- | --: | --: | --: | --: | --: | --: |",
+        "| defence | queries (AUC) | of rows that moved | queries only: AUC | recall | precision (of a guess) "
+        "| whose (AUC) | control (AUC) |",
+        "| :-- | --: | --: | --: | --: | --: | --: | --: |",
     ]
     for one in facts["updates"]:
         found = one["pooled"]
         if found is None:
-            cells = ["no row of any word is in the update", *[_NONE] * 5]
+            cells = ["no row of any word is in the update", *[_NONE] * 6]
         else:
             only = found["queries_only"]
-            precision = _NONE if only is None else f"{_rate(only['precision'])} ({only['prevalence']:.3f})"
-            recall = _NONE if only is None else _rate(only["recall"])
-            cells = [
-                _auc(found["queries"]),
-                _auc(only),
-                recall,
-                precision,
-                _auc(found["whose"]),
-                _auc(found["control"]),
-            ]
+            guess = "" if only is None else f" ({only['prevalence']:.2g})"
+            cells = [_auc(found[kind]) for kind in ("queries", "queries_touched", "queries_only")]
+            cells += [_rate(only and only["recall"]), f"{_rate(only and only['precision'])}{guess}"]
+            cells += [_auc(found["whose"]), _auc(found["control"])]
         lines.append(f"| {one['name']} | {' | '.join(cells)} |")
     return lines
 

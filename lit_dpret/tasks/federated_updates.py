@@ -189,8 +189,8 @@ def attack_updates(
     for name, update in updates.items():
         moved[name] = moved_rows(before, update[table].double().numpy())
         told[name] = {
-            kind: tell_tokens(moved[name], right, wrong, confidence=confidence)
-            for kind, (right, wrong) in _questions(name, tokens, everyone).items()
+            kind: tell_tokens(moved[name], right, wrong, touched_alone=kind == "queries_touched", confidence=confidence)
+            for kind, (right, wrong) in _questions(name, tokens, everyone, masked=defence.masked).items()
         }
     facts["silos"] = {
         name: {
@@ -217,17 +217,23 @@ def start_weights(make: MakeModule) -> tuple[AS2DualEncoder, Weights]:
     return module, take_weights(module)
 
 
-def _questions(name: str, tokens: Mapping[str, SiloTokens], everyone: Ids) -> dict[str, tuple[Ids, Ids]]:
+def _questions(
+    name: str, tokens: Mapping[str, SiloTokens], everyone: Ids, *, masked: bool
+) -> dict[str, tuple[Ids, Ids]]:
     """What the rows are asked about one silo: tokens to find, and tokens that must not be named."""
     own = tokens[name]
     mine = np.union1d(own.queries, own.collection)
     others = np.concatenate([one.queries for other, one in tokens.items() if other != name] or [own.queries[:0]])
-    absent = np.setdiff1d(everyone, np.union1d(mine, own.held_out))
+    read = [one for other, one in tokens.items() if masked or other == name]  # whose texts the update is made of
+    inside = np.unique(np.concatenate([part for one in read for part in (one.queries, one.collection)]))
+    absent = np.setdiff1d(everyone, np.union1d(inside, own.held_out))
+    collection_alone = np.setdiff1d(own.collection, own.queries)
     return {
-        "queries": (own.queries, np.setdiff1d(own.collection, own.queries)),
+        "queries": (own.queries, collection_alone),
+        "queries_touched": (own.queries, collection_alone),
         "queries_only": (np.setdiff1d(own.queries, own.collection), np.setdiff1d(everyone, mine)),
         "whose": (np.setdiff1d(own.queries, others), np.setdiff1d(others, own.queries)),
-        "control": (np.setdiff1d(own.held_out, mine), absent),
+        "control": (np.setdiff1d(own.held_out, inside), absent),
     }
 
 

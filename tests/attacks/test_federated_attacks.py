@@ -130,6 +130,23 @@ def test_tokens_in_no_text_are_told_apart_by_nothing() -> None:
     assert told is not None and abs(told.auc - 0.5) < 0.12 and told.recall.value < 0.05
 
 
+def test_rounding_of_longer_rows_is_no_evidence() -> None:
+    before = rows(500, 3).astype(np.float32)
+    before[:250] *= 4
+    after = (before * np.float32(0.97)).astype(np.float32)
+    found = moved_rows(before.astype(np.float64), after.astype(np.float64))
+    told = tell_tokens(found, np.arange(250), np.arange(250, 500))
+    assert told is not None and told.auc == 0.5 and not found.touched.any()
+
+
+def test_of_rows_that_stand_out_how_far_they_moved_is_left_to_tell() -> None:
+    before, after = table(TOUCHED)
+    after[TOUCHED[:20]] += 10 * (after - before)[TOUCHED[:20]]
+    found = moved_rows(before, after)
+    told = tell_tokens(found, np.array(TOUCHED[:20]), np.array([*TOUCHED[20:], 401]), touched_alone=True)
+    assert told is not None and told.auc > 0.95 and (told.tokens, told.others) == (20, 20)
+
+
 def test_noise_on_every_row_hides_what_is_smaller() -> None:
     told = tell_tokens(moved_rows(*table(TOUCHED, noise=1.0)), IDS, OTHERS)
     assert told is not None and abs(told.auc - 0.5) < 0.12

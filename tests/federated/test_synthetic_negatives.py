@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_generator import generator, tokenizer
-from tiny_silos import PRIVATE, SIZE, declare_public
+from tiny_silos import PRIVATE, SIZE, declare_public, maker
 from tiny_silos import federation as federation_of
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -21,17 +21,20 @@ from transformers import PreTrainedTokenizerFast
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
-from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, PrivateDataError
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, PrivateDataError, ResumeError
 from lit_dpret.federated.data import planted_silos, planted_words
 from lit_dpret.federated.fed_negatives import FedPool
 from lit_dpret.federated.fitting import fit_epochs
 from lit_dpret.federated.inprocess import InProcessFederation
 from lit_dpret.federated.settings import PddAs2, Stage1, Stage2
+from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.silo_ledger import SiloLedger, silo_budget
 from lit_dpret.federated.synthetic import read_synthetic, train_generator, write_synthetic
 from lit_dpret.federated.trust import trust_table
 from lit_dpret.privacy.card_audit_text import ALARM, BOUND
 from lit_dpret.privacy.card_evidence import AttackResult, add_evidence
+from lit_dpret.privacy.charges import START_EVENT
+from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import NoPrivacy
 
 SMALL = replace(SIZE, clients=2)
@@ -48,6 +51,11 @@ EPS = 5.0  # of the generator, of the 20 of the silo
 
 def federation(root: Path, settings: PddAs2, **more: Any) -> InProcessFederation:
     return federation_of(root, settings, size=SMALL, **more)
+
+
+def client0(root: Path, settings: PddAs2, *, state: str = "state") -> SiloClient:
+    """One client alone: choosing noise for all of them takes time."""
+    return SiloClient(silo(root), root / state / "client0", settings, maker(SMALL), secret_file=root / "secret")
 
 
 def planted_tokenizer() -> PreTrainedTokenizerFast:
@@ -111,9 +119,9 @@ def test_a_verified_set_is_charged_once_to_its_silos_ledger(world: Path) -> None
 
 def test_generator_and_rounds_are_one_budget(world: Path) -> None:
     before = ledger_of(world).epsilon()
-    client = federation(world, ANSWERED).clients["client0"]
+    client = client0(world, ANSWERED)
     without = replace(PRIVATE, stage2=replace(PRIVATE.stage2, request="none"))
-    alone = federation(world, without, state="without").clients["client0"]
+    alone = client0(world, without, state="without")
     assert client.noise is not None and alone.noise is not None
     assert client.noise.training > alone.noise.training  # what the generator cost is not there to be spent again
     weights, _ = client.model
@@ -126,18 +134,18 @@ def test_generator_and_rounds_are_one_budget(world: Path) -> None:
 
 
 def test_answers_are_embeddings_of_synthetic_queries_by_the_sentence_encoder(world: Path) -> None:
-    run = federation(world, ANSWERED)
-    client = run.clients["client0"]
-    block = client.serve(run.start, torch.empty(0, 16), refresh=0)
+    client = client0(world, ANSWERED)
+    start, dim = client.model
+    block = client.serve(start, torch.empty(0, dim), refresh=0)
     assert client.synthetic is not None
-    wanted = client._fresh(run.start).encode_passages(client.synthetic.texts).half()
+    wanted = client._fresh(start).encode_passages(client.synthetic.texts).half()
     for row in block.embeddings:
         assert any(torch.equal(row, one) for one in wanted)
 
 
 def test_training_both_stages_on_synthetic_queries_spends_nothing_more(world: Path) -> None:
-    before = {name: one.epsilon() for name, one in federation(world, TRAINED).clients.items()}
     run = federation(world, TRAINED)
+    before = {name: one.epsilon() for name, one in run.clients.items()}
     result = run.run()
     assert result.epsilon == before and all(0 < float(value or 0) <= EPS for value in before.values())
     moved = max(float((value - run.start[name]).abs().max()) for name, value in run.train_shared().items())
@@ -147,7 +155,7 @@ def test_training_both_stages_on_synthetic_queries_spends_nothing_more(world: Pa
 
 def test_training_on_synthetic_queries_is_a_function_of_no_query_of_the_silos_own(world: Path, tmp_path: Path) -> None:
     """Other people's questions, the same synthetic ones: the same update and the same request, bit by bit."""
-    first = federation(world, TRAINED).clients["client0"]
+    first = client0(world, TRAINED)
     update, rows = first.train_shared(first.model[0], 0), first.request(first.model[0], 0)
     folder = silo(world)
     lines = [json.loads(line) for line in (folder / "queries.jsonl").read_text().splitlines()]
@@ -158,7 +166,7 @@ def test_training_on_synthetic_queries_is_a_function_of_no_query_of_the_silos_ow
     (folder / "manifest.json").write_text(json.dumps(manifest))
     for path in (world / "state" / "client0").glob("stage1-*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    second = federation(world, TRAINED).clients["client0"]
+    second = client0(world, TRAINED)
     again = second.train_shared(second.model[0], 0)
     assert all(torch.equal(update[name], again[name]) for name in update)
     assert torch.equal(rows, second.request(second.model[0], 0))
@@ -167,11 +175,22 @@ def test_training_on_synthetic_queries_is_a_function_of_no_query_of_the_silos_ow
 
 def test_a_generator_that_the_ledger_does_not_cover_is_refused_before_any_noise(world: Path) -> None:
     state = world / "state" / "client0"
+    shutil.rmtree(state / "generator")  # what it cost stays in the ledger
     with pytest.raises(BudgetExceededError):
         train_generator(
             silo(world), state, PRIVATE, make_generator, eps=19.9, batch_size=8, secret_file=world / "secret"
         )
     assert ledger_of(world).epsilon() <= EPS
+
+
+def test_a_finished_generator_is_not_trained_again_nor_with_other_settings(world: Path) -> None:
+    state, spent = world / "state" / "client0", ledger_of(world).epsilon()
+    again = train_generator(
+        silo(world), state, PRIVATE, make_generator, eps=EPS, batch_size=8, secret_file=world / "secret"
+    )
+    assert again == state / "generator" / "attempt-0" and ledger_of(world).epsilon() == spent
+    with pytest.raises(ResumeError, match=r"generator\.eps=5"):
+        train_generator(silo(world), state, PRIVATE, make_generator, eps=2.0, batch_size=8)
 
 
 # -- what is refused --------------------------------------------------------------------------
@@ -258,7 +277,24 @@ def test_a_card_that_does_not_cover_what_would_be_sent_is_refused(
 def test_a_silo_reads_no_set_that_was_not_verified(world: Path, settings: PddAs2) -> None:
     edited_query(world)
     with pytest.raises(PrivateDataError, match="does not stand"):
-        federation(world, settings)
+        client0(world, settings)
+
+
+def test_a_run_that_is_charged_with_less_than_it_released_is_refused(world: Path) -> None:
+    run = world / "state" / "client0" / "generator" / "attempt-0"
+    records = PrivacyLedger.read(run / "privacy_ledger.jsonl").records
+    ledger = ledger_of(world)
+    assert ledger.require_charged(records, "it")
+    intent = next(record for record in records if record["kind"] == "intent")
+    with pytest.raises(PrivateDataError, match="with something else than its own ledger says"):
+        ledger.require_charged([*records, {**intent, "step": 99}], "it")
+    with pytest.raises(PrivateDataError, match="with something else than its own ledger says"):
+        ledger.require_charged([{**record, "hash": "0"} for record in records], "it")
+    start = {"kind": "event", "name": START_EVENT, "start": {"releases": []}}
+    with pytest.raises(PrivateDataError, match="started from another private run"):
+        ledger.require_charged([*records, start], "it")
+    with pytest.raises(PrivateDataError, match="was not charged"):
+        ledger.require_charged([], "it")
 
 
 def test_a_set_under_another_guarantee_is_refused(world: Path) -> None:
@@ -270,11 +306,11 @@ def test_a_set_under_another_guarantee_is_refused(world: Path) -> None:
 
 def test_without_a_budget_the_card_is_verified_all_the_same(world: Path) -> None:
     plain = replace(TRAINED, privacy=replace(TRAINED.privacy, eps=None))
-    client = federation(world, plain).clients["client0"]
+    client = client0(world, plain)
     assert client.synthetic is not None and not client.synthetic.releases and client.epsilon() is None
     edited_query(world)
     with pytest.raises(PrivateDataError, match="does not stand"):
-        federation(world, plain)
+        client0(world, plain)
 
 
 @pytest.mark.parametrize(

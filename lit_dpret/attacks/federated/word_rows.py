@@ -40,7 +40,8 @@ class MovedRows:
     """How far each row of a word-embedding table moved beyond what moves all of them.
 
     Attributes:
-        moved: L2 norms, ``(vocabulary,)``.
+        moved: L2 norms, ``(vocabulary,)``; 0 where it is no more than float32 rounds, which is more for longer rows and
+            would tell frequent words from rare ones without any update.
         kept: The factor by which decay multiplied every row, as the update shows it; 1 without decay.
         threshold: From where on a row counts as touched: six robust deviations above the median row, and more than
             rounding.
@@ -79,10 +80,11 @@ def moved_rows(before: Floats, after: Floats) -> MovedRows:
     if not rows.any():
         raise DataError("Every row of the table is zero, so there is nothing to compare an update with.")
     kept = float(np.median(np.einsum("ij,ij->i", after[rows], before[rows]) / squares[rows]))
+    least = _ROUNDING * float(np.median(np.sqrt(squares[rows])))
     moved = np.linalg.norm(after - kept * before, axis=1)
+    moved[moved <= least] = 0.0
     middle = float(np.median(moved))
     spread = _TO_SIGMA * float(np.median(np.abs(moved - middle)))
-    least = _ROUNDING * float(np.median(np.sqrt(squares[rows])))
     return MovedRows(moved, kept, max(least, middle + _DEVIATIONS * spread))
 
 
@@ -118,13 +120,16 @@ class Told:
         }  # fmt: skip
 
 
-def tell_tokens(rows: MovedRows, tokens: Ids, others: Ids, *, confidence: float = 0.95) -> Told | None:
+def tell_tokens(
+    rows: MovedRows, tokens: Ids, others: Ids, *, touched_alone: bool = False, confidence: float = 0.95
+) -> Told | None:
     """Tell tokens from others by how far their rows moved; None where there are none of one kind.
 
     Args:
         rows: What the update did.
         tokens: Ids to find, without repetition.
         others: Ids that must not be named; none of them among ``tokens``.
+        touched_alone: Ask about rows that stand out alone: whether how far they moved tells more than that they did.
         confidence: Of the intervals, which take tokens for independent.
 
     Raises:
@@ -135,6 +140,8 @@ def tell_tokens(rows: MovedRows, tokens: Ids, others: Ids, *, confidence: float 
     for ids in (tokens, others):
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < len(rows.moved)):
             raise DataError("A token has no row in the table that was attacked: it is of another tokenizer.")
+    if touched_alone:
+        tokens, others = tokens[rows.touched[tokens]], others[rows.touched[others]]
     if not len(tokens) or not len(others):
         return None
     right, wrong = int(rows.touched[tokens].sum()), int(rows.touched[others].sum())
