@@ -16,9 +16,9 @@ from lit_dpret.audit.checks import check_confidence, check_copies, check_count, 
 from lit_dpret.audit.evidence import Evidence
 from lit_dpret.audit.group import group_delta
 from lit_dpret.audit.scores import CanaryScores, Counts
-from lit_dpret.audit.thresholds import Bonferroni, Strategy, best_bound
+from lit_dpret.audit.thresholds import Bonferroni, Explicit, MultiSplit, Split, Strategy, best_bound
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.audit_power import largest_contradicted, one_run_p_value
+from lit_dpret.privacy.audit_power import largest_contradicted, one_run_p_value, unplanned_p_value
 
 METHOD = "one-run audit"
 ASSUMPTION = (
@@ -41,7 +41,9 @@ def one_run_audit(
     Guarantees:
         - For a mechanism that is (eps, delta)-DP and coins as assumed, ``eps_lower > eps`` has probability at most
           ``1 - confidence`` under every strategy but ``Bonferroni(over="hull")`` (Theorem 5.2 of the paper).
-        - Ties count for nothing: canaries of equal score are guessed alike.
+        - Where the strategy fixes a threshold and so leaves the number of guesses to the scores (``Explicit``,
+          ``Split``, ``MultiSplit``), that number is paid for (`unplanned_p_value`), which only a delta makes dear.
+        - Ties count for nothing: they are guessed as wrong as they can be, or canaries of equal score alike.
 
     Args:
         scores: Of members and others.
@@ -55,7 +57,8 @@ def one_run_audit(
     """
     error = _check(delta, confidence, copies)
     strategy = strategy or Bonferroni(over="doubling")
-    found = best_bound(scores, partial(_bound, delta=delta, copies=copies), strategy, error, guessing=True)
+    bound = partial(_bound, delta=delta, copies=copies, planned=not isinstance(strategy, Explicit | Split | MultiSplit))
+    found = best_bound(scores, bound, strategy, error, guessing=True)
     return Evidence(
         method=METHOD, eps_lower=found.eps, delta=delta, confidence=confidence, assumption=assumed(strategy),
         copies=copies, threshold=found.threshold, tests=found.tests,
@@ -63,13 +66,15 @@ def one_run_audit(
 
 
 def one_run_counts(
-    *, canaries: int, guesses: int, correct: int, delta: float, confidence: float = 0.95, copies: int = 1
-) -> Evidence:
+    *, canaries: int, guesses: int, correct: int, delta: float, confidence: float = 0.95, copies: int = 1,
+    planned: bool = True,
+) -> Evidence:  # fmt: skip
     """The same from counts: ``correct`` of ``guesses`` guesses about ``canaries`` canaries, the rest not guessed.
 
-    Whoever decides by the outcome how many to guess must divide the allowed error by the numbers tried.
-    It serves rare real queries as well as canaries: hold a random half of them out before training, and guess of
-    those that the release repeats that they were trained on.
+    ``planned`` says that the number of guesses was fixed beforehand. Where what was released decides about it, say
+    false: the bound then holds for every number (`lit_dpret.privacy.audit_power.unplanned_p_value`). It serves rare
+    real queries as well as canaries: hold a random half of them out before training, and guess of those that the
+    release repeats that they were trained on.
 
     >>> one_run_counts(canaries=1000, guesses=100, correct=90, delta=1e-5).eps_lower.__round__(4)
     1.6261
@@ -79,7 +84,7 @@ def one_run_counts(
     """
     error = _check(delta, confidence, copies)
     check_guesses(canaries, guesses, correct)
-    eps = _epsilon(canaries, guesses, correct, delta, copies, error, 0.0)
+    eps = _epsilon(canaries, guesses, correct, delta, copies, error, 0.0, planned)
     return Evidence(
         method=METHOD, eps_lower=eps, delta=delta, confidence=confidence, assumption=ASSUMPTION, copies=copies
     )
@@ -132,17 +137,22 @@ def _check(delta: float, confidence: float, copies: int) -> float:
     return check_confidence(confidence)
 
 
-def _bound(counts: Counts, error: float, floor: float, *, delta: float, copies: int) -> float:
-    return _epsilon(counts.canaries, counts.guesses, counts.tp, delta, copies, error, floor)
+def _bound(counts: Counts, error: float, floor: float, *, delta: float, copies: int, planned: bool) -> float:
+    return _epsilon(counts.canaries, counts.guesses, counts.tp, delta, copies, error, floor, planned)
 
 
-def _epsilon(canaries: int, guesses: int, correct: int, delta: float, copies: int, error: float, floor: float) -> float:
+def _epsilon(
+    canaries: int, guesses: int, correct: int, delta: float, copies: int, error: float, floor: float, planned: bool
+) -> float:
     counts = {"canaries": canaries, "guesses": guesses, "correct": correct}
 
     def contradicted(eps: float) -> bool:
         # A delta only raises the p-value; without one it is a single tail, and most thresholds fail by it.
         if one_run_p_value(copies * eps, **counts, delta=0.0) >= error:
             return False
-        return one_run_p_value(copies * eps, **counts, delta=group_delta(eps, delta, copies)) < error
+        group = group_delta(eps, delta, copies)
+        if planned:
+            return one_run_p_value(copies * eps, **counts, delta=group) < error
+        return unplanned_p_value(copies * eps, **counts, delta=group, error=error) < error
 
     return largest_contradicted(contradicted, floor)

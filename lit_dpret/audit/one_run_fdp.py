@@ -17,7 +17,7 @@ from lit_dpret.audit.evidence import Evidence
 from lit_dpret.audit.gaussian import gaussian_mu
 from lit_dpret.audit.one_run import assumed, check_guesses
 from lit_dpret.audit.scores import CanaryScores, Counts
-from lit_dpret.audit.thresholds import Bonferroni, Strategy, best_bound
+from lit_dpret.audit.thresholds import Bonferroni, Explicit, MultiSplit, Split, Strategy, best_bound
 from lit_dpret.privacy.audit_power import largest_contradicted
 
 METHOD = "one-run audit of a Gaussian curve"
@@ -53,7 +53,8 @@ def one_run_fdp_audit(
     strategy = strategy or Bonferroni(over="doubling")
     found = best_bound(scores, partial(_bound, delta=delta, copies=copies), strategy, error, guessing=True)
     return Evidence(
-        method=METHOD, eps_lower=found.eps, delta=delta, confidence=confidence, assumption=CURVE + assumed(strategy),
+        method=METHOD, eps_lower=found.eps, delta=delta, confidence=confidence, 
+        assumption=CURVE + assumed(strategy) + _unplanned(strategy),
         copies=copies, threshold=found.threshold, tests=found.tests,
     )  # fmt: skip
 
@@ -73,6 +74,13 @@ def one_run_fdp_counts(
         method=METHOD, eps_lower=eps, delta=delta, confidence=confidence, assumption=CURVE + assumed(Bonferroni()),
         copies=copies,
     )  # fmt: skip
+
+
+def _unplanned(strategy: Strategy) -> str:
+    """What is not proved where a threshold leaves the number of guesses to the scores."""
+    if not isinstance(strategy, Explicit | Split | MultiSplit):
+        return ""
+    return " NOT PROVED: how many were guessed depended on the scores, and the recursion takes it as fixed."
 
 
 def refutes_mu(mu: float, *, canaries: int, guesses: int, correct: int, error: float) -> bool:

@@ -165,7 +165,9 @@ def top_rank_one_training(
     P_a - e^(2 k eps) P_b over the outputs that guess a and not b, at most t; so it is at most
     u = (R - 1) t / (top e^(2 k eps) + R - top). Each hit is thus one of the Binomial's or one of a count with an
     expectation of at most canaries * u, and nothing is known of how the two hang together: the p-value is the largest
-    probability of so many hits that any such pair has. (An argument of our own, for more than two candidates.)
+    probability of so many hits that any such pair has. It rises with epsilon, too: u is t (1 - p) times a constant, t
+    rises, and a share of misses 1 - p that falls is made up for by the misses that a larger p turns into hits. (An
+    argument of our own, for more than two candidates.)
 
     >>> round(top_rank_one_training(67, 100, candidates=100, copies=10).eps_lower, 4)
     0.2468

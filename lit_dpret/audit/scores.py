@@ -94,6 +94,18 @@ class CanaryScores:
     def __repr__(self) -> str:
         return f"CanaryScores(members={len(self.in_scores)}, others={len(self.out_scores)})"
 
+    def highest(self, count: int) -> Counts:
+        """What it makes of them to take exactly ``count`` canaries for members, those with the highest scores.
+
+        Where a tie straddles the edge, the guesses are as wrong as the tie allows.
+        """
+        edge = self.pooled[-count]
+        wrong = min(count, int((self.out_scores >= edge).sum()))
+        right = max(int((self.in_scores > edge).sum()), count - wrong)
+        return Counts(
+            tp=right, fn=len(self.in_scores) - right, fp=count - right, tn=len(self.out_scores) - count + right
+        )
+
     def counts(self, threshold: float) -> Counts:
         """What it makes of them to take every canary with ``score >= threshold`` for a member."""
         missed = int(np.searchsorted(self.in_scores, threshold, side="left"))

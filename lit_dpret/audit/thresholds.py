@@ -110,7 +110,7 @@ def best_bound(scores: CanaryScores, bound: Bound, strategy: Strategy, error: fl
                     "Use over='all'."
                 )
             sizes = 2 ** np.arange(len(scores).bit_length())
-            return _best(scores, iter(scores.pooled[-sizes]), bound, error / len(sizes), len(sizes))
+            return _doubling(scores, sizes, bound, error / len(sizes))
         case Split(share=share, seed=seed):
             return _split(scores, bound, share, error, np.random.default_rng(seed))
         case MultiSplit(splits=splits, share=share, seed=seed):
@@ -120,6 +120,16 @@ def best_bound(scores: CanaryScores, bound: Bound, strategy: Strategy, error: fl
             return Found(eps=float(np.median(each)), threshold=None, tests=1)
         case _:
             raise ConfigurationError(f"{strategy!r} is no way to choose a threshold.")
+
+
+def _doubling(scores: CanaryScores, sizes: np.ndarray, bound: Bound, error: float) -> Found:
+    """The best of so many highest scores; each number is guessed whatever the scores are, ties as wrong as can be."""
+    best, chosen = 0.0, None
+    for size in map(int, sizes):
+        eps = bound(scores.highest(size), error, best)
+        if eps > best:
+            best, chosen = eps, float(scores.pooled[-size])
+    return Found(eps=best, threshold=chosen, tests=len(sizes))
 
 
 def _promising(scores: CanaryScores) -> Iterator[float]:

@@ -97,6 +97,29 @@ def one_run_p_value(eps: float, *, canaries: int, guesses: int, correct: int, de
     return min(1.0, surpassed + 2 * canaries * delta * float(np.max(near / width)))
 
 
+def unplanned_p_value(eps: float, *, canaries: int, guesses: int, correct: int, delta: float, error: float) -> float:
+    """The same where the release decides how many are guessed; compare it with ``error`` and with nothing else.
+
+    With a delta the theorem is for a number of guesses that was fixed beforehand: of several numbers a mechanism may
+    spend its delta on the one that it harms most. This bound is for all numbers at once. Given the release, reveal the
+    coins of the guessed canaries one after the other. A guess is right with a probability h that exceeds
+    q = e^eps / (1 + e^eps) by delta / (1 + e^eps) on average at most, so the right guesses are at most B + D, where B
+    is Binomial(guesses, q) given the release, and D a count with an expectation of at most m delta / 2 that may hang
+    together with anything. For every slope l <= 1, the event B + D >= v has an indicator of at most
+    max(0, 1 - l (v - B)+) + l D. So rejecting where the expectation of the first term at the observed numbers, plus
+    l m delta / 2, is below ``error`` errs with no larger probability, whatever decides about the numbers. The slope is
+    fixed beforehand: min(1, error / (m delta)), which never spends more than half of the error on D. (An argument of
+    our own.) It rises with eps, also where delta does.
+    """
+    if correct == 0:
+        return 1.0
+    rate, extra = 1 / (1 + math.exp(-eps)), canaries * delta
+    slope = 1.0 if extra <= error else error / extra
+    short = np.arange(1, min(correct, math.ceil(1 / slope)) + 1)
+    within = np.maximum(0.0, 1 - slope * short) @ stats.binom.pmf(correct - short, guesses, rate)
+    return min(1.0, float(stats.binom.sf(correct - 1, guesses, rate)) + float(within) + slope * extra / 2)
+
+
 def audit_power(
     eps: float, delta: float, *, canaries: tuple[int, ...] = CANARIES, confidence: float = CONFIDENCE
 ) -> list[dict[str, Any]]:

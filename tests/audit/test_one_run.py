@@ -18,7 +18,7 @@ from lit_dpret.audit.one_run_fdp import one_run_fdp_audit, one_run_fdp_counts, r
 from lit_dpret.audit.scores import CanaryScores
 from lit_dpret.audit.thresholds import Bonferroni, Explicit, Strategy
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.audit_power import one_run_p_value
+from lit_dpret.privacy.audit_power import one_run_p_value, unplanned_p_value
 
 HULL = Bonferroni(over="hull")
 
@@ -172,9 +172,51 @@ def test_smaller_audits_and_explicit_thresholds_give_the_values_of_jax_privacy()
     assert one_run_audit(quantiles(100, 2), delta=1e-5, strategy=HULL).eps_lower == pytest.approx(1.5642, abs=6e-5)
     assert one_run_audit(quantiles(500, 1), delta=1e-5, strategy=HULL).eps_lower == pytest.approx(0.9214, abs=6e-5)
     for threshold, expected in ((0.0, 0.445887), (0.5, 0.714651), (1.0, 1.024898)):
-        found = one_run_audit(quantiles(1000, 1), delta=1e-5, confidence=0.9, strategy=Explicit(threshold=threshold))
-        assert found.eps_lower == pytest.approx(expected, abs=2e-6)
+        scores = quantiles(1000, 1)
+        counts = scores.counts(threshold)
+        planned = one_run_counts(
+            canaries=2000, guesses=counts.guesses, correct=counts.tp, delta=1e-5, confidence=0.9
+        ).eps_lower
+        assert planned == pytest.approx(expected, abs=2e-6)
+        found = one_run_audit(scores, delta=1e-5, confidence=0.9, strategy=Explicit(threshold=threshold))
+        assert planned - 0.02 < found.eps_lower < planned  # how many are above a threshold is not fixed by it
         assert found.threshold == threshold
+
+
+def test_a_delta_that_decides_how_many_are_guessed_is_paid_for() -> None:
+    """Every coin is told with probability delta, else noised as eps allows; then the best number is guessed."""
+    for canaries, eps, delta, error in ((40, 0.0, 1e-3, 0.05), (40, 1.0, 0.01, 0.05), (20, 2.0, 0.05, 0.1)):
+        rate = 1 / (1 + math.exp(-eps))
+        enough: dict[int, int] = {}
+        for guesses in range(1, canaries + 1):
+            for right in range(guesses + 1):
+                p_value = unplanned_p_value(
+                    eps, canaries=canaries, guesses=guesses, correct=right, delta=delta, error=error
+                )
+                if p_value < error:
+                    enough[guesses] = right
+                    break
+        wrong = 0.0
+        for told in range(canaries + 1):
+            chances = [float(binom.sf(v - told - 1, r - told, rate)) for r, v in enough.items() if r >= told]
+            wrong += float(binom.pmf(told, canaries, delta)) * max(chances, default=0.0)
+        assert wrong <= error
+
+
+def test_without_a_delta_an_unplanned_number_of_guesses_costs_nothing_and_with_one_it_costs_something() -> None:
+    counts = {"canaries": 1000, "guesses": 100, "correct": 90}
+    free, planned = (one_run_counts(**counts, delta=0.0, planned=p).eps_lower for p in (False, True))
+    assert free == planned
+    dear, planned = (one_run_counts(**counts, delta=1e-5, planned=p).eps_lower for p in (False, True))
+    assert 0 < dear < planned
+    found = [one_run_counts(**counts, delta=1e-5, copies=k, planned=False).eps_lower for k in (1, 2, 5)]
+    assert found == sorted(found, reverse=True)
+
+
+def test_of_so_many_highest_scores_exactly_so_many_are_guessed_with_ties_against_the_finding() -> None:
+    scores = CanaryScores.of([3.0, 2.0, 2.0, 2.0, 1.0, 0.0], [True, True, False, True, False, True])
+    found = {count: (scores.highest(count).guesses, scores.highest(count).tp) for count in (1, 2, 3, 4, 5)}
+    assert found == {1: (1, 1), 2: (2, 1), 3: (3, 2), 4: (4, 3), 5: (5, 3)}
 
 
 def test_doubling_the_guesses_proves_about_what_the_hull_does_and_less_than_the_truth() -> None:

@@ -166,6 +166,34 @@ def test_a_mechanism_that_tells_secrets_with_probability_delta_keeps_to_the_boun
     assert top_rank_one_training(canaries, canaries, candidates=candidates, delta=1e-6).eps_lower > 0.5
 
 
+@pytest.mark.parametrize("together", [False, True], ids=["each by itself", "all at once"])
+def test_a_mechanism_at_the_edge_of_a_zero_out_claim_keeps_to_the_bound_in_one_training(together: bool) -> None:
+    """A name is released, or none: the secret's own likelier by e^eps than without it, every other by e^-eps less
+    likely. So two secrets differ by e^(2 eps), as far as zero_out allows, and with probability delta all is told.
+    """
+    eps, delta, canaries, candidates, error = 0.8, 0.01, 14, 10, 0.1
+    own, other = math.exp(eps), math.exp(-eps)
+    named = own + (candidates - 1) * other
+    blank = (own - 1) / (own * candidates - named)  # of each name where nothing was planted: the largest possible
+    silent, silent_blank = 1 - blank * named, 1 - candidates * blank
+    assert own * (1 + 1e-9) >= silent / silent_blank >= other and min(silent, silent_blank) > 0
+    hit = blank * own + silent / candidates  # where no name is told, one is guessed
+    rng, runs = np.random.default_rng(11), 40_000
+    hits = rng.binomial(canaries, hit, size=runs)
+    if together:
+        hits[rng.random(runs) < delta] = canaries
+    else:
+        told = rng.binomial(canaries, delta, size=runs)
+        hits = told + rng.binomial(canaries - told, hit)
+    bounds = [
+        top_rank_one_training(h, canaries, candidates=candidates, delta=delta, confidence=1 - error).eps_lower
+        for h in range(canaries + 1)
+    ]
+    wrong = float((np.array(bounds)[hits] > eps).mean())
+    assert wrong <= error + 3 * math.sqrt(error * (1 - error) / runs)
+    assert bounds[-1] > 0
+
+
 def test_the_bound_of_one_training_falls_with_delta_and_a_tiny_one_costs_little() -> None:
     found = [top_rank_one_training(60, 60, candidates=100, delta=delta).eps_lower for delta in (0.0, 1e-9, 1e-5, 1e-3)]
     assert found == sorted(found, reverse=True) and found[0] - found[1] < 0.01 and found[3] < found[0]

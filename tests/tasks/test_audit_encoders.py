@@ -128,7 +128,7 @@ def test_a_candidate_is_judged_by_its_own_passage_among_those_of_the_others_and_
     own = first.candidates.index(first.secret)
     assert found.bits == pytest.approx(bits[own], rel=1e-6)
     assert found.rank == sum(one <= bits[own] + 1e-12 for one in bits)
-    swapped = [first, *(replace(one, secret=one.candidates[-1], side="passage") for one in rest)]
+    swapped = [first, *(replace(one, secret=one.candidates[-1]) for one in rest)]
     assert score_pairs(towers, swapped)[0] == found
 
 
