@@ -23,6 +23,7 @@ _STYLES = (
     ("#000000", (0, (5, 1)), "v"), ("#E69F00", (0, (1, 1)), "P"),
 )  # fmt: skip
 _GREY = "#777777"
+_ASIDE = 0.05  # inches from one line to the next, so that their intervals can be told apart
 
 
 def can_draw() -> bool:
@@ -44,7 +45,7 @@ def draw_study(page: StudyPage, path: Path) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.5, 5.2), layout="constrained")
+    figure = Figure(figsize=(9.5, 5.2), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()
     axis.set_title(page.title)
@@ -63,22 +64,25 @@ def draw_study(page: StudyPage, path: Path) -> Path:
 
 
 def _lines(axis: Any, page: StudyPage) -> None:
+    from matplotlib.transforms import ScaledTranslation
+
     places = sorted({row.at for row in page.rows if row.at is not None})
     if len(places) > 1 and places[0] > 0 and places[-1] / places[0] >= 8:
         axis.set_xscale("log")
-    for style, (line, rows) in zip(_cycled(), _by_line(page).items(), strict=False):
+    for number, (style, (line, rows)) in enumerate(zip(_cycled(), _by_line(page).items(), strict=False)):
         colour, dashes, marker = style
+        aside = axis.transData + ScaledTranslation(number * _ASIDE, 0.0, axis.figure.dpi_scale_trans)
         at = [row.at for row in rows]
         found = [row.interval(SHOWN) for row in rows]
         axis.errorbar(
             at, [one.mean for one in found], yerr=[_reach(one) for one in found], color=colour, linestyle=dashes,
-            marker=marker, capsize=3, label=line,
+            marker=marker, capsize=3, label=line, transform=aside,
         )  # fmt: skip
         theirs = [(row.at, row.paper[SHOWN]) for row in rows if SHOWN in row.paper]
         if theirs:
             axis.plot(
                 *zip(*theirs, strict=True), color=_GREY, linestyle=dashes, marker=marker, markerfacecolor="none",
-                label=f"{line}, the paper's", linewidth=1.0,
+                label=f"{line}, the paper's", linewidth=1.0, transform=aside,
             )  # fmt: skip
     axis.set_xticks(places, [f"{place:g}" for place in places])
     axis.minorticks_off()
