@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import lightning as L
 
@@ -51,6 +52,8 @@ class FederatedStudy:
     Raises:
         ConfigurationError: There is no such study, or a setting is not one of it.
     """
+
+    takes_federation: ClassVar[bool] = True
 
     def __init__(
         self,
