@@ -45,7 +45,7 @@ def draw_study(page: StudyPage, path: Path) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.5, 5.2), layout="constrained")
+    figure = Figure(figsize=(8.5, 6.0), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()
     axis.set_title(page.title)
@@ -115,7 +115,7 @@ def _clients(axis: Any, page: StudyPage) -> None:
 
 def _bytes(axis: Any, page: StudyPage) -> None:
     sent = [row.stage2_bytes for row in page.rows if row.stage2_bytes > 0]
-    for (colour, _, marker), (line, rows) in zip(_cycled(), _by_line(page).items(), strict=False):
+    for number, ((colour, _, marker), (line, rows)) in enumerate(zip(_cycled(), _by_line(page).items(), strict=False)):
         if all(row.stage2_bytes == 0 for row in rows):
             axis.axhline(
                 rows[0].interval(SHOWN).mean,
@@ -131,14 +131,15 @@ def _bytes(axis: Any, page: StudyPage) -> None:
             color=colour, linestyle="none", marker=marker, capsize=3,
             label=line if len(rows) > 1 else f"{line}: {rows[0].label}",
         )  # fmt: skip
+        below = -13 if number % 2 else 6
         for row, one in zip(rows if len(rows) > 1 else [], found, strict=False):
             axis.annotate(
-                row.label, (row.stage2_bytes / 1e6, one.mean), xytext=(6, 5), textcoords="offset points", fontsize=8,
-                color=colour,
+                row.label, (row.stage2_bytes / 1e6, one.mean), xytext=(6, below), textcoords="offset points",
+                fontsize=8, color=colour,
             )  # fmt: skip
     if sent and max(sent) / min(sent) >= 8:
         axis.set_xscale("log")
-    axis.set(xlabel=f"MB: {page.axis}", ylabel="sentence R@1")
+    axis.set(xlabel=f"MB of {page.axis}", ylabel="sentence R@1")
     _share_of_queries(axis)
 
 
@@ -146,7 +147,7 @@ def _share_of_queries(axis: Any) -> None:
     """An axis of shares ends where shares do; few seeds have intervals that reach further."""
     low, high = axis.get_ylim()
     axis.set_ylim(max(low, -0.01), min(high, 1.01))
-    axis.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axis.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
 
 
 def _by_line(page: StudyPage) -> dict[str, list[StudyRow]]:
