@@ -23,6 +23,7 @@ _STYLES = (
     ("#000000", (0, (5, 1)), "v"), ("#E69F00", (0, (1, 1)), "P"),
 )  # fmt: skip
 _GREY = "#777777"
+_ASIDE = 0.05  # inches from one line to the next, so that their intervals can be told apart
 
 
 def can_draw() -> bool:
@@ -44,7 +45,7 @@ def draw_study(page: StudyPage, path: Path) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.5, 5.2), layout="constrained")
+    figure = Figure(figsize=(8.5, 6.0), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()
     axis.set_title(page.title)
@@ -63,22 +64,25 @@ def draw_study(page: StudyPage, path: Path) -> Path:
 
 
 def _lines(axis: Any, page: StudyPage) -> None:
+    from matplotlib.transforms import ScaledTranslation
+
     places = sorted({row.at for row in page.rows if row.at is not None})
     if len(places) > 1 and places[0] > 0 and places[-1] / places[0] >= 8:
         axis.set_xscale("log")
-    for style, (line, rows) in zip(_cycled(), _by_line(page).items(), strict=False):
+    for number, (style, (line, rows)) in enumerate(zip(_cycled(), _by_line(page).items(), strict=False)):
         colour, dashes, marker = style
+        aside = axis.transData + ScaledTranslation(number * _ASIDE, 0.0, axis.figure.dpi_scale_trans)
         at = [row.at for row in rows]
         found = [row.interval(SHOWN) for row in rows]
         axis.errorbar(
             at, [one.mean for one in found], yerr=[_reach(one) for one in found], color=colour, linestyle=dashes,
-            marker=marker, capsize=3, label=line,
+            marker=marker, capsize=3, label=line, transform=aside,
         )  # fmt: skip
         theirs = [(row.at, row.paper[SHOWN]) for row in rows if SHOWN in row.paper]
         if theirs:
             axis.plot(
                 *zip(*theirs, strict=True), color=_GREY, linestyle=dashes, marker=marker, markerfacecolor="none",
-                label=f"{line}, the paper's", linewidth=1.0,
+                label=f"{line}, the paper's", linewidth=1.0, transform=aside,
             )  # fmt: skip
     axis.set_xticks(places, [f"{place:g}" for place in places])
     axis.minorticks_off()
@@ -111,7 +115,7 @@ def _clients(axis: Any, page: StudyPage) -> None:
 
 def _bytes(axis: Any, page: StudyPage) -> None:
     sent = [row.stage2_bytes for row in page.rows if row.stage2_bytes > 0]
-    for (colour, _, marker), (line, rows) in zip(_cycled(), _by_line(page).items(), strict=False):
+    for number, ((colour, _, marker), (line, rows)) in enumerate(zip(_cycled(), _by_line(page).items(), strict=False)):
         if all(row.stage2_bytes == 0 for row in rows):
             axis.axhline(
                 rows[0].interval(SHOWN).mean,
@@ -127,14 +131,15 @@ def _bytes(axis: Any, page: StudyPage) -> None:
             color=colour, linestyle="none", marker=marker, capsize=3,
             label=line if len(rows) > 1 else f"{line}: {rows[0].label}",
         )  # fmt: skip
+        below = -13 if number % 2 else 6
         for row, one in zip(rows if len(rows) > 1 else [], found, strict=False):
             axis.annotate(
-                row.label, (row.stage2_bytes / 1e6, one.mean), xytext=(6, 5), textcoords="offset points", fontsize=8,
-                color=colour,
+                row.label, (row.stage2_bytes / 1e6, one.mean), xytext=(6, below), textcoords="offset points",
+                fontsize=8, color=colour,
             )  # fmt: skip
     if sent and max(sent) / min(sent) >= 8:
         axis.set_xscale("log")
-    axis.set(xlabel=f"MB: {page.axis}", ylabel="sentence R@1")
+    axis.set(xlabel=f"MB of {page.axis}", ylabel="sentence R@1")
     _share_of_queries(axis)
 
 
@@ -142,7 +147,7 @@ def _share_of_queries(axis: Any) -> None:
     """An axis of shares ends where shares do; few seeds have intervals that reach further."""
     low, high = axis.get_ylim()
     axis.set_ylim(max(low, -0.01), min(high, 1.01))
-    axis.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axis.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
 
 
 def _by_line(page: StudyPage) -> dict[str, list[StudyRow]]:

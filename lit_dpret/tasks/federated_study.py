@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import lightning as L
 
@@ -51,6 +52,8 @@ class FederatedStudy:
     Raises:
         ConfigurationError: There is no such study, or a setting is not one of it.
     """
+
+    takes_federation: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -143,7 +146,7 @@ class FederatedStudy:
         clients = {seed: sizes(cells.silos(points[0], seed)) for seed in self.seeds} if self.study.trend else {}
         return tell(
             self.study, points, found, out, plan=plan, sizes=clients, plot=self.plot, notes=self._notes(points, base),
-            command=parts.command,
+            command=" ".join(word for word in parts.command.split() if not word.startswith("resume=")),
         )  # fmt: skip
 
     def _points(self, plan: FederationPlan, base: Mapping[str, Path]) -> list[Point]:
@@ -192,11 +195,12 @@ class FederatedStudy:
 
     def _notes(self, points: Sequence[Point], base: Mapping[str, Path]) -> list[str]:
         """What a reader must know of this run."""
-        counts = sizes(base)
+        counts = sorted(set(sizes(base).values()))
+        span = " to ".join(map(str, counts[:1] + counts[1:][-1:]))
         found = [self.note] if self.note else []
         found.append(
-            f"{len(base)} clients with {min(counts.values())} to {max(counts.values())} train queries, judged on their "
-            f"{self.split} queries; seeds {', '.join(map(str, self.seeds))}."
+            f"{len(base)} silos with {span} train queries, judged on their {self.split} queries; seeds "
+            f"{', '.join(map(str, self.seeds))}."
         )
         if self.study.name == "gain" and points[0].silos.skew > 1:
             found.append(

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from scipy.stats import spearmanr
 
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.studies.catalogue import Study
@@ -22,6 +21,7 @@ from lit_dpret.retrieval.seeds import seed_interval
 
 Found = Mapping[str, Mapping[int, SystemResult]]
 """By the name of a point, then by seed."""
+_ALIKE = 1e-9
 
 
 def tell(
@@ -52,8 +52,10 @@ def tell(
     rows = [_row(study, point, found[point.name]) for point in points]
     gains = _gains(points, found, study.trend, sizes) if study.trend is not None else []
     findings = [_finding(one, found) for one in study.contrasts(points)]
-    if study.trend is not None:
-        findings += _trend(study.trend, points, found, sizes)
+    by_line = {point.line: found[point.name] for point in points}
+    if study.trend is not None and {study.trend.of, study.trend.over} <= set(by_line):
+        findings.append(trend_finding(study.trend, by_line, sizes))
+    seconds = sum(row.cpu_seconds for row in rows)
     faults = sorted({fault for by_seed in found.values() for result in by_seed.values() for fault in result.faults})
     page = StudyPage(
         title=study.title,
@@ -62,7 +64,12 @@ def tell(
         says=study.says,
         findings=[finding for finding in findings if finding],
         gains=gains,
-        notes=[*notes, *study.notes, *(f"Left out: {fault}" for fault in faults)],
+        notes=[
+            *notes,
+            *study.notes,
+            f"Processor time of all rows: {seconds:.0f} s; what rows share is counted once.",
+            *(f"Left out: {fault}" for fault in faults),
+        ],
         command=command,
         promise=_promise(plan),
     )
@@ -115,6 +122,8 @@ def _judged(steps: Sequence[float], *, claimed: bool, what: str = "sentence R@1"
     told = f"{'+' if found.mean >= 0 else ''}{with_reach(found)} {what}"
     if len(steps) == 1:
         return f"{told}; one seed decides nothing."
+    if found.high - found.low < _ALIKE:
+        return f"{told}; all seeds are alike, so nothing says how far others would be."
     if found.low > 0:
         return f"{told}; {'it appears here' if claimed else 'the seeds carry it'}."
     if found.high < 0:
@@ -147,21 +156,24 @@ def _gains(
     return listed
 
 
-def _trend(trend: Trend, points: Sequence[Point], found: Found, sizes: Mapping[int, Mapping[str, int]]) -> list[str]:
-    by_line = {point.line: found[point.name] for point in points}
-    if trend.of not in by_line or trend.over not in by_line:
-        return []
-    correlations: list[float] = []
+def trend_finding(
+    trend: Trend, by_line: Mapping[str, Mapping[int, SystemResult]], sizes: Mapping[int, Mapping[str, int]]
+) -> str:
+    """Whether a line gains more over another where a client has fewer queries, and whether the seeds carry it.
+
+    Args:
+        trend: What is reported.
+        by_line: Results of each line by seed.
+        sizes: Train queries of each client by seed.
+    """
+    slopes: list[float] = []
     for seed, counts in sizes.items():
         names = list(counts)
         gains = [_of_client(by_line[trend.of][seed], n) - _of_client(by_line[trend.over][seed], n) for n in names]
-        queries = [counts[name] for name in names]
-        if len(set(queries)) > 1 and len(set(gains)) > 1:
-            correlations.append(-float(spearmanr(queries, gains).statistic))
-        else:  # nothing rises or falls
-            correlations.append(0.0)
-    words = _judged(correlations, claimed=True, what="rank correlation of the gain with fewer queries")
-    return [f"{trend.claim[:1].upper()}{trend.claim[1:]}? {words}"]
+        halvings = -np.log2([counts[name] for name in names])
+        slopes.append(float(np.polyfit(halvings, gains, 1)[0]) if len(set(counts.values())) > 1 else 0.0)
+    words = _judged(slopes, claimed=True, what="gain in sentence R@1 for each halving of a client's queries")
+    return f"{trend.claim[:1].upper()}{trend.claim[1:]}? {words}"
 
 
 def _of_client(result: SystemResult, name: str) -> float:

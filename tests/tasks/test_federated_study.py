@@ -321,3 +321,27 @@ def test_under_a_budget_every_cell_goes_on_with_ledgers_of_its_own_and_stays_wit
     epsilons = [cells.result(point, 0).epsilon["client0"] for point in points]
     assert all(value is not None and 0 < value <= 20 for value in epsilons)
     assert epsilons[0] == pytest.approx(epsilons[1]) and epsilons[2] < epsilons[0]
+
+
+@pytest.mark.parametrize(("gains", "verdict"), [
+    ([[0.0, 0.1, 0.21], [0.0, 0.1, 0.2], [0.0, 0.12, 0.2]], "it appears here"),
+    ([[0.21, 0.1, 0.0], [0.2, 0.1, 0.0], [0.2, 0.12, 0.0]], "here it is the other way round"),
+    ([[0.0, 0.1, 0.2], [0.2, 0.1, 0.0], [0.1, 0.1, 0.1]], "these seeds do not decide it"),
+    ([[0.0, 0.1, 0.2]] * 3, "all seeds are alike"),
+    ([[0.0, 0.1, 0.2]], "one seed decides nothing"),
+])  # fmt: skip
+def test_whether_small_clients_gain_more_is_judged_by_the_seeds(gains: list[list[float]], verdict: str) -> None:
+    from lit_dpret.federated.systems import SystemResult
+    from lit_dpret.tasks.federated_study_report import SHOWN, trend_finding
+
+    trend = study_of("gain").trend
+    assert trend is not None
+    names, counts = ["a", "b", "c"], {"a": 80, "b": 40, "c": 20}
+    found = {
+        "more": {seed: SystemResult({n: {SHOWN: [0.3 + g]} for n, g in zip(names, one, strict=True)})
+                 for seed, one in enumerate(gains)},
+        "less": {seed: SystemResult({n: {SHOWN: [0.3]} for n in names}) for seed in range(len(gains))},
+    }  # fmt: skip
+    lines = {trend.of: found["more"], trend.over: found["less"]}
+    told = trend_finding(trend, lines, dict.fromkeys(range(len(gains)), counts))
+    assert told.startswith("Clients with fewer queries gain more? ") and verdict in told

@@ -200,6 +200,16 @@ def _each_against(system: System, claim: str) -> Callable[[Sequence[Point]], lis
     return contrasts
 
 
+def _more_and_others(points: Sequence[Point]) -> list[Contrast]:
+    """More negatives against fewer, and at equal number those of others against the client's own."""
+    own = {point.label: point for point in points if point.system == "customised"}
+    fed = [point for point in points if point.system == "fed_negative" and point.label in own]
+    claim = "fed-negatives are better than as many of the client's own"
+    return _ends("more negatives are better")(points) + [
+        Contrast(claim=claim, more=point.name, less=own[point.label].name) for point in fed
+    ]
+
+
 def _against_first(points: Sequence[Point]) -> list[Contrast]:
     base = [point for point in points if point.line == "all of these"]
     return [Contrast(claim="", more=base[0].name, less=point.name) for point in points if base and point is not base[0]]
@@ -216,8 +226,8 @@ _CATALOGUE: dict[str, Study] = {
             values=(),
             axis="negatives of a query",
             points=_negatives,
-            says="More negatives are better, in both stages.",
-            contrasts=_ends("more negatives are better"),
+            says="More negatives are better, in both stages; other clients' are better than the client's own.",
+            contrasts=_more_and_others,
             notes=(
                 "n is the number of BM25 and of static negatives in stage 1, drawn from the best top_k, beside those "
                 "of the batch; in stage 2 that of the client's own dynamic negatives, or of fed-negatives. Rows of "
@@ -276,7 +286,7 @@ _CATALOGUE: dict[str, Study] = {
             systems=("customised", "fed_negative"),
             default=("customised", "fed_negative"),
             values=(),
-            axis="bytes of requests and answers of a client, over all refreshes",
+            axis="requests and answers of a client, over all refreshes",
             points=_communication,
             says="",
             contrasts=_against_first,
