@@ -98,6 +98,8 @@ def run(cfg: DictConfig) -> Any:
     task = instantiate(cfg.task, _convert_="all")
     if cfg.get("canaries") is not None and not isinstance(task, Fit):
         raise ConfigurationError("canaries are planted by task=fit; task=canaries has its own, task.canaries.")
+    if cfg.get("federated") is not None and not getattr(task, "takes_federation", False):
+        raise ConfigurationError("federated= describes a federation, and this task trains none. Add task=federated.")
     if cfg.init_from is not None and not isinstance(task, Fit):
         raise ConfigurationError(f"init_from={cfg.init_from} is for task=fit: no other task starts from a run's model.")
     return task.run(build_parts(cfg))

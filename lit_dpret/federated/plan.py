@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +34,7 @@ class FederationPlan:
         transport: What carries the messages; see `lit_dpret.federated.transport`.
         silos: ``insuranceqa``, its domains as clients; ``planted``, invented words; or a folder of silos, as
             task=build_silos writes it.
-        clients: How many of the largest clients; null for all of a folder.
+        clients: How many of the largest clients, by train queries; null for all of a folder.
         sample: ``max_train_queries``, ``max_test_queries`` (of each other split) and ``max_passages`` of a client, and
             the public ``seed`` of the draw, for ``insuranceqa``.
         planted: Sizes of the planted silos (`lit_dpret.federated.data.planted.Planted`).
@@ -137,7 +139,6 @@ class FederationPlan:
             return {}
         if self.silos not in (INSURANCEQA, PLANTED):
             found = silo_folders(self.silos, knob="federated.silos")
-            found = dict(list(found.items())[: self.clients])
         else:
             if not built.exists():
                 write_silos(built, self._build(), facts={"source": self.silos}, knob="hydra.run.dir")
@@ -145,25 +146,28 @@ class FederationPlan:
             if self.declare_public:
                 for folder in found.values():
                     _declare(folder)
-        if len(found) < 2:
+        if min(len(found), self.clients or 2) < 2:
             raise ConfigurationError(
-                f"federated.silos={self.silos} has {len(found)} client, and a federation needs at least two. Build "
-                "more (task=build_silos), or raise federated.clients."
+                f"federated.silos={self.silos} has {len(found)} client with federated.clients={self.clients}, and a "
+                "federation needs at least two. Build more (task=build_silos), or raise federated.clients."
             )
-        for name, folder in found.items():
-            counts = read_silo(folder).counts()
+        sizes = {name: read_silo(folder).counts() for name, folder in found.items()}
+        largest = sorted(sizes, key=lambda name: (-sizes[name]["train"], name))[: self.clients]
+        for name in largest:
+            counts = sizes[name]
             if empty := next((split for split in ("train", "dev", "test") if not counts[split]), None):
                 raise DataError(
                     f"Client {name!r} of federated.silos={self.silos} has no {empty} query, and every split is needed. "
                     "Leave it out, or build the silos again (task=build_silos)."
                 )
-        return found
+        return {name: found[name] for name in largest}
 
     def _build(self) -> Sequence[Silo]:
         if self.silos == PLANTED:
             return planted_silos(self.planted)
         try:
-            return silos_by_domain(InsuranceQADataModule(folder=None).collection, clients=self.clients, **self.sample)
+            data = InsuranceQADataModule(folder=_insuranceqa())
+            return silos_by_domain(data.collection, clients=self.clients, **self.sample)
         except TypeError as error:
             raise ConfigurationError(f"federated.sample: {error}.") from error
 
@@ -182,6 +186,13 @@ def _made(where: str, kind: type[T], given: Mapping[str, Any] | None) -> T:
         return kind(**dict(given or {}))
     except TypeError as error:
         raise ConfigurationError(f"{where}: {error}.") from error
+
+
+def _insuranceqa() -> Path | None:
+    """Null for the package; where that is missing, the copy in ``$LIT_DPRET_DATA``."""
+    copy = Path(os.environ.get("LIT_DPRET_DATA", "")) / "insuranceqa"
+    missing = importlib.util.find_spec("insuranceqa_data") is None
+    return copy if missing and copy.is_dir() else None
 
 
 def _declare(folder: Path) -> None:

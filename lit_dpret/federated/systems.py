@@ -88,6 +88,20 @@ class SystemRunner:
         found.cpu_seconds = time.process_time() - began
         return found
 
+    def tidy(self, system: System, seed: int) -> None:
+        """Remove the weights that no other system goes on from; ledgers, and the global model of stage 1, stay."""
+        state = self.folder / f"seed{seed}"
+        if system in FEDERATED:
+            root = state / (system if (state / system).exists() else "federation") / "silos"
+            kinds = {"stage1": ("stage1", "optimizer"), "customised": ("personal-dynamic",)}
+            patterns = [f"*/{kind}-*" for kind in kinds.get(system, ("personal-fed",))]
+        else:
+            root, patterns = state / system, ["*/*"]
+        for pattern in patterns:
+            for path in root.glob(pattern):
+                if path.suffix in (".safetensors", ".pt"):
+                    path.unlink()
+
     def _federated(self, system: System, settings: PddAs2) -> SystemResult:
         shared = self._shared(settings)
         settings = replace(settings, stage2=replace(settings.stage2, negatives="fed" if self.fed else "dynamic"))

@@ -7,7 +7,6 @@ guarantee (what each silo spent) and the measures stand side by side and are nev
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
+from lit_dpret.report.federated_words import ends, megabytes, show, signed, spent, verdict
 from lit_dpret.report.gain_figure import gain_figure
 from lit_dpret.report.html import Drawing
 from lit_dpret.report.paper_004 import COLUMNS, ORDERS, TABLE_1, impossible_cells
@@ -48,7 +48,7 @@ class FederatedRow:
 
     Args:
         system: Its name in `lit_dpret.report.paper_004.TABLE_1`.
-        values: For each seed, client and measure one value for each query.
+        values: For each seed, client and measure one value for each query; a silo that withholds its own is left out.
         epsilon: For each client the largest epsilon over seeds; None promises nothing, empty where nothing is sent.
         sent: Bytes by client and phase, the mean over seeds.
         cpu_seconds: Of all seeds together.
@@ -68,10 +68,11 @@ class FederatedRow:
         return TABLE_1[self.system][1]
 
     def over_silos(self, metric: str) -> dict[int, float]:
-        """For each seed the mean over silos of each one's mean over its queries."""
+        """For each seed in which a silo told its measures: the mean over silos of each one's mean over its queries."""
         return {
             seed: float(np.mean([np.mean(measures[metric]) for measures in clients.values()]))
             for seed, clients in self.values.items()
+            if clients
         }
 
     def over_queries(self, metric: str) -> dict[int, float]:
@@ -79,6 +80,7 @@ class FederatedRow:
         return {
             seed: float(np.mean(np.concatenate([measures[metric] for measures in clients.values()])))
             for seed, clients in self.values.items()
+            if clients
         }
 
     def of_client(self, client: str, metric: str) -> dict[int, float]:
@@ -201,13 +203,14 @@ def _table(rows: Sequence[FederatedRow]) -> Grid:
         if group != heading:
             heading = group
             body.append([group, *([""] * len(COLUMNS))])
-        cells = [f"{show(_over_seeds(row, name))} / {paper:.3f}" for name, paper in zip(COLUMNS, theirs, strict=True)]
+        cells = [f"{_cell(row, name)} / {paper:.3f}" for name, paper in zip(COLUMNS, theirs, strict=True)]
         body.append([label, *cells])
     return Grid(("ours / paper", *COLUMNS.values()), body, frozenset(range(1, 1 + len(COLUMNS))))
 
 
 def _over_queries(rows: Sequence[FederatedRow]) -> Grid:
-    body = [[row.label, *(f"{np.mean(list(row.over_queries(name).values())):.3f}" for name in COLUMNS)] for row in rows]
+    told = [row for row in rows if any(row.values.values())]
+    body = [[row.label, *(f"{np.mean(list(row.over_queries(name).values())):.3f}" for name in COLUMNS)] for row in told]
     return Grid(("ours", *COLUMNS.values()), body, frozenset(range(1, 1 + len(COLUMNS))))
 
 
@@ -229,8 +232,10 @@ def _orders(by_name: Mapping[str, FederatedRow]) -> list[Block]:
     metric = "sentence/mrr@10"
     body = []
     for better, worse in ORDERS:
-        if better in by_name and worse in by_name:
-            gain = seed_interval(_paired(by_name[better].over_silos(metric), by_name[worse].over_silos(metric)))
+        if better not in by_name or worse not in by_name:
+            continue
+        if paired := _paired(by_name[better].over_silos(metric), by_name[worse].over_silos(metric)):
+            gain = seed_interval(paired)
             paper = TABLE_1[better][2][0] - TABLE_1[worse][2][0]
             body.append(
                 (f"{TABLE_1[better][1]} over {TABLE_1[worse][1]}", f"{paper:+.3f}", signed(gain), verdict(gain))
@@ -274,11 +279,11 @@ def _traffic(rows: Sequence[FederatedRow]) -> list[Block]:
     body = []
     for row in sending:
         totals = [sum(sent.get(phase, 0.0) for sent in row.sent.values()) for phase in phases]
-        body.append((row.label, "all silos", *(_mb(total) for total in (*totals, sum(totals)))))
+        body.append((row.label, "all silos", *(megabytes(total) for total in (*totals, sum(totals)))))
     most = sending[-1]
     for name, sent in most.sent.items():
         each = [sent.get(phase, 0.0) for phase in phases]
-        body.append((most.label, name, *(_mb(value) for value in (*each, sum(each)))))
+        body.append((most.label, name, *(megabytes(value) for value in (*each, sum(each)))))
     head = ("system", "silo", *phases, "together")
     said = (
         "Megabytes of tensors, without envelopes, the mean over seeds. Stage 1 counts both ways; requests count for "
@@ -292,7 +297,7 @@ def _epsilon(rows: Sequence[FederatedRow], facts: FederatedFacts) -> list[Block]
         return [Paragraph("No privacy: epsilon is infinite for every silo and every unit.")]
     private = [row for row in rows if row.epsilon]
     clients = list(dict.fromkeys(name for row in private for name in row.epsilon))
-    body = [(name, *(_eps(row.epsilon.get(name)) for row in private)) for name in clients]
+    body = [(name, *(spent(row.epsilon.get(name)) for row in private)) for name in clients]
     head = (f"silo (unit: {facts.unit})", *(row.label for row in private))
     said = f"{_PER_SYSTEM} The largest over seeds, of a budget of {facts.eps:g}."
     return [Paragraph(said), Grid(head, body, frozenset(range(1, len(head))))]
@@ -311,10 +316,7 @@ def _data(rows: Sequence[FederatedRow], by_name: Mapping[str, FederatedRow], fac
     for row in rows:
         measures = {
             name: {
-                "over_silos": {
-                    **_ends(seed_interval(list(row.over_silos(name).values()))),
-                    "per_seed": _keyed(row.over_silos(name)),
-                },
+                "over_silos": _of_seeds(row, name) | {"per_seed": _keyed(row.over_silos(name))},
                 "over_queries": {"per_seed": _keyed(row.over_queries(name))},
                 "paper": paper,
             }
@@ -335,7 +337,7 @@ def _data(rows: Sequence[FederatedRow], by_name: Mapping[str, FederatedRow], fac
         "silos": facts.silos,
         "settings": dict(facts.settings),
         "systems": table,
-        "gain_of_stage1_over_single_star": {name: _ends(gain) for name, gain in _gains(by_name, "stage1").items()},
+        "gain_of_stage1_over_single_star": {name: ends(gain) for name, gain in _gains(by_name, "stage1").items()},
         "impossible_in_the_paper": impossible_cells(),
         "trust": [list(line) for line in facts.trust],
         "command": facts.command,
@@ -343,8 +345,16 @@ def _data(rows: Sequence[FederatedRow], by_name: Mapping[str, FederatedRow], fac
     }
 
 
+def _cell(row: FederatedRow, metric: str) -> str:
+    return show(_over_seeds(row, metric)) if any(row.values.values()) else "withheld"
+
+
 def _over_seeds(row: FederatedRow, metric: str) -> Interval:
     return seed_interval(list(row.over_silos(metric).values()))
+
+
+def _of_seeds(row: FederatedRow, metric: str) -> dict[str, Any]:
+    return dict(ends(_over_seeds(row, metric))) if any(row.values.values()) else {}
 
 
 def _paired(one: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
@@ -356,42 +366,6 @@ def _paired(one: Mapping[int, float], other: Mapping[int, float]) -> list[float]
         (only,) = other.values()
         return [value - only for value in one.values()]
     return [one[seed] - other[seed] for seed in one if seed in other]
-
-
-def show(interval: Interval) -> str:
-    """``0.261 [0.251, 0.271]``, or the mean alone where there is one run."""
-    if not math.isfinite(interval.low):
-        return f"{interval.mean:.3f}"
-    return f"{interval.mean:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
-
-
-def signed(interval: Interval) -> str:
-    """The same of a difference."""
-    if not math.isfinite(interval.low):
-        return f"{interval.mean:+.3f}"
-    return f"{interval.mean:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
-
-
-def verdict(gain: Interval) -> str:
-    """What a difference over seeds says about an order that was claimed."""
-    if not math.isfinite(gain.low):
-        return "one seed: not known"
-    if gain.low > 0:
-        return "holds"
-    return "the other way round" if gain.high < 0 else "not decided"
-
-
-def _mb(count: float) -> str:
-    return f"{count / 1e6:.3f}" if count < 1e6 else f"{count / 1e6:.1f}"
-
-
-def _eps(value: float | None) -> str:
-    return "infinite" if value is None else f"{math.ceil(value * 1000) / 1000:.3f}"
-
-
-def _ends(interval: Interval) -> dict[str, float | None]:
-    ends = {"mean": interval.mean, "low": interval.low, "high": interval.high}
-    return {name: value if math.isfinite(value) else None for name, value in ends.items()}
 
 
 def _keyed(by_seed: Mapping[int, float]) -> dict[str, float]:

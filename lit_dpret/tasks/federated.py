@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import numpy as np
@@ -40,12 +40,14 @@ class Federated:
         seeds: One run of each system that learns for each of them.
         split: On which questions they are judged: ``test``, or ``dev`` to choose settings on.
         note: Said at the top of the report, such as what the settings were chosen on.
-        keep_models: Keep weights; without it a system's weights go when its seed is finished.
+        keep_models: Keep all weights; without it the global model of stage 1 stays, from which systems can be added.
         min_free_mb: Refuse to start with less free disk.
 
     Raises:
         ConfigurationError: A system is unknown, or seeds are missing or not distinct.
     """
+
+    takes_federation: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -93,11 +95,15 @@ class Federated:
 
     def _result(self, stages: Stages, runner: SystemRunner, system: System, seed: int) -> SystemResult:
         def work(folder: Path, resume: bool) -> dict[str, Any]:
+            folder.chmod(0o700)  # values of single queries are as private as the queries
             L.seed_everything(seed, verbose=False)
             return asdict(runner.run(system, seed))
 
         name = system if system == "bm25" else f"{system}-seed{seed}"
-        return SystemResult(**stages.run(name, work))
+        result = SystemResult(**stages.run(name, work))
+        if not self.keep_models:
+            runner.tidy(system, seed)
+        return result
 
     def _fingerprint(self, plan: FederationPlan) -> str:
         """What finished runs depend on: systems and seeds can be added."""
@@ -128,7 +134,11 @@ class Federated:
         )
         written = write_federated_report(parts.run_dir, rows, facts)
         sys.stdout.write(written["pdd_as2.md"].read_text(encoding="utf-8") + "\n")
-        return {row.system: float(np.mean(list(row.over_silos("sentence/mrr@10").values()))) for row in rows}
+        return {
+            row.system: float(np.mean(list(row.over_silos("sentence/mrr@10").values())))
+            for row in rows
+            if any(row.values.values())
+        }
 
 
 def _notes(plan: FederationPlan, seeds: Sequence[int]) -> list[str]:

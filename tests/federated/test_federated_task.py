@@ -295,7 +295,7 @@ def broken_silos(tmp_path: Path) -> Iterator[tuple[str, str]]:
     yield "empty", "manifest.json does not exist; check federated.silos"
     found = planted_silos(Planted(**TINY))
     write_silos(tmp_path / "one", found[:1], facts={})
-    yield "one", "has 1 client, and a federation needs at least two"
+    yield "one", "has 1 client with federated.clients=10, and a federation needs at least two"
     for split in ("train", "dev", "test"):
         kept = [query for query in found[1].queries if query.split != split]
         write_silos(tmp_path / split, [found[0], replace(found[1], queries=kept)], facts={})
@@ -336,3 +336,31 @@ def test_the_config_names_every_setting_and_its_defaults_are_the_papers() -> Non
 
 def test_systems_stand_in_the_order_of_the_table() -> None:
     assert check_systems(["central", "bm25", "stage1"]) == ["bm25", "stage1", "central"]
+
+
+def test_a_federation_for_a_task_that_trains_none_is_refused_in_one_line(tmp_path: Path) -> None:
+    from lit_dpret.cli import run
+
+    with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
+        cfg = compose("train", overrides=["task=plan", "federated=inprocess", f"run_dir={tmp_path}"])
+    with pytest.raises(ConfigurationError, match=r"federated= describes a federation, and this task trains none"):
+        run(cfg)
+
+
+def test_what_is_said_inside_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    from lit_dpret.progress import ProgressLine, without_progress
+
+    with without_progress():
+        ProgressLine("inner")(1, 1)
+    ProgressLine("outer")(1, 1)
+    said = capsys.readouterr().err
+    assert "outer" in said and "inner" not in said
+
+
+def test_weights_that_nothing_goes_on_from_are_removed_and_ledgers_stay(tmp_path: Path) -> None:
+    made = plan(privacy=EPS, stage2={**TWO, "epochs": 0}, secret_file=str(tmp_path / "secret"))
+    Federated(systems=["stage1"], seeds=[0]).run(parts(tmp_path / "run", made))
+    state = tmp_path / "run" / "private" / "seed0" / "federation"
+    assert [path.name for path in state.rglob("*.safetensors")] == ["global-001.safetensors"]
+    assert len(list(state.rglob("silo_ledger.query.jsonl"))) == 2
+    assert (tmp_path / "run" / "stage1-seed0").stat().st_mode & 0o077 == 0

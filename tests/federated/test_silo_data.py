@@ -137,6 +137,26 @@ def test_a_domain_becomes_a_client_whose_queries_are_answered_by_every_sentence_
     assert "p20" in small.passages
 
 
+def test_a_sample_is_drawn_by_a_public_seed_and_each_split_has_a_limit_of_its_own() -> None:
+    def drawn(seed: int | None) -> list[str]:
+        big, _ = silos_by_domain(
+            collection(),
+            clients=2,
+            min_train=2,
+            min_test=1,
+            max_train_queries=3,
+            max_test_queries=1,
+            max_passages=1,
+            seed=seed,
+        )
+        counts = big.counts()
+        assert (counts["train"], counts["test"], counts["passages"]) == (3, 1, 4)  # those that answer, and no others
+        return [query.qid for query in big.queries]
+
+    assert drawn(0) == drawn(0) and drawn(None) == ["q0", "q1", "q2", "q3"]
+    assert len({tuple(drawn(seed)) for seed in range(8)}) > 3
+
+
 def test_too_few_domains_of_a_size_are_refused_with_the_knobs() -> None:
     with pytest.raises(DataError, match=r"1 domains have 5 train .* task\.min_train"):
         silos_by_domain(collection(), clients=2, min_train=5, min_test=1)

@@ -1,0 +1,94 @@
+"""The page of a federation: averages, intervals, what the paper's table cannot be, and what is said of privacy."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_dpret.report.federated_report import FederatedFacts, FederatedRow, write_federated_report
+from lit_dpret.report.federated_words import show, spent, verdict
+from lit_dpret.report.gain_figure import gain_figure
+from lit_dpret.report.paper_004 import COLUMNS, TABLE_1, impossible_cells
+from lit_dpret.retrieval.seeds import seed_interval
+from lit_dpret.retrieval.statistics import Interval
+
+SIZES = {"passages": 2, "sentences": 9, "train": 4, "dev": 1, "test": 3}
+FACTS = FederatedFacts(
+    silos={"a": SIZES, "b": {**SIZES, "train": 8}}, split="test", model="a small one", trust=[("x", "y", "z", "none")],
+    eps=None, unit="query", command="python train.py experiment=pdd_as2",
+)  # fmt: skip
+
+
+def row(system: str, seeds: dict[int, dict[str, list[float]]], **more: Any) -> FederatedRow:
+    values = {
+        seed: {client: dict.fromkeys(COLUMNS, found) for client, found in clients.items()}
+        for seed, clients in seeds.items()
+    }
+    return FederatedRow(system=system, values=values, **more)
+
+
+ALONE = row("single_star", {0: {"a": [0.0], "b": [1.0, 0.0]}, 1: {"a": [0.0], "b": [1.0, 0.0]}})
+STAGE1 = row(
+    "stage1", {0: {"a": [1.0], "b": [1.0, 0.0]}, 1: {"a": [0.5], "b": [1.0, 0.0]}},
+    sent={"a": {"stage 1": 1_500_000.0}, "b": {"stage 1": 500_000.0}},
+)  # fmt: skip
+
+
+def test_a_mean_over_silos_counts_each_alike_and_a_mean_over_queries_each_query() -> None:
+    assert STAGE1.over_silos("sentence/mrr@10") == {0: 0.75, 1: 0.5}
+    assert STAGE1.over_queries("sentence/mrr@10") == {0: pytest.approx(2 / 3), 1: 0.5}
+
+
+def test_ours_stands_before_the_papers_in_its_order_with_the_t_interval_over_seeds(tmp_path: Path) -> None:
+    written = write_federated_report(tmp_path, [STAGE1, ALONE], FACTS)
+    lines = written["pdd_as2.md"].read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if "/ 0." in line]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in rows] == ["STAR", "PDD-AS2 (stage 1)"]
+    interval = seed_interval([0.75, 0.5])
+    assert f"0.625 \\[{interval.low:.3f}, {interval.high:.3f}\\] / 0.261" in rows[1]
+    gains = [line for line in lines if line.startswith(("| a |", "| b |"))]
+    assert gains[0].startswith("| b | 8 | \\+0.000") and gains[1].startswith("| a | 4 | \\+0.750")  # the larger first
+    assert "| PDD-AS2 (stage 1) | all silos | 2.0 | 2.0 |" in lines
+    data = json.loads(written["pdd_as2.json"].read_text(encoding="utf-8"))
+    assert data["systems"]["stage1"]["measures"]["sentence/mrr@10"]["over_silos"]["mean"] == 0.625
+    assert data["gain_of_stage1_over_single_star"]["b"]["mean"] == 0.0
+
+
+def test_without_a_budget_epsilon_is_infinite_and_with_one_it_stands_silo_by_silo(tmp_path: Path) -> None:
+    page = write_federated_report(tmp_path, [STAGE1], FACTS)["pdd_as2.html"].read_text(encoding="utf-8")
+    assert "epsilon is infinite for every silo" in page and "Internal:" in page
+    private = replace(STAGE1, epsilon={"a": 7.9991, "b": None})
+    text = write_federated_report(tmp_path, [private], replace(FACTS, eps=8.0))["pdd_as2.md"].read_text("utf-8")
+    assert "| a | 8.000 |" in text and "| b | infinite |" in text  # rounded up, never down
+    assert spent(7.0001) == "7.001"
+
+
+def test_a_system_whose_silos_withhold_their_measures_is_told_as_such(tmp_path: Path) -> None:
+    withheld = FederatedRow(system="customised", values={0: {}})
+    text = write_federated_report(tmp_path, [STAGE1, withheld], FACTS)["pdd_as2.md"].read_text(encoding="utf-8")
+    assert "withheld / 0.289" in text and "0.625" in text
+
+
+def test_the_cells_of_the_paper_that_cannot_be_are_those_of_recall_at_20() -> None:
+    found = impossible_cells()
+    dense = [label for group, label, _ in TABLE_1.values() if group != "Sparse retriever"]
+    assert [name for name, *_ in found] == dense and {what for _, what, *_ in found} == {"R@20"}
+
+
+@pytest.mark.parametrize(("low", "high", "said"), [
+    (0.1, 0.2, "holds"), (-0.2, -0.1, "the other way round"), (-0.1, 0.1, "not decided"),
+    (math.nan, math.nan, "one seed: not known"),
+])  # fmt: skip
+def test_an_order_holds_only_where_the_interval_over_seeds_says_so(low: float, high: float, said: str) -> None:
+    assert verdict(Interval(0.0, low, high)) == said
+
+
+def test_the_figure_draws_a_bar_to_either_side_and_escapes_names() -> None:
+    drawn = gain_figure("gain", {"<a>": Interval(0.1, 0.05, 0.15), "b": Interval(-0.1, math.nan, math.nan)})
+    assert drawn.count("<rect") == 2 and drawn.count("<path") == 1 and "&lt;a&gt;" in drawn and "-0.100" in drawn
+    assert gain_figure("gain", {}) == "" and show(Interval(0.5, math.nan, math.nan)) == "0.500"
