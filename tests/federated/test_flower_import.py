@@ -9,13 +9,14 @@ from importlib.util import find_spec
 
 import pytest
 
+REPORTS = ("FLWR_TELEMETRY_ENABLED", "RAY_USAGE_STATS_ENABLED", "FLWR_DISABLE_UPDATE_CHECK")
 HAS_FLOWER = find_spec("flwr") is not None
 
 
 def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """A new process whose environment says nothing of reports but what is given."""
     environment = {name: value for name, value in os.environ.items()
-                   if name not in ("FLWR_TELEMETRY_ENABLED", "RAY_USAGE_STATS_ENABLED")}  # fmt: skip
+                   if name not in REPORTS}  # fmt: skip
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env={**environment, **variables}, capture_output=True, text=True, check=False)
 
@@ -24,9 +25,10 @@ def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 def test_flower_is_imported_with_its_reports_switched_off() -> None:
     done = python(
         "import lit_dpret.federated.flower, os; from flwr.supercore import telemetry; "
-        "print(telemetry.FLWR_TELEMETRY_ENABLED, os.environ['RAY_USAGE_STATS_ENABLED'])"
+        "print(telemetry.FLWR_TELEMETRY_ENABLED, os.environ['RAY_USAGE_STATS_ENABLED']); "
+        "from flwr.supercore import update_check; print(os.environ[update_check.FLWR_DISABLE_UPDATE_CHECK])"
     )
-    assert done.stdout.split() == ["0", "0"] and "Warning" not in done.stderr, done.stderr
+    assert done.stdout.split() == ["0", "0", "1"] and "Warning" not in done.stderr, done.stderr
 
 
 @pytest.mark.skipif(not HAS_FLOWER, reason="needs the extra federated (flwr)")

@@ -90,6 +90,9 @@ def test_a_check_prints_who_sees_what_and_what_is_spent_and_leaves_no_trace(
     said = capsys.readouterr().out
     assert "silo client0" in said and "eps=20" in said and "epsilon 0 of 20 is spent" in said
     assert not settings.state.exists()
+    assert "the server is told no measure (share_measures: false)" in said
+    assert "the server is told the means" in check_silo(silo(tmp_path, share_measures=True))
+    assert "the server is told no measure" in check_silo(silo(tmp_path, PRIVATE, share_measures=True))
     client = settings.client()
     client.train_shared(start_of(MAKE), 0)
     before = {path: path.read_bytes() for path in settings.state.rglob("*") if path.is_file()}

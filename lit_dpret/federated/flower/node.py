@@ -96,7 +96,10 @@ def check_silo(settings: SiloSettings) -> str:
             elif kept.is_file():
                 shutil.copy2(kept, rehearsal / name)
         client = replace(settings, state=rehearsal).client()
-        return f"silo {client.name}\n\n{trust_table(settings.federated)}\n\n{_budget_line(client)}\n"
+        told = settings.share_measures and settings.federated.privacy.eps is None
+        measures = "the means of its measures and how many questions they are of" if told else "no measure"
+        said = f"the server is told {measures} (share_measures: {str(settings.share_measures).lower()})"
+        return f"silo {client.name}\n\n{trust_table(settings.federated)}\n\n{said}\n{_budget_line(client)}\n"
 
 
 def start_silo(settings: SiloSettings, connection: Connection) -> None:
