@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
+from lit_dpret.datamodules.silo_folder import read_silo
 from lit_dpret.errors import ConfigurationError, schema_problem
 from lit_dpret.federated.model import AS2Maker
 from lit_dpret.federated.selection import Site
@@ -38,6 +39,9 @@ class SiloSettings:
         federated: The settings that this silo works under; a server with others is refused.
         model: How the model of a round is built.
         share_measures: Tell the server the means of the measures; under a budget never.
+        share_epsilon: Tell the server what was spent of the silo's budget.
+        signing_key: The silo's long-term key (``lit-dpret silo --new-signing-key FILE``), with ``federated.roster``.
+        roster_file: The public halves of everybody's, by the silos' names.
         secret_file: Keys the noise; null for the user's state folder.
     """
 
@@ -46,11 +50,27 @@ class SiloSettings:
     federated: PddAs2 = field(default_factory=PddAs2)
     model: AS2Maker = field(default_factory=AS2Maker)
     share_measures: bool = False
+    share_epsilon: bool = False
+    signing_key: Path | None = None
+    roster_file: Path | None = None
     secret_file: Path | None = None
 
     def client(self) -> SiloClient:
         """The silo at work; reads its data, and its ledgers where it has a budget."""
-        return SiloClient(self.data, self.state, self.federated, self.model, secret_file=self.secret_file)
+        credentials = None
+        if self.federated.roster:
+            if self.signing_key is None or self.roster_file is None:
+                missing = "signing_key" if self.signing_key is None else "roster_file"
+                raise ConfigurationError(
+                    f"federated.roster=true, and this silo's document has no {missing}. Write both into it: the file "
+                    "of lit-dpret silo --new-signing-key, and the list of everybody's public halves."
+                )
+            from lit_dpret.federated.credentials import load_credentials
+
+            credentials = load_credentials(read_silo(self.data).name, self.signing_key, self.roster_file)
+        return SiloClient(
+            self.data, self.state, self.federated, self.model, secret_file=self.secret_file, credentials=credentials
+        )
 
     def to_yaml(self) -> str:
         """As `read_silo_settings` reads it."""
@@ -77,9 +97,10 @@ def read_silo_settings(path: Path, **given: Path | None) -> SiloSettings:
     base = path.parent  # a path in a file is relative to that file
     said = {name: base / value for name, value in (("data", settings.data), ("state", settings.state))
             if given.get(name) is None}  # fmt: skip
-    if settings.secret_file is not None:
-        said["secret_file"] = base / settings.secret_file
-    whole = {"data": settings.data, "state": settings.state, "secret_file": settings.secret_file, **said}
+    whole: dict[str, Path | None] = {"data": settings.data, "state": settings.state, **said}
+    for name in ("secret_file", "signing_key", "roster_file"):
+        written = getattr(settings, name)
+        whole[name] = None if written is None else base / written
     return replace(settings, **{name: value and value.resolve() for name, value in whole.items()})  # type: ignore[arg-type]
 
 

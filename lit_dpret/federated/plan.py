@@ -45,6 +45,9 @@ class FederationPlan:
         privacy: Arguments of `FederatedPrivacy`.
         secure_sum: See `PddAs2`.
         update_limit: See `PddAs2`.
+        sum_threshold: See `PddAs2`.
+        seal: See `PddAs2`.
+        roster: See `PddAs2`; for silos on machines of their own alone.
         secret_file: Keys the noise; null for the user's state folder.
         superlink: For ``transport=flower``, where a run is handed to: ``HOST:PORT``, or the name of a connection in
             the user's own Flower configuration.
@@ -74,6 +77,9 @@ class FederationPlan:
         privacy: Mapping[str, Any] | None = None,
         secure_sum: bool = False,
         update_limit: float = 1.0,
+        sum_threshold: int | None = None,
+        seal: bool = False,
+        roster: bool = False,
         secret_file: str | None = None,
         superlink: str | None = None,
         root_certificates: str | None = None,
@@ -94,6 +100,11 @@ class FederationPlan:
         if superlink is not None and not self.more:
             raise ConfigurationError(
                 f"federated.superlink={superlink} is for federated=flower, and federated.transport is {transport}."
+            )
+        if roster and not self.more:
+            raise ConfigurationError(
+                f"federated.roster=true says whose keys a server passes on, and under federated.transport={transport} "
+                "no silo has a signing key of its own. Set it with federated=flower, or leave it false."
             )
         self.privacy = _made("federated.privacy", FederatedPrivacy, privacy)
         private = self.privacy.eps is not None
@@ -116,6 +127,9 @@ class FederationPlan:
             privacy=self.privacy,
             secure_sum=secure_sum,
             update_limit=update_limit,
+            sum_threshold=sum_threshold,
+            seal=seal,
+            roster=roster,
         ).check()
 
     def settings(self, seed: int) -> PddAs2:

@@ -26,6 +26,14 @@ def silo_command(arguments: Sequence[str]) -> None:
         LitDpretError: Of the checks, before anything is started.
     """
     given = _parser().parse_args(arguments)
+    if given.new_signing_key is not None:
+        from lit_dpret.federated.credentials import make_identity
+
+        public = make_identity(given.new_signing_key)
+        sys.stdout.write(f"written: {given.new_signing_key}\nits public half, for everybody's roster: {public}\n")
+        return
+    if given.settings is None:
+        raise ConfigurationError("lit-dpret silo needs --settings FILE, the silo's own document.")
     from lit_dpret.federated.documents import read_silo_settings
     from lit_dpret.federated.flower.node import Connection, check_silo, flower_version, start_silo
 
@@ -58,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="lit-dpret silo", description="A client of a federation, beside its data (docs/federated.md)."
     )
-    parser.add_argument("--settings", type=Path, required=True, metavar="FILE", help="the silo's own document (YAML)")
+    parser.add_argument("--settings", type=Path, metavar="FILE", help="the silo's own document (YAML)")
     parser.add_argument("--data", type=Path, metavar="DIR", help="clients/NAME; else as the document says")
     parser.add_argument(
         "--state", type=Path, metavar="DIR", help="ledgers, personal encoder; else as the document says"
@@ -68,5 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--root-certificates", type=Path, metavar="FILE", help="of who signed the server's certificate")
     parser.add_argument("--insecure", action="store_true", help="without TLS and key: for a network of your own alone")
     parser.add_argument("--port", type=int, metavar="N", help="of the node's interface on 127.0.0.1; else a free one")
+    parser.add_argument(
+        "--new-signing-key", type=Path, metavar="FILE", help="make a long-term key for federated.roster, and end"
+    )
     parser.add_argument("--check", action="store_true", help="check and print, start nothing")
     return parser

@@ -18,6 +18,7 @@ from superlink import make_authority, make_node_key, write_private
 
 from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError
+from lit_dpret.federated.credentials import write_roster
 from lit_dpret.federated.data import planted_silos
 from lit_dpret.federated.documents import SiloSettings, read_silo_settings
 from lit_dpret.federated.flower import node
@@ -181,6 +182,31 @@ def test_a_path_in_a_document_is_relative_to_it_and_numbers_are_read_as_people_w
     found = read_silo_settings(path)
     assert found.data == tmp_path / "d" and found.state == tmp_path / "s" and found.federated.stage1.lr == 3e-5
     assert read_silo_settings(path, data=tmp_path / "e").data == tmp_path / "e"
+
+
+def test_a_silo_of_a_roster_needs_its_signing_key_and_the_list_and_makes_the_key_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, roster = tmp_path / "signing", tmp_path / "roster.json"
+    silo_command(["--new-signing-key", str(key)])
+    public = capsys.readouterr().out.split()[-1]
+    with pytest.raises(ConfigurationError, match=r"cannot be written to .*signing: File exists"):
+        silo_command(["--new-signing-key", str(key)])
+    write_roster(roster, {"client0": public, "client1": "11" * 32, "client2": "22" * 32})
+    run = replace(SMALL, secure_sum=True, roster=True, stage1=replace(SMALL.stage1, weighting="uniform"))
+    settings = silo(tmp_path, run, signing_key=Path("signing"), share_epsilon=True)
+    with pytest.raises(ConfigurationError, match="roster=true, and this silo's document has no roster_file"):
+        check_silo(read_silo_settings(Path(document(tmp_path, settings))))
+    whole = read_silo_settings(Path(document(tmp_path, replace(settings, roster_file=Path("roster.json")))))
+    assert "what is spent of the budget (share_epsilon: true)" in check_silo(whole)
+    write_roster(roster, {"client0": "33" * 32, "client1": "11" * 32, "client2": "22" * 32})
+    with pytest.raises(ConfigurationError, match="client0"):
+        check_silo(whole)
+
+
+def test_without_a_document_nothing_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigurationError, match="needs --settings FILE"):
+        silo_command(["--check"])
 
 
 def test_a_folder_that_is_no_silo_and_a_flower_that_is_not_there_are_named(

@@ -26,7 +26,7 @@ RUN_CONFIG = "lit-config"
 SERVER_FOLDER = "LIT_DPRET_FEDERATIONS"
 RESULT, REFUSAL = "lit-dpret result: ", "lit-dpret refusal: "
 
-_sharing: set[Path] = set()
+_choices: dict[Path, SiloSettings] = {}
 
 
 def silo_settings(context: Context) -> SiloSettings:
@@ -47,8 +47,7 @@ def make_silo(context: Context) -> SiloClient:
     """The silo of this node."""
     settings = silo_settings(context)
     client = settings.client()
-    if settings.share_measures:
-        _sharing.add(client.state)
+    _choices[client.state] = settings
     return client
 
 
@@ -58,7 +57,11 @@ def server_folder(name: str) -> Path:
     return (Path(chosen) if chosen else default_secret_file().parent / "federations") / name
 
 
-client_app = build_client_app(make_silo, share_measures=lambda client: client.state in _sharing)
+client_app = build_client_app(
+    make_silo,
+    share_measures=lambda client: _choices[client.state].share_measures,
+    share_epsilon=lambda client: _choices[client.state].share_epsilon,
+)
 server_app = ServerApp()
 
 

@@ -98,7 +98,11 @@ def check_silo(settings: SiloSettings) -> str:
         client = replace(settings, state=rehearsal).client()
         told = settings.share_measures and settings.federated.privacy.eps is None
         measures = "the means of its measures and how many questions they are of" if told else "no measure"
-        said = f"the server is told {measures} (share_measures: {str(settings.share_measures).lower()})"
+        spent = "what is spent of the budget" if settings.share_epsilon else "nothing of what is spent"
+        said = (
+            f"the server is told {measures} (share_measures: {str(settings.share_measures).lower()}), and {spent} "
+            f"(share_epsilon: {str(settings.share_epsilon).lower()})"
+        )
         return f"silo {client.name}\n\n{trust_table(settings.federated)}\n\n{said}\n{_budget_line(client)}\n"
 
 

@@ -155,8 +155,11 @@ def flower(
 
 def silo_document(settings: PddAs2, model: AS2Maker) -> str:
     """What a silo's owner reads, completes and agrees to (``lit-dpret silo --settings``)."""
-    facts = {"schema": SILO_SCHEMA, "share_measures": False, "federated": plain(settings), "model": plain(model)}
-    said = "# Read it, decide on share_measures, and start: lit-dpret silo --data DIR --state DIR --settings THIS ...\n"
+    choices: dict[str, Any] = {"share_measures": False, "share_epsilon": False}
+    if settings.roster:
+        choices |= {"signing_key": None, "roster_file": None}
+    facts = {"schema": SILO_SCHEMA, **choices, "federated": plain(settings), "model": plain(model)}
+    said = "# Decide what the server is told, and start: lit-dpret silo --data DIR --state DIR --settings THIS ...\n"
     return said + str(yaml.safe_dump(facts, sort_keys=False))
 
 
