@@ -114,12 +114,16 @@ def test_a_version_of_the_package_without_data_is_recognised(monkeypatch: pytest
     ("name", "content", "reason"),
     [
         ("train", b"not gzip", "not a readable gzip file"),
-        ("test", gzip.compress(b'{"0": {}}' * 500)[:-9], "not a readable gzip file"),
-        ("answers", gzip.compress(b'{"1":\n {"en": }}'), "line 2: malformed JSON"),
-        ("answers", gzip.compress(b"{}"), "holds no entries"),
-        ("valid", gzip.compress(b'{"0": {"en": "secret", "domain": "d"}}'), "entry '0': no key 'answers'; found: en"),
-        ("valid", gzip.compress(b'{"0": {"en": 3}}'), "'en' is not a str"),
-        ("valid", gzip.compress(b'{"0": 3}'), "found: no object"),
+        ("test", gzip.compress(mtime=0, data=b'{"0": {}}' * 500)[:-9], "not a readable gzip file"),
+        ("answers", gzip.compress(mtime=0, data=b'{"1":\n {"en": }}'), "line 2: malformed JSON"),
+        ("answers", gzip.compress(mtime=0, data=b"{}"), "holds no entries"),
+        (
+            "valid",
+            gzip.compress(mtime=0, data=b'{"0": {"en": "secret", "domain": "d"}}'),
+            "entry '0': no key 'answers'; found: en",
+        ),
+        ("valid", gzip.compress(mtime=0, data=b'{"0": {"en": 3}}'), "'en' is not a str"),
+        ("valid", gzip.compress(mtime=0, data=b'{"0": 3}'), "found: no object"),
     ],
 )
 def test_a_broken_file_of_the_package_is_refused(
