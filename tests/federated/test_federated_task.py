@@ -265,7 +265,7 @@ def test_what_the_task_refuses(settings: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"transport": "pigeons"}, r"federated\.transport='pigeons' is not one of inprocess"),
+    ({"transport": "pigeons"}, r"federated\.transport='pigeons' is not one of flower, inprocess, simulation"),
     ({"stage1": {"eps": 3}}, r"federated\.stage1\.eps is not a setting. There are: batch_size"),
     ({"stage1": {"negatives": "hard"}}, r"federated\.stage1\.negatives"),
     ({"stage1": {"optimizer_state": "lose"}}, r"federated\.stage1\.optimizer_state"),
