@@ -77,8 +77,8 @@ def _lines(axis: Any, page: StudyPage) -> None:
         at = {id(row): _aside(row.at or 0.0, number, places, logarithmic=axis.get_xscale() == "log") for row in rows}
         found = [row.interval(SHOWN) for row in rows]
         axis.errorbar(
-            list(at.values()), [one.mean for one in found], yerr=[_reach(one) for one in found], color=colour, linestyle=dashes,
-            marker=marker, capsize=3, label=line,
+            list(at.values()), [one.mean for one in found], yerr=[_reach(one) for one in found],
+            color=colour, linestyle=dashes, marker=marker, capsize=3, label=line,
         )  # fmt: skip
         theirs = [(at[id(row)], row.paper[SHOWN]) for row in rows if SHOWN in row.paper]
         if theirs:
