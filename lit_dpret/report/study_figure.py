@@ -23,7 +23,7 @@ _STYLES = (
     ("#000000", (0, (5, 1)), "v"), ("#E69F00", (0, (1, 1)), "P"),
 )  # fmt: skip
 _GREY = "#777777"
-_ASIDE = 0.05  # inches from one line to the next, so that their intervals can be told apart
+_ASIDE = 0.008  # of the axis, from one line to the next, so that their intervals can be told apart
 
 
 def can_draw() -> bool:
@@ -42,6 +42,13 @@ def draw_study(page: StudyPage, path: Path) -> Path:
     Raises:
         StorageError: The file cannot be written.
     """
+    kept = io.BytesIO()
+    figure_of(page).savefig(kept, dpi=110, format="png")
+    return write_whole(path, kept.getvalue())
+
+
+def figure_of(page: StudyPage) -> Any:
+    """The picture as a figure of matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -58,36 +65,37 @@ def draw_study(page: StudyPage, path: Path) -> Path:
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(visible=True, axis="y", color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
-    kept = io.BytesIO()
-    figure.savefig(kept, dpi=110, format="png")
-    return write_whole(path, kept.getvalue())
+    return figure
 
 
 def _lines(axis: Any, page: StudyPage) -> None:
-    from matplotlib.transforms import ScaledTranslation
-
     places = sorted({row.at for row in page.rows if row.at is not None})
     if len(places) > 1 and places[0] > 0 and places[-1] / places[0] >= 8:
         axis.set_xscale("log")
     for number, (style, (line, rows)) in enumerate(zip(_cycled(), _by_line(page).items(), strict=False)):
         colour, dashes, marker = style
-        aside = axis.transData + ScaledTranslation(number * _ASIDE, 0.0, axis.figure.dpi_scale_trans)
-        at = [row.at for row in rows]
+        at = {id(row): _aside(row.at or 0.0, number, places, logarithmic=axis.get_xscale() == "log") for row in rows}
         found = [row.interval(SHOWN) for row in rows]
         axis.errorbar(
-            at, [one.mean for one in found], yerr=[_reach(one) for one in found], color=colour, linestyle=dashes,
-            marker=marker, capsize=3, label=line, transform=aside,
+            list(at.values()), [one.mean for one in found], yerr=[_reach(one) for one in found],
+            color=colour, linestyle=dashes, marker=marker, capsize=3, label=line,
         )  # fmt: skip
-        theirs = [(row.at, row.paper[SHOWN]) for row in rows if SHOWN in row.paper]
+        theirs = [(at[id(row)], row.paper[SHOWN]) for row in rows if SHOWN in row.paper]
         if theirs:
             axis.plot(
                 *zip(*theirs, strict=True), color=_GREY, linestyle=dashes, marker=marker, markerfacecolor="none",
-                label=f"{line}, the paper's", linewidth=1.0, transform=aside,
+                label=f"{line}, the paper's", linewidth=1.0,
             )  # fmt: skip
     axis.set_xticks(places, [f"{place:g}" for place in places])
     axis.minorticks_off()
     axis.set(xlabel=page.axis, ylabel="sentence R@1")
     _share_of_queries(axis)
+
+
+def _aside(at: float, number: int, places: list[float], *, logarithmic: bool) -> float:
+    """A place on the axis, moved to the right for each line before this one."""
+    low, high = places[0], places[-1]
+    return at * (high / low) ** (_ASIDE * number) if logarithmic else at + _ASIDE * number * (high - low)
 
 
 def _clients(axis: Any, page: StudyPage) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lit_dpret.report.study import ClientGain, StudyPage, StudyRow, with_reach, write_study
-from lit_dpret.report.study_figure import can_draw, draw_study
+from lit_dpret.report.study_figure import can_draw, draw_study, figure_of
 from lit_dpret.retrieval.statistics import Interval
 
 MEASURES = ("sentence/mrr@10", "sentence/success@1", "passage/success@1")
@@ -103,6 +103,18 @@ def test_each_form_of_plot_is_written_and_stands_in_the_page(page: StudyPage, tm
     assert "](plot.png)" in files["md"].read_text(encoding="utf-8")
     html = files["html"].read_text(encoding="utf-8")
     assert 'src="data:image/png;base64,' in html and "http" not in html.partition("</style>")[2]
+
+
+@pytest.mark.parametrize("page", [LINES, BYTES], ids=["lines", "bytes"])
+def test_every_point_lies_within_the_axes(page: StudyPage) -> None:
+    pytest.importorskip("matplotlib")
+    (axis,) = figure_of(page).axes
+    low, high = axis.get_ylim()
+    left, right = axis.get_xlim()
+    for row in page.rows:
+        at = row.at if row.at is not None else row.stage2_bytes / 1e6
+        assert low <= row.interval("sentence/success@1").mean <= high
+        assert left <= at <= right or row.label == "nothing is sent"
 
 
 def test_gains_are_told_for_each_client_with_a_sign(tmp_path: Path) -> None:
