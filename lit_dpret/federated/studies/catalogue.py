@@ -309,6 +309,7 @@ _CATALOGUE: dict[str, Study] = {
                 "More clients are splits of the silos: the queries of each, of every split, are dealt among its parts, "
                 "and each part keeps the whole collection of its silo. All points have the same queries in total and "
                 "are judged on the same queries over the same collections.",
+                "Rounds and batches stay the same, so a client with fewer queries makes fewer steps in a round.",
             ),
         ),
     )
