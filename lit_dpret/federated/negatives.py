@@ -17,6 +17,7 @@ from lit_dpret.negatives.texts import TrainTexts
 from lit_dpret.retrieval.search import MISSING, TopK, search
 
 _SAME = 1 - 1e-5  # cosine from which two embeddings are taken for one sentence's; half precision loses 1e-7
+_SPARE = 16  # so many of the pool's best may be a row's own answers before it has fewer than ``depth`` to be told from
 
 
 class OtherPositives(PassageSource):
@@ -97,11 +98,15 @@ class FedNegatives(DynamicNegatives):
         self.index = torch.cat([own, self.pool.embeddings.to(own.dtype)])
 
     def nearest(self, query_embeddings: Tensor, answers: int) -> TopK:
-        """The best of the pool, in places that count on after the client's own sentences."""
+        """The best of the pool, in places that count on after the client's own sentences.
+
+        How deep it is searched does not follow from ``answers``, the most that a row of this batch has: the pool has
+        copies that nobody counted, and a row would be told from others where another row has more answers.
+        """
         pool, rows = self.pool.embeddings, len(query_embeddings)
         if self.pool.lists is not None or not len(pool):
             return TopK(torch.full((rows, 1), float("-inf")), torch.full((rows, 1), MISSING))
-        top = search(query_embeddings.float().cpu(), pool, min(self.depth + answers, len(pool)))
+        top = search(query_embeddings.float().cpu(), pool, min(self.depth + _SPARE, len(pool)))
         return TopK(top.scores, torch.where(top.indices == MISSING, top.indices, top.indices + self._own))
 
     def choose_near(self, seat: Seat, query_embedding: Tensor, top: TopK, row: int, *, step: int) -> list[int]:

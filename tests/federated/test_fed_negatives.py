@@ -162,6 +162,21 @@ def test_a_pool_is_searched_with_the_query_as_it_is_and_never_names_an_answer() 
     assert not {place - len(PASSAGES) for place in places} & answers
 
 
+def test_what_a_row_is_told_from_does_not_depend_on_how_many_answers_other_rows_of_its_batch_have() -> None:
+    known, towers = texts(), WordTowers()
+    own = towers.embeddings(known.passages, "passage", None)
+    embedding = towers.embeddings([known.queries[1]], "query", None)
+    (answer, *_) = known.positives(1)
+    groups = frozenset(int(known.groups[place]) for place in known.positives(1))
+    seat = Seat(1, known.queries[1], answer, groups)
+    # Other silos have the answer too, in embeddings that differ in their last bit: all of them are left out.
+    copies = own[answer] * torch.linspace(1, 1 + 1e-6, 9).unsqueeze(1)
+    others = torch.nn.functional.normalize(torch.randn(12, own.shape[1], generator=torch.Generator().manual_seed(1)))
+    source = fed(FedPool(torch.cat([copies, others])), per_query=3, depth=6)
+    told = [source.choose_near(seat, embedding[0], source.nearest(embedding, most), 0, step=0) for most in (1, 9)]
+    assert told[0] == told[1]
+
+
 def test_the_best_of_few_is_always_the_same_and_uniform_among_many() -> None:
     pool = FedPool(torch.randn(40, 20, generator=torch.Generator().manual_seed(3)))
     best = {tuple(chosen(fed(pool, per_query=4, depth=4), 0, step)) for step in range(5)}
