@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.encoders import Contract, TextEncoder, load_towers
 from lit_dpret.encoders.backbones import keep_layers
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.encoders.towers import cut
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.federated.aggregation import Weights, take_weights
 from lit_dpret.federated.data.planted import Planted, planted_words
 from lit_dpret.modules.as2 import AS2DualEncoder
@@ -110,12 +112,29 @@ def _loaded(maker: AS2Maker) -> TextEncoder:
             )
         encoder = _new(maker.planted, maker.seed, lengths)
     else:
-        encoder = TextEncoder.from_pretrained(maker.encoder, normalise=True, **lengths)
+        towers = cut(load_towers(maker.encoder), **lengths)
+        if towers.query_encoder.backbone is not towers.passage_encoder.backbone:
+            raise UnsupportedModelError(
+                f"federated.model.encoder={maker.encoder} holds a transformer for each side, and stage 1 trains one "
+                "for both. Name an encoder of one."
+            )
+        encoder = towers.query_encoder
     if maker.layers is not None:
         keep_layers(encoder.backbone, maker.layers)
     if not maker.train_embeddings:
-        encoder.backbone.embeddings.requires_grad_(False)
+        _embedding_tables(encoder.backbone).requires_grad_(False)
     return encoder
+
+
+def _embedding_tables(backbone: Any) -> nn.Module:
+    """The tables of words, positions and types; of an encoder that keeps these apart, the table of words."""
+    found = getattr(backbone, "embeddings", None) or getattr(backbone, "get_input_embeddings", lambda: None)()
+    if not isinstance(found, nn.Module):
+        raise UnsupportedModelError(
+            f"federated.model.train_embeddings=false: {type(backbone).__name__} does not say which of its parameters "
+            "are embedding tables. Set it to true."
+        )
+    return found
 
 
 def _new(size: Planted, seed: int, lengths: dict[str, Any]) -> TextEncoder:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from lit_dpret.encoders import Side, TextEncoder
-from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses import HardNegativeSoftmaxLoss, InBatchSoftmaxLoss
 from lit_dpret.modules.dual_encoder import DualEncoder, PassageTower, TowerChoice
 from lit_dpret.modules.optimizers import OptimizerSpec
@@ -52,8 +52,6 @@ class AS2DualEncoder(DualEncoder):
         temperature: Divides the dot product; the paper has none, which is 1.
         max_query_length: Tokens of a question that are read.
         max_passage_length: Tokens of a sentence that are read.
-        freeze_word_embeddings: Leave the word embeddings as they are. An update then has no row for each word, from
-            which a server could read which words stood in a batch (docs/federated.md).
         gradient_checkpointing: Recompute activations to save memory.
         log_private_loss: Log the training loss although it is an unaccounted release.
 
@@ -78,7 +76,6 @@ class AS2DualEncoder(DualEncoder):
         temperature: float = 1.0,
         max_query_length: int = 32,
         max_passage_length: int = 512,
-        freeze_word_embeddings: bool = False,
         gradient_checkpointing: bool = False,
         log_private_loss: bool = False,
     ) -> None:
@@ -115,9 +112,6 @@ class AS2DualEncoder(DualEncoder):
         second = self.encoder if self.passage_encoder is None else self.passage_encoder
         self.encoder = _pooled(self.encoder, query_pooling)
         self.passage_encoder = _pooled(second, passage_pooling)
-        self._word_embeddings: set[str] = set()
-        if freeze_word_embeddings:
-            self._word_embeddings = _freeze_words(self.encoder) | _freeze_words(self.passage_encoder)
         self.train()
         self.loss = InBatchSoftmaxLoss(temperature=temperature, similarity="dot")
         self._listwise = HardNegativeSoftmaxLoss(temperature=temperature, similarity="dot")
@@ -136,8 +130,7 @@ class AS2DualEncoder(DualEncoder):
         for side, tower in sides:
             if tower is None:
                 continue
-            # Word embeddings that were never trained travel nowhere: they are the start's on every side.
-            state = {name: one for name, one in tower.named_parameters() if name not in self._word_embeddings}
+            state = dict(tower.named_parameters())
             source = {name: weights.get(f"{side}.{name}", weights.get(f"encoder.{name}")) for name in state}
             for name, value in source.items():
                 if value is None and f"{side}.{name}" in self._never_trained:
@@ -156,21 +149,3 @@ def _pooled(encoder: TextEncoder, pooling: str) -> TextEncoder:
     made = TextEncoder(encoder.backbone, encoder.tokenizer, contract, encoder.projection)
     made.unused_weights = encoder.unused_weights
     return made
-
-
-def _freeze_words(encoder: TextEncoder) -> set[str]:
-    """Take the word embeddings out of training; the names of their parameters within the encoder.
-
-    Raises:
-        UnsupportedModelError: The encoder does not say which parameters these are.
-    """
-    table = getattr(encoder.backbone, "get_input_embeddings", lambda: None)()
-    if table is None:
-        raise UnsupportedModelError(
-            f"model.freeze_word_embeddings=true: {type(encoder.backbone).__name__} does not say which of its "
-            "parameters are word embeddings. Set it to false."
-        )
-    own = {id(parameter) for parameter in table.parameters()}
-    names = {name for name, parameter in encoder.named_parameters() if id(parameter) in own}
-    table.requires_grad_(False)
-    return names

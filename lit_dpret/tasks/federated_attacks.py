@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,11 +15,10 @@ from rich.console import Console
 from lit_dpret.audit.checks import check_confidence
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.datamodules.silo_folder import read_manifest, silo_folders
-from lit_dpret.encoders import TextEncoder
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.federated.centroids import CentroidPlan
+from lit_dpret.federated.model import AS2Maker
 from lit_dpret.report.federated_attacks import write_federated_attacks
-from lit_dpret.tasks.federated_model import federated_encoder, module_maker
 from lit_dpret.tasks.federated_requests import Asker, Way, asker_of, attack_requests, ways
 from lit_dpret.tasks.federated_updates import (
     Defence,
@@ -30,7 +30,7 @@ from lit_dpret.tasks.federated_updates import (
     updates_of,
     word_table,
 )
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, model_folder
 from lit_dpret.tasks.stages import Stages
 
 Whose = Literal["public", "private"]
@@ -108,6 +108,8 @@ class FederatedAttacks:
         for knob, listed in (("request_eps", request_eps), ("update_eps", update_eps)):
             if any(not 0 < eps < float("inf") for eps in listed) or len(set(listed)) != len(listed):
                 raise ConfigurationError(f"task.{knob}={list(listed)} must be positive, finite and all different.")
+        if layers is not None and (isinstance(layers, bool) or not isinstance(layers, int) or layers < 1):
+            raise ConfigurationError(f"task.layers={layers} must be a whole number, at least 1, or null for all.")
         if not lr > 0 or not 0 <= weight_decay < 1:
             raise ConfigurationError(f"task.lr={lr} must be above 0, and task.weight_decay={weight_decay} in [0, 1).")
         check_confidence(confidence)
@@ -132,15 +134,12 @@ class FederatedAttacks:
         counts = {name: dict(read_manifest(data)["counts"]) for name, data in folders.items()}
         self._check_sizes(counts)
         stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint(parts))
-        encoder = federated_encoder(
-            self.encoder, layers=self.layers, max_query_length=self.max_query_length,
-            max_passage_length=self.max_passage_length,
-        )  # fmt: skip
+        make = self._maker().check()
         facts = self._facts(parts, counts)
         if "requests" in self.attacks:
-            facts["requests"] = self._requests(parts, stages, folders, encoder)
+            facts["requests"] = self._requests(parts, stages, folders, make)
         if "updates" in self.attacks:
-            facts["updates"] = self._updates(parts, stages, folders, encoder)
+            facts["updates"] = self._updates(parts, stages, folders, make)
         written = write_federated_attacks(facts, parts.run_dir)
         console = Console()
         for line in written.lines:
@@ -153,10 +152,10 @@ class FederatedAttacks:
         return scores
 
     def _requests(
-        self, parts: Parts, stages: Stages, folders: Mapping[str, Path], encoder: TextEncoder
+        self, parts: Parts, stages: Stages, folders: Mapping[str, Path], make: AS2Maker
     ) -> list[dict[str, Any]]:
         """The silo's attack on each way to ask."""
-        module, _ = start_weights(module_maker(encoder, weight_decay=self.weight_decay))
+        module, _ = start_weights(make)
         plan = CentroidPlan(count=self.centroids, iterations=self.centroid_iterations, seed=parts.seed)
         askers: dict[str, Asker] = {}
 
@@ -176,11 +175,11 @@ class FederatedAttacks:
         return [stages.run(f"request-{number}", partial(attacked, way=way)) for number, way in listed]
 
     def _updates(
-        self, parts: Parts, stages: Stages, folders: Mapping[str, Path], encoder: TextEncoder
+        self, parts: Parts, stages: Stages, folders: Mapping[str, Path], make: AS2Maker
     ) -> list[dict[str, Any]]:
         """The server's attack on each defence."""
-        make = module_maker(encoder, weight_decay=self.weight_decay)
         module, start = start_weights(make)
+        encoder = module.encoder
         table = word_table(module)
         tokens = {name: tokens_of(data, encoder) for name, data in folders.items()}
 
@@ -190,10 +189,11 @@ class FederatedAttacks:
                 special=encoder.tokenizer.all_special_ids, confidence=self.confidence,
             )  # fmt: skip
             if defence.frozen_words:
-                frozen = module_maker(encoder, weight_decay=self.weight_decay, freeze_word_embeddings=True)
-                if word_table(start_weights(frozen)[0]) is None:
+                if word_table(start_weights(replace(make, train_embeddings=False))[0]) is None:
                     return read(None)
-                raise UnsupportedModelError("model.freeze_word_embeddings=true left word embeddings in the update.")
+                raise UnsupportedModelError(
+                    "federated.model.train_embeddings=false left word embeddings in the update."
+                )
             settings = round_of(
                 defence, batch_size=self.batch_size, negatives=self.negatives, lr=self.lr, seed=parts.seed
             )
@@ -202,6 +202,14 @@ class FederatedAttacks:
 
         listed = enumerate(defences(self.update_eps))
         return [stages.run(f"update-{number}", partial(attacked, defence=defence)) for number, defence in listed]
+
+    def _maker(self) -> AS2Maker:
+        """The model of a federation that is given these settings."""
+        place = model_folder(self.encoder) if Path(str(self.encoder)).is_dir() else self.encoder
+        return AS2Maker(
+            encoder=str(place), layers=self.layers, max_query_length=self.max_query_length,
+            max_sentence_length=self.max_passage_length, weight_decay=self.weight_decay,
+        )  # fmt: skip
 
     def _check_sizes(self, counts: Mapping[str, Mapping[str, int]]) -> None:
         if len(counts) < 2:

@@ -19,10 +19,9 @@ from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.federated.aggregation import Weights, take_weights
 from lit_dpret.federated.secure_mean import secure_mean
 from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Stage1, Stage2
-from lit_dpret.federated.silo import SiloClient
+from lit_dpret.federated.silo import MakeModule, SiloClient
 from lit_dpret.modules import AS2DualEncoder
 from lit_dpret.privacy.modes import NoPrivacy
-from lit_dpret.tasks.federated_model import MakeModule
 
 Ids = NDArray[np.int64]
 Tell = Callable[[int, int], None]
@@ -55,7 +54,7 @@ class Defence:
         eps: Of one round of DP-SGD, everything that the silo may spend; None without noise.
         coupled: Negatives of the batch and other questions' answers, as in the paper; no budget allows them.
         masked: Secure sum over all silos.
-        frozen_words: Word embeddings are not trained.
+        frozen_words: The embedding tables of words and positions are not trained.
     """
 
     name: str

@@ -17,17 +17,16 @@ from lit_dpret.datamodules.silo_folder import Silo, silo_folders, write_silos
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.federated.data import planted_silos
 from lit_dpret.federated.data.planted import Planted
-from lit_dpret.modules import AS2DualEncoder
-from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.federated.model import AS2Maker
 from lit_dpret.st_folder import save_sentence_transformer
 from lit_dpret.tasks import FederatedAttacks
-from lit_dpret.tasks.federated_model import federated_encoder, module_maker
 from lit_dpret.tasks.federated_updates import start_weights, word_table
 from lit_dpret.tasks.parts import Parts
 
 SIZE = Planted(clients=3, entities=10, attributes=6, told=4, questions=4, phrasings=3, hubs=2)
 #: The vocabulary is that of a larger world, so that most of its words stand in no text, as in a real one.
 WORLD = replace(SIZE, clients=12, entities=40, attributes=12)
+LENGTHS = {"max_query_length": 8, "max_sentence_length": 8}
 
 
 def asked_by_name(silo: Silo) -> Silo:
@@ -152,7 +151,8 @@ def test_a_report_on_private_silos_is_internal(world: Path, tmp_path: Path) -> N
         ({"weight_decay": 1.0}, r"task\.weight_decay=1"),
         ({"candidates": 90}, r"Lower it, or build larger silos"),
         ({"batch_size": 900}, r"Lower it, or build larger silos"),
-        ({"layers": 3}, r"task\.layers=3 must be from 1 to the 2"),
+        ({"layers": 0}, r"task\.layers=0 must be a whole number"),
+        ({"layers": 3}, r"layers=3: BertModel has 1 to 2 layers"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_trained(
@@ -171,7 +171,7 @@ def test_one_silo_has_nobody_to_attack_it(tmp_path: Path, world: Path) -> None:
 
 def test_a_cut_encoder_computes_with_its_first_layers_alone(world: Path) -> None:
     whole, cut = (
-        federated_encoder(world / "encoder", layers=layers, max_query_length=8, max_passage_length=8)
+        start_weights(AS2Maker(encoder=str(world / "encoder"), layers=layers, **LENGTHS))[0].encoder
         for layers in (None, 1)
     )
     features = whole.tokenize(["entity0x0 attribute1"], "query")
@@ -181,11 +181,10 @@ def test_a_cut_encoder_computes_with_its_first_layers_alone(world: Path) -> None
 
 
 def test_the_word_table_is_found_where_it_is_trained(world: Path) -> None:
-    base = federated_encoder(world / "encoder", layers=1, max_query_length=8, max_passage_length=8)
-    module, start = start_weights(module_maker(base, weight_decay=0.0))
+    make = AS2Maker(encoder=str(world / "encoder"), layers=1, **LENGTHS)
+    module, start = start_weights(make)
     name = word_table(module)
-    assert name is not None and torch.equal(start[name], base.backbone.get_input_embeddings().weight)
-    frozen = module_maker(base, weight_decay=0.0, freeze_word_embeddings=True)
-    built = frozen(privacy=NoPrivacy(), optimizer_lr=1e-3)
-    assert isinstance(built, AS2DualEncoder) and word_table(built) is None
+    assert name is not None and torch.equal(start[name], module.encoder.backbone.get_input_embeddings().weight)
+    frozen, sent = start_weights(replace(make, train_embeddings=False))
+    assert word_table(frozen) is None and not [name for name in sent if "embeddings" in name]
     assert len(silo_folders(world / "silos")) == 3
