@@ -12,8 +12,7 @@ from omegaconf import OmegaConf
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
+TESTS = "pytest -q -n 2"
 PAGES = [README, *(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md")))]
 
 
@@ -47,13 +46,13 @@ def test_a_shown_command_composes(command: str) -> None:
 def test_two_lines_do_all() -> None:
     lines = [line for line in README.splitlines() if line.startswith("    python -m venv")]
     assert len(lines) == 2
-    assert lines[0].endswith("python train.py experiment=quickstart") and lines[1].endswith("pytest -q")
+    assert lines[0].endswith("python train.py experiment=quickstart") and lines[1].endswith(f" && {TESTS}")
     for line in lines:
         assert line.index("torch==2.13.0") < line.index('pip install -e ".['), "torch by name, before what needs it"
 
 
 def test_the_readme_and_ci_run_the_same_tests() -> None:
-    assert (ROOT / ".ci" / "run").read_text(encoding="utf-8").rstrip().endswith("pytest -q")
+    assert (ROOT / ".ci" / "run").read_text(encoding="utf-8").rstrip().endswith(f"\n{TESTS}")
 
 
 def test_the_extras_that_the_readme_names_exist() -> None:
