@@ -17,10 +17,11 @@ class StepProgress(Callback):
 
     Args:
         label: What the line starts with.
+        steps: In all, where the trainer is not told; null for what the trainer knows.
     """
 
-    def __init__(self, label: str = "training") -> None:
-        self._label = label
+    def __init__(self, label: str = "training", *, steps: int | None = None) -> None:
+        self._label, self._steps = label, steps
         self._line: ProgressLine | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -31,6 +32,7 @@ class StepProgress(Callback):
     ) -> None:
         if self._line is None or not getattr(batch, "last", True):
             return
-        total = trainer.max_steps if trainer.max_steps > 0 else int(trainer.num_training_batches)
+        known = trainer.max_steps if trainer.max_steps > 0 else trainer.num_training_batches
+        total = int(known) if self._steps is None else self._steps
         spent = trainer.callback_metrics.get("privacy/eps_spent")
         self._line(trainer.global_step, total, f"eps {float(spent):.3f}" if spent is not None else "")

@@ -92,6 +92,7 @@ NEEDED = {
     "task.compare": ["task.run_a=x", "task.run_b=y"],
     "task.verify": ["task.card=x"],
     "task.federated_study": ["task.study=hubness"],
+    "task.federated_generators": ["task.eps=3"],
     "task.audit": ["task.run=x"],
     "task.index": ["task.embeddings=x"],
     "task.membership": ["task.run=x"],

@@ -26,12 +26,13 @@ CENTRAL = "central"
 
 
 def alone(settings: PddAs2, negatives: Stage1Negatives = "static") -> PddAs2:
-    """The settings of one that trains alone: stage 1's, without budget, server and stage 2."""
+    """The settings of one that trains alone: stage 1's, on its people's queries, without budget, server and stage 2."""
     return replace(
         settings,
         stage1=replace(settings.stage1, negatives=negatives, strategy="fedavg", strength=0.0),
         stage2=replace(settings.stage2, epochs=0),
         privacy=FederatedPrivacy(),
+        train_on="queries",
         secure_sum=False,
     )
 

@@ -6,6 +6,7 @@ import io
 import logging
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,15 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.callbacks import PrivacyAccountant
+from lit_dpret.callbacks.progress import StepProgress
 from lit_dpret.progress import without_progress
 from lit_dpret.whole_file import write_whole
 
 
-def fit_epochs(module: Any, data: Any, folder: Path, *, epochs: int = 1, callbacks: Sequence[Callback] = ()) -> None:
+def fit_epochs(
+    module: Any, data: Any, folder: Path, *, epochs: int = 1, callbacks: Sequence[Callback] = (),
+    progress: StepProgress | None = None,
+) -> None:  # fmt: skip
     """Train ``module`` on ``data`` for so many epochs, its ledger in ``folder``.
 
     Nothing is logged, validated or checkpointed: what comes out of a local epoch is the weights, and the ledger.
@@ -29,7 +34,9 @@ def fit_epochs(module: Any, data: Any, folder: Path, *, epochs: int = 1, callbac
         folder: New; it holds the round's own ledger.
         epochs: How many.
         callbacks: More of them.
+        progress: Tells of the steps; null where a line above tells how far the work is.
     """
+    told = [] if progress is None else [progress]
     quiet = logging.getLogger("lightning.pytorch")
     level = quiet.level
     quiet.setLevel(logging.ERROR)
@@ -43,9 +50,9 @@ def fit_epochs(module: Any, data: Any, folder: Path, *, epochs: int = 1, callbac
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=folder,
-            callbacks=[PrivacyAccountant(run_dir=folder, eps_log_points=1), *callbacks],
+            callbacks=[PrivacyAccountant(run_dir=folder, eps_log_points=1), *told, *callbacks],
         )
-        with without_progress(), warnings.catch_warnings():
+        with nullcontext() if told else without_progress(), warnings.catch_warnings():
             # The sentence side is frozen in stage 2, by design.
             warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")
             trainer.fit(module, datamodule=data)

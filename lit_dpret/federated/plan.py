@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,9 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.data import planted_silos, silos_by_domain
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.model import AS2Maker
-from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Stage1, Stage2
-from lit_dpret.federated.synthetic import PUBLIC
-from lit_dpret.federated.transport import ELSEWHERE, check_transport
+from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Stage1, Stage2, TrainOn
+from lit_dpret.federated.synthetic import PUBLIC, check_generated
+from lit_dpret.federated.transport import ELSEWHERE, check_transport, silo_state
 
 T = TypeVar("T")
 _HOW = ("secret_file", "more")  # a run is carried, and noise is keyed, by these; no result depends on them
@@ -43,6 +44,9 @@ class FederationPlan:
         stage1: Arguments of `Stage1`; null ``in_batch``, ``other_positives`` and ``weighting`` follow from the budget.
         stage2: Arguments of `Stage2`; the same for ``in_batch``, ``request`` and ``response``.
         privacy: Arguments of `FederatedPrivacy`.
+        train_on: See `PddAs2`.
+        state: The state folder that each silo begins with, ``DIR/NAME``: what task=federated_generators left in
+            ``RUN/private``. Every seed begins with a copy, so that its ledgers go on from what the generators cost.
         secure_sum: See `PddAs2`.
         update_limit: See `PddAs2`.
         sum_threshold: See `PddAs2`.
@@ -75,6 +79,8 @@ class FederationPlan:
         stage1: Mapping[str, Any] | None = None,
         stage2: Mapping[str, Any] | None = None,
         privacy: Mapping[str, Any] | None = None,
+        train_on: TrainOn = "queries",
+        state: str | Path | None = None,
         secure_sum: bool = False,
         update_limit: float = 1.0,
         sum_threshold: int | None = None,
@@ -107,7 +113,13 @@ class FederationPlan:
                 "no silo has a signing key of its own. Set it with federated=flower, or leave it false."
             )
         self.privacy = _made("federated.privacy", FederatedPrivacy, privacy)
-        private = self.privacy.eps is not None
+        self.state = None if state is None else Path(state)
+        if self.state is not None and self.more:
+            raise ConfigurationError(
+                f"federated.state={state}: with federated=flower each silo has its state beside its data (lit-dpret "
+                "silo --state). Leave it out here."
+            )
+        private = self.privacy.eps is not None and train_on == "queries"
         given = {"planted": self.planted} if self.silos == PLANTED else {}
         self.model = _made("federated.model", AS2Maker, {**(model or {}), **given})
         weighting = "capped" if secure_sum and (stage1 or {}).get("n_hat") else "uniform"
@@ -119,12 +131,13 @@ class FederationPlan:
         second = {
             "in_batch": not private,
             "request": "dp_centroid" if private else "exact",
-            "response": ("public" if declare_public else "dp_centroid") if private else "raw",
+            "response": _response(self.privacy.eps, train_on, declare_public=declare_public),
         }
         self._settings = PddAs2(
             stage1=_made("federated.stage1", Stage1, _filled(stage1, first)),
             stage2=_made("federated.stage2", Stage2, _filled(stage2, second)),
             privacy=self.privacy,
+            train_on=train_on,
             secure_sum=secure_sum,
             update_limit=update_limit,
             sum_threshold=sum_threshold,
@@ -176,6 +189,51 @@ class FederationPlan:
                 )
         return {name: found[name] for name in largest}
 
+    def check_state(self, silos: Mapping[str, Path]) -> None:
+        """Refuse a run whose silos need what their generators wrote, and do not have it or would not count it.
+
+        Args:
+            silos: The data folder of each client; none where they are elsewhere, each of which checks its own.
+
+        Raises:
+            ConfigurationError: The state folder is not named, was begun by other rounds, or lacks a silo.
+            DataError: A silo has no synthetic queries.
+            PrivateDataError: They are not what their card says, or not charged to the ledger of the silo's state.
+        """
+        settings = self.settings(0)
+        if not silos or (self.state is None and not settings.generated):
+            return
+        if self.state is None:
+            raise ConfigurationError(
+                f"federated.train_on={settings.train_on} with federated.stage2.response={settings.stage2.response} "
+                "needs each silo's generator, and this run's ledgers begin empty: they would not count what it cost. "
+                "Name the folder of the silos' states: federated.state=RUN/private, RUN of task=federated_generators."
+            )
+        for name, data in silos.items():
+            own = self.state / name
+            if not own.is_dir():
+                raise ConfigurationError(
+                    f"federated.state={self.state} has no state of client {name!r}. Run task=federated_generators for "
+                    "it, and name that run's folder 'private'."
+                )
+            if (own / "run.json").exists():
+                raise ConfigurationError(
+                    f"federated.state={self.state}: the state of client {name!r} was begun by rounds of another run. "
+                    "Name one that holds a generator alone."
+                )
+            if settings.generated:
+                check_generated(data, own, settings)
+
+    def begin_states(self, silos: Mapping[str, Path], folder: Path) -> None:
+        """Give each silo under ``folder`` the state that it begins with, unless it has one."""
+        for name in silos if self.state is not None else ():
+            state = silo_state(folder, name)
+            if not state.exists():
+                draft = state.with_name(f".{name}.draft")
+                shutil.rmtree(draft, ignore_errors=True)
+                shutil.copytree(Path(str(self.state)) / name, draft)
+                draft.rename(state)
+
     def _build(self) -> Sequence[Silo]:
         if self.silos == PLANTED:
             return planted_silos(self.planted)
@@ -184,6 +242,15 @@ class FederationPlan:
             return silos_by_domain(data.collection, clients=self.clients, **self.sample)
         except TypeError as error:
             raise ConfigurationError(f"federated.sample: {error}.") from error
+
+
+def _response(eps: float | None, train_on: TrainOn, *, declare_public: bool) -> str:
+    """What a null response stands for: the paper's without a budget, and with one what costs least."""
+    if eps is None:
+        return "raw"
+    if declare_public:
+        return "public"
+    return "synthetic" if train_on == "synthetic" else "dp_centroid"
 
 
 def _filled(given: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -> dict[str, Any]:

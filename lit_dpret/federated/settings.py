@@ -226,6 +226,11 @@ class PddAs2:
     roster: bool = False
     seed: int = 0
 
+    @property
+    def generated(self) -> bool:
+        """Whether a silo needs the queries that its DP generator wrote (`lit_dpret.federated.synthetic`)."""
+        return self.train_on == "synthetic" or (_asks(self) and self.stage2.response == "synthetic")
+
     def check(self) -> PddAs2:
         """Refuse what has no meaning, and under a budget what nobody would count; return the settings.
 

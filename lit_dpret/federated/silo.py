@@ -306,10 +306,8 @@ class SiloClient:
 
     def _account(self) -> tuple[SiloLedger | None, NoisePlan | None]:
         privacy, one, two = self.settings.privacy, self.settings.stage1, self.settings.stage2
-        answers = two.negatives == "fed" and two.response == "synthetic" and two.epochs > 0
-        generated = answers or self.settings.train_on == "synthetic"
         if privacy.eps is None:
-            if generated:
+            if self.settings.generated:
                 self.synthetic = read_synthetic(self.folder, budget=None, ledger=None, near=[self.state])
             return None, None
         units = self._units()
@@ -317,7 +315,7 @@ class SiloClient:
         ledger = SiloLedger(
             self.state / "private", budget, accountant=privacy.accountant, secret_file=self._secret_file
         )
-        if generated:
+        if self.settings.generated:
             self.synthetic = read_synthetic(self.folder, budget=budget, ledger=ledger, near=[self.state])
         if self.settings.train_on == "synthetic":
             return ledger, None
@@ -336,7 +334,7 @@ class SiloClient:
             planned,
             requests=two.refreshes * two.centroid_iterations if asks else 0,
             request_share=privacy.request_share,
-            spent=() if self.synthetic is None else self.synthetic.releases,
+            spent=ledger.spent(),  # nothing but a generator, for the plan is made before the first round
             accountant=privacy.accountant,
         )
         save_json(self.state / _NOISE, asdict(noise))

@@ -158,6 +158,11 @@ class SiloLedger:
         total = self.total()
         return 0.0 if total is None else total.epsilon
 
+    def spent(self) -> list[Release]:
+        """Everything that was charged, whichever run it was of."""
+        found = self._ledger.releases() if self.path.exists() else {}
+        return [release for releases in found.values() for release in releases]
+
     def require_charged(self, records: Sequence[Mapping[str, Any]], what: str) -> list[Release]:
         """What a private run was charged with here, by the records of its own ledger.
 
@@ -170,13 +175,17 @@ class SiloLedger:
         Raises:
             PrivateDataError: The run was never charged to this ledger, or with something else, or began with the
                 model of another private run.
+            ConfigurationError: The ledger was begun under another budget.
         """
+        if self.path.exists():
+            self._ledger.require([])
         plan = next((record for record in records if record.get("kind") == "plan"), {})
         charge = self._ledger.charge_of(str(plan.get("run_id"))) if self.path.exists() else None
         if charge is None:
             raise PrivateDataError(
                 f"{what} was not charged to {self.path.name}, so no budget covers it together with the rounds: its "
-                "epsilon would come on top. Train it under this silo's ledger (privacy.dataset_ledger)."
+                "epsilon would come on top. Name the state folder whose ledger it is in (federated.state, or --state "
+                "of lit-dpret silo), or train it under this one (task=federated_generators)."
             )
         if start_of(records) is not None:
             raise PrivateDataError(

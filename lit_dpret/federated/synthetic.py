@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.callbacks.progress import StepProgress
 from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.datamodules.corpus import read_parts
 from lit_dpret.datamodules.layouts import folder_parts
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
 from lit_dpret.federated.fitting import attempt_folder, fit_epochs
-from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.settings import FederatedPrivacy, PddAs2
 from lit_dpret.federated.silo_ledger import SiloLedger, silo_budget
 from lit_dpret.federated.storage import keep_facts
 from lit_dpret.generation.writer import synthesize
@@ -44,6 +45,7 @@ from lit_dpret.privacy.start import MODEL_FOLDER
 from lit_dpret.privacy.verification import verify_chain
 
 SYNTHETIC = "synthetic"
+GENERATOR = "generator"
 PUBLIC = "public_sids.txt"
 _WHERE = "federated synthetic queries"
 
@@ -97,6 +99,7 @@ def train_generator(
     epochs: int = 1,
     batch_size: int = 32,
     secret_file: str | Path | None = None,
+    label: str | None = None,
 ) -> Path:
     """Train a silo's query generator on its train queries, charged to the ledger that its rounds are charged to.
 
@@ -115,6 +118,7 @@ def train_generator(
         epochs: Over the train queries.
         batch_size: Queries of a step on average.
         secret_file: Keys the noise; null for the user's state folder.
+        label: Of a progress line; null shows none.
 
     Returns:
         The run folder, with ``model/``, its ledger and its card.
@@ -124,7 +128,40 @@ def train_generator(
         BudgetExceededError: The ledger does not cover it.
         ResumeError: There is one that was trained with other settings.
     """
-    privacy, root = settings.privacy, Path(state) / "generator"
+    privacy, root = settings.privacy, Path(state) / GENERATOR
+    data, budget = check_generator(silo, settings, eps=eps, epochs=epochs, batch_size=batch_size)
+    steps = epochs * max(1, round(data.n_units / batch_size))
+    terms = {"eps": eps, "epochs": epochs, "batch_size": batch_size, "budget": budget.to_dict(), "seed": settings.seed}
+    keep_facts(root / "run.json", "generator", terms)
+    if (done := finished_generator(state)) is not None:
+        return done
+    noise = calibrate_noise(
+        eps=eps, delta=budget.delta, neighbours=budget.neighbours, law=Poisson(sample_rate=batch_size / data.n_units),
+        steps=steps, accountant=privacy.accountant,
+    )  # fmt: skip
+    ledger = SiloLedger(Path(state) / "private", budget, accountant=privacy.accountant, secret_file=secret_file)
+    module = make_generator(privacy=ledger.training(noise_multiplier=noise, max_grad_norm=privacy.max_grad_norm))
+    folder = attempt_folder(root)
+    told = None if label is None else StepProgress(label, steps=steps)
+    fit_epochs(module, data, folder, epochs=epochs, callbacks=[PrivacyCard(run_dir=folder)], progress=told)
+    return folder
+
+
+def finished_generator(state: str | Path) -> Path | None:
+    """The run folder of the generator that was trained in a silo's state folder; None where none is finished."""
+    runs = sorted((Path(state) / GENERATOR).glob("attempt-*"))
+    return next((run for run in runs if (run / MODEL_FOLDER / CARD_NAME).is_file()), None)
+
+
+def check_generator(
+    silo: str | Path, settings: PddAs2, *, eps: float, epochs: int, batch_size: int
+) -> tuple[SiloDataModule, PrivacyBudget]:
+    """Refuse what `train_generator` could not train; what it trains on, and the silo's whole budget.
+
+    Raises:
+        ConfigurationError: A number is out of range, or there is no budget.
+    """
+    privacy = settings.privacy
     if privacy.eps is None:
         raise ConfigurationError("federated.privacy.eps=null: there is no budget to train a generator under. Set it.")
     if not 0 < eps <= privacy.eps:
@@ -146,21 +183,7 @@ def train_generator(
     budget = silo_budget(
         privacy.eps, privacy.delta, unit=privacy.unit, neighbours=privacy.neighbours, units=data.n_units
     )
-    steps = epochs * max(1, round(data.n_units / batch_size))
-    terms = {"eps": eps, "epochs": epochs, "batch_size": batch_size, "budget": budget.to_dict(), "seed": settings.seed}
-    keep_facts(root / "run.json", "generator", terms)
-    for done in sorted(root.glob("attempt-*")):
-        if (done / MODEL_FOLDER / CARD_NAME).is_file():
-            return done
-    noise = calibrate_noise(
-        eps=eps, delta=budget.delta, neighbours=budget.neighbours, law=Poisson(sample_rate=batch_size / data.n_units),
-        steps=steps, accountant=privacy.accountant,
-    )  # fmt: skip
-    ledger = SiloLedger(Path(state) / "private", budget, accountant=privacy.accountant, secret_file=secret_file)
-    module = make_generator(privacy=ledger.training(noise_multiplier=noise, max_grad_norm=privacy.max_grad_norm))
-    folder = attempt_folder(root)
-    fit_epochs(module, data, folder, epochs=epochs, callbacks=[PrivacyCard(run_dir=folder)])
-    return folder
+    return data, budget
 
 
 def write_synthetic(silo: str | Path, generator: str | Path, **decoding: Any) -> Path:
@@ -215,20 +238,56 @@ def read_synthetic(
     if not path.is_file():
         raise DataError(
             f"{_WHERE} are looked for in {folder}, and there is no {CARD_NAME}: without one nothing says what they "
-            "give away. Make them with write_synthetic, or choose another federated.stage2.response."
+            "give away. Make them with task=federated_generators, or choose another federated.stage2.response."
         )
     found = verify_chain(path, parents=[place for place in near if Path(place).exists()])
     if found.failed:
         first = found.failed[0]
         raise PrivateDataError(
             f"{folder}: its card does not stand ({len(found.failed)} checks failed, the first: {first.artefact}, "
-            f"{first.check}: {first.text})"
+            f"{first.check}: {first.text}). Where its generator's run lies elsewhere, name the state folder that "
+            "holds it (federated.state, or --state of lit-dpret silo)."
         )
     card = read_card(path)
     _require_claim(card, budget, folder)
     texts = _texts(Path(silo), folder)
     releases = [] if budget is None or ledger is None else _charged(card, path, ledger, near, folder)
     return SyntheticSet(folder, texts, privacy_line(card), releases)
+
+
+def check_generated(silo: str | Path, state: str | Path, settings: PddAs2) -> SyntheticSet:
+    """What a silo's rounds will read of its generator, verified before anything is started.
+
+    Args:
+        silo: The client's folder.
+        state: Of the client, with the ledger that its rounds are charged to.
+        settings: Of the federation.
+
+    Raises:
+        DataError: As `read_synthetic`.
+        PrivateDataError: The same.
+    """
+    privacy = settings.privacy
+    if privacy.eps is None:
+        return read_synthetic(silo, budget=None, ledger=None, near=[state])
+    ledger = open_ledger(silo, state, privacy)
+    return read_synthetic(silo, budget=ledger.budget, ledger=ledger, near=[state])
+
+
+def open_ledger(silo: str | Path, state: str | Path, privacy: FederatedPrivacy) -> SiloLedger:
+    """The ledger of a silo's queries, to be read.
+
+    Raises:
+        ConfigurationError: There is no budget.
+    """
+    if privacy.eps is None:
+        raise ConfigurationError("federated.privacy.eps=null: there is no budget, and so no ledger of one. Set it.")
+    data = SiloDataModule(folder=silo)
+    data.use_unit("pair" if privacy.unit == "pair" else "query")
+    budget = silo_budget(
+        privacy.eps, privacy.delta, unit=privacy.unit, neighbours=privacy.neighbours, units=data.n_units
+    )
+    return SiloLedger(Path(state) / "private", budget, accountant=privacy.accountant)
 
 
 def _require_claim(card: Mapping[str, Any], budget: PrivacyBudget | None, folder: Path) -> None:

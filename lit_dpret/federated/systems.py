@@ -124,6 +124,9 @@ class SystemRunner:
         return self.folder / f"seed{settings.seed}" / "federation"
 
     def _federation(self, settings: PddAs2, folder: Path, what: Literal["bm25", "stage1", "stage2"]) -> SystemResult:
+        # Under a budget a generator that a system does not use is not in its ledgers.
+        if settings.generated or settings.privacy.eps is None:
+            self.plan.begin_states(self.silos, folder)
         found = run_federation(
             settings, self.silos, self.plan.model, folder, transport=self.plan.transport, measure=[what],
             split=self.split, secret_file=self.plan.secret_file, **self.plan.more,

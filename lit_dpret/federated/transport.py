@@ -43,6 +43,11 @@ class Transport(Protocol):
     ) -> FedResult: ...
 
 
+def silo_state(folder: Path, name: str) -> Path:
+    """Where a silo keeps its state in the folder of a run on this machine."""
+    return folder / "silos" / name
+
+
 def in_process(
     settings: PddAs2,
     silos: Mapping[str, Path],
@@ -55,7 +60,7 @@ def in_process(
 ) -> FedResult:
     """All silos in this process, one after another; each has its state under ``folder``."""
     clients = [
-        SiloClient(data, folder / "silos" / name, settings, make_module, secret_file=secret_file)
+        SiloClient(data, silo_state(folder, name), settings, make_module, secret_file=secret_file)
         for name, data in silos.items()
     ]
     federation = InProcessFederation(clients, settings, start_of(make_module), folder / "server")

@@ -13,6 +13,7 @@ from lit_dpret.tasks.evaluate import Evaluate
 from lit_dpret.tasks.export import Export
 from lit_dpret.tasks.federated import Federated
 from lit_dpret.tasks.federated_attacks import FederatedAttacks
+from lit_dpret.tasks.federated_generators import FederatedGenerators
 from lit_dpret.tasks.federated_study import FederatedStudy
 from lit_dpret.tasks.filter import Filter
 from lit_dpret.tasks.fit import Fit
@@ -48,6 +49,7 @@ __all__ = [
     "Export",
     "Federated",
     "FederatedAttacks",
+    "FederatedGenerators",
     "FederatedStudy",
     "Filter",
     "Fit",

@@ -78,6 +78,7 @@ class Federated:
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint(plan))
         silos = plan.folders(parts.run_dir / "silos")
+        plan.check_state(silos)
         runner = SystemRunner(plan, silos, parts.run_dir / PRIVATE, split=self.split)
         todo = [
             (system, seed)
@@ -147,6 +148,11 @@ def _notes(plan: FederationPlan, seeds: Sequence[int]) -> list[str]:
         notes.append(
             "A sample of the queries by a public seed, and in each collection the passages that answer them: smaller "
             "and easier than the whole, and a collection that was chosen by its queries."
+        )
+    if plan.settings(seeds[0]).generated:
+        notes.append(
+            "Negatives or training queries were written by each silo's own DP generator, which its ledger counts. A "
+            "row goes on with a copy of that ledger: its epsilon is what releasing that row alone would cost."
         )
     if plan.privacy.eps is not None and plan.declare_public:
         notes.append("Every sentence was declared public by federated.declare_public=true: a declaration, not a proof.")

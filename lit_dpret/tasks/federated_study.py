@@ -123,6 +123,11 @@ class FederatedStudy:
                 f"federated.transport={plan.transport}: a study compares settings and not what carries them. Set "
                 "federated=inprocess."
             )
+        if plan.state is not None or plan.settings(0).generated:
+            raise ConfigurationError(
+                "task=federated_study makes smaller or other silos of those that there are, and a generator was "
+                "charged for all of one. Leave federated.state and what is synthetic to task=federated."
+            )
         plan.model.check()
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         root = parts.run_dir / "studies"

@@ -27,6 +27,7 @@ from lit_dpret.errors import ConfigurationError, StorageError
 from lit_dpret.federated.documents import SiloSettings
 from lit_dpret.federated.flower import silent_environment
 from lit_dpret.federated.silo import SiloClient
+from lit_dpret.federated.synthetic import GENERATOR
 from lit_dpret.federated.trust import trust_table
 
 ANSWERS = "flwr-clientapp"  # the one command that is answered
@@ -89,7 +90,7 @@ def check_silo(settings: SiloSettings) -> str:
     with tempfile.TemporaryDirectory(prefix="lit-dpret-silo-") as scratch:
         rehearsal = Path(scratch) / "state"
         rehearsal.mkdir(mode=0o700)
-        for name in ("run.json", "private"):
+        for name in ("run.json", "private", GENERATOR):
             kept = settings.state / name
             if kept.is_dir():
                 shutil.copytree(kept, rehearsal / name)

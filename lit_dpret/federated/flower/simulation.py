@@ -25,6 +25,7 @@ from lit_dpret.federated.model import start_of
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo import MakeModule, SiloClient
 from lit_dpret.federated.traffic import Traffic
+from lit_dpret.federated.transport import silo_state
 from lit_dpret.privacy.modes import NoPrivacy
 
 _POLL = 0.1  # seconds
@@ -56,7 +57,7 @@ def simulation(
             "'flwr[simulation]>=1.41,<1.43', or take federated=inprocess, which gives the same numbers."
         ) from error
     names = list(silos)
-    states = {name: folder / "silos" / name for name in names}
+    states = {name: silo_state(folder, name) for name in names}
 
     def make_silo(context: Context) -> SiloClient:
         name = names[int(context.node_config["partition-id"])]

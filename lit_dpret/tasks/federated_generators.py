@@ -1,0 +1,218 @@
+"""`task=federated_generators`: each silo's own DP query generator, and the queries that it writes for public sentences.
+
+Everything is charged to the ledger in the silo's state folder, ``RUN/private/NAME``, which is where its rounds go on:
+``federated.state=RUN/private`` of ``task=federated``, ``lit-dpret silo --state RUN/private/NAME``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from lit_dpret.callbacks import ProgressLine
+from lit_dpret.datamodules.silo_folder import read_silo
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.federated.plan import FederationPlan
+from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.synthetic import (
+    SYNTHETIC,
+    check_generated,
+    check_generator,
+    finished_generator,
+    open_ledger,
+    public_sentences,
+    train_generator,
+    write_synthetic,
+)
+from lit_dpret.modules import QueryGenerator
+from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.report.internal_files import write_report
+from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.stages import Stages
+
+PRIVATE = "private"
+
+
+class FederatedGenerators:
+    """Train the generators that are not trained yet, let them write, and tell what of each budget is spent.
+
+    Guarantees:
+        - Every silo's data, budget and declaration of public sentences are checked before the first is trained.
+        - Started again with ``resume=true``, it makes nothing again that is finished. A generator that was killed stays
+          charged, and is trained anew only if the budget covers both.
+
+    Args:
+        eps: What each generator may cost by itself; a part of ``federated.privacy.eps``.
+        names: Silos of ``federated.silos``; null for all of them.
+        data: The folder of one silo, for an owner who has no other; then ``federated.silos`` is not read.
+        epochs: Over the train queries.
+        batch_size: Queries of a step on average.
+        queries_per_passage: Draws for each public sentence.
+        top_p: Nucleus.
+        temperature: Divides the logits.
+        top_k: Keep this many tokens before the nucleus is taken; null keeps all.
+        max_new_tokens: Longest query.
+        min_new_tokens: Tokens before the end mark may come.
+        group_size: Sentences decoded together; part of what makes the files reproducible.
+        min_free_mb: Refuse to start with less free disk.
+
+    Raises:
+        ConfigurationError: A number is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        eps: float,
+        names: Sequence[str] | None = None,
+        data: str | Path | None = None,
+        epochs: int = 1,
+        batch_size: int = 32,
+        queries_per_passage: int = 2,
+        top_p: float = 0.8,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        max_new_tokens: int = 32,
+        min_new_tokens: int = 1,
+        group_size: int = 64,
+        min_free_mb: float = 1000,
+    ) -> None:
+        if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 < eps < float("inf"):
+            raise ConfigurationError(f"task.eps={eps} must be positive and finite: no generator is trained without it.")
+        numbers = {"epochs": epochs, "batch_size": batch_size, "queries_per_passage": queries_per_passage,
+                   "max_new_tokens": max_new_tokens, "group_size": group_size}  # fmt: skip
+        for knob, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"task.{knob}={value} must be a whole number, at least 1.")
+        if names is not None and data is not None:
+            raise ConfigurationError("task.names chooses among the silos of a folder, and task.data is one. Give one.")
+        self.eps, self.names, self.data = float(eps), names, None if data is None else Path(data)
+        self.training: dict[str, Any] = {"eps": self.eps, "epochs": epochs, "batch_size": batch_size}
+        self.writing: dict[str, Any] = {
+            "queries_per_passage": queries_per_passage, "top_p": top_p, "temperature": temperature, "top_k": top_k,
+            "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "group_size": group_size,
+        }  # fmt: skip
+        self.min_free_mb = min_free_mb
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Returns the largest epsilon that a silo has spent; writes ``internal_generators.json``.
+
+        Raises:
+            ConfigurationError: A setting is refused, or a silo is unknown.
+            DataError: A silo declares no sentence public.
+            BudgetExceededError: A silo's ledger does not cover its generator.
+        """
+        plan: FederationPlan | None = parts.make_federation()
+        if plan is None:
+            raise ConfigurationError(
+                "task=federated_generators needs to know of which federation. Add federated=inprocess."
+            )
+        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
+        settings = plan.settings(parts.seed)
+        folders = self._folders(plan, parts.run_dir)
+        self._check(folders, settings, parts)
+        facts = {**self.training, **self.writing, "plan": plan.describe(), "seed": parts.seed}
+        fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=fingerprint)
+        found: dict[str, dict[str, Any]] = {}
+        with ProgressLine("generators of silos", every=0.0) as progress:
+            for done, (name, data) in enumerate(folders.items()):
+                progress(done, len(folders), name)
+
+                def work(_: Path, __: bool, name: str = name, data: Path = data) -> dict[str, Any]:
+                    return self._make(name, data, settings, parts, plan)
+
+                found[name] = stages.run(f"generator-{name}", work)
+            progress(len(folders), len(folders))
+        self._tell(found, parts, settings)
+        return {"eps_spent": max(one["eps_spent"] for one in found.values())}
+
+    def _folders(self, plan: FederationPlan, run_dir: Path) -> dict[str, Path]:
+        if self.data is not None:
+            return {read_silo(self.data).name: self.data}
+        found = plan.folders(run_dir / "silos")
+        if not found:
+            raise ConfigurationError(
+                f"federated.transport={plan.transport}: the silos are other people's. Each owner names its own, "
+                "task.data=DIR, or set federated=inprocess."
+            )
+        unknown = sorted(set(self.names or ()) - set(found))
+        if unknown or self.names == []:
+            raise ConfigurationError(
+                f"task.names={list(self.names or ())}: {unknown[0] if unknown else 'nobody'!r} is none of the silos "
+                f"{', '.join(found)}."
+            )
+        return {name: data for name, data in found.items() if self.names is None or name in self.names}
+
+    def _check(self, folders: dict[str, Path], settings: PddAs2, parts: Parts) -> None:
+        """Whatever would be refused in the middle of the work, before it begins."""
+        for name, data in folders.items():
+            check_generator(data, settings, **self.training)
+            public_sentences(data)
+            if (data / SYNTHETIC).exists() and finished_generator(parts.run_dir / PRIVATE / name) is None:
+                raise ConfigurationError(
+                    f"{data / SYNTHETIC} exists and was not written by a generator of this run. Move it away, or go on "
+                    "with the run that wrote it (its hydra.run.dir, resume=true)."
+                )
+        _generator(parts, NoPrivacy())
+
+    def _make(self, name: str, data: Path, settings: PddAs2, parts: Parts, plan: FederationPlan) -> dict[str, Any]:
+        state = parts.run_dir / PRIVATE / name
+        L.seed_everything(parts.seed, verbose=False)
+        run = train_generator(
+            data, state, settings, lambda *, privacy: _generator(parts, privacy), **self.training,
+            secret_file=plan.secret_file, label=f"generator of {name}",
+        )  # fmt: skip
+        with ProgressLine(f"queries of {name}") as progress:
+            write_synthetic(data, run, seed=parts.seed, progress=progress, **self.writing)
+        written = check_generated(data, state, settings)
+        ledger = open_ledger(data, state, settings.privacy)
+        spent, budget = ledger.epsilon(), ledger.budget
+        return {
+            "queries": len(written.texts), "eps_spent": spent, "eps": budget.eps, "left": budget.eps - spent,
+            "delta": budget.delta, "claim": written.claim,
+        }  # fmt: skip
+
+    def _tell(self, found: dict[str, dict[str, Any]], parts: Parts, settings: PddAs2) -> None:
+        privacy = settings.privacy
+        state = parts.run_dir / PRIVATE
+        lines = [
+            f"Queries by each silo's own generator: epsilon of each {privacy.unit} of the silo, {privacy.neighbours}.",
+            "",
+            "| silo | queries | spent | budget | left | delta |",
+            "| :-- | --: | --: | --: | --: | --: |",
+            *(
+                f"| {name} | {one['queries']} | {one['eps_spent']:.3f} | {one['eps']:g} | {one['left']:.3f} | "
+                f"{one['delta']:.2g} |"
+                for name, one in found.items()
+            ),
+            "",
+            "Spent: by everything in the silo's ledger, a generator that was killed included. Left: the difference; "
+            "the rounds will be composed with what is spent. What the queries are used for costs nothing more.",
+            "",
+            f"Next: federated.state={state} with federated.stage2.response=synthetic or federated.train_on=synthetic, "
+            f"or lit-dpret silo --state {state}/NAME.",
+        ]
+        written = write_report({"silos": found}, lines, parts.run_dir / "internal_generators", owner_only=True)
+        sys.stdout.write("\n".join(written.lines) + "\n")
+
+
+def _generator(parts: Parts, privacy: Any) -> QueryGenerator:
+    """The generator of the command line under a mode.
+
+    Raises:
+        ConfigurationError: It is no generator.
+    """
+    made = parts.make_module(privacy=privacy)
+    if not isinstance(made, QueryGenerator):
+        raise ConfigurationError(
+            f"task=federated_generators trains generators of queries, and the model is {type(made).__name__}. Set "
+            "model=generator."
+        )
+    return made

@@ -1,0 +1,262 @@
+"""`task=federated_generators` on planted silos: one budget with the federation that uses what was written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_generator import generator
+from tiny_silos import encoder
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from lit_dpret.errors import ConfigurationError, DataError, LitDpretError, PrivateDataError, ResumeError
+from lit_dpret.federated.data import planted_words
+from lit_dpret.federated.data.planted import Planted
+from lit_dpret.federated.documents import SiloSettings
+from lit_dpret.federated.plan import FederationPlan
+from lit_dpret.federated.synthetic import open_ledger
+from lit_dpret.st_folder import save_sentence_transformer
+from lit_dpret.tasks import Federated, FederatedGenerators
+from lit_dpret.tasks.parts import Parts
+
+TINY = {"clients": 2, "entities": 4, "attributes": 4, "told": 3, "questions": 3, "hubs": 1}
+MODEL = {"encoder": "planted", "max_query_length": 8, "max_sentence_length": 12}
+ONE = {"warmup_rounds": 1, "rounds": 0, "batch_size": 4, "bm25_n": 1, "static_n": 1, "top_k": 4, "lr": 3e-3}
+TWO = {"batch_size": 4, "n": 2, "top_k": 4, "lr": 3e-3, "centroids": 2, "centroid_iterations": 1}
+BUDGET = {"eps": 20.0, "delta": 1e-2, "accountant": "rdp"}
+
+
+def words() -> PreTrainedTokenizerFast:
+    known = ["<pad>", "</s>", "<unk>", "generate_query:", *planted_words(Planted(**TINY))]
+    fast = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unk_token="<unk>"))
+    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+
+
+def plan(root: Path, **changes: Any) -> FederationPlan:
+    settings: dict[str, Any] = {
+        "silos": "planted", "planted": TINY, "model": MODEL, "stage1": ONE, "declare_public": True, "privacy": BUDGET,
+        "stage2": {**TWO, "response": "synthetic"}, "secret_file": str(root / "secret"),
+    }  # fmt: skip
+    return FederationPlan(**{**settings, **changes})
+
+
+def over(root: Path, **changes: Any) -> FederationPlan:
+    """A federation over the silos that a run of the task left, and their states."""
+    where = {"silos": str(root / "silos"), "state": str(root / "private")}
+    return plan(root, **{**where, "model": {**MODEL, "encoder": str(root / "encoder")}, **changes})
+
+
+def parts(folder: Path, made: FederationPlan | None, *, resume: bool = False, model: Any = None) -> Parts:
+    def nothing(**_: Any) -> None:
+        return None
+
+    return Parts(
+        run_dir=folder, make_privacy=nothing, make_datamodule=nothing, make_trainer=nothing, resume=resume,
+        make_module=model or (lambda *, privacy: generator(privacy=privacy, tokenizer=words())),
+        make_federation=lambda: made,
+    )  # fmt: skip
+
+
+def task(**changes: Any) -> FederatedGenerators:
+    settings = {"eps": 5.0, "batch_size": 4, "min_new_tokens": 3, "max_new_tokens": 4, "min_free_mb": 1}
+    return FederatedGenerators(**{**settings, **changes})
+
+
+def spent(root: Path, name: str = "client0") -> float:
+    made = plan(root)
+    return open_ledger(root / "silos" / "clients" / name, root / "private" / name, made.privacy).epsilon()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("made")
+    task().run(parts(root, plan(root)))
+    save_sentence_transformer(root / "encoder", encoder(Planted(**TINY)))
+    return root
+
+
+@pytest.fixture
+def world(made: Path, tmp_path: Path) -> Path:
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def test_every_silo_gets_a_verified_set_and_is_told_what_it_spent_and_what_is_left(made: Path) -> None:
+    told = json.loads((made / "internal_generators.json").read_text())["silos"]
+    assert set(told) == {"client0", "client1"}
+    for name, one in told.items():
+        assert one["queries"] > 0 and "epsilon" in one["claim"] and 2.5 < one["eps_spent"] <= 5.0
+        assert one["eps_spent"] == pytest.approx(spent(made, name)) and one["left"] == 20.0 - one["eps_spent"]
+        assert (made / "silos" / "clients" / name / "synthetic" / "queries.jsonl").is_file()
+    page = (made / "internal_generators.md").read_text()
+    assert f"| client0 | {told['client0']['queries']} |" in page and "federated.state=" in page
+
+
+def test_what_is_finished_is_not_made_again_and_other_settings_are_refused(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = spent(world)
+    shutil.rmtree(world / "generator-client1")  # as if it was killed between two silos
+    trained: list[str] = []
+    monkeypatch.setattr(
+        "lit_dpret.federated.synthetic.fit_epochs", lambda *_, **__: trained.append("a generator of its own")
+    )
+    task().run(parts(world, plan(world), resume=True))
+    assert not trained and spent(world) == before
+    with pytest.raises(ResumeError, match="resume=true"):
+        task().run(parts(world, plan(world)))
+    with pytest.raises(ResumeError, match="other settings"):
+        task(eps=4.0).run(parts(world, plan(world), resume=True))
+
+
+def test_one_silo_of_a_folder_and_one_of_its_owner(world: Path, tmp_path: Path) -> None:
+    alone = world / "silos" / "clients" / "client1"
+    shutil.rmtree(alone / "synthetic")
+    task(data=alone).run(parts(tmp_path / "owner", plan(world)))
+    assert [path.name for path in (tmp_path / "owner" / "private").iterdir()] == ["client1"]
+    with pytest.raises(ConfigurationError, match="'client7' is none of the silos client0, client1"):
+        task(names=["client7"]).run(parts(tmp_path / "other", over(world)))
+
+
+@pytest.mark.parametrize("train_on", [pytest.param("queries", marks=pytest.mark.slow), "synthetic"])
+def test_generator_and_federation_are_one_epsilon(world: Path, tmp_path: Path, train_on: str) -> None:
+    before = spent(world)
+    found = Federated(systems=["fed_negative"], seeds=[0], min_free_mb=1).run(
+        parts(tmp_path / "run", over(world, train_on=train_on))
+    )
+    assert set(found) == {"fed_negative"}
+    told = json.loads((tmp_path / "run" / "pdd_as2.json").read_text())["systems"]["fed_negative"]
+    for epsilon in told["epsilon"].values():
+        if train_on == "synthetic":  # nothing that is made of them costs anything
+            assert epsilon == pytest.approx(before, abs=1e-6)
+        else:
+            assert before < epsilon <= 20.0
+    assert spent(world) == before  # the run went on with copies
+
+
+def test_what_trains_alone_trains_on_peoples_queries(world: Path, tmp_path: Path) -> None:
+    found = Federated(systems=["single_bm25"], seeds=[0], min_free_mb=1).run(
+        parts(tmp_path / "run", over(world, train_on="synthetic"))
+    )
+    assert found["single_bm25"] > 0
+
+
+def test_a_system_that_uses_no_generator_is_not_charged_with_one(world: Path, tmp_path: Path) -> None:
+    made = over(world, stage2={**TWO, "response": "public"})
+    Federated(systems=["stage1"], seeds=[0], min_free_mb=1).run(parts(tmp_path / "run", made))
+    ledger = tmp_path / "run" / "private" / "seed0" / "federation" / "silos" / "client0" / "private"
+    assert "generator" not in (ledger / "silo_ledger.query.jsonl").read_text()
+
+
+def test_an_owners_silo_reads_the_set_with_the_state_of_its_generator_and_with_no_other(world: Path) -> None:
+    from lit_dpret.federated.flower.node import check_silo
+
+    made = over(world)
+    data, state = world / "silos" / "clients" / "client0", world / "private" / "client0"
+    settings = SiloSettings(
+        data=data, state=state, federated=made.settings(0), model=made.model, secret_file=world / "secret"
+    )
+    assert "silo client0" in check_silo(settings)
+    with pytest.raises(PrivateDataError, match="--state of lit-dpret silo"):
+        check_silo(SiloSettings(**{**vars(settings), "state": world / "elsewhere"}))
+
+
+# -- what is refused --------------------------------------------------------------------------
+
+
+def no_state(root: Path) -> FederationPlan:
+    return over(root, state=None)
+
+
+def state_of_nobody(root: Path) -> FederationPlan:
+    return over(root, state=str(root / "silos"))
+
+
+def other_ledger(root: Path) -> FederationPlan:
+    (root / "private" / "client1" / "private" / "silo_ledger.query.jsonl").unlink()
+    return over(root)
+
+
+def state_of_rounds(root: Path) -> FederationPlan:
+    (root / "private" / "client1" / "run.json").write_text("{}")
+    return over(root)
+
+
+def other_budget(root: Path) -> FederationPlan:
+    return over(root, privacy={**BUDGET, "eps": 8.0})
+
+
+def no_queries(root: Path) -> FederationPlan:
+    shutil.rmtree(root / "silos" / "clients" / "client1" / "synthetic")
+    return over(root)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (no_state, r"ledgers begin empty.*federated\.state=RUN/private"),
+        (state_of_nobody, r"no state of client 'client0'.*task=federated_generators"),
+        (other_ledger, r"not charged to silo_ledger\.query\.jsonl.*federated\.state"),
+        (state_of_rounds, "was begun by rounds of another run"),
+        (other_budget, r"total_eps=8"),
+        (no_queries, "task=federated_generators"),
+    ],
+)
+def test_a_federation_that_would_not_count_the_generator_is_refused_before_any_round(
+    world: Path, tmp_path: Path, broken: Callable[[Path], FederationPlan], message: str
+) -> None:
+    with pytest.raises(LitDpretError, match=message):
+        Federated(systems=["single_bm25", "fed_negative"], seeds=[0], min_free_mb=1).run(
+            parts(tmp_path / "run", broken(world))
+        )
+    assert not (tmp_path / "run" / "private").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eps": 0.0}, r"task\.eps=0"),
+        ({"eps": 21.0}, r"at most federated\.privacy\.eps=20"),
+        ({"batch_size": 500}, "Lower it"),
+        ({"epochs": 0}, r"task\.epochs=0"),
+        ({"names": ["client0"], "data": "x"}, "Give one"),
+    ],
+)
+def test_a_generator_that_cannot_be_trained_is_refused_before_the_first(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        task(**changes).run(parts(tmp_path, plan(tmp_path)))
+    assert not (tmp_path / "private").exists()
+
+
+def refused() -> Iterator[tuple[str, Callable[[Path], tuple[FederationPlan | None, Any]], str]]:
+    yield "no federation", lambda root: (None, None), r"Add federated=inprocess"
+    no_budget = {"privacy": {}, "stage2": {**TWO, "response": "synthetic"}}
+    yield "no budget", lambda root: (plan(root, **no_budget), None), r"federated\.privacy\.eps=null"
+    yield "no generator", lambda root: (plan(root), lambda **_: object()), r"model=generator"
+    yield "nothing public", lambda root: (plan(root, declare_public=False), None), r"public_sids\.txt is missing"
+
+
+@pytest.mark.parametrize(
+    ("case", "message"), [(one, text) for _, one, text in refused()], ids=[n for n, *_ in refused()]
+)
+def test_a_run_that_cannot_be_is_refused_before_the_first_generator(
+    tmp_path: Path, case: Callable[[Path], tuple[FederationPlan | None, Any]], message: str
+) -> None:
+    made, model = case(tmp_path)
+    with pytest.raises((ConfigurationError, DataError), match=message):
+        task().run(parts(tmp_path, made, model=model))
+    assert not (tmp_path / "private").exists()
+
+
+def test_a_set_that_another_run_wrote_is_not_written_over(world: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="not written by a generator of this run"):
+        task().run(parts(tmp_path / "another", over(world, state=None)))
