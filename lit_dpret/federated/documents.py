@@ -23,6 +23,7 @@ from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.typed import built, plain
 
 SILO_SCHEMA = "lit-dpret/silo-settings/1"
+LEDGERS = "ledgers"
 RUN_SCHEMA = "lit-dpret/federated-run/1"
 Phase = Literal["bm25", "stage1", "stage2"]
 PHASES: tuple[Phase, ...] = ("bm25", "stage1", "stage2")
@@ -39,6 +40,8 @@ class SiloSettings:
         model: How the model of a round is built.
         share_measures: Tell the server the means of the measures; under a budget never.
         secret_file: Keys the noise; null for the user's state folder.
+        ledgers: Folder of what was spent, one for all runs on these data; null for ``ledgers`` in ``data``. Another
+            state folder does not give a silo its budget back.
     """
 
     data: Path
@@ -47,10 +50,14 @@ class SiloSettings:
     model: AS2Maker = field(default_factory=AS2Maker)
     share_measures: bool = False
     secret_file: Path | None = None
+    ledgers: Path | None = None
 
     def client(self) -> SiloClient:
         """The silo at work; reads its data, and its ledgers where it has a budget."""
-        return SiloClient(self.data, self.state, self.federated, self.model, secret_file=self.secret_file)
+        return SiloClient(
+            self.data, self.state, self.federated, self.model, secret_file=self.secret_file,
+            ledgers=self.ledgers or self.data / LEDGERS,
+        )  # fmt: skip
 
     def to_yaml(self) -> str:
         """As `read_silo_settings` reads it."""
@@ -77,10 +84,10 @@ def read_silo_settings(path: Path, **given: Path | None) -> SiloSettings:
     base = path.parent  # a path in a file is relative to that file
     said = {name: base / value for name, value in (("data", settings.data), ("state", settings.state))
             if given.get(name) is None}  # fmt: skip
-    if settings.secret_file is not None:
-        said["secret_file"] = base / settings.secret_file
-    whole = {"data": settings.data, "state": settings.state, "secret_file": settings.secret_file, **said}
-    return replace(settings, **{name: value and value.resolve() for name, value in whole.items()})  # type: ignore[arg-type]
+    own = {name: value for name in ("secret_file", "ledgers") if (value := getattr(settings, name)) is not None}
+    said |= {name: base / value for name, value in own.items()}
+    whole = {"data": settings.data, "state": settings.state, **said}
+    return replace(settings, **{name: value.resolve() for name, value in whole.items()})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,6 +97,7 @@ def train_generator(
     epochs: int = 1,
     batch_size: int = 32,
     secret_file: str | Path | None = None,
+    ledgers: str | Path | None = None,
 ) -> Path:
     """Train a silo's query generator on its train queries, charged to the ledger that its rounds are charged to.
 
@@ -115,6 +116,7 @@ def train_generator(
         epochs: Over the train queries.
         batch_size: Queries of a step on average.
         secret_file: Keys the noise; null for the user's state folder.
+        ledgers: As for `SiloClient`.
 
     Returns:
         The run folder, with ``model/``, its ledger and its card.
@@ -156,7 +158,9 @@ def train_generator(
         eps=eps, delta=budget.delta, neighbours=budget.neighbours, law=Poisson(sample_rate=batch_size / data.n_units),
         steps=steps, accountant=privacy.accountant,
     )  # fmt: skip
-    ledger = SiloLedger(Path(state) / "private", budget, accountant=privacy.accountant, secret_file=secret_file)
+    spent = Path(state) / "private" if ledgers is None else Path(ledgers)
+    ledger = SiloLedger(spent, budget, accountant=privacy.accountant, secret_file=secret_file)
+    ledger.require_whole(Path(state))
     module = make_generator(privacy=ledger.training(noise_multiplier=noise, max_grad_norm=privacy.max_grad_norm))
     folder = attempt_folder(root)
     fit_epochs(module, data, folder, epochs=epochs, callbacks=[PrivacyCard(run_dir=folder)])

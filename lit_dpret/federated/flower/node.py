@@ -89,13 +89,12 @@ def check_silo(settings: SiloSettings) -> str:
     with tempfile.TemporaryDirectory(prefix="lit-dpret-silo-") as scratch:
         rehearsal = Path(scratch) / "state"
         rehearsal.mkdir(mode=0o700)
-        for name in ("run.json", "private"):
-            kept = settings.state / name
-            if kept.is_dir():
-                shutil.copytree(kept, rehearsal / name)
-            elif kept.is_file():
-                shutil.copy2(kept, rehearsal / name)
+        for name in ("run.json", "noise.json"):
+            if (settings.state / name).is_file():
+                shutil.copy2(settings.state / name, rehearsal / name)
         client = replace(settings, state=rehearsal).client()
+        if client.ledger is not None:
+            client.ledger.require_whole(settings.state)
         return f"silo {client.name}\n\n{trust_table(settings.federated)}\n\n{_budget_line(client)}\n"
 
 
