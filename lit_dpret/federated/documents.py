@@ -24,6 +24,7 @@ from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.typed import built, plain
 
 SILO_SCHEMA = "lit-dpret/silo-settings/1"
+LEDGERS = "ledgers"
 RUN_SCHEMA = "lit-dpret/federated-run/1"
 Phase = Literal["bm25", "stage1", "stage2"]
 PHASES: tuple[Phase, ...] = ("bm25", "stage1", "stage2")
@@ -43,6 +44,8 @@ class SiloSettings:
         signing_key: The silo's long-term key (``lit-dpret silo --new-signing-key FILE``), with ``federated.roster``.
         roster_file: The public halves of everybody's, by the silos' names.
         secret_file: Keys the noise; null for the user's state folder.
+        ledgers: Folder of what was spent, one for all runs on these data; null for ``ledgers`` in ``data``. Another
+            state folder does not give a silo its budget back.
     """
 
     data: Path
@@ -54,6 +57,7 @@ class SiloSettings:
     signing_key: Path | None = None
     roster_file: Path | None = None
     secret_file: Path | None = None
+    ledgers: Path | None = None
 
     def client(self) -> SiloClient:
         """The silo at work; reads its data, and its ledgers where it has a budget."""
@@ -69,8 +73,9 @@ class SiloSettings:
 
             credentials = load_credentials(read_silo(self.data).name, self.signing_key, self.roster_file)
         return SiloClient(
-            self.data, self.state, self.federated, self.model, secret_file=self.secret_file, credentials=credentials
-        )
+            self.data, self.state, self.federated, self.model, secret_file=self.secret_file, credentials=credentials,
+            ledgers=self.ledgers or self.data / LEDGERS,
+        )  # fmt: skip
 
     def to_yaml(self) -> str:
         """As `read_silo_settings` reads it."""
@@ -97,11 +102,10 @@ def read_silo_settings(path: Path, **given: Path | None) -> SiloSettings:
     base = path.parent  # a path in a file is relative to that file
     said = {name: base / value for name, value in (("data", settings.data), ("state", settings.state))
             if given.get(name) is None}  # fmt: skip
-    whole: dict[str, Path | None] = {"data": settings.data, "state": settings.state, **said}
-    for name in ("secret_file", "signing_key", "roster_file"):
-        written = getattr(settings, name)
-        whole[name] = None if written is None else base / written
-    return replace(settings, **{name: value and value.resolve() for name, value in whole.items()})  # type: ignore[arg-type]
+    own = ("secret_file", "signing_key", "roster_file", "ledgers")
+    said |= {name: base / value for name in own if (value := getattr(settings, name)) is not None}
+    whole = {"data": settings.data, "state": settings.state, **said}
+    return replace(settings, **{name: value.resolve() for name, value in whole.items()})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,10 +41,15 @@ def collection_centroids(
     settings: PddAs2,
     *,
     secret_file: str | Path | None,
+    ledgers: Path,
 ) -> Tensor:
     """Private centroids of a collection, released once for each sentence encoder and then reused for free.
 
-    The unit is a passage, in a ledger of its own; one sentence of each counts.
+    The unit is a passage, in a ledger of its own in ``ledgers``; one sentence of each counts.
+
+    Raises:
+        ConfigurationError: There is no budget, or its delta permits publishing one whole passage.
+        BudgetExceededError: Another sentence encoder's centroids were released, and both are not covered.
     """
     kept = state / f"collection-{module.tower('passage').fingerprint()[:16]}.safetensors"
     if kept.is_file():
@@ -59,7 +64,9 @@ def collection_centroids(
         eps=budget.eps, delta=budget.delta, neighbours=budget.neighbours, law=FullBatch(),
         steps=stage.centroid_iterations, accountant=privacy.accountant,
     )  # fmt: skip
-    ledger = SiloLedger(state / "private", budget, accountant=privacy.accountant, secret_file=secret_file)
+    if privacy.neighbours != "add_or_remove":
+        _check_delta(budget, len(collection.passage_ids))
+    ledger = SiloLedger(ledgers, budget, accountant=privacy.accountant, secret_file=secret_file)
     plan = CentroidPlan(
         count=stage.centroids,
         iterations=stage.centroid_iterations,
@@ -73,3 +80,11 @@ def collection_centroids(
         rows = dp_centroids(sentences, plan, noised, units=units)
     save_tensors({"rows": rows}, kept)
     return rows
+
+
+def _check_delta(budget: PrivacyBudget, passages: int) -> None:
+    if budget.delta >= 1 / passages:
+        raise ConfigurationError(
+            f"federated.privacy.collection_delta={budget.delta:g} is not below 1/n = {1 / passages:.3g} for "
+            f"n={passages} passages: such a guarantee allows publishing one of them outright. Lower it."
+        )

@@ -70,6 +70,8 @@ class SiloClient:
         make_module: Builds the model of each round; the encoder is public.
         secret_file: Keys the noise; null for the user's state folder.
         credentials: The silo's signing key and the roster; needed with ``roster=true``, and used there alone.
+        ledgers: Folder of what was spent; null for one in ``state``. What is spent of a silo's queries composes over
+            all runs that are given the same folder, and over no others.
 
     Raises:
         ConfigurationError: Credentials are missing, or somebody else's.
@@ -84,9 +86,11 @@ class SiloClient:
         *,
         secret_file: str | Path | None = None,
         credentials: Credentials | None = None,
+        ledgers: str | Path | None = None,
     ) -> None:
         self.settings = settings.check()
         self.folder, self.state = Path(data), Path(state)
+        self.ledgers = self.state / "private" if ledgers is None else Path(ledgers)
         self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
         facts = {"seed": settings.seed, **asdict(settings.privacy)}
         facts |= {} if settings.train_on == "queries" else {"train_on": settings.train_on}
@@ -312,9 +316,8 @@ class SiloClient:
             return None, None
         units = self._units()
         budget = silo_budget(privacy.eps, privacy.delta, unit=privacy.unit, neighbours=privacy.neighbours, units=units)
-        ledger = SiloLedger(
-            self.state / "private", budget, accountant=privacy.accountant, secret_file=self._secret_file
-        )
+        ledger = SiloLedger(self.ledgers, budget, accountant=privacy.accountant, secret_file=self._secret_file)
+        ledger.require_whole(self.state)
         if self.settings.generated:
             self.synthetic = read_synthetic(self.folder, budget=budget, ledger=ledger, near=[self.state])
         if self.settings.train_on == "synthetic":
@@ -334,7 +337,7 @@ class SiloClient:
             planned,
             requests=two.refreshes * two.centroid_iterations if asks else 0,
             request_share=privacy.request_share,
-            spent=ledger.spent(),  # nothing but a generator, for the plan is made before the first round
+            spent=ledger.charged(),
             accountant=privacy.accountant,
         )
         save_json(self.state / _NOISE, asdict(noise))
@@ -426,5 +429,6 @@ class SiloClient:
         if response == "synthetic":
             return module.encode_passages([] if self.synthetic is None else self.synthetic.texts)
         return collection_centroids(
-            self._embedded(weights), self.collection, module, self.state, self.settings, secret_file=self._secret_file
-        )
+            self._embedded(weights), self.collection, module, self.state, self.settings, secret_file=self._secret_file,
+            ledgers=self.ledgers,
+        )  # fmt: skip

@@ -23,9 +23,10 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_dpret.errors import ConfigurationError, PrivateDataError
+from lit_dpret.errors import ConfigurationError, LedgerError, PrivateDataError
 from lit_dpret.privacy.accounting import calibrate_noise, epsilon
 from lit_dpret.privacy.budget import AccountantName, Neighbours, PrivacyBudget, Unit
+from lit_dpret.privacy.card import LEDGER_NAME
 from lit_dpret.privacy.charges import SCHEMA, start_of
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.dataset_total import Total
@@ -36,6 +37,7 @@ from lit_dpret.privacy.releases import FullBatch, GaussianRelease, Release, Samp
 from lit_dpret.privacy.search import DecimalGrid, least
 
 _DIGITS = 3
+_RELEASES = "releases"
 
 
 class SiloLedger:
@@ -45,9 +47,11 @@ class SiloLedger:
         - No noise is drawn before the release is in a ledger on disk, and none that the budget does not cover.
         - Rounds compose: `epsilon` is that of all releases together, whichever process made them.
         - A round that was killed stays charged with what it had reserved.
+        - A request or an answer whose own ledger is in ``folder`` and that this file does not know is not forgotten:
+          the file was lost or put back, and nothing more is released (`require_whole`).
 
     Args:
-        folder: Of the silo's private state, made where it is missing.
+        folder: Of the silo's ledgers, made where it is missing; every run on these data has to have the same.
         budget: What all that is released of the silo may cost together.
         accountant: ``pld`` or ``rdp``.
         secret_file: Keys the noise; null for the user's state folder. It may not lie in ``folder``.
@@ -65,6 +69,34 @@ class SiloLedger:
         self.secret_file = None if secret_file is None else Path(secret_file)
         self.path = self.folder / f"silo_ledger.{budget.unit}.jsonl"
         self._ledger = DatasetLedger(self.path, total_eps=budget.eps, budget=budget, accountant=accountant)
+        self._require_known(sorted((self.folder / _RELEASES).glob("*.jsonl")))
+
+    def require_whole(self, state: Path) -> None:
+        """Refuse to go on where rounds in a state folder released something that this file does not know.
+
+        Args:
+            state: Of the silo; rounds have their ledgers in folders of attempts.
+
+        Raises:
+            LedgerError: The file was lost, or an older one put back: what it held is spent all the same.
+        """
+        self._require_known(sorted(state.glob(f"*/attempt-*/{LEDGER_NAME}")))
+
+    def _require_known(self, ledgers: Sequence[Path]) -> None:
+        known: set[str] | None = None
+        for path in ledgers:
+            records = PrivacyLedger.read(path).records
+            plan = next((record for record in records if record.get("kind") == "plan"), {})
+            theirs = plan.get("unit") != self.budget.unit or plan.get("noise_seed") is not None
+            if theirs or not any(record.get("kind") == "intent" for record in records):
+                continue
+            if known is None:
+                known = self._ledger.run_ids() if self.path.exists() else set()
+            if plan.get("run_id") not in known:
+                raise LedgerError(
+                    f"{self.path} does not know of {path}, which released something: it was lost, or is an older copy. "
+                    "Bring the newest one back: without it nobody knows what is spent."
+                )
 
     def training(self, *, noise_multiplier: float, max_grad_norm: float, **settings: Any) -> DPSGD:
         """The privacy mode of one round of training, charged to this silo.
@@ -117,7 +149,7 @@ class SiloLedger:
         stream = KeyedStream(load_secret(self.secret_file, run_dir=self.folder), run_id)
         self._ledger.begin()
         self._ledger.require([planned])
-        path = self.folder / "releases" / f"{label}-{run_id}.jsonl"
+        path = self.folder / _RELEASES / f"{label}-{run_id}.jsonl"
         with PrivacyLedger.open(path) as ledger:
             ledger.append(
                 "plan", schema=SCHEMA, run_id=run_id, attempt=0, nonce=nonce, mode=label, plan=None,
@@ -158,10 +190,11 @@ class SiloLedger:
         total = self.total()
         return 0.0 if total is None else total.epsilon
 
-    def spent(self) -> list[Release]:
-        """Everything that was charged, whichever run it was of."""
-        found = self._ledger.releases() if self.path.exists() else {}
-        return [release for releases in found.values() for release in releases]
+    def charged(self) -> list[Release]:
+        """Everything that was charged, whichever run it was."""
+        if not self.path.exists():
+            return []
+        return [release for releases in self._ledger.releases().values() for release in releases]
 
     def require_charged(self, records: Sequence[Mapping[str, Any]], what: str) -> list[Release]:
         """What a private run was charged with here, by the records of its own ledger.

@@ -99,6 +99,7 @@ def train_generator(
     epochs: int = 1,
     batch_size: int = 32,
     secret_file: str | Path | None = None,
+    ledgers: str | Path | None = None,
     label: str | None = None,
 ) -> Path:
     """Train a silo's query generator on its train queries, charged to the ledger that its rounds are charged to.
@@ -118,6 +119,7 @@ def train_generator(
         epochs: Over the train queries.
         batch_size: Queries of a step on average.
         secret_file: Keys the noise; null for the user's state folder.
+        ledgers: As for `SiloClient`.
         label: Of a progress line; null shows none.
 
     Returns:
@@ -139,7 +141,9 @@ def train_generator(
         eps=eps, delta=budget.delta, neighbours=budget.neighbours, law=Poisson(sample_rate=batch_size / data.n_units),
         steps=steps, accountant=privacy.accountant,
     )  # fmt: skip
-    ledger = SiloLedger(Path(state) / "private", budget, accountant=privacy.accountant, secret_file=secret_file)
+    spent = Path(state) / "private" if ledgers is None else Path(ledgers)
+    ledger = SiloLedger(spent, budget, accountant=privacy.accountant, secret_file=secret_file)
+    ledger.require_whole(Path(state))
     module = make_generator(privacy=ledger.training(noise_multiplier=noise, max_grad_norm=privacy.max_grad_norm))
     folder = attempt_folder(root)
     told = None if label is None else StepProgress(label, steps=steps)

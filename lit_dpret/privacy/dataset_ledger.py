@@ -163,6 +163,10 @@ class DatasetLedger:
             found.setdefault(entry.name, []).extend(entry.releases)
         return found
 
+    def run_ids(self) -> set[str]:
+        """The lasting identities of all runs that ever reserved something."""
+        return set(_DatasetFile.read(self.path).book.entries)
+
     def charge_of(self, run_id: str) -> tuple[list[Release], str] | None:
         """What one run is charged with, and the last record of its own ledger that is known; None for a stranger."""
         entry = _DatasetFile.read(self.path).book.entries.get(run_id)

@@ -15,7 +15,7 @@ from tiny_silos import PRIVATE, SIZE, SMALL, declare_public, encoder, federation
 
 from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.datamodules.silo_folder import read_silo, silo_folders, write_silos
-from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, ResumeError
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, LedgerError, ResumeError
 from lit_dpret.federated.aggregation import TowardsAnchor, client_weights, put_weights, take_weights, weighted_mean
 from lit_dpret.federated.data import merged_silo, planted_silos
 from lit_dpret.federated.data.planted import Planted
@@ -25,6 +25,7 @@ from lit_dpret.federated.inprocess import InProcessFederation
 from lit_dpret.federated.negatives import FedNegatives
 from lit_dpret.federated.secure_mean import secure_mean
 from lit_dpret.federated.settings import PddAs2, Stage1, Stage2
+from lit_dpret.federated.silo import SiloClient
 from lit_dpret.modules import AS2DualEncoder, OptimizerSpec
 from lit_dpret.privacy.modes import NoPrivacy
 
@@ -200,6 +201,41 @@ def test_a_round_that_was_broken_off_is_made_again_and_stays_charged(
     assert again.epsilon() == spent and spent
     again.train_shared(start, 0)
     assert (again.epsilon() or 0) > spent
+
+
+def test_rounds_whose_ledger_is_gone_are_not_gone_on_with(tmp_path: Path) -> None:
+    run = federation(tmp_path, PRIVATE)
+    client = run.clients["client0"]
+    client.train_shared(run.start, 0)
+    assert client.ledger is not None
+    client.ledger.path.unlink()
+    with pytest.raises(LedgerError, match=r"does not know of .*stage1-000"):
+        federation(tmp_path, PRIVATE)
+
+
+def test_runs_with_one_folder_of_ledgers_share_a_budget_whatever_their_state_folders_are(tmp_path: Path) -> None:
+    first = federation(tmp_path, PRIVATE).clients["client0"]
+
+    def again(state: str, settings: PddAs2) -> SiloClient:
+        more: Any = {"secret_file": tmp_path / "secret", "ledgers": tmp_path / "ledgers"}
+        return SiloClient(first.folder, tmp_path / state, settings, first._make, **more)
+
+    one = again("one", PRIVATE)
+    one.train_shared(one.model[0], 0)
+    other = again("other", replace(PRIVATE, seed=1))
+    assert other.epsilon() == one.epsilon() != 0
+    assert one.noise is not None and other.noise is not None and other.noise.training > one.noise.training
+
+
+def test_a_delta_that_permits_publishing_a_whole_passage_is_refused(tmp_path: Path) -> None:
+    settings = replace(
+        PRIVATE,
+        stage2=replace(PRIVATE.stage2, request="none", response="dp_centroid"),
+        privacy=replace(PRIVATE.privacy, collection_eps=5.0, collection_delta=0.5),
+    )
+    run = federation(tmp_path, settings)
+    with pytest.raises(ConfigurationError, match=r"collection_delta=0\.5 is not below 1/n"):
+        run.clients["client0"].serve(run.start, torch.empty(0, 16), refresh=0)
 
 
 def test_centroids_of_a_private_collection_are_released_once_in_a_ledger_of_passages(tmp_path: Path) -> None:

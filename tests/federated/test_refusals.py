@@ -88,6 +88,7 @@ def test_the_trust_table_of_a_private_run_has_nothing_in_clear_and_names_budgets
     run = changed(PRIVATE, stage1={"weighting": "capped", "n_hat": 9}, secure_sum=True)
     table = trust_table(run.check())
     assert "in clear" not in table and "eps=20" in table and "the declaration" in table
+    assert "nothing is promised of the sentences" in table and "nothing is promised of the s" not in trust_table(SMALL)
     assert "the sum over all silos" in table and "honest-but-curious server, with keys taken on trust" in table
     assert "keys signed by the roster" in trust_table(changed(run, roster=True).check())
     centroids = changed(PRIVATE, stage2={"response": "dp_centroid", "request": "none"}, privacy={"collection_eps": 2.0})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -253,3 +254,14 @@ def test_a_task_runs_the_installed_app_whatever_the_server_sent(monkeypatch: pyt
     lines = done.stdout.splitlines()
     assert lines[:2] == ["our app", "A silo installs nothing that the server asks for."], done.stderr
     assert "could run the server's code" in lines[2]
+
+
+def test_another_state_folder_does_not_give_a_silo_its_budget_back(tmp_path: Path) -> None:
+    first = silo(tmp_path, PRIVATE).client()
+    first.train_shared(first.model[0], 0)
+    again = replace(silo(tmp_path, PRIVATE), state=tmp_path / "anew")
+    assert again.client().epsilon() == first.epsilon() != 0
+    assert f"epsilon {first.epsilon():.4g} of 20 is spent" in check_silo(again)
+    shutil.rmtree(again.data / "ledgers")
+    with pytest.raises(LedgerError, match="does not know of"):
+        check_silo(silo(tmp_path, PRIVATE))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from stand_ins import Numbers, Regression, fit
 
-from lit_dpret.errors import BudgetExceededError, ConfigurationError
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError
 from lit_dpret.federated.centroids import CentroidPlan, dp_centroids
 from lit_dpret.federated.silo_ledger import SiloLedger, silo_budget, split_budget
 from lit_dpret.privacy.accounting import epsilon
@@ -115,3 +115,17 @@ def test_delta_is_derived_where_the_number_of_units_may_be_known_and_refused_whe
         silo_budget(1.0, None, unit="query", neighbours="add_or_remove", units=50)
     with pytest.raises(ConfigurationError, match="below 1/n"):
         silo_budget(1.0, 0.1, unit="query", neighbours="zero_out", units=50)
+
+
+def test_a_ledger_that_was_lost_or_put_back_is_noticed_by_the_releases_that_it_does_not_know(tmp_path: Path) -> None:
+    silo = ledger(tmp_path)
+    centroids(silo, torch.randn(20, 4), 5.0)
+    old = silo.path.read_bytes()
+    centroids(silo, torch.randn(20, 4), 5.0)
+    silo.path.write_bytes(old)
+    with pytest.raises(LedgerError, match=r"does not know of .*, which released something"):
+        ledger(tmp_path)
+    silo.path.unlink()
+    with pytest.raises(LedgerError, match="does not know of"):
+        ledger(tmp_path)
+    ledger(tmp_path, PrivacyBudget(eps=4.0, delta=1e-3, unit="passage"))  # what was spent of queries is not its affair

@@ -248,7 +248,7 @@ def global_weights(client: SiloClient, content: RecordDict, head: Mapping[str, A
 
 def remember_ledgers(client: SiloClient, context: Context) -> None:
     """Keep the length and the hash of each of the silo's ledgers in the node's own state."""
-    found = {path.name: path.read_bytes() for path in (client.state / "private").glob("silo_ledger.*.jsonl")}
+    found = {path.name: path.read_bytes() for path in client.ledgers.glob("silo_ledger.*.jsonl")}
     facts = {name: f"{len(text)}:{hashlib.sha256(text).hexdigest()}" for name, text in sorted(found.items())}
     context.state["ledgers"] = ConfigRecord({"schema": SCHEMA, **facts})
 
@@ -263,7 +263,7 @@ def check_ledgers(client: SiloClient, context: Context) -> None:
         if name == "schema":
             continue
         size, _, digest = str(fact).partition(":")
-        path = client.state / "private" / name
+        path = client.ledgers / name
         known = path.read_bytes()[: int(size)] if path.is_file() else b""
         if hashlib.sha256(known).hexdigest() != digest:
             raise LedgerError(

@@ -90,13 +90,15 @@ def check_silo(settings: SiloSettings) -> str:
     with tempfile.TemporaryDirectory(prefix="lit-dpret-silo-") as scratch:
         rehearsal = Path(scratch) / "state"
         rehearsal.mkdir(mode=0o700)
-        for name in ("run.json", "private", GENERATOR):
+        for name in ("run.json", "noise.json", GENERATOR):
             kept = settings.state / name
             if kept.is_dir():
                 shutil.copytree(kept, rehearsal / name)
             elif kept.is_file():
                 shutil.copy2(kept, rehearsal / name)
         client = replace(settings, state=rehearsal).client()
+        if client.ledger is not None:
+            client.ledger.require_whole(settings.state)
         told = settings.share_measures and settings.federated.privacy.eps is None
         measures = "the means of its measures and how many questions they are of" if told else "no measure"
         spent = "what is spent of the budget" if settings.share_epsilon else "nothing of what is spent"
