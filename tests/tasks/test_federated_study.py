@@ -17,12 +17,12 @@ from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.federated.data import planted_silos
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.plan import FederationPlan
-from lit_dpret.federated.responses import PUBLIC
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.studies.catalogue import STUDIES, Asked, study_of
 from lit_dpret.federated.studies.cells import Cells
 from lit_dpret.federated.studies.point import Point, SiloChange
 from lit_dpret.federated.studies.silos import changed_silos, divided, kept_shares, sizes, with_share
+from lit_dpret.federated.synthetic import PUBLIC
 from lit_dpret.report.paper_004_studies import paper_numbers
 from lit_dpret.tasks import FederatedStudy
 from lit_dpret.tasks.parts import Parts
