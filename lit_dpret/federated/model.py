@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,11 @@ def _loaded(maker: AS2Maker) -> TextEncoder:
                 f"federated.model.encoder={maker.encoder} holds a transformer for each side, and stage 1 trains one "
                 "for both. Name an encoder of one."
             )
-        encoder = towers.query_encoder
+        found = towers.query_encoder  # what scales its embeddings, and what does not, is a start alike
+        encoder = TextEncoder(
+            found.backbone, found.tokenizer, replace(found.contract, normalise=True), found.projection
+        )  # fmt: skip
+        encoder.unused_weights = found.unused_weights
     if maker.layers is not None:
         keep_layers(encoder.backbone, maker.layers)
     if not maker.train_embeddings:

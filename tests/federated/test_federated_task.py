@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from tiny_silos import tokenizer
 
 from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
-from lit_dpret.errors import ConfigurationError, DataError, ResumeError
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
 from lit_dpret.federated.baselines import alone, central, train_alone
 from lit_dpret.federated.data import planted_silos, planted_words
 from lit_dpret.federated.data.planted import Planted
@@ -26,6 +26,7 @@ from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.settings import FederatedPrivacy, Stage1, Stage2
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.systems import SystemResult, SystemRunner, check_systems
+from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.tasks import Federated
 from lit_dpret.tasks.parts import Parts
 
@@ -365,3 +366,19 @@ def test_weights_that_nothing_goes_on_from_are_removed_and_ledgers_stay(tmp_path
     assert [path.name for path in state.rglob("*.safetensors")] == ["global-001.safetensors"]
     assert len(list(state.rglob("silo_ledger.query.jsonl"))) == 2
     assert (tmp_path / "run" / "stage1-seed0").stat().st_mode & 0o077 == 0
+
+
+def test_a_transformer_for_each_side_is_no_start_of_stage_1(tmp_path: Path) -> None:
+    made = AS2Maker(**{**MODEL, "planted": Planted(**TINY)})
+    module = made(privacy=NoPrivacy(), optimizer_lr=1e-3, towers="separate", passage_tower="trained")
+    folder = module.save_model(tmp_path / "two")
+    with pytest.raises(UnsupportedModelError, match="holds a transformer for each side"):
+        AS2Maker(**{**MODEL, "encoder": str(folder)}).check()
+
+
+def test_what_stage_1_saved_is_a_start_of_another_run(tmp_path: Path) -> None:
+    made = AS2Maker(**{**MODEL, "planted": Planted(**TINY)})
+    module = made(privacy=NoPrivacy(), optimizer_lr=1e-3, towers="shared", passage_tower="trained")
+    again = replace(made, encoder=str(module.save_model(tmp_path / "one")), planted=None)
+    for (name, value), (other, same) in zip(start_of(made).items(), start_of(again).items(), strict=True):
+        assert name == other and torch.equal(value, same)
