@@ -126,7 +126,7 @@ def test_a_silo_that_is_killed_in_a_round_is_named_loses_no_ledger_entry_and_com
     keys = {name: superlink.register(f"{name}-of-three") for name in silos}
     for name, document in settings.items():
         superlink.start_silo(name, document, keys[name])
-    ledger = tmp_path / "client2" / "private" / "silo_ledger.query.jsonl"
+    ledger = silos["client2"] / "ledgers" / "silo_ledger.query.jsonl"
     kept: list[bytes] = []
 
     def power_cut() -> None:
