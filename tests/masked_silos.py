@@ -45,6 +45,7 @@ class Drifts:
 
     def __init__(self, name: str, state: Path, settings: PddAs2, credentials: Credentials | None) -> None:
         self.name, self.state, self.settings, self.credentials = name, state, settings, credentials
+        self.ledgers = state / "private"
         self.examples = 5 + 7 * int(name[-1])
         self.model = (START, 16)
 

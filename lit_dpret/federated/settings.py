@@ -65,6 +65,7 @@ class Stage1:
 
     def check(self) -> None:
         """Refuse numbers and words without meaning."""
+        _switches("federated.stage1", self, "in_batch")
         _at_least("federated.stage1", self, 0, "warmup_rounds", "rounds", "other_positives")
         _at_least("federated.stage1", self, 1, "batch_size", "bm25_n", "static_n", "top_k")
         for name, literal in (("strategy", Strategy), ("weighting", Weighting), ("negatives", Stage1Negatives),
@@ -134,6 +135,7 @@ class Stage2:
 
     def check(self) -> None:
         """Refuse numbers and words without meaning."""
+        _switches("federated.stage2", self, "in_batch")
         _at_least("federated.stage2", self, 0, "epochs")
         _at_least("federated.stage2", self, 1, "batch_size", "n", "top_k", "centroids", "centroid_iterations",
                   "refresh_every")  # fmt: skip
@@ -188,10 +190,17 @@ class FederatedPrivacy:
                 "number of its steps are made of that. Set it to zero_out or replace_one."
             )
         require_choice("federated.privacy.accountant", self.accountant, ("pld", "rdp"))
-        for name in ("eps", "collection_eps", "max_grad_norm"):
+        numbers = ("eps", "delta", "collection_eps", "max_grad_norm", "request_share", "collection_delta",
+                   "collection_radius")  # fmt: skip
+        for name in numbers:
             value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ConfigurationError(f"federated.privacy.{name}={value} must be positive and finite, or null.")
+            if value is None and name in ("eps", "delta", "collection_eps"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise ConfigurationError(
+                    f"federated.privacy.{name}={value!r} must be a positive, finite number"
+                    f"{', or null' if name in ('eps', 'delta', 'collection_eps') else ''}."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +250,7 @@ class PddAs2:
         self.stage2.check()
         self.privacy.check()
         require_choice("federated.train_on", self.train_on, get_args(TrainOn))
+        _switches("federated", self, "secure_sum", "seal", "roster")
         if not 0 < self.update_limit < float("inf"):
             raise ConfigurationError(f"federated.update_limit={self.update_limit} must be positive and finite.")
         if self.secure_sum and self.stage1.weighting == "examples":
@@ -326,6 +336,13 @@ _REFUSALS: tuple[tuple[Callable[[PddAs2], bool], str], ...] = (
 
 def _asks(run: PddAs2) -> bool:
     return run.stage2.negatives == "fed" and run.stage2.epochs > 0
+
+
+def _switches(where: str, settings: object, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"{where}.{name}={value!r} must be true or false.")
 
 
 def _at_least(where: str, settings: object, least: int, *names: str) -> None:

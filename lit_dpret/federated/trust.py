@@ -38,11 +38,9 @@ def sights(run: PddAs2) -> list[Sight]:
     dp = _NONE if eps is None else f"differential privacy of each {run.privacy.unit}, eps={eps:g} for all that leaves"
     if run.train_on == "synthetic":
         dp = made if eps is None else f"{made}, within eps={eps:g} of the silo"
-    update = (
-        dp
-        if eps is None or run.train_on == "synthetic"
-        else f"{dp}; nothing is promised of the sentences that it is trained on"
-    )
+    update = dp
+    if eps is not None and run.train_on == "queries":
+        update += "; nothing is promised of the sentences that it is trained on"
     hidden = run.secure_sum
     masks = f"masks, under an honest-but-curious server, with {_keys(run)}"
     found = [

@@ -19,7 +19,8 @@ class Stages:
 
     Guarantees:
         - A stage that finished is not run again; its recorded result is returned.
-        - A stage is recorded as finished only after all of it was written.
+        - A stage is recorded as finished only after all of it was written, for its owner alone: results are often
+          measures of single private queries.
 
     Args:
         run_dir: The folder of the run; stage ``x`` gets ``run_dir/x``.
@@ -59,5 +60,5 @@ class Stages:
         start = time.monotonic()
         result = work(folder, self.resume)
         self.seconds[name] = time.monotonic() - start
-        write_whole(done, json.dumps({"result": result, "seconds": self.seconds[name]}))
+        write_whole(done, json.dumps({"result": result, "seconds": self.seconds[name]}), owner_only=True)
         return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +66,9 @@ def test_every_system_and_seed_is_run_once_told_beside_the_paper_and_a_later_sta
         parts(tmp_path, plan(secret_file=secret))
     )
     assert list(told) == ["bm25", "single_star", "stage1", "fed_negative"]
+    # Measures of each private query are the owner's alone, wherever they are written down.
+    private = [tmp_path / "pdd_as2.json", *tmp_path.glob("*/stage.json")]
+    assert len(private) == 5 and {stat.S_IMODE(path.stat().st_mode) for path in private} == {0o600}
     data = json.loads((tmp_path / "pdd_as2.json").read_text(encoding="utf-8"))
     assert data["eps"] is None and data["systems"]["stage1"]["measures"]["sentence/mrr@10"]["paper"] == 0.261
     assert data["systems"]["fed_negative"]["sent_bytes"]["client0"]["requests"] > 0

@@ -18,7 +18,8 @@ from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.federated.data import planted_silos
 from lit_dpret.federated.flower.client_app import build_client_app
 from lit_dpret.federated.flower.grid import Fate, InProcessGrid
-from lit_dpret.federated.flower.library import Context, Message
+from lit_dpret.federated.flower.library import SUPERLINK_NODE_ID, Context, Message, acting_as
+from lit_dpret.federated.flower.payloads import fingerprint, weights_record
 from lit_dpret.federated.flower.server_app import FlowerFederation, FlowerResult, build_server_app
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo import SiloClient
@@ -220,6 +221,24 @@ def test_a_silo_with_other_settings_refuses_and_the_server_hears_why(tmp_path: P
     run.server = FlowerFederation(replace(only_stage1(), seed=1), run.server.start, tmp_path / "s", dim=DIM, wait=0.0)
     with pytest.raises(DataError, match=r"node 10 did not introduce itself: failed: DataError \(other settings\)"):
         run.launch()
+
+
+def test_a_server_gets_no_round_and_no_request_that_the_silos_settings_do_not_plan(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    weights = run.server.start
+    asked: dict[str, dict[str, int]] = {
+        "train.stage1": {"round": 2},
+        "query.fedneg_request": {"refresh": 1},
+        "query.fedneg_serve": {"refresh": 1, "askers": 0},
+        "train.personalise": {"epoch": 1},
+    }
+    for kind, turn in asked.items():
+        content = run.server._envelope(weights=fingerprint(weights), **turn)
+        content["weights"] = weights_record(weights)
+        with acting_as(run_id=1, node_id=SUPERLINK_NODE_ID):
+            (reply,) = run.grid.send_and_receive([Message(content, 10, kind)])
+        assert reply.error.reason == "DataError (not planned)", kind
+    assert not list((tmp_path / "flower" / "client0").glob("stage1-*"))
 
 
 def test_what_the_apps_do_not_do_is_refused_before_anything_starts(tmp_path: Path) -> None:

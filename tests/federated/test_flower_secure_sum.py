@@ -18,6 +18,7 @@ from masked_silos import MASKED, NAMES, START, Drifts, Masked, credentials, drif
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.aggregation import Weights, client_weights, weighted_mean
 from lit_dpret.federated.flower.library import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from lit_dpret.federated.flower.payloads import weights_record
 from lit_dpret.federated.keys import new_identity
 from lit_dpret.federated.shamir import join
 
@@ -256,16 +257,18 @@ def test_a_server_that_asks_for_both_secrets_of_a_silo_or_a_second_time_is_refus
 
 def test_one_update_is_in_one_sum_though_a_server_begins_the_round_again_with_fewer_silos(tmp_path: Path) -> None:
     run = Masked(tmp_path)
-    run.launch()
-    content = {"weights": run.grid.of("train.secagg_setup", "down")[10]["weights"]}
+    content = {"weights": weights_record(START)}
     facts = {"round": 0, "clients": [1, 2, 3, 4], "attempt": "another"}
+    assert not run.ask(10, "train.secagg_setup", content, number=1, **facts).has_error()
+    few = run.ask(10, "train.secagg_setup", content, number=1, **{**facts, "clients": [1, 2]})
+    assert few.error.reason == "DataError (too few clients)"  # the silo's own threshold, whatever the server says
+    run.launch()
     for node, number in ((10, 1), (11, 2)):
         reply = run.ask(node, "train.secagg_setup", content, number=number, **facts)
         assert reply.error.reason == "DataError (unmasked already)"
-    assert not run.ask(10, "train.secagg_setup", content, number=1, **{**facts, "round": 1}).has_error()
-    few = run.ask(10, "train.secagg_setup", content, number=1, **{**facts, "round": 2, "clients": [1, 2]})
-    assert few.error.reason == "DataError (too few clients)"  # the silo's own threshold, whatever the server says
-    clear = run.ask(10, "train.stage1", content, round=1)
+    more = run.ask(10, "train.secagg_setup", content, number=1, **{**facts, "round": 1})
+    assert more.error.reason == "DataError (not planned)"  # of one round, whatever number the server gives it
+    clear = run.ask(10, "train.stage1", content, round=0)
     assert clear.error.reason == "DataError (other settings)"
 
 
@@ -328,10 +331,9 @@ def test_a_silo_whose_key_is_not_on_the_others_roster_is_taken_for_somebody_in_t
 
 def test_numbers_of_the_server_that_are_not_the_rosters_are_refused(tmp_path: Path) -> None:
     run = Masked(tmp_path, SIGNED, keys=credentials())
-    run.launch()
-    content = {"weights": run.grid.of("train.secagg_setup", "down")[10]["weights"]}
+    content = {"weights": weights_record(START)}
     for number, clients in ((2, [1, 2, 3]), (1, [1, 2, 9])):
-        reply = run.ask(10, "train.secagg_setup", content, round=1, attempt="a", number=number, clients=clients)
+        reply = run.ask(10, "train.secagg_setup", content, round=0, attempt="a", number=number, clients=clients)
         assert reply.error.reason == "DataError (bad protocol)"
 
 

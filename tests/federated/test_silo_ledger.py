@@ -129,3 +129,11 @@ def test_a_ledger_that_was_lost_or_put_back_is_noticed_by_the_releases_that_it_d
     with pytest.raises(LedgerError, match="does not know of"):
         ledger(tmp_path)
     ledger(tmp_path, PrivacyBudget(eps=4.0, delta=1e-3, unit="passage"))  # what was spent of queries is not its affair
+
+
+def test_a_release_whose_last_line_a_power_cut_tore_is_known_all_the_same(tmp_path: Path) -> None:
+    silo = ledger(tmp_path)
+    centroids(silo, torch.randn(20, 4), 5.0)
+    (path,) = (silo.folder / "releases").iterdir()
+    path.write_bytes(path.read_bytes()[:-9])
+    assert ledger(tmp_path).epsilon() == silo.epsilon()

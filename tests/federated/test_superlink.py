@@ -128,7 +128,7 @@ def test_a_silo_that_is_killed_in_a_round_is_named_loses_no_ledger_entry_and_com
         superlink.start_silo(name, document, keys[name])
     for name in silos:  # a run begins as soon as min_clients are there, and the one to be killed has to be among them
         superlink.wait_for(name, lambda name=name: "SuperNode ID" in superlink.log(name), seconds=300)
-    ledger = tmp_path / "client2" / "private" / "silo_ledger.query.jsonl"
+    ledger = silos["client2"] / "ledgers" / "silo_ledger.query.jsonl"
     kept: list[bytes] = []
 
     def power_cut() -> None:

@@ -56,6 +56,7 @@ from lit_dpret.federated.flower.sealed_messages import (
     sealed_request,
 )
 from lit_dpret.federated.flower.sum_messages import ACTS, answered, end_sum
+from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.storage import save_tensors
 
@@ -81,6 +82,7 @@ def build_client_app(
         - What a message changes or releases is what a method of `SiloClient` does, budget included.
         - A message is refused where server and silo have different settings, and where a ledger that this node
           knows is gone, or does not begin as it did.
+        - No round, refresh or epoch is made that the silo's own settings do not plan, however often a server asks.
         - Of an error no word but its kind leaves the silo.
         - With ``secure_sum`` no update leaves the silo but under masks, and the secrets of a round are deleted by
           whatever message comes after it.
@@ -107,6 +109,7 @@ def build_client_app(
                 head = head_of(message.content, _SERVER)
                 if head.get("settings") != digest_of(client.settings):
                     raise DataError("The server's settings are not this silo's.", kind="other settings")
+                check_planned(client.settings, head)
                 check_ledgers(client, context)
                 if action not in ACTS:
                     end_sum(client)
@@ -218,6 +221,22 @@ def evaluate(
     reply = envelope(withheld=False, queries=max(len(value) for value in found.values()), **told)
     reply["measures"] = MetricRecord({name: float(value.mean()) for name, value in found.items()})
     return reply
+
+
+def check_planned(run: PddAs2, head: Mapping[str, Any]) -> None:
+    """Refuse a turn that the settings do not have: each shows more of the queries, or costs budget that others need.
+
+    Raises:
+        DataError: Naming the turn.
+    """
+    turns = {
+        "round": range(run.stage1.warmup_rounds + run.stage1.rounds),
+        "refresh": [epoch for epoch in range(run.stage2.epochs) if run.stage2.asks(epoch)],
+        "epoch": range(run.stage2.epochs),
+    }
+    for name, planned in turns.items():
+        if name in head and _number(head, name) not in planned:
+            raise DataError(f"The server asks for {name} {head[name]}, which is not planned.", kind="not planned")
 
 
 # -- what lasts --------------------------------------------------------------------------------
