@@ -68,7 +68,7 @@ def test_a_fixed_batch_of_canaries_behind_a_claim_of_poisson_sampling_is_caught(
     """Every batch has the planned size, so that nothing but the audit can see it."""
     if broken:
         a_fixed_batch(monkeypatch)
-    write_large_log(tmp_path / "log", queries=3800)
+    write_large_log(tmp_path / "log", queries=7000)
     audit = OneRunAudit(canaries=200, max_share=0.06, seed=11)
     run = {"data": large_log(tmp_path, expected_batch_size=200), "audit": audit, "eps": 1.0, "steps": 40}
     if broken:

@@ -235,7 +235,7 @@ def test_coins_are_judged_by_the_one_run_audit(tmp_path: Path, monkeypatch: pyte
         kinds=("own_passage",), repetitions=(1,), count=100, candidates=5, include=0.5, seed=1, queries=str(words)
     )
     run = run_with_canaries(
-        tmp_path, partial(DPSGD, eps=0.2, delta=1e-6, secret_file=tmp_path / "secret"), suite=suite, steps=1
+        tmp_path, partial(DPSGD, eps=0.2, delta=1e-7, secret_file=tmp_path / "secret"), suite=suite, steps=1
     )
     monkeypatch.setattr(Measurement, "of", _known_by_heart)
     with pytest.raises(PrivacyViolation, match="contradicts the claim"):
