@@ -21,7 +21,7 @@ from lit_dpret.federated.synthetic import PUBLIC, check_generated
 from lit_dpret.federated.transport import ELSEWHERE, check_transport, silo_state
 
 T = TypeVar("T")
-_HOW = ("secret_file", "more")  # a run is carried, and noise is keyed, by these; no result depends on them
+_HOW = ("secret_file", "more", "note")  # no result depends on these
 INSURANCEQA, PLANTED = "insuranceqa", "planted"
 
 
@@ -53,6 +53,7 @@ class FederationPlan:
         seal: See `PddAs2`.
         roster: See `PddAs2`; for silos on machines of their own alone.
         secret_file: Keys the noise; null for the user's state folder.
+        note: Said on the page of a report, such as what these settings were chosen on.
         superlink: For ``transport=flower``, where a run is handed to: ``HOST:PORT``, or the name of a connection in
             the user's own Flower configuration.
         root_certificates: For the same; of who signed the SuperLink's certificate.
@@ -87,6 +88,7 @@ class FederationPlan:
         seal: bool = False,
         roster: bool = False,
         secret_file: str | None = None,
+        note: str = "",
         superlink: str | None = None,
         root_certificates: str | None = None,
         insecure: bool = False,
@@ -99,7 +101,7 @@ class FederationPlan:
         self.transport, self.silos, self.clients = transport, str(silos), clients
         self.sample, self.declare_public = dict(sample or {}), declare_public
         self.planted = _made("federated.planted", Planted, planted)
-        self.secret_file = secret_file
+        self.secret_file, self.note = secret_file, note
         link = {"superlink": superlink, "root_certificates": root_certificates, "insecure": insecure,
                 "run_name": run_name, "min_clients": min_clients, "timeout": timeout, "wait": wait}  # fmt: skip
         self.more: dict[str, Any] = {"link": link} if transport in ELSEWHERE else {}

@@ -131,7 +131,7 @@ class Federated:
             unit=plan.privacy.unit,
             command=" ".join(word for word in parts.command.split() if not word.startswith(_HOW_NOT_WHAT)),
             settings=plan.describe(),
-            notes=[*([self.note] if self.note else []), *_notes(plan, self.seeds)],
+            notes=[*filter(None, (self.note, plan.note)), *_notes(plan, self.seeds)],
         )
         written = write_federated_report(parts.run_dir, rows, facts)
         sys.stdout.write(written["pdd_as2.md"].read_text(encoding="utf-8") + "\n")

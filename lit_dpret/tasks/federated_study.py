@@ -150,7 +150,8 @@ class FederatedStudy:
             progress(len(todo), len(todo))
         clients = {seed: sizes(cells.silos(points[0], seed)) for seed in self.seeds} if self.study.trend else {}
         return tell(
-            self.study, points, found, out, plan=plan, sizes=clients, plot=self.plot, notes=self._notes(points, base),
+            self.study, points, found, out, plan=plan, sizes=clients, plot=self.plot,
+            notes=[*filter(None, [plan.note]), *self._notes(points, base)],
             command=" ".join(word for word in parts.command.split() if not word.startswith("resume=")),
         )  # fmt: skip
 
@@ -162,11 +163,6 @@ class FederatedStudy:
         for point in points:
             point.settings(plan.settings(0))
         if any(point.silos.parts > 1 or point.silos.share < 1 or point.silos.skew > 1 for point in points):
-            if plan.settings(0).stage2.response == "synthetic":
-                raise ConfigurationError(
-                    f"federated.stage2.response=synthetic with task.study={self.study.name}, which makes other silos: "
-                    "each would need a generator of its own. Set another response."
-                )
             for name, folder in base.items():
                 counts = read_silo(folder, verify=False).counts()
                 for parts in {point.silos.parts for point in points} - {1}:

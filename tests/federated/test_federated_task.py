@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hydra
 import numpy as np
 import pytest
 import torch
@@ -327,6 +328,17 @@ def test_what_is_not_set_follows_from_the_budget() -> None:
     assert held.stage2.request == "dp_centroid" and held.stage2.response == "public" and held.seed == 3
     masked = FederationPlan(silos="planted", secure_sum=True, stage1={"n_hat": 50}).settings(0)
     assert masked.stage1.weighting == "capped"
+
+
+@pytest.mark.parametrize("experiment", ["pdd_as2", "pdd_as2_planted"])
+@pytest.mark.parametrize("task", [
+    ["federated"], ["federated_study", "task.study=gain"], ["federated_generators", "task.eps=1"],
+])  # fmt: skip
+def test_an_experiment_serves_every_task_that_takes_a_federation(experiment: str, task: list[str]) -> None:
+    chosen = [f"experiment={experiment}", f"task={task[0]}", *task[1:], "run_dir=x"]
+    with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
+        found = compose("train", overrides=chosen)
+    assert hydra.utils.instantiate(found.task) is not None
 
 
 def test_the_config_names_every_setting_and_its_defaults_are_the_papers() -> None:

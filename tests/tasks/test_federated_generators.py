@@ -14,7 +14,7 @@ from tiny_silos import encoder
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from lit_dpret.errors import ConfigurationError, DataError, LitDpretError, PrivateDataError, ResumeError
+from lit_dpret.errors import ConfigurationError, DataError, LedgerError, LitDpretError, PrivateDataError, ResumeError
 from lit_dpret.federated.data import planted_words
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.documents import SiloSettings
@@ -161,9 +161,12 @@ def test_an_owners_silo_reads_the_set_with_the_state_of_its_generator_and_with_n
     made = over(world)
     data, state = world / "silos" / "clients" / "client0", world / "private" / "client0"
     settings = SiloSettings(
-        data=data, state=state, federated=made.settings(0), model=made.model, secret_file=world / "secret"
-    )
+        data=data, state=state, federated=made.settings(0), model=made.model, secret_file=world / "secret",
+        ledgers=state / "private",
+    )  # fmt: skip
     assert "silo client0" in check_silo(settings)
+    with pytest.raises(LedgerError, match="does not know of"):
+        check_silo(SiloSettings(**{**vars(settings), "ledgers": None}))
     with pytest.raises(PrivateDataError, match="--state of lit-dpret silo"):
         check_silo(SiloSettings(**{**vars(settings), "state": world / "elsewhere"}))
 

@@ -276,7 +276,7 @@ def test_a_setting_that_is_none_of_the_study_is_refused_by_name(settings: dict[s
     ({"study": "clients", "values": [2, 40]}, {}, "queries, and 20 clients are to be made of it"),
     ({"study": "data_ratio"}, {"privacy": {"eps": 8.0, "delta": 1e-2}, "declare_public": True},
      "would have about .* fewer than a batch of 8"),
-    ({"study": "gain"}, {"stage2": {**STAGE2, "response": "synthetic"}}, "would need a generator of its own"),
+    ({"study": "gain"}, {"stage2": {**STAGE2, "response": "synthetic"}}, "a generator was charged for all of one"),
     ({"study": "communication"}, {"stage2": {**STAGE2, "request": "none", "response": "dp_centroid"}},
      "Set federated.privacy.collection_eps"),
 ])  # fmt: skip
