@@ -74,18 +74,21 @@ def only_stage1(settings: PddAs2 = SMALL, rounds: int = 2) -> PddAs2:
 
 
 def personal(state: Path, settings: PddAs2) -> dict[str, torch.Tensor]:
-    return load_file(state / f"personal-{settings.stage2.negatives}-000.safetensors")
+    return load_file(state / f"personal-{settings.stage2.negatives}-{settings.stage2.epochs - 1:03}.safetensors")
 
 
 @pytest.mark.parametrize(
-    ("request_", "seal"),
-    [("exact", False), pytest.param("none", False, marks=pytest.mark.slow),
-     pytest.param("exact", True, marks=pytest.mark.slow)],
+    ("request_", "seal", "epochs"),
+    [("exact", False, 1), pytest.param("none", False, 1, marks=pytest.mark.slow),
+     pytest.param("exact", True, 1, marks=pytest.mark.slow), pytest.param("exact", False, 3, marks=pytest.mark.slow),
+     pytest.param("exact", True, 3, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_by_messages_the_same_weights_and_measures_come_out_as_in_one_process(
-    request_: Any, seal: bool, tmp_path: Path
+    request_: Any, seal: bool, epochs: int, tmp_path: Path
 ) -> None:
-    settings = replace(SMALL, stage2=replace(SMALL.stage2, request=request_), seal=seal)
+    """Of three epochs the second is told from what was answered before the first."""
+    two = replace(SMALL.stage2, request=request_, epochs=epochs, refresh_every=1 if epochs == 1 else 2)
+    settings = replace(SMALL, stage2=two, seal=seal)
     engine = federation(tmp_path, settings)
     expected = engine.run()
     run = Run(tmp_path, settings, share=True)
