@@ -6,7 +6,6 @@ state folder: its ledgers, its personal query encoder, and what each round of tr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -29,9 +28,8 @@ from lit_dpret.federated.fitting import KeepOptimizer, attempt_folder, fit_epoch
 from lit_dpret.federated.negatives import FedNegatives, OtherPositives
 from lit_dpret.federated.responses import collection_centroids, public_places
 from lit_dpret.federated.settings import PddAs2
-from lit_dpret.federated.silo_ledger import NoisePlan, SiloLedger, silo_budget, split_budget
-from lit_dpret.federated.storage import keep_facts, save_json, save_tensors
-from lit_dpret.federated.synthetic import SyntheticSet, read_synthetic
+from lit_dpret.federated.silo_account import SiloAccount
+from lit_dpret.federated.storage import keep_facts, save_tensors
 from lit_dpret.modules.as2 import AS2DualEncoder
 from lit_dpret.negatives import (
     BM25Negatives,
@@ -42,14 +40,12 @@ from lit_dpret.negatives import (
     StaticNegatives,
 )
 from lit_dpret.negatives.base import coins
-from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode, SyntheticData
-from lit_dpret.privacy.releases import Poisson, SamplingLaw
+from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.retrieval.metrics import Values
 
 if TYPE_CHECKING:  # it needs the package cryptography, which is of an extra
     from lit_dpret.federated.credentials import Credentials
 
-_NOISE = "noise.json"
 MakeModule = Callable[..., AS2DualEncoder]
 """Builds the model: takes ``privacy``, ``optimizer_lr``, ``towers``, ``passage_tower`` and ``negatives``."""
 
@@ -110,8 +106,10 @@ class SiloClient:
             )
         self.collection = SentenceCollection(silo.sentences, silo.passage_of)
         self._sentences: tuple[str, Tensor] | None = None
-        self.synthetic: SyntheticSet | None = None
-        self.ledger, self.noise = self._account()
+        self.account = SiloAccount.open(
+            self.folder, self.state, settings, name=self.name, secret_file=secret_file, ledgers=self.ledgers
+        )
+        self.ledger, self.synthetic = self.account.ledger, self.account.synthetic
         self.queries = dict(self._datamodule(settings.stage1.batch_size).evaluation_set("train")[0])
 
     def __repr__(self) -> str:
@@ -145,7 +143,7 @@ class SiloClient:
         if done.is_file():
             return load_file(done)
         module = self._make(
-            privacy=self._privacy("stage1", number),
+            privacy=self.account.mode("stage1", number),
             optimizer_lr=stage.lr,
             towers="shared",
             passage_tower="trained",
@@ -206,7 +204,8 @@ class SiloClient:
         kept = self.state / f"request-{refresh:03}.safetensors"
         if kept.is_file():
             return load_file(kept)["rows"]
-        if self.ledger is None or self.noise is None or self.noise.request is None:
+        noise = self.account.noise
+        if self.ledger is None or noise is None or noise.request is None:
             raise ConfigurationError(
                 "federated.stage2.request=dp_centroid without federated.privacy.eps would ask with centroids that "
                 "protect nobody. Set federated.privacy.eps, or request=exact."
@@ -214,7 +213,7 @@ class SiloClient:
         plan = CentroidPlan(count=stage.centroids, iterations=stage.centroid_iterations, seed=self.settings.seed)
         queries = module.encode_queries(list(self.queries.values()))
         with self.ledger.gaussian(
-            "fed_request", noise_multiplier=self.noise.request, count=stage.centroid_iterations
+            "fed_request", noise_multiplier=noise.request, count=stage.centroid_iterations
         ) as noised:
             rows = dp_centroids(queries, plan, noised)
         save_tensors({"rows": rows}, kept)
@@ -258,7 +257,7 @@ class SiloClient:
             listed = list(self.queries) if pool.lists is not None else None
             source = FedNegatives(pool, queries=listed, per_query=stage.n, depth=stage.top_k, seed=turn)
         sources: list[NegativeSource] = [InBatchNegatives(), source] if stage.in_batch else [source]
-        module = self._personal_module(weights, privacy=self._privacy(self._kind, number), negatives=sources)
+        module = self._personal_module(weights, privacy=self.account.mode(self._kind, number), negatives=sources)
         anchor = [TowardsAnchor(take_weights(self._fresh(weights)), stage.anchor)] if stage.anchor else []
         data = self._datamodule(self._batch(stage.batch_size))
         fit_epochs(module, data, attempt_folder(self.state / f"{self._kind}-{number:03}"), callbacks=anchor)
@@ -297,66 +296,10 @@ class SiloClient:
         """What was spent of the silo's queries so far; None where nothing is promised."""
         return None if self.ledger is None else self.ledger.epsilon()
 
-    def _privacy(self, *turn: object) -> PrivacyMode:
-        """The mode of one fit; without a budget its shuffling follows the public seed, so that runs can be repeated."""
-        mode: PrivacyMode
-        if self.settings.train_on == "synthetic" or self.ledger is None or self.noise is None:
-            mode = SyntheticData() if self.settings.train_on == "synthetic" else NoPrivacy()
-            mode.noise_seed = int(coins(self.settings.seed, self.name, *map(str, turn)).integers(2**31))
-            return mode
-        return self.ledger.training(
-            noise_multiplier=self.noise.training, max_grad_norm=self.settings.privacy.max_grad_norm
-        )
-
-    def _account(self) -> tuple[SiloLedger | None, NoisePlan | None]:
-        privacy, one, two = self.settings.privacy, self.settings.stage1, self.settings.stage2
-        if privacy.eps is None:
-            if self.settings.generated:
-                self.synthetic = read_synthetic(self.folder, budget=None, ledger=None, near=[self.state])
-            return None, None
-        units = self._units()
-        budget = silo_budget(privacy.eps, privacy.delta, unit=privacy.unit, neighbours=privacy.neighbours, units=units)
-        ledger = SiloLedger(self.ledgers, budget, accountant=privacy.accountant, secret_file=self._secret_file)
-        ledger.require_whole(self.state)
-        if self.settings.generated:
-            self.synthetic = read_synthetic(self.folder, budget=budget, ledger=ledger, near=[self.state])
-        if self.settings.train_on == "synthetic":
-            return ledger, None
-        stages = ((one.batch_size, one.warmup_rounds + one.rounds), (two.batch_size, two.epochs))
-        planned: list[tuple[SamplingLaw, int]] = []
-        for batch, epochs in stages:
-            if batch > units:
-                raise ConfigurationError(
-                    f"Client {self.name!r} has fewer train queries than a batch of {batch}. Lower the batch_size of "
-                    "federated.stage1 and federated.stage2, or leave the client out."
-                )
-            planned.append((Poisson(sample_rate=batch / units), epochs * max(1, round(units / batch))))
-        asks = two.negatives == "fed" and two.epochs > 0 and two.request == "dp_centroid"
-        noise = self._kept_noise() or split_budget(
-            budget,
-            planned,
-            requests=two.refreshes * two.centroid_iterations if asks else 0,
-            request_share=privacy.request_share,
-            spent=ledger.charged(),
-            accountant=privacy.accountant,
-        )
-        save_json(self.state / _NOISE, asdict(noise))
-        return ledger, noise
-
-    def _kept_noise(self) -> NoisePlan | None:
-        """The plan that this state folder began with: noise is chosen once, for all that was planned then."""
-        path = self.state / _NOISE
-        return NoisePlan(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
-
-    def _units(self) -> int:
-        data = SiloDataModule(folder=self.folder)
-        data.use_unit("pair" if self.settings.privacy.unit == "pair" else "query")
-        return data.n_units
-
     # -- pieces --------------------------------------------------------------------------------
 
     def _batch(self, size: int) -> int:
-        """A silo with fewer queries than a batch takes all of them; under a budget `_account` refuses it."""
+        """A silo with fewer queries than a batch takes all of them; under a budget `SiloAccount` refuses it."""
         return size if self.settings.privacy.eps is not None else min(size, self.examples)
 
     def _datamodule(self, batch_size: int) -> PairsDataModule:

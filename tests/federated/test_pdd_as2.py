@@ -224,7 +224,8 @@ def test_runs_with_one_folder_of_ledgers_share_a_budget_whatever_their_state_fol
     one.train_shared(one.model[0], 0)
     other = again("other", replace(PRIVATE, seed=1))
     assert other.epsilon() == one.epsilon() != 0
-    assert one.noise is not None and other.noise is not None and other.noise.training > one.noise.training
+    assert one.account.noise is not None and other.account.noise is not None
+    assert other.account.noise.training > one.account.noise.training
 
 
 def test_a_delta_that_permits_publishing_a_whole_passage_is_refused(tmp_path: Path) -> None:
@@ -325,7 +326,8 @@ def test_a_client_without_answers_between_two_refreshes_says_so(tmp_path: Path) 
 def test_fewer_refreshes_leave_more_of_a_budget_for_training(tmp_path: Path) -> None:
     def noise(every: int) -> Any:
         stage = replace(PRIVATE.stage2, epochs=2, refresh_every=every)
-        return federation(tmp_path, replace(PRIVATE, stage2=stage), state=f"every{every}").clients["client0"].noise
+        run = federation(tmp_path, replace(PRIVATE, stage2=stage), state=f"every{every}")
+        return run.clients["client0"].account.noise
 
     often, once = noise(1), noise(2)
     assert once.request < often.request

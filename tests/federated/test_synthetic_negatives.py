@@ -122,8 +122,9 @@ def test_generator_and_rounds_are_one_budget(world: Path) -> None:
     client = client0(world, ANSWERED)
     without = replace(PRIVATE, stage2=replace(PRIVATE.stage2, request="none"))
     alone = client0(world, without, state="without")
-    assert client.noise is not None and alone.noise is not None
-    assert client.noise.training > alone.noise.training  # what the generator cost is not there to be spent again
+    assert client.account.noise is not None and alone.account.noise is not None
+    # What the generator cost is not there to be spent again.
+    assert client.account.noise.training > alone.account.noise.training
     weights, _ = client.model
     for number in range(2):
         weights = client.train_shared(weights, number)

@@ -1,0 +1,127 @@
+"""What a silo may spend of its queries: its ledger, the noise that its plan needs, and the mode of each fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lit_dpret.datamodules.silo import SiloDataModule
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.silo_ledger import NoisePlan, SiloLedger, silo_budget, split_budget
+from lit_dpret.federated.storage import save_json
+from lit_dpret.federated.synthetic import SyntheticSet, read_synthetic
+from lit_dpret.negatives.base import coins
+from lit_dpret.privacy.budget import PrivacyBudget
+from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode, SyntheticData
+from lit_dpret.privacy.releases import Poisson, SamplingLaw
+
+_NOISE = "noise.json"
+
+
+@dataclass(frozen=True)
+class SiloAccount:
+    """The account of one silo in one run.
+
+    Attributes:
+        name: Of the silo.
+        settings: Of the run.
+        ledger: Of what was spent of its queries; None without ``privacy.eps``.
+        noise: Of the planned releases; None where the run makes none.
+        synthetic: The silo's generated queries, where the run uses them.
+    """
+
+    name: str
+    settings: PddAs2
+    ledger: SiloLedger | None
+    noise: NoisePlan | None
+    synthetic: SyntheticSet | None
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        state: Path,
+        settings: PddAs2,
+        *,
+        name: str,
+        secret_file: str | Path | None,
+        ledgers: Path,
+    ) -> SiloAccount:
+        """The account of the silo at ``folder``, whose run keeps its files in ``state``.
+
+        Guarantees:
+            - Noise is chosen once, for all that was planned when the state folder was begun.
+
+        Raises:
+            ConfigurationError: A batch is larger than the silo.
+            LedgerError: The ledger is damaged, or older than the state folder.
+        """
+        privacy = settings.privacy
+        if privacy.eps is None:
+            synthetic = read_synthetic(folder, budget=None, ledger=None, near=[state]) if settings.generated else None
+            return cls(name, settings, None, None, synthetic)
+        units = _units(folder, settings)
+        budget = silo_budget(privacy.eps, privacy.delta, unit=privacy.unit, neighbours=privacy.neighbours, units=units)
+        ledger = SiloLedger(ledgers, budget, accountant=privacy.accountant, secret_file=secret_file)
+        ledger.require_whole(state)
+        synthetic = read_synthetic(folder, budget=budget, ledger=ledger, near=[state]) if settings.generated else None
+        if settings.train_on == "synthetic":
+            return cls(name, settings, ledger, None, synthetic)
+        fits = _planned_fits(settings, name, units)
+        noise = _kept_noise(state) or _new_noise(settings, fits, budget, ledger)
+        save_json(state / _NOISE, asdict(noise))
+        return cls(name, settings, ledger, noise, synthetic)
+
+    def mode(self, *turn: object) -> PrivacyMode:
+        """The mode of one fit; without a budget its shuffling follows the public seed, so that runs can be repeated."""
+        mode: PrivacyMode
+        if self.settings.train_on == "synthetic" or self.ledger is None or self.noise is None:
+            mode = SyntheticData() if self.settings.train_on == "synthetic" else NoPrivacy()
+            mode.noise_seed = int(coins(self.settings.seed, self.name, *map(str, turn)).integers(2**31))
+            return mode
+        return self.ledger.training(
+            noise_multiplier=self.noise.training, max_grad_norm=self.settings.privacy.max_grad_norm
+        )
+
+
+def _units(folder: Path, settings: PddAs2) -> int:
+    data = SiloDataModule(folder=folder)
+    data.use_unit("pair" if settings.privacy.unit == "pair" else "query")
+    return data.n_units
+
+
+def _planned_fits(settings: PddAs2, name: str, units: int) -> list[tuple[SamplingLaw, int]]:
+    """By which law each stage draws its batches, and how many of them."""
+    one, two = settings.stage1, settings.stage2
+    planned: list[tuple[SamplingLaw, int]] = []
+    for batch, epochs in ((one.batch_size, one.warmup_rounds + one.rounds), (two.batch_size, two.epochs)):
+        if batch > units:
+            raise ConfigurationError(
+                f"Client {name!r} has fewer train queries than a batch of {batch}. Lower the batch_size of "
+                "federated.stage1 and federated.stage2, or leave the client out."
+            )
+        planned.append((Poisson(sample_rate=batch / units), epochs * max(1, round(units / batch))))
+    return planned
+
+
+def _kept_noise(state: Path) -> NoisePlan | None:
+    """The plan that this state folder began with."""
+    path = state / _NOISE
+    return NoisePlan(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+
+def _new_noise(
+    settings: PddAs2, fits: list[tuple[SamplingLaw, int]], budget: PrivacyBudget, ledger: SiloLedger
+) -> NoisePlan:
+    two = settings.stage2
+    asks = two.negatives == "fed" and two.epochs > 0 and two.request == "dp_centroid"
+    return split_budget(
+        budget,
+        fits,
+        requests=two.refreshes * two.centroid_iterations if asks else 0,
+        request_share=settings.privacy.request_share,
+        spent=ledger.charged(),
+        accountant=settings.privacy.accountant,
+    )
