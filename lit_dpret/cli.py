@@ -29,12 +29,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lit_dpret.configuration import CONFIG_MODULE, format_choices
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.tasks import Fit
 from lit_dpret.tasks.parts import Parts, model_folder
 from lit_dpret.tasks.silo_command import silo_command
 
-CONFIG_MODULE = "lit_dpret.configs"
 USER_ERROR = 2
 _POSITIONAL = {"compare": ("run_a", "run_b"), "verify": ("card",), "audit": ("run",)}
 _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT)
@@ -118,6 +118,9 @@ def main() -> None:
         if sys.argv[1:2] == ["silo"]:
             silo_command(sys.argv[2:])
             return
+        if sys.argv[1:2] == ["list"]:
+            sys.stdout.write(f"{listing(sys.argv[2:])}\n")
+            return
         sys.argv[1:] = with_task(sys.argv[1:])
         _hydra_main()
     except KeyboardInterrupt:
@@ -129,6 +132,17 @@ def main() -> None:
         if line is None:
             raise
         _stop(line, USER_ERROR)
+
+
+def listing(arguments: list[str]) -> str:
+    """``lit-dpret list`` and ``lit-dpret list GROUP``: what can be chosen.
+
+    Raises:
+        ConfigurationError: There is no such group, or more than one was named.
+    """
+    if len(arguments) > 1:
+        raise ConfigurationError(f"list takes one group of settings at most, not {' '.join(arguments)}.")
+    return format_choices(arguments[0] if arguments else None)
 
 
 def with_task(arguments: list[str]) -> list[str]:
@@ -150,7 +164,8 @@ def with_task(arguments: list[str]) -> list[str]:
         return arguments
     tasks = _options("task")
     if arguments[0] not in tasks:
-        raise ConfigurationError(f"{arguments[0]!r} is neither a setting (name=value) nor a task: {', '.join(tasks)}.")
+        words = ", ".join([*tasks, "list", "silo"])
+        raise ConfigurationError(f"{arguments[0]!r} is neither a setting (name=value) nor a task: {words}.")
     knobs = _POSITIONAL.get(arguments[0], ())
     return [f"task={arguments[0]}", *_by_place(arguments[0], knobs, arguments[1:])]
 

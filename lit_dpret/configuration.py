@@ -1,0 +1,221 @@
+"""What can be chosen on the command line: the files of `configs/`, read as a reader would.
+
+``lit-dpret list`` prints it, and `configuration_page` writes it as a page of the documentation, so that neither can
+fall behind the files.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from lit_dpret.errors import ConfigurationError
+
+CONFIG_MODULE = "lit_dpret.configs"
+
+
+@dataclass(frozen=True)
+class Key:
+    """One setting.
+
+    Attributes:
+        name: With dots, as it is set on the command line.
+        default: As the file has it.
+        comment: What stands behind it in the file.
+        text: What the constructor says of it; empty where the key is no argument of a constructor of ours.
+    """
+
+    name: str
+    default: str
+    comment: str
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One file of a group, which ``group=name`` chooses.
+
+    Attributes:
+        group: The folder.
+        name: The file without its ending.
+        summary: The first sentence of the comment that it begins with.
+        target: What it constructs, if anything.
+        keys: In the order of the file.
+    """
+
+    group: str
+    name: str
+    summary: str
+    target: str | None
+    keys: tuple[Key, ...]
+
+
+def groups() -> list[str]:
+    """The groups of choices, by name."""
+    folder = files(CONFIG_MODULE)
+    return sorted(part.name for part in folder.iterdir() if part.is_dir() and not part.name.startswith("_"))
+
+
+def choices(group: str) -> list[Choice]:
+    """The choices of a group, by name.
+
+    Raises:
+        ConfigurationError: There is no such group.
+    """
+    if group not in groups():
+        raise ConfigurationError(f"{group!r} is no group of settings. There are: {', '.join(groups())}.")
+    folder = files(CONFIG_MODULE).joinpath(group)
+    found = sorted((part for part in folder.iterdir() if part.name.endswith(".yaml")), key=lambda part: part.name)
+    return [_read(group, part.name.removesuffix(".yaml"), part.read_text(encoding="utf-8")) for part in found]
+
+
+def top_level() -> Choice:
+    """The settings that stand in no group."""
+    return _read("", "train", files(CONFIG_MODULE).joinpath("train.yaml").read_text(encoding="utf-8"))
+
+
+def format_choices(group: str | None) -> str:
+    """The groups with their choices, or the choices of one with a sentence each, for a terminal."""
+    if group is None:
+        lines = ["Chosen by group=name; lit-dpret list GROUP tells what each is.", ""]
+        width = max(map(len, groups()))
+        lines += [f"{name:{width}}  {', '.join(choice.name for choice in choices(name))}" for name in groups()]
+        return "\n".join(lines)
+    found = choices(group)
+    width = max(len(choice.name) for choice in found)
+    return "\n".join(f"{choice.name:{width}}  {choice.summary}".rstrip() for choice in found)
+
+
+def configuration_page() -> str:
+    """Every setting of every choice, as a page in Markdown."""
+    lines = [
+        "# Every setting",
+        "",
+        "Written from the files of `configs/` and the docstrings of what they construct, when this site is built.",
+        "`group=name` chooses a file, `group.key=value` sets a key of it, `lit-dpret list` prints the choices.",
+        "",
+        "## Of every run",
+        "",
+        *_table(top_level()),
+    ]
+    for group in groups():
+        lines += [f"## {group}", ""]
+        for choice in choices(group):
+            lines += [f"### {group}={choice.name}", ""]
+            lines += [choice.summary, ""] if choice.summary else []
+            lines += [f"Constructs `{choice.target}`.", ""] if choice.target else []
+            lines += _table(choice)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(choice: Choice) -> list[str]:
+    if not choice.keys:
+        return []
+    rows = ["| key | default | |", "|---|---|---|"]
+    for key in choice.keys:
+        told = key.text or key.comment
+        if key.text and "|" in key.comment:
+            told += f" ({key.comment})"
+        rows.append(f"| `{key.name}` | `{_cell(key.default)}` | {_cell(told)} |")
+    return [*rows, ""]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _read(group: str, name: str, text: str) -> Choice:
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    lines = text.splitlines()
+    found = list(_keys(node, lines)) if isinstance(node, yaml.MappingNode) else []
+    package = re.search(r"^# @package (\S+)", text, flags=re.MULTILINE)
+    place = f"{package[1] if package else group}."
+    place = "" if place in (".", "_global_.") else place
+    made = {key.name.removesuffix("_target_"): key.default for key in found if key.name.endswith("_target_")}
+    told = {f"{part}{name}": text for part, target in made.items() for name, text in arguments_of(target).items()}
+    keys = tuple(
+        Key(f"{place}{key.name}", key.default, key.comment, told.get(key.name, ""))
+        for key in found
+        if not key.name.split(".")[-1].startswith("_") and not key.name.startswith(("hydra", "defaults"))
+    )
+    return Choice(group, name, _summary(lines), made.get(""), keys)
+
+
+def _summary(lines: list[str]) -> str:
+    """The first sentence of the comment at the top; commands and Hydra's own line are left out."""
+    told: list[str] = []
+    for line in lines:
+        if not line.startswith("#"):
+            break
+        words = line.lstrip("#").strip()
+        if words.startswith(("python ", "lit-dpret ", "pip ")) or words.startswith("@package"):
+            if told:
+                break
+            continue
+        told.append(words)
+    whole = " ".join(told)
+    sentence = re.match(r".*?\.(?=\s|$)", whole)
+    found = (sentence[0] if sentence else whole).rstrip(".:")
+    return f"{found}." if found else ""
+
+
+def _keys(node: yaml.MappingNode, lines: list[str], prefix: str = "") -> Iterator[Key]:
+    for key, value in node.value:
+        name = f"{prefix}{key.value}"
+        if isinstance(value, yaml.MappingNode) and value.value and not value.flow_style:
+            yield from _keys(value, lines, f"{name}.")
+            continue
+        if isinstance(value, yaml.ScalarNode):
+            default = value.value if value.value != "" or value.style else "null"
+        else:
+            default = " ".join(lines[value.start_mark.line][value.start_mark.column :].split("  #")[0].split())
+            if not value.flow_style:
+                default = _block(value)
+        line = lines[value.end_mark.line] if value.end_mark.line < len(lines) else ""
+        behind = line[value.end_mark.column :] if isinstance(value, yaml.ScalarNode) or value.flow_style else ""
+        comment = behind.split("#", 1)[1].strip() if "#" in behind else ""
+        yield Key(name, default or "''", comment)
+
+
+def _block(value: Any) -> str:
+    items = [item.value if isinstance(item, yaml.ScalarNode) else "..." for item in value.value]
+    return f"[{', '.join(items)}]"
+
+
+def arguments_of(target: str) -> dict[str, str]:
+    """What the docstrings of a class and of its bases say of each argument, by name; of ours alone."""
+    module, _, name = target.rpartition(".")
+    if not module.startswith("lit_dpret"):
+        return {}
+    found: dict[str, str] = {}
+    made: Any = getattr(importlib.import_module(module), name)
+    bases = inspect.getmro(made) if inspect.isclass(made) else (made,)
+    for base in bases:
+        for argument, text in _told(inspect.cleandoc(base.__doc__ or "")).items():
+            found.setdefault(argument, text)
+    return found
+
+
+def _told(doc: str) -> dict[str, str]:
+    """The section ``Args:`` of a docstring in Google's style."""
+    section = re.search(r"^Args:\n((?:[ ]{4}.*\n?|\n)+)", f"{doc}\n", flags=re.MULTILINE)
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in section[1].splitlines() if section else []:
+        begun = re.match(r"[ ]{4}(\w+(?:, \w+)*): (.*)", line)
+        if begun:
+            names = begun[1].split(", ")
+            found |= dict.fromkeys(names, begun[2].strip())
+        elif line.lstrip().startswith("**"):
+            names = []
+        elif names and line.strip():
+            for name in names:
+                found[name] = f"{found[name]} {line.strip()}"
+    return {name: text.replace("``", "`") for name, text in found.items()}

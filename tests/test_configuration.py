@@ -1,0 +1,81 @@
+"""What `lit-dpret list` and the page of settings say is what the files of configs/ say."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from lit_dpret import cli
+from lit_dpret.configuration import Choice, arguments_of, choices, configuration_page, groups, top_level
+from lit_dpret.errors import ConfigurationError
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+ALL = [choice for group in groups() for choice in choices(group)]
+
+
+def test_every_file_of_every_group_is_a_choice() -> None:
+    files = {path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.glob("*/*.yaml")}
+    assert {f"{choice.group}/{choice.name}" for choice in ALL} == files and len(files) > 80
+
+
+@pytest.mark.parametrize("choice", ALL, ids=lambda choice: f"{choice.group}={choice.name}")
+def test_a_choice_says_in_a_sentence_what_it_is(choice: Choice) -> None:
+    assert choice.summary.endswith(".")
+
+
+def test_the_keys_of_a_choice_are_those_that_compose() -> None:
+    with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
+        cfg = compose(
+            "train", overrides=["run_dir=run", "filter=round_trip", "task=filter", "task.data=x", "loss=softmax"]
+        )
+    for group, name in (("privacy", "dp_sgd"), ("datamodule", "insuranceqa"), ("filter", "round_trip")):
+        (choice,) = [choice for choice in choices(group) if choice.name == name]
+        assert choice.keys
+        for key in choice.keys:
+            assert OmegaConf.select(cfg, key.name, default="absent") != "absent", key.name
+
+
+def test_a_setting_is_told_in_the_words_of_its_constructor() -> None:
+    (choice,) = [choice for choice in choices("privacy") if choice.name == "dp_sgd"]
+    by_name = {key.name: key for key in choice.keys}
+    assert by_name["privacy.eps"].text == "Budget of the whole run."
+    assert by_name["privacy.delta"].text == arguments_of("lit_dpret.privacy.modes.DPSGD")["delta"]
+
+
+def test_settings_of_a_nested_constructor_are_told_too() -> None:
+    (choice,) = [choice for choice in choices("model") if choice.name == "generator"]
+    assert {key.name: key.text for key in choice.keys}["model.optimizer.warmup_steps"] == "Steps of linear warm-up."
+
+
+def test_the_settings_without_a_group_are_told() -> None:
+    assert {"seed", "resume", "init_from", "run_dir"} <= {key.name for key in top_level().keys}
+
+
+def test_the_page_of_settings_has_a_row_for_every_key() -> None:
+    page = configuration_page()
+    for choice in ALL:
+        for key in choice.keys:
+            assert f"| `{key.name}` | " in page
+
+
+def test_list_prints_groups_and_the_choices_of_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lit-dpret", "list"])
+    cli.main()
+    assert "logit_dp" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["lit-dpret", "list", "privacy"])
+    cli.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(choices("privacy")) and any(line.startswith("dp_sgd ") for line in lines)
+
+
+def test_an_unknown_group_is_named_with_those_that_exist() -> None:
+    with pytest.raises(ConfigurationError, match=r"'privacies' is no group of settings\. There are: .*privacy"):
+        cli.listing(["privacies"])
+    with pytest.raises(ConfigurationError, match="one group"):
+        cli.listing(["privacy", "loss"])
