@@ -167,7 +167,13 @@ def _summary(lines: list[str]) -> str:
 
 
 def _keys(node: yaml.MappingNode, lines: list[str], prefix: str = "") -> Iterator[Key]:
+    named = {key.value for key, _ in node.value}
     for key, value in node.value:
+        if key.value == "<<":  # what an anchor brings, but for what this mapping says itself
+            yield from (
+                k for k in _keys(value, lines, prefix) if k.name.removeprefix(prefix).split(".")[0] not in named
+            )
+            continue
         name = f"{prefix}{key.value}"
         if isinstance(value, yaml.MappingNode) and value.value and not value.flow_style:
             yield from _keys(value, lines, f"{name}.")

@@ -79,3 +79,10 @@ def test_an_unknown_group_is_named_with_those_that_exist() -> None:
         cli.listing(["privacies"])
     with pytest.raises(ConfigurationError, match="one group"):
         cli.listing(["privacy", "loss"])
+
+
+def test_no_key_is_told_twice_nor_by_an_anchor() -> None:
+    for choice in ALL:
+        names = [key.name for key in choice.keys]
+        assert len(set(names)) == len(names), choice.name
+        assert not any("<<" in name for name in names)

@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TESTS = "pytest -q -n 2"
-PAGES = [README, *(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md")))]
+DOCS = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "howto").glob("*.md")])
+PAGES = [README, *(page.read_text(encoding="utf-8") for page in DOCS)]
 
 
 def commands() -> list[str]:
