@@ -170,9 +170,14 @@ def _accountant(trainer: L.Trainer) -> PrivacyAccountant | None:
 
 
 def _mechanism(module: Any) -> dict[str, Any]:
-    spec = module.optimizer_spec
+    spec = getattr(module, "optimizer_spec", None)
+    if spec is None:  # a module that is no PrivateModule brings an optimizer of its own
+        used: Any = module.optimizers()
+        described = type(getattr(used, "optimizer", used)).__name__
+    else:
+        described = f"{spec.name}, lr {spec.lr:g}, {spec.schedule} schedule"
     return {
-        "optimizer": f"{spec.name}, lr {spec.lr:g}, {spec.schedule} schedule",
+        "optimizer": described,
         "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
     }
 
