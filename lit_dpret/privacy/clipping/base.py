@@ -68,6 +68,10 @@ def accumulator_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
 
+def _zeros(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter, dtype=accumulator_dtype(parameter), requires_grad=False)
+
+
 def check_losses(losses: Tensor, rows: int) -> None:
     """Refuse a loss that cannot be split into its rows."""
     if not isinstance(losses, Tensor) or losses.shape != (rows,):
@@ -216,17 +220,16 @@ class ClippedSum(ABC):
         sums = {}
         for name, parameter in self.parameters.items():
             found = self._sums.pop(name, None)
-            sums[name] = (
-                torch.zeros_like(parameter, dtype=accumulator_dtype(parameter), requires_grad=False)
-                if found is None
-                else found
-            )
+            sums[name] = _zeros(parameter) if found is None else found
+        self.zero()
         return sums
 
     def zero(self) -> None:
         """Forget what was added since the last ``take``."""
         self._sums.clear()
         self._torn = False
+        if self.fixed_shapes:  # so that the first batch of a step is the same program as the others
+            self._sums = {name: _zeros(parameter) for name, parameter in self.parameters.items()}
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:

@@ -94,6 +94,7 @@ class GhostClipping(ClippedSum):
         super().__init__(module, max_grad_norm=max_grad_norm, clip=clip, gamma=gamma, clip_groups=clip_groups)
         self.fixed_shapes = fixed_shapes
         self._plan()
+        self.zero()
         self._audit = Audit(always=verify)
 
     def _plan(self) -> Plan:

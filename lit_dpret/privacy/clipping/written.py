@@ -58,9 +58,9 @@ class Written:
             value = torch.where(kept, value, torch.zeros_like(value))
         elif len(keep := weights.nonzero().flatten()) < len(weights):
             value, weights = value[keep], weights[keep]
-        if total is None:
-            first: Tensor = torch.tensordot(weights, value, dims=1)
-            return first
+        if total is None or self.fixed:  # XLA has no addmv, and computes in place whatever it can
+            found: Tensor = torch.tensordot(weights, value, dims=1)
+            return found if total is None else total.add_(found)
         total.view(-1).addmv_(value.flatten(1).T, weights)
         return total
 
