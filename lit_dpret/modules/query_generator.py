@@ -161,9 +161,11 @@ class QueryGenerator(PrivateModule):
         passages, queries = (rows, contract.max_passage_length), (rows, contract.max_query_length)
         attended = placed(features["attention_mask"], places, passages, 0)
         attended[:, 0] = 1  # also of a filled-in row: attention to nothing is not defined
+        # Added to the scores as it is: of a mask of zeros and ones, transformers would ask whether all are ones.
+        added = (1.0 - attended.float()) * torch.finfo(torch.float32).min
         return {
             "input_ids": placed(features["input_ids"], places, passages, int(self.codec.tokenizer.pad_token_id)),
-            "attention_mask": attended,
+            "attention_mask": added[:, None, None, :],
             "labels": placed(features["labels"], places, queries, IGNORED),
         }
 

@@ -219,7 +219,8 @@ class UnitCollator:
             slots.extend([slot] * len(chosen))
         first = items[0][0]
         real = [draw.unit != PADDING for draw, _ in items]
-        features, data_rows = self._collate_rows(rows) if rows else None, None
+        features = self._collate_rows(rows) if rows else None
+        data_rows = None if self._shape is None else torch.zeros(0, dtype=torch.bool)
         if self._shape is not None and rows:
             shape, places = self._shape, self._shape.places(slots)
             features = shape.place_rows(features, places, shape.rows)

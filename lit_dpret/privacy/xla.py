@@ -10,7 +10,7 @@ the noise, and after the update. On every other device these functions do next t
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,10 +36,14 @@ def read(tensors: Sequence[Tensor]) -> list[Any]:
     if not tensors:
         return []
     if is_lazy(tensors[0].device):
-        importlib.import_module("torch_xla")
-        on_host = importlib.import_module("_XLAC")._xla_get_cpu_tensors(list(tensors))
-        return [tensor.item() for tensor in on_host]
+        return [tensor.item() for tensor in fetch(tensors)]
     return list(torch.stack([tensor.detach().reshape(()) for tensor in tensors]).tolist())
+
+
+def fetch(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """XLA tensors on the host, by one transfer."""
+    _torch_xla()
+    return list(importlib.import_module("_XLAC")._xla_get_cpu_tensors([tensor.detach() for tensor in tensors]))
 
 
 def seed(device: torch.device, number: int) -> None:

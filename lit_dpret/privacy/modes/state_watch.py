@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.errors import UnsupportedModelError
-from lit_dpret.privacy.xla import cut, is_lazy, read
+from lit_dpret.privacy.xla import cut, fetch, is_lazy
 
 #: Buffers up to this many bytes are compared by value in every batch.
 SMALL = 1 << 16
@@ -92,12 +92,12 @@ class StateWatch:
         yield from self._module.named_buffers(remove_duplicate=False)
 
     def _read_values(self) -> dict[str, int]:
-        """A checksum of every XLA tensor, by name, in batches 1, 2, 4, 8 and so on; all of them are read at once."""
+        """A checksum of every XLA tensor, by name, in batches 1, 2, 4, 8 and so on; all of them are fetched at once."""
         promised = {name: tensor for name, tensor in self._tensors() if is_lazy(tensor.device)}
         if not promised or self._batches & (self._batches - 1):
             return {}
         cut(next(iter(promised.values())).device)
-        return dict(zip(promised, read([_checksum(tensor) for tensor in promised.values()]), strict=True))
+        return {name: int(_checksum(tensor)) for name, tensor in zip(promised, fetch(promised.values()), strict=True)}
 
     def _look(self, tensor: Tensor) -> _Seen:
         value = self._value(tensor)
