@@ -16,6 +16,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from lit_dpret.callbacks.fixed_shapes import place_early, shape_of_batches
 from lit_dpret.callbacks.planning import PlannedRun, plan_run
 from lit_dpret.callbacks.refusals import refuse_broken_claims, refuse_replaced_sampler
 from lit_dpret.callbacks.strategies import keep_the_sampler
@@ -136,8 +137,11 @@ class PrivacyAccountant(Callback):
             reserved_until = None if self._dataset is None else 0
             own = ReleaseGate(self._run, self.plan, mode, self.sampler, reserved_until=reserved_until)
         self._gate = SharedGate(own, stream=stream, run_id=run_id, sampler=self.sampler, ranks=ranks)
-        data.attach(self.sampler, UnitCollator(module.collate_rows, data.rows_per_unit))
+        shape = shape_of_batches(trainer, module, data)
+        mode.fixed_shapes = shape is not None
+        data.attach(self.sampler, UnitCollator(module.collate_rows, data.rows_per_unit, shape=shape))
         keep_the_sampler(trainer)
+        place_early(trainer, pl_module)
         ranks.together(lambda: mode.attach(pl_module, self.plan, stream))
         module.receive_guard(self._gate)
 

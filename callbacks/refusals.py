@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 
+from lit_dpret.callbacks.fixed_shapes import refuse_changing_shapes
 from lit_dpret.callbacks.strategies import refuse_unsupported
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.card_file import CARD_NAME
@@ -267,8 +268,12 @@ def _no_clipping_of_the_sum(run: Candidate) -> None:
         )
 
 
+def _one_shape_where_it_compiles(run: Candidate) -> None:
+    refuse_changing_shapes(run.trainer, run.module)
+
+
 _SHAPE: tuple[Check, ...] = (_is_private_module, _states_a_law)
-_EVERY: tuple[Check, ...] = (_is_counted, _shown_strategy)
+_EVERY: tuple[Check, ...] = (_is_counted, _shown_strategy, _one_shape_where_it_compiles)
 _ANY_CLAIM: tuple[Check, ...] = (_starts_public, _validates_on_declared_data)
 _INHERITED: tuple[Check, ...] = (_carries_a_card,)
 _DP: tuple[Check, ...] = (

@@ -17,8 +17,8 @@ _ROWS = {
     "SingleDeviceStrategy": "one_device",
     "ModelParallelStrategy": "fsdp",
     "DeepSpeedStrategy": "deepspeed",
-    "XLAStrategy": "xla",
     "SingleDeviceXLAStrategy": "xla",
+    "XLAStrategy": "xla_spawn",
 }
 
 

@@ -29,6 +29,8 @@ from lit_dpret.privacy.guard import Guard, uncounted
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
 from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.privacy.sampling import Row, UnitBatch, map_rows, rows_in_turn, take_rows
+from lit_dpret.privacy.xla import cut, read
+from lit_dpret.privacy.xla import seed as seed_xla
 
 
 class PrivateModule(Checkpointed):
@@ -56,6 +58,9 @@ class PrivateModule(Checkpointed):
     """
 
     coupled_loss: bool = False
+    #: Whether batches are filled up to a fixed shape; None for XLA devices only. A module that implements
+    #: ``place_rows`` may say other than False.
+    fixed_shapes: bool | None = False
 
     def __init__(self, *, privacy: PrivacyMode, optimizer: OptimizerSpec, log_private_loss: bool = False) -> None:
         super().__init__()
@@ -72,10 +77,19 @@ class PrivateModule(Checkpointed):
         self._ranks = Ranks()
         self._batches_seen = 0
         self._loss_sum = 0.0
+        self._losses: list[Tensor] = []
 
     def collate_rows(self, rows: list[Row]) -> Any:
         """Turn rows of text into what ``per_row_loss`` takes: a dict of tensors, first axis rows."""
         raise UnsupportedModelError(f"{type(self).__name__} does not implement collate_rows(rows).")
+
+    def place_rows(self, features: Any, places: Sequence[int], rows: int) -> Any:
+        """Features of a fixed shape: those of ``collate_rows`` at ``places``, among ``rows`` rows in all.
+
+        No size in the result may follow from ``features``. The loss of a row that is filled in must be finite; it
+        is not counted.
+        """
+        raise UnsupportedModelError(f"{type(self).__name__} does not implement place_rows(features, places, rows).")
 
     def per_row_loss(self, rows: Any) -> Tensor:
         """The loss of each row, shape ``(rows,)``."""
@@ -123,6 +137,7 @@ class PrivateModule(Checkpointed):
             self.privacy.take()
             self.privacy.counts = StepCounts()
             self._batches_seen, self._loss_sum = 0, 0.0
+            self._losses.clear()
 
     def _contribute(self, batch: UnitBatch, seed: int) -> None:
         """Add one physical batch to the sum of its logical step, dropout masks keyed by ``seed``."""
@@ -133,12 +148,15 @@ class PrivateModule(Checkpointed):
         self._refuse_coupled_loss(batch.rows)
         with self._replayable_dropout(seed):
             self.privacy.contribute(self, batch)
+        cut(self.device)
 
     def before_batch(self, batch: UnitBatch) -> None:
         """Called before a physical batch that holds rows: for what a loss needs beside them, as public passages."""
 
     def _logical_step(self, guard: Guard, attempt: int, step: int) -> None:
         sums = self.privacy.take()
+        self._loss_sum += sum(read(self._losses))
+        self._losses.clear()
         self._add_up(sums)
         units = self.privacy.counts.units
         permit = guard.authorise(attempt, step, units, sums)
@@ -176,7 +194,8 @@ class PrivateModule(Checkpointed):
 
         They are scaled so that their sum inside a unit is the unit's mean.
         """
-        rows_of_unit = torch.bincount(batch.unit_ids, minlength=len(batch.mask))
+        counted = batch.unit_ids if batch.data_rows is None else batch.unit_ids[batch.data_rows]
+        rows_of_unit = torch.bincount(counted, minlength=len(batch.mask)).clamp(min=1)[batch.unit_ids]
 
         def losses() -> Tensor:
             loss = self.per_row_loss(batch.rows)
@@ -185,15 +204,23 @@ class PrivateModule(Checkpointed):
                     f"{type(self).__name__}.per_row_loss returned shape {tuple(loss.shape)} for "
                     f"{len(batch.unit_ids)} rows; it must return one loss per row."
                 )
-            weighted = loss / rows_of_unit[batch.unit_ids].to(loss.dtype)
-            self.note_loss(float(weighted.detach().sum()))
+            weighted = loss / rows_of_unit.to(device=loss.device, dtype=loss.dtype)
+            if batch.data_rows is not None:
+                weighted = torch.where(batch.data_rows.to(loss.device), weighted, torch.zeros_like(weighted))
+            self.note_loss(weighted.detach().sum(dtype=torch.float64))
             return weighted
 
         return losses
 
-    def note_loss(self, total: float) -> None:
-        """Count the summed loss of some units into the mean of the step. Private: it is logged only where declared."""
-        self._loss_sum += total
+    def note_loss(self, total: float | Tensor) -> None:
+        """Count the summed loss of some units into the mean of the step. Private: it is logged only where declared.
+
+        A tensor stays on its device until the step is made: to read it earlier is to wait for it.
+        """
+        if isinstance(total, Tensor):
+            self._losses.append(total)
+        else:
+            self._loss_sum += total
 
     def token_ids(self, texts: Sequence[str], side: str, *, whole: bool = False) -> list[list[int]] | None:
         """Token ids by which the module reads texts, a query's or a passage's; None where it reads no tokens.
@@ -230,6 +257,7 @@ class PrivateModule(Checkpointed):
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
+            seed_xla(self.device, seed)
             yield
 
     def _refuse_coupled_loss(self, rows: Any) -> None:

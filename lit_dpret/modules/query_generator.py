@@ -30,7 +30,7 @@ from lit_dpret.modules.generator_folder import (
 )
 from lit_dpret.modules.model_loading import build_seq2seq, enable_checkpointing, load_seq2seq, load_tokenizer
 from lit_dpret.modules.optimizers import OptimizerSpec
-from lit_dpret.modules.padding import padded
+from lit_dpret.modules.padding import padded, placed
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes import PrivacyMode
@@ -66,6 +66,8 @@ class QueryGenerator(PrivateModule):
             in its name, all others are frozen. Null trains everything.
         loss_normalisation: ``mean`` over a row's own target tokens, or their ``sum``.
         gradient_checkpointing: Recompute activations to save memory.
+        fixed_shapes: Fill every physical batch up to ``datamodule.physical_batch_size`` units and every text to its
+            maximal length, so that a compiler sees one shape; null for XLA devices only. It changes no update.
         log_private_loss: Log the training loss although it is an unaccounted release.
 
     Raises:
@@ -89,6 +91,7 @@ class QueryGenerator(PrivateModule):
         trainable_patterns: Sequence[str] | None = None,
         loss_normalisation: LossNormalisation = "mean",
         gradient_checkpointing: bool = False,
+        fixed_shapes: bool | None = None,
         log_private_loss: bool = False,
     ) -> None:
         settings = dict(locals())
@@ -119,6 +122,7 @@ class QueryGenerator(PrivateModule):
         self.pretrained = "none, trained from random weights" if pretrained is None else str(pretrained)
         self.codec = TextCodec(words, contract)
         self.loss_normalisation = loss_normalisation
+        self.fixed_shapes = fixed_shapes
         self.model = model.train()  # from_pretrained leaves it in evaluation mode, where dropout is off
         self._check_sizes()
         if gradient_checkpointing:
@@ -149,6 +153,20 @@ class QueryGenerator(PrivateModule):
             "input_ids": padded(passages, pad),
             "attention_mask": padded([[1] * len(ids) for ids in passages], 0),
             "labels": padded(queries, IGNORED),
+        }
+
+    def place_rows(self, features: dict[str, Tensor], places: Sequence[int], rows: int) -> dict[str, Tensor]:
+        """As `PrivateModule.place_rows`, every text filled up to its maximal length."""
+        contract = self.codec.contract
+        passages, queries = (rows, contract.max_passage_length), (rows, contract.max_query_length)
+        attended = placed(features["attention_mask"], places, passages, 0)
+        attended[:, 0] = 1  # also of a filled-in row: attention to nothing is not defined
+        # Added to the scores as it is: of a mask of zeros and ones, transformers would ask whether all are ones.
+        added = (1.0 - attended.float()) * torch.finfo(torch.float32).min
+        return {
+            "input_ids": placed(features["input_ids"], places, passages, int(self.codec.tokenizer.pad_token_id)),
+            "attention_mask": added[:, None, None, :],
+            "labels": placed(features["labels"], places, queries, IGNORED),
         }
 
     def token_ids(self, texts: Sequence[str], side: str, *, whole: bool = False) -> list[list[int]]:

@@ -22,6 +22,7 @@ from torch.utils.data import Sampler
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.coupling import largest_batch
+from lit_dpret.privacy.fixed_shape import FixedShape
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.privacy.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
@@ -126,6 +127,7 @@ class UnitBatch:
         part: The physical batch within the step, over all ranks: rank r has r, r + world size, and so on.
         last: Whether this is the last physical batch of its step on this rank.
         attempt: The attempt whose coins drew it.
+        data_rows: In a batch of fixed shape, which rows are data and no filling, shape ``(rows,)``; else None.
     """
 
     rows: Any
@@ -135,14 +137,17 @@ class UnitBatch:
     part: int
     last: bool
     attempt: int = 0
+    data_rows: Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> UnitBatch:
-        """Move every tensor to ``device``."""
+        """Move every tensor to ``device``; in a batch of fixed shape the rows alone, and who they are of stays."""
 
         def move(value: Any) -> Any:
             return value.to(device) if hasattr(value, "to") else value
 
         rows = map_rows(move, self.rows)
+        if self.data_rows is not None:  # read on the host, where reading costs nothing
+            return replace(self, rows=rows)
         return replace(self, rows=rows, unit_ids=self.unit_ids.to(device), mask=self.mask.to(device))
 
 
@@ -189,13 +194,21 @@ class UnitCollator:
         collate_rows: The module's function from rows to tensors.
         rows_per_unit: ``"one"`` takes one row of each unit, chosen by the keyed stream;
             ``"all"`` takes all of them, and the module averages inside the unit.
+        shape: Fill every batch with rows up to this shape; None for as many as there are.
     """
 
-    def __init__(self, collate_rows: Callable[[list[Any]], Any], rows_per_unit: str = "one") -> None:
+    def __init__(
+        self,
+        collate_rows: Callable[[list[Any]], Any],
+        rows_per_unit: str = "one",
+        *,
+        shape: FixedShape | None = None,
+    ) -> None:
         if rows_per_unit not in ("one", "all"):
             raise ConfigurationError(f"datamodule.rows_per_unit={rows_per_unit!r} is not one of one, all.")
         self._collate_rows = collate_rows
         self._one = rows_per_unit == "one"
+        self._shape = shape
 
     def __call__(self, items: list[tuple[Draw, Sequence[Any]]]) -> UnitBatch:
         rows: list[Any] = []
@@ -205,10 +218,20 @@ class UnitCollator:
             rows.extend(chosen)
             slots.extend([slot] * len(chosen))
         first = items[0][0]
+        real = [draw.unit != PADDING for draw, _ in items]
+        features = self._collate_rows(rows) if rows else None
+        data_rows = None if self._shape is None else torch.zeros(0, dtype=torch.bool)
+        if self._shape is not None and rows:
+            shape, places = self._shape, self._shape.places(slots)
+            features = shape.place_rows(features, places, shape.rows)
+            data_rows = torch.zeros(shape.rows, dtype=torch.bool).index_fill_(0, torch.tensor(places), True)
+            slots = [slot for slot in range(shape.slots) for _ in range(shape.rows_of_a_slot)]
+            real += [False] * (shape.slots - len(real))
         return UnitBatch(
-            rows=self._collate_rows(rows) if rows else None,
+            rows=features,
             unit_ids=torch.tensor(slots, dtype=torch.long),
-            mask=torch.tensor([draw.unit != PADDING for draw, _ in items], dtype=torch.bool),
+            mask=torch.tensor(real, dtype=torch.bool),
+            data_rows=data_rows,
             step=first.step,
             part=first.part,
             last=first.last,

@@ -37,6 +37,7 @@ class Strategy:
 
 
 _NOT_BUILT = "it is not built yet"
+_VALUE_DEPENDENT = "its shapes, or its branches, follow from values, and XLA would compile each of them anew"
 
 STRATEGIES: tuple[Strategy, ...] = (
     Strategy("one_device", "One process does everything."),
@@ -47,7 +48,13 @@ STRATEGIES: tuple[Strategy, ...] = (
     ),
     Strategy("fsdp", "", {EVERY_MODE: _NOT_BUILT}),
     Strategy("deepspeed", "", {EVERY_MODE: _NOT_BUILT}),
-    Strategy("xla", "", {EVERY_MODE: _NOT_BUILT}),
+    Strategy(
+        "xla",
+        "One process drives one XLA device, on batches filled up to one shape; noise is drawn on the host.",
+        {mode: _VALUE_DEPENDENT for mode in ("batch_clip", "logit_dp", "per_example_duplicated", "public_passages")}
+        | {f"dp_sgd/{engine}": _VALUE_DEPENDENT for engine in ("vmap", "opacus", "loop")},
+    ),
+    Strategy("xla_spawn", "", {EVERY_MODE: _NOT_BUILT}),
     Strategy(
         "ddp_spawn",
         "",

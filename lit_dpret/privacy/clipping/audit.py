@@ -36,11 +36,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lit_dpret.errors import UnsupportedModelError
-from lit_dpret.privacy.clipping.base import UnitRows, accumulator_dtype
+from lit_dpret.privacy.clipping.base import accumulator_dtype
 from lit_dpret.privacy.clipping.contributions import Contribution, add_weighted
 from lit_dpret.privacy.clipping.gradients import Layout
 from lit_dpret.privacy.clipping.pattern import ancestors, row_pattern
 from lit_dpret.privacy.clipping.recorder import Use
+from lit_dpret.privacy.clipping.units import UnitRows
 
 #: What a gradient may depart from its unit's weight, relative to it; 0 but for operations that are not deterministic.
 SLIPPAGE = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -129,6 +130,7 @@ class Audit:
         finally:
             for handle in handles:
                 handle.remove()
+        attribution.settle()
         wrong = [use for i, use in enumerate(uses) if grads[i] is not None and not attribution.fitting[i]]
         if wrong:
             use = wrong[-1]  # the first in the forward pass may only hand on what the last one did
@@ -161,19 +163,22 @@ class Audit:
         Raises:
             UnsupportedModelError: Names a parameter whose gradients differ.
         """
-        norms = {name: float(g.double().norm()) for name, g in references.items()}
-        whole = math.hypot(*norms.values())
+        norms = torch.stack([g.double().norm() for g in references.values()]).tolist() if references else []
+        whole = math.hypot(*norms)
         if not math.isfinite(whole):
             return
+        gaps: list[Tensor] = []
         coefficients = (unit_weights(batch) * batch.real)[batch.unit_of_row]
         for name, reference in references.items():
             dtype = accumulator_dtype(reference)
-            found = add_weighted(contributions.get(name, ()), coefficients, None, reference.shape, dtype)
-            gap = float(found.sub_(reference).norm())
-            if not gap <= tolerance * (norms[name] + 1e-3 * whole):
+            uses = contributions.get(name, ())
+            found = add_weighted(uses, coefficients, None, reference.shape, dtype, fixed=batch.fixed)
+            gaps.append(found.sub_(reference).norm().double())
+        for name, norm, gap in zip(references, norms, torch.stack(gaps).tolist() if gaps else [], strict=True):
+            if not gap <= tolerance * (norm + 1e-3 * whole):
                 raise UnsupportedModelError(
                     f"Parameter {name}: its recorded calls give a gradient that differs from autograd's by {gap:.3g} "
-                    f"(norm {norms[name]:.3g}), so a hook or an unusual forward pass changes it. "
+                    f"(norm {norm:.3g}), so a hook or an unusual forward pass changes it. "
                     "Remove the hook, freeze the parameter, or choose privacy.engine=loop.",
                     trap="T13",
                 )
@@ -202,7 +207,8 @@ def refuse_lost_gradients(uses: Sequence[Use], grads: Sequence[Tensor | None], l
 class _Attribution:
     """Which layouts explain how the gradient at each use follows the units' weights.
 
-    Slices that are not finite say nothing and are passed over: their unit will be dropped.
+    Slices that are not finite say nothing and are passed over: their unit will be dropped. The verdicts stay on the
+    device until all of them are in, and are read at once.
     """
 
     def __init__(self, uses: Sequence[Use], grads: Sequence[Tensor | None], batch: UnitRows) -> None:
@@ -210,7 +216,9 @@ class _Attribution:
         self.weights = unit_weights(batch)
         self.tolerance = max((SLIPPAGE.get(g.dtype, 2e-2) for g in grads if g is not None), default=0.0)
         self.sizes = [None if g is None else _row_norms(g) for g in grads]
-        self.largest = max((float(s.nan_to_num(0, 0, 0).max()) for s in self.sizes if s is not None), default=0.0)
+        maxima = [s.nan_to_num(0, 0, 0).max().double() for s in self.sizes if s is not None]
+        self.largest = torch.stack(maxima).max() if maxima else 0.0
+        self.verdicts: list[tuple[int, Layout, Tensor, Tensor]] = []
         self.fitting: list[list[Layout]] = [[] for _ in uses]
         self.contributing = [0] * len(uses)
 
@@ -233,9 +241,20 @@ class _Attribution:
             own = weights.abs() * size
             allowed = own + 1e-3 * torch.where(finite, own, 0).amax() + 1e-6 * self.largest
             error = _row_norms(twin.reshape(g.shape).flatten(1) - g.flatten(1) * weights.to(g.dtype)[:, None])
-            if bool(((error <= self.tolerance * allowed) | ~finite).all()):
+            fits = ((error <= self.tolerance * allowed) | ~finite).all()
+            taking_part = torch.zeros(self.batch.units, dtype=torch.int32, device=units.device)
+            taking_part.index_add_(0, units, ((size > 0) & finite).int())
+            self.verdicts.append((i, layout, fits, (taking_part > 0).sum()))
+
+    def settle(self) -> None:
+        """Read the verdicts: the layouts that fit each use, and how many units took part in it."""
+        if not self.verdicts:
+            return
+        found = torch.stack([torch.stack([fits.long(), units]) for _, _, fits, units in self.verdicts]).tolist()
+        for (i, layout, _, _), (fits, units) in zip(self.verdicts, found, strict=True):
+            if fits:
                 self.fitting[i].append(layout)
-                self.contributing[i] = len(set(units[(size > 0) & finite].tolist()))
+                self.contributing[i] = units
 
     def _units_of(self, use: Use) -> dict[Layout, Tensor]:
         folds = use.axis // self.batch.rows

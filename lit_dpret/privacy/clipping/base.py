@@ -18,9 +18,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.clipping.groups import ClipGroups, group_parameters
 from lit_dpret.privacy.clipping.rules import refuse_renormalising
+from lit_dpret.privacy.clipping.units import UnitRows
 
 ClipName = Literal["abadi", "automatic"]
 #: A smaller clip factor would lose its digits in fp32, and with them the bound; such a unit is dropped.
@@ -36,124 +37,13 @@ class ClipStats:
         norms: L2 norm of each unit's gradient before clipping, ``(units,)``; zero for a masked
             slot, and whatever came out (NaN, infinity) for a unit that was dropped.
         clipped: How many units had a norm above ``max_grad_norm``; per layer, how many had one in
-            any layer above that layer's bound.
-        non_finite: How many units were dropped because their loss or gradient was not finite.
+            any layer above that layer's bound. A count on the device: to read it is to wait for it.
+        non_finite: How many units were dropped because their loss or gradient was not finite; the same.
     """
 
     norms: Tensor
-    clipped: int
-    non_finite: int
-
-
-@dataclass(frozen=True)
-class RowGroup:
-    """Units that have equally many rows.
-
-    Args:
-        units: Their slots, ``(n,)``.
-        rows: Their rows, ``(n, rows of each)``.
-        start: The first row where ``rows`` counts up without a gap, so that a slice will do.
-    """
-
-    units: Tensor
-    rows: Tensor
-    start: int | None
-
-    @classmethod
-    def build(cls, units: list[int], rows: list[list[int]], device: torch.device) -> RowGroup:
-        """Put lists on the device."""
-        flat = [row for each in rows for row in each]
-        start = flat[0] if flat == list(range(flat[0], flat[0] + len(flat))) else None
-        return cls(torch.tensor(units, device=device), torch.tensor(rows, device=device), start)
-
-    def split(self, size: int) -> Iterator[RowGroup]:
-        """The group in parts of at most ``size`` units."""
-        each = self.rows.shape[1]
-        for first in range(0, len(self.units), size):
-            start = None if self.start is None else self.start + first * each
-            yield RowGroup(self.units[first : first + size], self.rows[first : first + size], start)
-
-    def join(self, tensor: Tensor) -> Tensor:
-        """(rows, positions, ...) of the whole batch as (n, positions of all rows of a unit, ...)."""
-        n, each = self.rows.shape
-        if self.start is not None:
-            part = tensor[self.start : self.start + n * each]
-        else:
-            part = tensor.index_select(0, self.rows.flatten())
-        return part.reshape(n, each * tensor.shape[1], *tensor.shape[2:])
-
-
-@dataclass(frozen=True)
-class UnitRows:
-    """Which row of a physical batch belongs to which unit.
-
-    Args:
-        unit_of_row: Slot of each row's unit, ``(rows,)``.
-        real: Which slots hold a unit, ``(units,)``; the rest contribute exactly zero.
-        groups: The real units, grouped by their number of rows.
-    """
-
-    unit_of_row: Tensor
-    real: Tensor
-    groups: tuple[RowGroup, ...]
-
-    @classmethod
-    def build(cls, unit_ids: Tensor, mask: Tensor) -> UnitRows:
-        """Group the rows; refuse ids that point outside the mask."""
-        if unit_ids.dim() != 1 or mask.dim() != 1 or mask.dtype != torch.bool:
-            raise DataError(
-                f"unit_ids {tuple(unit_ids.shape)} and mask {tuple(mask.shape)} ({mask.dtype}) must be "
-                "one slot number per row and one boolean per slot."
-            )
-        slots = unit_ids.tolist()
-        real = mask.tolist()
-        if slots and (min(slots) < 0 or max(slots) >= len(real)):
-            raise DataError(f"unit_ids run from {min(slots)} to {max(slots)}, but the mask has {len(real)} slots.")
-        rows_of: dict[int, list[int]] = {}
-        for row, slot in enumerate(slots):
-            if real[slot]:
-                rows_of.setdefault(slot, []).append(row)
-        by_count: dict[int, list[int]] = {}
-        for slot in sorted(rows_of):
-            by_count.setdefault(len(rows_of[slot]), []).append(slot)
-        groups = tuple(
-            RowGroup.build(units, [rows_of[unit] for unit in units], mask.device)
-            for _, units in sorted(by_count.items())
-        )
-        return cls(unit_of_row=unit_ids.to(mask.device).long(), real=mask, groups=groups)
-
-    @property
-    def rows(self) -> int:
-        """Rows in the physical batch."""
-        return int(self.unit_of_row.numel())
-
-    @property
-    def units(self) -> int:
-        """Slots in the physical batch, masked ones included."""
-        return int(self.real.numel())
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether any real unit has a row."""
-        return bool(self.groups)
-
-    @property
-    def rows_of_a_unit(self) -> int:
-        """The most rows that a real unit has."""
-        return max((group.rows.shape[1] for group in self.groups), default=0)
-
-    @property
-    def one_unit(self) -> bool:
-        """Whether all rows belong to one unit, so that no row can be charged to the wrong one."""
-        return self.rows == 1 or bool((self.unit_of_row == self.unit_of_row[0]).all())
-
-    def row_is_real(self) -> Tensor:
-        """Which rows belong to a real unit, ``(rows,)``."""
-        return self.real[self.unit_of_row]
-
-    def only(self, units: Tensor) -> UnitRows:
-        """The same rows with every slot masked but ``units``, ``(units,)`` booleans."""
-        return UnitRows.build(self.unit_of_row, self.real & units)
+    clipped: Tensor
+    non_finite: Tensor
 
 
 def clip_factors(norms: Tensor, *, max_grad_norm: float, clip: ClipName, gamma: float) -> Tensor:
@@ -178,6 +68,10 @@ def accumulator_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
 
+def _zeros(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter, dtype=accumulator_dtype(parameter), requires_grad=False)
+
+
 def check_losses(losses: Tensor, rows: int) -> None:
     """Refuse a loss that cannot be split into its rows."""
     if not isinstance(losses, Tensor) or losses.shape != (rows,):
@@ -197,9 +91,9 @@ def check_losses(losses: Tensor, rows: int) -> None:
 
 def broken_units(losses: Tensor, batch: UnitRows) -> Tensor:
     """Which real units have a loss that is not finite, ``(units,)``."""
-    broken = torch.zeros_like(batch.real)
-    broken[batch.unit_of_row[~losses.isfinite()]] = True
-    return broken & batch.real
+    broken = torch.zeros(batch.units, dtype=torch.int32, device=losses.device)
+    broken.index_add_(0, batch.unit_of_row, (~losses.isfinite()).int())
+    return (broken > 0) & batch.real
 
 
 def refuse_batch_mixing(module: nn.Module) -> None:
@@ -241,6 +135,7 @@ class ClippedSum(ABC):
         clip_groups: ``flat`` or ``per_layer``; ``privacy.clip_groups``.
 
     Attributes:
+        fixed_shapes: Whether batches have a fixed shape (`units`); false for engines that have no such form.
         groups: The names of the parameters that are clipped together.
         bound: The L2 bound on one unit's gradient in each group.
 
@@ -249,6 +144,8 @@ class ClippedSum(ABC):
         UnsupportedModelError: The module mixes examples, or this engine does not cover one of
             its trainable parameters; the message names it and the ways out.
     """
+
+    fixed_shapes: bool = False
 
     def __init__(
         self,
@@ -302,9 +199,11 @@ class ClippedSum(ABC):
         self._refuse_changes()
         self._refuse_hooks()
         refuse_batch_mixing(self.module)
-        batch = UnitRows.build(unit_ids, mask)
+        device = next(iter(self.parameters.values())).device if self.fixed_shapes else mask.device
+        batch = UnitRows.build(unit_ids, mask, device=device, fixed=self.fixed_shapes)
         if not batch.has_rows:
-            return ClipStats(norms=torch.zeros(batch.units, device=mask.device), clipped=0, non_finite=0)
+            none = torch.zeros((), dtype=torch.long, device=device)
+            return ClipStats(norms=torch.zeros(batch.units, device=device), clipped=none, non_finite=none)
         with torch.enable_grad():
             return self._add(row_loss, batch)
 
@@ -321,17 +220,16 @@ class ClippedSum(ABC):
         sums = {}
         for name, parameter in self.parameters.items():
             found = self._sums.pop(name, None)
-            sums[name] = (
-                torch.zeros_like(parameter, dtype=accumulator_dtype(parameter), requires_grad=False)
-                if found is None
-                else found
-            )
+            sums[name] = _zeros(parameter) if found is None else found
+        self.zero()
         return sums
 
     def zero(self) -> None:
         """Forget what was added since the last ``take``."""
         self._sums.clear()
         self._torn = False
+        if self.fixed_shapes:  # so that the first batch of a step is the same program as the others
+            self._sums = {name: _zeros(parameter) for name, parameter in self.parameters.items()}
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -357,8 +255,8 @@ class ClippedSum(ABC):
         kept = (self.factors(norms) > 0).any(0)
         return ClipStats(
             norms=torch.linalg.vector_norm(norms, dim=0),
-            clipped=int((kept & (norms > self.bound).any(0) & batch.real).sum()),
-            non_finite=int((~kept & batch.real).sum()),
+            clipped=(kept & (norms > self.bound).any(0) & batch.real).sum(),
+            non_finite=(~kept & batch.real).sum(),
         )
 
     def _refuse_hooks(self) -> None:

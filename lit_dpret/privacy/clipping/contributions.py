@@ -23,8 +23,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lit_dpret.privacy.clipping.base import RowGroup, UnitRows
 from lit_dpret.privacy.clipping.convolution import Convolution, chunk_of
+from lit_dpret.privacy.clipping.units import RowGroup, UnitRows
 
 #: A Gram matrix costs passes over it besides its multiplications, so it must save this factor in those.
 GRAM_ADVANTAGE = 1.2
@@ -66,6 +66,19 @@ Product = Outer | Convolution
 Contribution = Product | Lookup | Dense
 
 
+def silenced(use: Contribution, kept: Tensor) -> Contribution:
+    """The same contribution with the rows that are not ``kept``, ``(rows,)``, set to zero, NaNs as well."""
+
+    def rows(tensor: Tensor) -> Tensor:
+        return torch.where(kept.view(-1, *[1] * (tensor.dim() - 1)), tensor, torch.zeros_like(tensor))
+
+    if isinstance(use, Outer):
+        return Outer(rows(use.a), rows(use.g))
+    if isinstance(use, Convolution):
+        return Convolution(rows(use.x), rows(use.g), use.geometry)
+    return Lookup(use.ids, rows(use.g)) if isinstance(use, Lookup) else Dense(rows(use.value))
+
+
 def squared_norms(
     parameters: Sequence[Sequence[Contribution]], shape: torch.Size, batch: UnitRows, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -103,7 +116,7 @@ def squared_norms(
                 energy[group.units] = spread.view(len(group.units), -1).sum(1)
             if looked_up:
                 ids, g = looked_up
-                squares[group.units] += _lookup_squares(ids, g, shape[0])
+                squares[group.units] += _paired_squares(ids, g) if batch.fixed else _lookup_squares(ids, g, shape[0])
                 energy[group.units] += g.double().square().sum((1, 2))
                 if inputs:
                     squares[group.units] += cross_terms(inputs, outputs[0], ids, g)
@@ -111,24 +124,38 @@ def squared_norms(
 
 
 def by_input(contributions: Mapping[str, Sequence[Contribution]]) -> list[list[str]]:
-    """The names of the parameters, those together whose gradients are outer products with the same inputs."""
+    """The names of the parameters, those together whose gradients are outer products with the same inputs.
+
+    Same inputs are known by their place in memory; on a device that tells none (XLA), each parameter is alone.
+    """
     found: dict[object, list[str]] = {}
     for name, uses in contributions.items():
         outers = [use for use in uses if isinstance(use, Outer)]
         inputs = tuple((use.a.data_ptr(), use.a.shape, use.a.stride()) for use in outers)
-        found.setdefault(inputs if len(outers) == len(uses) else name, []).append(name)
+        known = len(outers) == len(uses) and all(place for place, *_ in inputs)
+        found.setdefault(inputs if known else name, []).append(name)
     return list(found.values())
 
 
 def add_weighted(
-    uses: Sequence[Contribution], coefficients: Tensor, total: Tensor | None, shape: torch.Size, dtype: torch.dtype
+    uses: Sequence[Contribution],
+    coefficients: Tensor,
+    total: Tensor | None,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    *,
+    fixed: bool = False,
 ) -> Tensor:
     """``total`` plus the gradients of all rows, each times its coefficient; in place where there is a total.
 
-    A row with coefficient zero is left out, not multiplied: its gradient may be NaN.
+    A row with coefficient zero is left out, not multiplied: its gradient may be NaN. Where shapes are
+    ``fixed``, it is set to zero in place of that.
     """
-    keep = coefficients.nonzero().flatten()
-    rows = None if len(keep) == len(coefficients) else keep
+    rows = None
+    if fixed:
+        uses = [silenced(use, coefficients != 0) for use in uses]
+    elif len(keep := coefficients.nonzero().flatten()) < len(coefficients):
+        rows = keep
     weights = (coefficients if rows is None else coefficients[rows]).to(dtype)
     for use in sorted(uses, key=lambda use: not isinstance(use, Outer)):
         if isinstance(use, Outer):
@@ -147,7 +174,7 @@ def add_weighted(
             continue
         total = torch.zeros(shape, dtype=dtype, device=coefficients.device) if total is None else total
         if isinstance(use, Convolution):
-            use.add_to(total, coefficients)
+            use.add_to(total, coefficients, rows)
         elif isinstance(use, Lookup):
             g = _kept(use.g, rows).to(dtype) * weights[:, None, None]
             total.index_add_(0, _kept(use.ids, rows).flatten(), g.flatten(0, 1))
@@ -267,6 +294,12 @@ def _lookup_squares(ids: Tensor, g: Tensor, entries: int) -> Tensor:
     return squares.index_add_(0, keys // entries, summed.double().square().sum(1))
 
 
+def _paired_squares(ids: Tensor, g: Tensor) -> Tensor:
+    """The same as `_lookup_squares` from all pairs of equal tokens: more work, and no shape follows from the tokens."""
+    products = (g @ g.mT).mul_(ids[:, :, None] == ids[:, None, :])
+    return products.sum((1, 2), dtype=torch.float64)
+
+
 def _units_at_once(
     outers: Sequence[Sequence[Product]], lookups: Sequence[Lookup], shape: torch.Size, batch: UnitRows
 ) -> int:
@@ -274,7 +307,7 @@ def _units_at_once(
     each = max(group.rows.shape[1] for group in batch.groups)
     outer = each * sum(use.g.shape[1] for use in outers[0])
     lookup = each * sum(use.g.shape[1] for use in lookups)
-    elements = lookup * (outer + shape[-1]) if lookup else 0
+    elements = lookup * (outer + shape[-1] + (lookup if batch.fixed else 0)) if lookup else 0
     if outer:
         groups = outers[0][0].groups
         out, into = _matrix(shape, groups)

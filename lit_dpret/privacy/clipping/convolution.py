@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_dpret.privacy.clipping.base import RowGroup
+from lit_dpret.privacy.clipping.units import RowGroup
 
 #: Elements of patches at a time; small on a CPU, where memory is the bound.
 CHUNK = {"cpu": 1 << 22}
@@ -87,9 +87,9 @@ class Convolution:
         g = group.join(self.g).to(dtype)
         return self._by_group(g.reshape(*g.shape[:2], self.groups, -1))
 
-    def add_to(self, total: Tensor, coefficients: Tensor) -> None:
-        """Add the gradients of all rows to ``total``, each times its coefficient; those with zero are left out."""
-        rows = coefficients.nonzero().flatten()
+    def add_to(self, total: Tensor, coefficients: Tensor, rows: Tensor | None) -> None:
+        """Add the gradients of ``rows`` to ``total``, each times its coefficient; None takes all rows."""
+        rows = torch.arange(len(coefficients), device=total.device) if rows is None else rows
         each = self.g.shape[1] * self.groups * self._width
         matrices = total.view(self.groups, -1, self._width)
         for part in torch.split(rows, max(1, chunk_of(total.device) // max(1, each))):  # type: ignore[no-untyped-call]

@@ -22,7 +22,6 @@ from lit_dpret.privacy.clipping.base import (
     ClippedSum,
     ClipStats,
     RowLoss,
-    UnitRows,
     accumulator_dtype,
     broken_units,
     check_losses,
@@ -40,12 +39,15 @@ from lit_dpret.privacy.clipping.gradients import Layout, contributions_of
 from lit_dpret.privacy.clipping.groups import ClipGroups
 from lit_dpret.privacy.clipping.recorder import Recorder, Use, uncompiled
 from lit_dpret.privacy.clipping.rules import WAYS_OUT, Plan, make_plan, refuse_functional_use
+from lit_dpret.privacy.clipping.units import UnitRows
 from lit_dpret.privacy.clipping.written import Written, are_small, write_out
 
 #: A unit whose squared norm is below this share of its energy is computed in float64 ...
 CANCELLATION = 0.025
 #: ... and below a larger one where so many terms are added in a row that they could be off by this share of it.
 ERROR, MOST_DOUBTFUL = 1e-3, 0.25
+#: Rounding of a squared norm in a batch of fixed shape, per position and unit roundoff, as a share of its energy.
+SLACK = 16
 
 Contributions = dict[str, list[Contribution]]
 
@@ -73,6 +75,9 @@ class GhostClipping(ClippedSum):
         gamma: The stabiliser of ``automatic``.
         clip_groups: ``flat`` or ``per_layer``.
         verify: Audit every batch, for about the cost of one more backward pass each.
+        fixed_shapes: Every batch has a fixed shape (`units`), and no branch is taken by a value but in the first
+            batches and in an audit, so that XLA compiles one program. A unit whose terms cancel, whose norm
+            would elsewhere be computed again in float64, gets an upper bound of its norm in place of that.
     """
 
     def __init__(
@@ -84,9 +89,12 @@ class GhostClipping(ClippedSum):
         gamma: float = 0.01,
         clip_groups: ClipGroups = "flat",
         verify: bool = False,
+        fixed_shapes: bool = False,
     ) -> None:
         super().__init__(module, max_grad_norm=max_grad_norm, clip=clip, gamma=gamma, clip_groups=clip_groups)
+        self.fixed_shapes = fixed_shapes
         self._plan()
+        self.zero()
         self._audit = Audit(always=verify)
 
     def _plan(self) -> Plan:
@@ -174,12 +182,13 @@ class GhostClipping(ClippedSum):
             for part in written.pop(name):
                 self._sums[name] = part.add_to(self._sums.get(name), factors[self.group_of[name]])
         exactly = torch.where(doubtful, factors, 0)
-        alone = [batch.only(units) if bool(units.any()) else None for units in exactly > 0]
+        alone = [batch.only(u) if not batch.fixed and bool(u.any()) else None for u in exactly > 0]
         coefficients = torch.where(doubtful, 0, factors)[:, batch.unit_of_row]
         for name in list(contributions):
             parameter, group = self.parameters[name], self.group_of[name]
             uses, dtype = contributions.pop(name), accumulator_dtype(parameter)
-            total = add_weighted(uses, coefficients[group], self._sums.get(name), parameter.shape, dtype)
+            total = self._sums.get(name)
+            total = add_weighted(uses, coefficients[group], total, parameter.shape, dtype, fixed=batch.fixed)
             if (units := alone[group]) is not None:
                 for one in (one for each in units.groups for one in each.split(1)):
                     gradient = unit_gradients(uses, parameter.shape, one, torch.float64)[0]
@@ -279,7 +288,7 @@ class GhostClipping(ClippedSum):
         """Each unit's gradient norm in each group, and which ones cannot be told in fp32.
 
         Where a unit's terms cancel, its norm is computed again in float64, and its sum in fp32 would be
-        off by more than rounding as well.
+        off by more than rounding as well. In a batch of fixed shape it gets what rounding may have hidden on top.
         """
         squares = torch.zeros(len(self.groups), batch.units, dtype=torch.float64, device=batch.real.device)
         energy = torch.zeros_like(squares)
@@ -298,6 +307,10 @@ class GhostClipping(ClippedSum):
         cancels = (longest * batch.rows_of_a_unit * torch.finfo(torch.float32).eps / ERROR).square()
         threshold = cancels.clamp(CANCELLATION, MOST_DOUBTFUL).to(squares)[:, None]
         doubtful = batch.real & ~(squares >= threshold * energy)  # NaN is doubtful too
+        if batch.fixed:
+            hidden = (longest * batch.rows_of_a_unit * torch.finfo(torch.float32).eps * SLACK).to(squares)[:, None]
+            squares = torch.where(doubtful, squares.clamp(min=0) + hidden * energy, squares)
+            return torch.where(broken_units(losses, batch), torch.nan, squares.sqrt()), torch.zeros_like(doubtful)
         doubtful |= batch.real & squares.isinf()
         for group in doubtful.any(1).nonzero().flatten().tolist():
             again = batch.only(doubtful[group])

@@ -22,13 +22,13 @@ from lit_dpret.privacy.clipping.base import (
     ClippedSum,
     ClipStats,
     RowLoss,
-    UnitRows,
     accumulator_dtype,
     broken_units,
     check_losses,
 )
 from lit_dpret.privacy.clipping.groups import ClipGroups
 from lit_dpret.privacy.clipping.rules import RELATIVE_ATTENTION, qualified_name
+from lit_dpret.privacy.clipping.units import UnitRows
 
 INSTEAD = "Freeze it with requires_grad_(False), or choose privacy.engine=ghost or loop."
 

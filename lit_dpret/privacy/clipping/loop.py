@@ -16,11 +16,11 @@ from lit_dpret.privacy.clipping.base import (
     ClippedSum,
     ClipStats,
     RowLoss,
-    UnitRows,
     accumulator_dtype,
     check_losses,
 )
 from lit_dpret.privacy.clipping.pattern import ancestors, refuse_hidden_calls
+from lit_dpret.privacy.clipping.units import UnitRows
 
 
 class LoopClipping(ClippedSum):

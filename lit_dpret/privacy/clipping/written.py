@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lit_dpret.privacy.clipping.base import UnitRows
 from lit_dpret.privacy.clipping.contributions import Contribution, Product, unit_gradients
 from lit_dpret.privacy.clipping.convolution import Convolution, chunk_of
+from lit_dpret.privacy.clipping.units import UnitRows
 
 #: How much larger than inputs and output gradients together the written gradients may be.
 ROOM = 1.25
@@ -28,14 +28,18 @@ _CACHED = 1 << 18
 
 @dataclass(frozen=True)
 class Written:
-    """``value`` is (n, *shape of the parameter): the gradients of ``units``, (n,)."""
+    """``value`` is (n, *shape of the parameter): the gradients of ``units``, (n,), in a batch of fixed shape or not."""
 
     units: Tensor
     value: Tensor
+    fixed: bool = False
 
     def add_squares(self, squares: Tensor, dtype: torch.dtype) -> None:
         """Add the squared norms, computed in ``dtype``, to those of all units, ``(units,)`` in float64."""
         flat = self.value.flatten(1)
+        if self.fixed:
+            squares[self.units] += flat.to(dtype).square().sum(1, dtype=torch.float64)
+            return
         step = max(1, _CACHED // max(1, len(flat)))
         products = flat.new_empty(len(flat), min(step, flat.shape[1]), dtype=dtype)
         for part in torch.split(flat, step, dim=1):  # in a buffer that stays in the cache; torch sums pairwise
@@ -43,14 +47,20 @@ class Written:
             squares[self.units] += torch.mul(part, part, out=products[:, : part.shape[1]]).sum(1).double()
 
     def add_to(self, total: Tensor | None, factors: Tensor) -> Tensor:
-        """``total`` plus the gradients, each times its unit's factor; one with factor zero is left out."""
+        """``total`` plus the gradients, each times its unit's factor; one with factor zero is left out.
+
+        Where shapes are fixed, it is set to zero in place of that.
+        """
         weights = factors[self.units].to(self.value.dtype)
-        keep = weights.nonzero().flatten()
-        whole = len(keep) == len(weights)
-        value, weights = (self.value, weights) if whole else (self.value[keep], weights[keep])
-        if total is None:
-            first: Tensor = torch.tensordot(weights, value, dims=1)
-            return first
+        value = self.value
+        if self.fixed:
+            kept = (weights != 0).view(-1, *[1] * (value.dim() - 1))
+            value = torch.where(kept, value, torch.zeros_like(value))
+        elif len(keep := weights.nonzero().flatten()) < len(weights):
+            value, weights = value[keep], weights[keep]
+        if total is None or self.fixed:  # XLA has no addmv, and computes in place whatever it can
+            found: Tensor = torch.tensordot(weights, value, dims=1)
+            return found if total is None else total.add_(found)
         total.view(-1).addmv_(value.flatten(1).T, weights)
         return total
 
@@ -75,7 +85,8 @@ def write_out(uses: Sequence[Contribution], shape: torch.Size, batch: UnitRows, 
     for group in batch.groups:
         each = group.rows.shape[1] * sum(patches)
         size = max(1, chunk_of(batch.real.device) // each) if patches else len(group.units)
-        found += [Written(part.units, unit_gradients(uses, shape, part, dtype)) for part in group.split(size)]
+        for part in group.split(size):
+            found.append(Written(part.units, unit_gradients(uses, shape, part, dtype), batch.fixed))
     return found
 
 

@@ -61,12 +61,14 @@ class PrivacyMode(ABC):
             them that belong to the row) or ``pool`` (public passages).
         sub_batches: Into how many sub-batches a logical batch falls whose rows see each other; None
             where it is cut to fit the device.
+        fixed_shapes: Whether every physical batch is filled up to one shape; set before ``attach``.
     """
 
     name: ClassVar[str]
     guarantee: ClassVar[Guarantee]
     candidates: ClassVar[Candidates] = "rows"
     sub_batches: int | None = None
+    fixed_shapes: bool = False
     unit: Unit = "query"
     neighbours: Neighbours = "zero_out"
     secret_file: Path | None = None
@@ -146,7 +148,7 @@ class PlainGradients(PrivacyMode):
             if gradient is not None:
                 total = self._sums.get(name)
                 self._sums[name] = gradient.detach() if total is None else total + gradient
-        self.counts.units += int(torch.bincount(unit_ids).count_nonzero())
+        self.counts.units += int(torch.bincount(unit_ids[mask[unit_ids]]).count_nonzero())
 
     def take(self) -> dict[str, Tensor]:
         sums, self._sums = self._sums, {}

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.budget import AccountantName, Neighbours, Unit, require_choice
-from lit_dpret.privacy.clipping import ClipGroups, make_engine
+from lit_dpret.privacy.clipping import ClipGroups, ClipStats, make_engine
 from lit_dpret.privacy.modes.gaussian import GaussianMode
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import SamplingRequest
+from lit_dpret.privacy.xla import read
 
 Engine = Literal["ghost", "vmap", "opacus", "loop"]
 Clip = Literal["abadi", "automatic"]
@@ -130,17 +131,27 @@ class DPSGD(GaussianMode):
                 "negatives from public passages, privacy=logit_dp, which bounds every pair, or privacy=synthetic.",
                 trap="T11",
             )
-        self._clipper = make_engine(
-            plan.engine, module, max_grad_norm=plan.max_grad_norm, clip=plan.clip, clip_groups=plan.clip_groups
-        )
+        settings: dict[str, Any] = {"max_grad_norm": plan.max_grad_norm, "clip_groups": plan.clip_groups}
+        if self.fixed_shapes:
+            if plan.engine != "ghost":
+                raise ConfigurationError(
+                    f"privacy.engine={plan.engine} has no form for batches of fixed shape (trainer=tpu, or "
+                    "model.fixed_shapes=true). Choose privacy.engine=ghost."
+                )
+            settings["fixed_shapes"] = True
+        self._clipper = make_engine(plan.engine, module, clip=plan.clip, **settings)
+        self._stats: list[ClipStats] = []
 
     def add(self, row_loss: Callable[[], Tensor], unit_ids: Tensor, mask: Tensor) -> None:
         self._watch.before()
         stats = self._clipper.add(row_loss, unit_ids, mask)
         self._watch.after()
         self.counts.units += int(mask.sum())
-        self.counts.clipped += stats.clipped
-        self.counts.non_finite += stats.non_finite
+        self._stats.append(stats)
 
     def take(self) -> dict[str, Tensor]:
+        found = read([count for stats in self._stats for count in (stats.clipped, stats.non_finite)])
+        self.counts.clipped += sum(found[::2])
+        self.counts.non_finite += sum(found[1::2])
+        self._stats.clear()
         return self._clipper.take()

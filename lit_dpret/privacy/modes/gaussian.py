@@ -25,6 +25,7 @@ from lit_dpret.privacy.modes.state_watch import StateWatch
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import SamplingRequest
+from lit_dpret.privacy.xla import cut, read
 
 
 class GaussianMode(PrivacyMode):
@@ -204,8 +205,7 @@ class GaussianMode(PrivacyMode):
         self.counts = StepCounts()
         std = self._plan.noise_std
         gradients: dict[str, Tensor] = {}
-        weakest = std
-        squares, coordinates = 0.0, 0
+        squares: list[Tensor] = []
         for name, parameter in trainable(self._module).items():
             total = sums[name]
             noise = self._stream.normal(
@@ -218,11 +218,13 @@ class GaussianMode(PrivacyMode):
                 dtype=total.dtype,
             ).mul_(std)
             noised = total + noise
-            added = float((noised - total).double().pow(2).sum())
-            weakest = min(weakest, _believed_std(added, total.numel(), std))
-            squares, coordinates = squares + added, coordinates + total.numel()
+            squares.append((noised - total).double().pow(2).sum())
             gradients[name] = noised.div_(self._plan.denominator).to(parameter.dtype)
-        weakest = min(weakest, _believed_std(squares, coordinates, std))
+        for device in {gradient.device for gradient in gradients.values()}:
+            cut(device)
+        measured = [(added, sums[name].numel()) for name, added in zip(gradients, read(squares), strict=True)]
+        measured.append((sum(added for added, _ in measured), sum(count for _, count in measured)))
+        weakest = min(std, *(_believed_std(added, count, std) for added, count in measured))
         return Update(gradients, weakest, self._plan.sensitivity, self._plan.denominator)
 
 

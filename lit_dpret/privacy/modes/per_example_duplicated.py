@@ -108,8 +108,8 @@ class PerExampleDuplicated(CoupledMode):
         stats = self._clipper.add(row_loss, unit_ids, mask)
         self._watch.after()
         self.counts.units += int(mask.sum())
-        self.counts.clipped += stats.clipped
-        self.counts.non_finite += stats.non_finite
+        self.counts.clipped += int(stats.clipped)
+        self.counts.non_finite += int(stats.non_finite)
 
     def take(self) -> dict[str, Tensor]:
         return self._clipper.take()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.errors import UnsupportedModelError
+from lit_dpret.privacy.xla import cut, fetch, is_lazy
 
 #: Buffers up to this many bytes are compared by value in every batch.
 SMALL = 1 << 16
@@ -44,7 +45,8 @@ class StateWatch:
           or trainable, also where it holds the same values again.
         - A write through ``.data`` to a buffer of up to ``SMALL`` bytes is refused in every batch.
         - A write through ``.data`` to any other buffer or to a parameter is refused in batches 1, 2, 4, 8
-          and so on; in between it is not looked for.
+          and so on; in between it is not looked for. On XLA, where values are read at a cost, that holds for
+          small buffers too.
 
     Args:
         module: What is trained, with everything frozen in it.
@@ -54,11 +56,13 @@ class StateWatch:
         self._module = module
         self._batches = 0
         self._seen: dict[str, _Seen] = {}
+        self._read: dict[str, int] = {}
 
     def before(self) -> None:
         """Note how everything is."""
         self._batches += 1
         self._seen = {name: self._look(tensor) for name, tensor in self._tensors()}
+        self._read = self._read_values()
 
     def after(self) -> None:
         """Compare with what was noted, and forget it.
@@ -67,10 +71,11 @@ class StateWatch:
             UnsupportedModelError: The pass wrote a parameter or a buffer; the message names it.
         """
         seen, self._seen = self._seen, {}
-        now = dict(self._tensors())
+        now, values = dict(self._tensors()), self._read_values()
         for name in sorted(seen.keys() | now.keys()):
             old, tensor = seen.get(name), now.get(name)
-            if old is not None and tensor is old.tensor and not self._differs(old):
+            same_value = values.get(name) == self._read.get(name)
+            if old is not None and tensor is old.tensor and same_value and not self._differs(old):
                 continue
             how = "added" if old is None else "removed" if tensor is None else "replaced"
             how = how if old is None or tensor is not old.tensor else "written"
@@ -85,6 +90,14 @@ class StateWatch:
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._module.named_parameters(remove_duplicate=False)
         yield from self._module.named_buffers(remove_duplicate=False)
+
+    def _read_values(self) -> dict[str, int]:
+        """A checksum of every XLA tensor, by name, in batches 1, 2, 4, 8 and so on; all of them are fetched at once."""
+        promised = {name: tensor for name, tensor in self._tensors() if is_lazy(tensor.device)}
+        if not promised or self._batches & (self._batches - 1):
+            return {}
+        cut(next(iter(promised.values())).device)
+        return {name: int(_checksum(tensor)) for name, tensor in zip(promised, fetch(promised.values()), strict=True)}
 
     def _look(self, tensor: Tensor) -> _Seen:
         value = self._value(tensor)
@@ -112,7 +125,7 @@ class StateWatch:
 
 def _has_memory(tensor: Tensor) -> bool:
     """Whether the values lie in one piece of memory of their own."""
-    return tensor.layout == torch.strided and not tensor.is_meta
+    return tensor.layout == torch.strided and not tensor.is_meta and not is_lazy(tensor.device)
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -208,11 +208,11 @@ def test_a_batch_that_breaks_off_halfway_is_neither_released_nor_added_twice(
     clipping = make_engine(engine, case.module, max_grad_norm=1.0)
     plain, calls = getattr(module, where), []
 
-    def breaks(*arguments: Any) -> Any:
+    def breaks(*arguments: Any, **named: Any) -> Any:
         calls.append(1)
         if len(calls) == 4:
             raise torch.OutOfMemoryError("no room")
-        return plain(*arguments)
+        return plain(*arguments, **named)
 
     monkeypatch.setattr(written, "ROOM", 0)
     monkeypatch.setattr(module, where, breaks)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lit_dpret.errors import UnsupportedModelError
-from lit_dpret.privacy.clipping import audit, base, contributions, ghost, gradients, recorder, rules, written
+from lit_dpret.privacy.clipping import audit, contributions, ghost, gradients, recorder, rules, units, written
 
 Patch = pytest.MonkeyPatch
 squared_norms = contributions.squared_norms
@@ -43,8 +43,8 @@ def rows_alone(patch: Patch) -> None:
         first = torch.arange(joined.shape[1]) < joined.shape[1] // each
         return joined * first.view(1, -1, *[1] * (joined.dim() - 2))
 
-    join = base.RowGroup.join
-    patch.setattr(base.RowGroup, "join", mutant)
+    join = units.RowGroup.join
+    patch.setattr(units.RowGroup, "join", mutant)
 
 
 def shared_positions(patch: Patch) -> None:
@@ -158,8 +158,8 @@ def test_the_audit_alone_catches_a_shared_position_embedding(
 
 
 def test_the_weights_of_the_audit_differ_between_neighbouring_units() -> None:
-    for units in (1, 2, 16, 40):
-        batch = base.UnitRows.build(torch.arange(units), torch.ones(units, dtype=torch.bool))
+    for count in (1, 2, 16, 40):
+        batch = units.UnitRows.build(torch.arange(count), torch.ones(count, dtype=torch.bool))
         weights = audit.unit_weights(batch)
-        assert len(set(weights[:16].tolist())) == min(units, 16)
+        assert len(set(weights[:16].tolist())) == min(count, 16)
         assert (weights.abs().log2() % 1 == 0).all()

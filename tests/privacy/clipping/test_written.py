@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.privacy.clipping import ghost, make_engine, written
-from lit_dpret.privacy.clipping.base import UnitRows
 from lit_dpret.privacy.clipping.contributions import Dense, Lookup, Outer
+from lit_dpret.privacy.clipping.units import UnitRows
 from lit_dpret.privacy.clipping.written import Written, are_small
 
 Patch = pytest.MonkeyPatch

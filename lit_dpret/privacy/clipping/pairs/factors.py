@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lit_dpret.privacy.clipping.base import RowGroup
 from lit_dpret.privacy.clipping.contributions import Contribution, Dense, Lookup, Outer, unit_gradients
 from lit_dpret.privacy.clipping.convolution import Convolution, chunk_of
+from lit_dpret.privacy.clipping.units import RowGroup
 
 #: What reading and writing one element of a temporary costs, in multiplications of a large product.
 PASS = 100

@@ -1,0 +1,150 @@
+"""Which rows of a physical batch belong to which unit, and how the units are gone through.
+
+In a batch of *fixed shape* every slot has equally many rows, in order, whether a unit fills it or not:
+then no size of a tensor, and no branch, follows from who was drawn, so a compiler like XLA sees one
+program. Elsewhere the slots that hold no unit are left out, which saves their computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lit_dpret.errors import DataError
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Units that have equally many rows.
+
+    Args:
+        units: Their slots, ``(n,)``.
+        rows: Their rows, ``(n, rows of each)``.
+        start: The first row where ``rows`` counts up without a gap, so that a slice will do.
+    """
+
+    units: Tensor
+    rows: Tensor
+    start: int | None
+
+    @classmethod
+    def build(cls, units: list[int], rows: list[list[int]], device: torch.device) -> RowGroup:
+        """Put lists on the device."""
+        flat = [row for each in rows for row in each]
+        start = flat[0] if flat == list(range(flat[0], flat[0] + len(flat))) else None
+        return cls(torch.tensor(units, device=device), torch.tensor(rows, device=device), start)
+
+    def split(self, size: int) -> Iterator[RowGroup]:
+        """The group in parts of at most ``size`` units."""
+        each = self.rows.shape[1]
+        for first in range(0, len(self.units), size):
+            start = None if self.start is None else self.start + first * each
+            yield RowGroup(self.units[first : first + size], self.rows[first : first + size], start)
+
+    def join(self, tensor: Tensor) -> Tensor:
+        """(rows, positions, ...) of the whole batch as (n, positions of all rows of a unit, ...)."""
+        n, each = self.rows.shape
+        if self.start is not None:
+            part = tensor[self.start : self.start + n * each]
+        else:
+            part = tensor.index_select(0, self.rows.flatten())
+        return part.reshape(n, each * tensor.shape[1], *tensor.shape[2:])
+
+
+@dataclass(frozen=True)
+class UnitRows:
+    """Which row of a physical batch belongs to which unit.
+
+    Args:
+        unit_of_row: Slot of each row's unit, ``(rows,)``.
+        real: Which slots hold a unit, ``(units,)``; the rest contribute exactly zero.
+        groups: The real units, grouped by their number of rows; in a batch of fixed shape all slots.
+        has_rows: Whether any real unit has a row.
+        one_unit: Whether all rows belong to one unit, so that no row can be charged to the wrong one.
+        fixed: Whether the batch has a fixed shape.
+    """
+
+    unit_of_row: Tensor
+    real: Tensor
+    groups: tuple[RowGroup, ...]
+    has_rows: bool
+    one_unit: bool
+    fixed: bool = False
+
+    @classmethod
+    def build(
+        cls, unit_ids: Tensor, mask: Tensor, *, device: torch.device | None = None, fixed: bool = False
+    ) -> UnitRows:
+        """Group the rows.
+
+        Args:
+            unit_ids: Slot of each row's unit, ``(rows,)``.
+            mask: Which slots hold a unit, ``(units,)``. Both are read on the host, so they had better lie there.
+            device: Where to put what the engine computes with; None for the mask's.
+            fixed: The batch has a fixed shape: equally many rows for every slot, slot by slot.
+
+        Raises:
+            DataError: An id points outside the mask, or the rows do not have the fixed shape.
+        """
+        if unit_ids.dim() != 1 or mask.dim() != 1 or mask.dtype != torch.bool:
+            raise DataError(
+                f"unit_ids {tuple(unit_ids.shape)} and mask {tuple(mask.shape)} ({mask.dtype}) must be "
+                "one slot number per row and one boolean per slot."
+            )
+        slots = unit_ids.tolist()
+        real = mask.tolist()
+        if slots and (min(slots) < 0 or max(slots) >= len(real)):
+            raise DataError(f"unit_ids run from {min(slots)} to {max(slots)}, but the mask has {len(real)} slots.")
+        device = mask.device if device is None else device
+        of_unit = [row for row, slot in enumerate(slots) if real[slot]]
+        facts = {"has_rows": bool(of_unit), "one_unit": len(set(slots)) == 1, "fixed": fixed}
+        if fixed:
+            groups = (_every_slot(slots, len(real), device),)
+            return cls(unit_ids.long().to(device), mask.to(device), groups, **facts)
+        rows_of: dict[int, list[int]] = {}
+        for row in of_unit:
+            rows_of.setdefault(slots[row], []).append(row)
+        by_count: dict[int, list[int]] = {}
+        for slot in sorted(rows_of):
+            by_count.setdefault(len(rows_of[slot]), []).append(slot)
+        groups = tuple(
+            RowGroup.build(units, [rows_of[unit] for unit in units], device) for _, units in sorted(by_count.items())
+        )
+        return cls(unit_ids.to(device).long(), mask.to(device), groups, **facts)
+
+    @property
+    def rows(self) -> int:
+        """Rows in the physical batch."""
+        return int(self.unit_of_row.numel())
+
+    @property
+    def units(self) -> int:
+        """Slots in the physical batch, masked ones included."""
+        return int(self.real.numel())
+
+    @property
+    def rows_of_a_unit(self) -> int:
+        """The most rows that a real unit has."""
+        return max((group.rows.shape[1] for group in self.groups), default=0)
+
+    def row_is_real(self) -> Tensor:
+        """Which rows belong to a real unit, ``(rows,)``."""
+        return self.real[self.unit_of_row]
+
+    def only(self, units: Tensor) -> UnitRows:
+        """The same rows with every slot masked but ``units``, ``(units,)`` booleans."""
+        return UnitRows.build(self.unit_of_row, self.real & units)
+
+
+def _every_slot(slots: list[int], units: int, device: torch.device) -> RowGroup:
+    each = len(slots) // units if units else 0
+    if not each or slots != [slot for slot in range(units) for _ in range(each)]:
+        raise DataError(
+            f"A batch of fixed shape has equally many rows for each of its {units} slots, slot by slot, and this one "
+            f"has {len(slots)} rows in another order."
+        )
+    rows = [list(range(slot * each, (slot + 1) * each)) for slot in range(units)]
+    return RowGroup.build(list(range(units)), rows, device)

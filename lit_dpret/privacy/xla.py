@@ -1,0 +1,56 @@
+"""What differs on a device that computes nothing until it is asked to: XLA, for TPUs.
+
+An XLA tensor is a promise. Operations are written down, and what was written down since the last *cut* is compiled
+as one graph and run. Two things follow. A value that is read in the middle cuts there, and a graph that was not
+seen before, by a size or a constant of its own, is compiled anew, which takes seconds to minutes. So the private
+step reads no value and has fixed shapes, and the cuts stand where they are meant: after each physical batch, after
+the noise, and after the update. On every other device these functions do next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_lazy(device: torch.device) -> bool:
+    """Whether tensors of this device are promises."""
+    return device.type == "xla"
+
+
+def cut(device: torch.device) -> None:
+    """End a graph: compute everything that was promised on an XLA device, without waiting for it."""
+    if is_lazy(device):
+        _torch_xla().sync()
+
+
+def read(tensors: Sequence[Tensor]) -> list[Any]:
+    """The values of tensors of one element, as plain numbers, by one transfer.
+
+    On XLA they are best read after a `cut`: what else was promised would be computed twice.
+    """
+    if not tensors:
+        return []
+    if is_lazy(tensors[0].device):
+        return [tensor.item() for tensor in fetch(tensors)]
+    return list(torch.stack([tensor.detach().reshape(()) for tensor in tensors]).tolist())
+
+
+def fetch(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """XLA tensors on the host, by one transfer."""
+    _torch_xla()
+    return list(importlib.import_module("_XLAC")._xla_get_cpu_tensors([tensor.detach() for tensor in tensors]))
+
+
+def seed(device: torch.device, number: int) -> None:
+    """Seed the generator that an XLA device draws dropout masks from; ``torch.manual_seed`` does not."""
+    if is_lazy(device):
+        _torch_xla().manual_seed(number % 2**31, device)
+
+
+def _torch_xla() -> Any:
+    return importlib.import_module("torch_xla")
