@@ -24,7 +24,7 @@ import transformers
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -58,6 +58,14 @@ def build_parts(cfg: DictConfig) -> Parts:
                 raise
             raise refusal from error
 
+    def outline(**extra: Any) -> Any:
+        target = str(cfg.model._target_)
+        if not hasattr(get_class(target), "outline"):
+            raise ConfigurationError(
+                f"The formulas know encoder-decoder models (model=generator), and {target.rpartition('.')[2]} is none."
+            )
+        return node("model", _target_=f"{target}.outline", **extra)
+
     def listed(name: str) -> list[Any]:
         chosen = cfg.get(name) or {}
         return [instantiate(item) for item in chosen.values() if item is not None]
@@ -69,6 +77,7 @@ def build_parts(cfg: DictConfig) -> Parts:
         make_privacy=partial(node, "privacy"),
         make_datamodule=partial(node, "datamodule"),
         make_module=partial(node, "model", **_start(cfg)),
+        make_outline=outline,
         make_trainer=partial(node, "trainer", _convert_="all"),
         make_callbacks=partial(listed, "callbacks"),
         make_loggers=partial(listed, "logger"),
