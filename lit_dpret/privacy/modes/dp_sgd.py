@@ -144,3 +144,6 @@ class DPSGD(GaussianMode):
 
     def take(self) -> dict[str, Tensor]:
         return self._clipper.take()
+
+    def _drop_sums(self) -> None:
+        self._clipper.zero()
