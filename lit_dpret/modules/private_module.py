@@ -28,7 +28,8 @@ from lit_dpret.modules.checkpointed import Checkpointed
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.physical_batches import PhysicalBatches
 from lit_dpret.privacy.guard import Guard, uncounted
-from lit_dpret.privacy.modes import PrivacyMode
+from lit_dpret.privacy.modes import PrivacyMode, StepCounts
+from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.privacy.sampling import Row, UnitBatch, map_rows, rows_in_turn, take_rows
 
 
@@ -41,6 +42,8 @@ class PrivateModule(Checkpointed):
 
     Guarantees:
         - A logical step is taken for every draw, an empty one included.
+        - On several ranks the sums of a step are added up before they are noised, and every rank makes the same
+          update from the same noise.
         - No update is made without a permit, and every permit is asked for before noise is drawn.
         - Losses computed on private rows are logged only where the mode promises nothing, or
           where ``log_private_loss`` declares the leak; the card then says so.
@@ -68,7 +71,9 @@ class PrivateModule(Checkpointed):
         self.optimizer_spec = optimizer
         self.log_private_loss = log_private_loss
         self._guard: Guard | None = None
+        self._ranks = Ranks()
         self._physical = PhysicalBatches(self._add_piece, self._forget_step)
+        self._shortage: DeviceMemoryError | None = None
         self._batches_seen = 0
         self._loss_sum = 0.0
 
@@ -95,6 +100,7 @@ class PrivateModule(Checkpointed):
     def receive_guard(self, guard: Guard) -> None:
         """Called by the accountant once plan, mode and ledger are ready."""
         self._guard = guard
+        self._ranks = Ranks.here()
 
     def on_train_start(self) -> None:
         if self._guard is None:
@@ -104,8 +110,9 @@ class PrivateModule(Checkpointed):
         guard = self._guard
         if guard is None:
             raise uncounted(type(self).__name__)
-        self._physical.add(batch, may_split=self.may_split, advice=self._memory_advice())
+        self._add(batch)
         if batch.last:
+            self._ranks.together(self._refuse_shortage)
             try:
                 self._logical_step(guard, batch.attempt, batch.step)
             except (RuntimeError, MemoryError) as error:
@@ -117,6 +124,21 @@ class PrivateModule(Checkpointed):
                     "(model.optimizer.name=adafactor or sgd), a strategy that shards, or model.lora. Then go on with "
                     "resume=true."
                 ) from error
+
+    def _add(self, batch: UnitBatch) -> None:
+        """Contribute a physical batch; a shortage of memory on one of several ranks is told when all can hear it."""
+        if self._shortage is not None:
+            return
+        try:
+            self._physical.add(batch, may_split=self.may_split, advice=self._memory_advice())
+        except DeviceMemoryError as error:
+            if self._ranks.world_size == 1:
+                raise
+            self._shortage = error
+
+    def _refuse_shortage(self) -> None:
+        if self._shortage is not None:
+            raise self._shortage
 
     @property
     def may_split(self) -> bool:
@@ -175,8 +197,9 @@ class PrivateModule(Checkpointed):
         """Called before a physical batch that holds rows: for what a loss needs beside them, as public passages."""
 
     def _logical_step(self, guard: Guard, attempt: int, step: int) -> None:
-        units = self.privacy.counts.units
         sums = self.privacy.take()
+        self._add_up(sums)
+        units = self.privacy.counts.units
         permit = guard.authorise(attempt, step, units, sums)
         update = self.privacy.privatize(sums, attempt=permit.attempt, step=permit.step, salt=permit.salt)
         del sums
@@ -195,6 +218,17 @@ class PrivateModule(Checkpointed):
         if self.log_private_loss or self.privacy.guarantee != "dp":
             self.log("train/loss", self._loss_sum / max(units, 1), on_step=True, prog_bar=True, batch_size=1)
         self._loss_sum = 0.0
+
+    def _add_up(self, sums: dict[str, Tensor]) -> None:
+        """Add the sums and counts of all ranks, so that each holds those of the whole logical batch."""
+        if self._ranks.world_size == 1:
+            return
+        counts = self.privacy.counts
+        found = torch.tensor([counts.units, counts.clipped, counts.non_finite, self._loss_sum], dtype=torch.float64)
+        self._ranks.sum_(sums, found)
+        units, clipped, non_finite = (round(float(count)) for count in found[:3])
+        self.privacy.counts = StepCounts(units, clipped, non_finite)
+        self._loss_sum = float(found[3])
 
     def unit_loss(self, batch: UnitBatch) -> Callable[[], Tensor]:
         """A function that runs the forward pass and returns one loss per row, ``(rows,)``.
