@@ -180,6 +180,17 @@ class QueryGenerator(PrivateModule):
             "labels": padded(queries, IGNORED),
         }
 
+    def longest_rows(self, count: int) -> dict[str, Tensor]:
+        """Rows as long as the contract lets them be, of random tokens: what takes most memory, and no data."""
+        contract, coins = self.codec.contract, torch.Generator().manual_seed(0)
+        source, target = contract.max_passage_length, contract.max_query_length
+        words = int(self.model.get_input_embeddings().num_embeddings)
+        return {
+            "input_ids": torch.randint(1, words, (count, source), generator=coins),
+            "attention_mask": torch.ones(count, source, dtype=torch.long),
+            "labels": torch.randint(1, words, (count, target), generator=coins),
+        }
+
     def token_ids(self, texts: Sequence[str], side: str, *, whole: bool = False) -> list[list[int]]:
         return self.codec.token_ids(texts, side, whole=whole)
 

@@ -114,7 +114,7 @@ class Plan:
         if self.measure:
             module = parts.make_module(privacy=mode)
             autocast = str(trainer.precision).startswith("bf16")
-            costs["measurement"] = measure(module, plan, device, autocast=autocast, seed=parts.seed)
+            costs["measurement"] = measure(module, plan, device, autocast=autocast)
         return costs
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import QueryGenerator
@@ -81,9 +81,7 @@ def estimate(outline: GeneratorOutline, plan: PrivacyPlan, device: torch.device)
     }
 
 
-def measure(
-    module: Any, plan: PrivacyPlan, device: torch.device, *, autocast: bool = False, seed: int = 0
-) -> dict[str, Any]:
+def measure(module: Any, plan: PrivacyPlan, device: torch.device, *, autocast: bool = False) -> dict[str, Any]:
     """Clip, noise and update on random token ids of the full lengths, and take the time and the peak memory.
 
     Guarantees:
@@ -95,7 +93,6 @@ def measure(
         plan: The plan, for the engine, the physical batch and the number of steps.
         device: Where to run.
         autocast: Under bfloat16 autocast.
-        seed: Of the ids.
 
     Raises:
         ConfigurationError: The model is no sequence-to-sequence generator, or this machine does not say how
@@ -110,7 +107,7 @@ def measure(
     mode.attach(module, plan, stream)
     built = module.optimizer_spec.build(module.parameters(), steps=plan.steps, noise_std=mode.gradient_noise_std)
     optimizer = built[0][0] if isinstance(built, tuple) else built
-    batch = _random_rows(module, plan.physical_batch_size, source, target, device, seed)
+    batch = {name: rows.to(device) for name, rows in module.longest_rows(plan.physical_batch_size).items()}
     units = torch.arange(plan.physical_batch_size, device=device)
     real = torch.ones_like(units, dtype=torch.bool)
 
@@ -240,22 +237,6 @@ def _values_per_row(model: Any, source: int, target: int) -> int:
     decoder = int(getattr(config, "num_decoder_layers", None) or config.decoder_layers)
     attention = heads * (encoder * source**2 + decoder * (target**2 + source * target))
     return int(linear + _ATTENTION * attention + _LOGITS * target * vocabulary)
-
-
-def _random_rows(
-    module: Any, rows: int, source: int, target: int, device: torch.device, seed: int
-) -> dict[str, Tensor]:
-    coins = torch.Generator().manual_seed(seed)
-    words = module.model.get_input_embeddings().num_embeddings
-
-    def ids(length: int) -> Tensor:
-        return torch.randint(1, words, (rows, length), generator=coins).to(device)
-
-    return {
-        "input_ids": ids(source),
-        "attention_mask": torch.ones(rows, source, dtype=torch.long, device=device),
-        "labels": ids(target),
-    }
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
