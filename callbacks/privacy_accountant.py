@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.callbacks.fixed_shapes import place_early, shape_of_batches
+from lit_dpret.callbacks.physical_batch import fit_physical_batch
 from lit_dpret.callbacks.planning import PlannedRun, plan_run
 from lit_dpret.callbacks.refusals import refuse_broken_claims, refuse_replaced_sampler
 from lit_dpret.callbacks.strategies import keep_the_sampler
@@ -124,6 +125,7 @@ class PrivacyAccountant(Callback):
         self.run_dir = self.run_dir or Path(trainer.default_root_dir)
         planned = ranks.together(lambda: self._planned(trainer, module, data))
         planned = ranks.share(lambda: planned)
+        planned = fit_physical_batch(trainer, module, data, planned, ranks)
         self.plan, self.planned_steps = planned.plan, planned.steps
         self._in_dataset = getattr(mode, "dataset_ledger", None) is not None
         secret = ranks.share(lambda: self._secret(mode))

@@ -16,7 +16,7 @@ from lit_dpret.datamodules.layouts import find_part, folder_parts
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.readers import one_line
 from lit_dpret.datamodules.records import Duplicates
-from lit_dpret.datamodules.sampled import RowsPerUnit, SamplingName
+from lit_dpret.datamodules.sampled import PhysicalBatchSize, RowsPerUnit, SamplingName
 from lit_dpret.errors import ConfigurationError, DataError
 
 
@@ -55,7 +55,7 @@ class BeirDataModule(PairsDataModule):
         sampling: SamplingName = "truncated_poisson",
         expected_batch_size: int | None = None,
         sample_rate: float | None = None,
-        physical_batch_size: int = 32,
+        physical_batch_size: PhysicalBatchSize = 32,
         cap: int | None = None,
         rows_per_unit: RowsPerUnit = "one",
         duplicates: Duplicates = "keep",

@@ -24,7 +24,7 @@ from lit_dpret.datamodules.image_files import RawSplit
 from lit_dpret.datamodules.image_sources import SOURCES, ImageSplit, SourceName, read_hub, read_source
 from lit_dpret.datamodules.planted import Planted
 from lit_dpret.datamodules.records import stable_hash
-from lit_dpret.datamodules.sampled import SampledDataModule, SamplingName
+from lit_dpret.datamodules.sampled import PhysicalBatchSize, SampledDataModule, SamplingName
 from lit_dpret.errors import ConfigurationError, DataError
 
 Labels = Literal["fine", "coarse"]
@@ -153,7 +153,7 @@ class ImagesDataModule(SampledDataModule):
         sampling: SamplingName = "truncated_poisson",
         expected_batch_size: int | None = None,
         sample_rate: float | None = None,
-        physical_batch_size: int = 256,
+        physical_batch_size: PhysicalBatchSize = 256,
         cap: int | None = None,
         seed: int = 0,
         num_workers: int = 0,

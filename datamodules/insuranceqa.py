@@ -20,7 +20,7 @@ from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.complaints import Complain, refuse
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.records import Duplicates, collapse_whitespace
-from lit_dpret.datamodules.sampled import RowsPerUnit, SamplingName
+from lit_dpret.datamodules.sampled import PhysicalBatchSize, RowsPerUnit, SamplingName
 from lit_dpret.errors import ConfigurationError, DataError
 
 _PACKAGE = "insuranceqa_data"
@@ -52,7 +52,7 @@ class InsuranceQADataModule(PairsDataModule):
         sampling: SamplingName = "truncated_poisson",
         expected_batch_size: int | None = None,
         sample_rate: float | None = None,
-        physical_batch_size: int = 32,
+        physical_batch_size: PhysicalBatchSize = 32,
         cap: int | None = None,
         rows_per_unit: RowsPerUnit = "one",
         duplicates: Duplicates = "keep",

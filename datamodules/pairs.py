@@ -22,7 +22,7 @@ from lit_dpret.datamodules.passage_store import PassageStore
 from lit_dpret.datamodules.planted import Planted
 from lit_dpret.datamodules.readers import columns_of
 from lit_dpret.datamodules.records import Duplicates, Row, Unit
-from lit_dpret.datamodules.sampled import RowsPerUnit, SampledDataModule, SamplingName
+from lit_dpret.datamodules.sampled import PhysicalBatchSize, RowsPerUnit, SampledDataModule, SamplingName
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset
 from lit_dpret.errors import ConfigurationError, DataError
 
@@ -86,7 +86,7 @@ class PairsDataModule(SampledDataModule):
         sampling: SamplingName = "truncated_poisson",
         expected_batch_size: int | None = None,
         sample_rate: float | None = None,
-        physical_batch_size: int = 32,
+        physical_batch_size: PhysicalBatchSize = 32,
         cap: int | None = None,
         rows_per_unit: RowsPerUnit = "one",
         duplicates: Duplicates = "keep",

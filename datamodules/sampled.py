@@ -20,6 +20,10 @@ from lit_dpret.errors import ConfigurationError
 
 SamplingName = Literal["truncated_poisson", "poisson", "fixed_size", "shuffle", "full_batch"]
 RowsPerUnit = Literal["one", "all"]
+PhysicalBatchSize = int | Literal["auto"]
+
+#: What stands for ``physical_batch_size=auto`` until it is found, which a fit does before its first release.
+UNTIL_FOUND = 32
 
 
 class SampledDataModule(LightningDataModule):
@@ -37,7 +41,8 @@ class SampledDataModule(LightningDataModule):
         expected_batch_size: Units per logical batch, on average.
         sample_rate: The probability of each unit; where it is given, ``expected_batch_size`` is only the
             constant that the sum is divided by. Both are declared under ``privacy.neighbours=add_or_remove``.
-        physical_batch_size: Units that fit on the device at once.
+        physical_batch_size: Units that fit on the device at once; ``auto`` to have it found before the first
+            release, on random rows of the longest size.
         cap: Largest logical batch under ``truncated_poisson``; None lets the accountant choose.
         rows_per_unit: ``one`` draws one row of each drawn unit, ``all`` takes all.
         seed: Of public choices.
@@ -53,7 +58,7 @@ class SampledDataModule(LightningDataModule):
         sampling: SamplingName,
         expected_batch_size: int | None,
         sample_rate: float | None,
-        physical_batch_size: int,
+        physical_batch_size: PhysicalBatchSize,
         cap: int | None,
         rows_per_unit: RowsPerUnit,
         seed: int,
@@ -63,7 +68,8 @@ class SampledDataModule(LightningDataModule):
         self.sampling = sampling
         self.expected_batch_size = expected_batch_size
         self.sample_rate = sample_rate
-        self.physical_batch_size = physical_batch_size
+        self.finds_physical_batch_size = physical_batch_size == "auto"
+        self.physical_batch_size = UNTIL_FOUND if physical_batch_size == "auto" else physical_batch_size
         self.cap = cap
         self.rows_per_unit = rows_per_unit
         self.seed = seed

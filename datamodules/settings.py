@@ -7,7 +7,7 @@ from typing import TypedDict
 
 from lit_dpret.datamodules.corpus import InMemory
 from lit_dpret.datamodules.records import Duplicates
-from lit_dpret.datamodules.sampled import RowsPerUnit, SamplingName
+from lit_dpret.datamodules.sampled import PhysicalBatchSize, RowsPerUnit, SamplingName
 
 
 class PairSettings(TypedDict, total=False):
@@ -17,7 +17,7 @@ class PairSettings(TypedDict, total=False):
     sampling: SamplingName
     expected_batch_size: int | None
     sample_rate: float | None
-    physical_batch_size: int
+    physical_batch_size: PhysicalBatchSize
     cap: int | None
     rows_per_unit: RowsPerUnit
     duplicates: Duplicates

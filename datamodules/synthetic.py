@@ -21,7 +21,7 @@ from lit_dpret.datamodules.layouts import Passages, folder_parts, read_corpus
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.readers import one_line
 from lit_dpret.datamodules.records import Duplicates
-from lit_dpret.datamodules.sampled import RowsPerUnit, SamplingName
+from lit_dpret.datamodules.sampled import PhysicalBatchSize, RowsPerUnit, SamplingName
 from lit_dpret.errors import DataError, schema_problem
 
 CARD = "privacy_card.json"
@@ -62,7 +62,7 @@ class SyntheticDataModule(PairsDataModule):
         sampling: SamplingName = "shuffle",
         expected_batch_size: int | None = None,
         sample_rate: float | None = None,
-        physical_batch_size: int = 32,
+        physical_batch_size: PhysicalBatchSize = 32,
         cap: int | None = None,
         rows_per_unit: RowsPerUnit = "one",
         duplicates: Duplicates = "keep",

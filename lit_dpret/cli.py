@@ -27,7 +27,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
@@ -62,6 +62,14 @@ def build_parts(cfg: DictConfig) -> Parts:
                 raise
             raise refusal from error
 
+    def outline(**extra: Any) -> Any:
+        target = str(cfg.model._target_)
+        if not hasattr(get_class(target), "outline"):
+            raise ConfigurationError(
+                f"The formulas know encoder-decoder models (model=generator), and {target.rpartition('.')[2]} is none."
+            )
+        return node("model", _target_=f"{target}.outline", **extra)
+
     def listed(name: str) -> list[Any]:
         chosen = cfg.get(name) or {}
         return [instantiate(item) for item in chosen.values() if item is not None]
@@ -73,6 +81,7 @@ def build_parts(cfg: DictConfig) -> Parts:
         make_privacy=partial(node, "privacy"),
         make_datamodule=partial(node, "datamodule"),
         make_module=partial(node, "model", **_start(cfg)),
+        make_outline=outline,
         make_trainer=partial(node, "trainer", _convert_="all"),
         make_callbacks=partial(listed, "callbacks"),
         make_loggers=partial(listed, "logger"),

@@ -68,6 +68,10 @@ class StorageError(LitDpretError, OSError):
     """The disk is full, or the run folder cannot be written."""
 
 
+class DeviceMemoryError(LitDpretError, MemoryError):
+    """A step does not fit into memory, however it is cut."""
+
+
 class WorkerError(LitDpretError, RuntimeError):
     """A process that worked for this one died or failed; what it had finished is kept."""
 

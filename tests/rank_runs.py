@@ -155,6 +155,24 @@ def shared(folder: Path, rank: int, world: int) -> dict[str, Any]:
     return seen
 
 
+def short_of_memory(folder: Path, rank: int, world: int, *, at: int, always: bool, **given: Any) -> dict[str, Any]:
+    """A `fit` in which memory runs out on the last rank, at its forward pass number ``at`` and, if so, ever after."""
+    import stand_ins
+    import torch
+
+    calls, real = [0], stand_ins.Regression.per_row_loss
+
+    def losses(self: Any, rows: Any) -> Any:
+        if torch.is_grad_enabled() and rank == world - 1:
+            calls[0] += 1
+            if calls[0] == at or (always and calls[0] > at):
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(self, rows)
+
+    stand_ins.Regression.per_row_loss = losses  # type: ignore[method-assign]
+    return fit(folder, rank, world, **given) | {"calls": calls[0]}
+
+
 # -- the program ---------------------------------------------------------------------------------
 
 

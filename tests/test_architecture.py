@@ -15,6 +15,7 @@ ALLOWED: dict[str, set[str]] = {
     "audit": {"errors", "privacy"},
     "similarity": {"errors"},
     "evaluation_mode": set(),
+    "memory": {"errors"},
     "progress": set(),
     "whole_file": {"errors"},
     "rank_watch": set(),
@@ -29,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "negatives": {"errors", "whole_file", "progress", "privacy", "retrieval", "encoders"},
     "modules": {
         "errors", "evaluation_mode", "privacy", "losses", "similarity", "pooling", "encoders", "st_folder", "assets",
-        "vision", "negatives", "progress",
+        "vision", "negatives", "progress", "memory",
     },
     "generation": {"errors", "privacy", "modules"},
     "postprocessing": {

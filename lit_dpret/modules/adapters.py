@@ -1,4 +1,4 @@
-"""Low-rank adapters in a text encoder: put in before training, merged into the weights afterwards."""
+"""Low-rank adapters in a text encoder or a generator: put in before training, merged into the weights afterwards."""
 
 from __future__ import annotations
 
@@ -22,23 +22,46 @@ def add_lora(encoder: TextEncoder, settings: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: peft is missing, or refuses the settings.
     """
+    encoder.backbone = with_lora(encoder.backbone, settings)
+
+
+def with_lora(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
+    """A Hugging Face model with low-rank adapters, everything else in it frozen.
+
+    Args:
+        model: Changed in place.
+        settings: Arguments of ``peft.LoraConfig``.
+
+    Raises:
+        ConfigurationError: peft is missing, or refuses the settings.
+    """
     peft = _peft()
     try:
         config = peft.LoraConfig(**{str(name): value for name, value in settings.items()})
-        encoder.backbone = peft.get_peft_model(encoder.backbone, config)
+        adapted: nn.Module = peft.get_peft_model(model, config)
     except (TypeError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigurationError(
             f"model.lora={dict(settings)} makes no adapters: {reason} Its keys are the arguments of peft.LoraConfig."
         ) from error
+    return adapted
+
+
+def without_adapters(model: nn.Module) -> nn.Module:
+    """The model with its adapters merged into a copy of the weights; itself where it has none."""
+    merge: Any = getattr(model, "merge_and_unload", None)
+    if merge is None:
+        return model
+    twin: Any = copy.deepcopy(model)
+    plain: nn.Module = twin.merge_and_unload()
+    return plain
 
 
 def merged(encoder: TextEncoder) -> TextEncoder:
     """The encoder with its adapters merged into the weights; itself where it has none."""
-    merge: Any = getattr(encoder.backbone, "merge_and_unload", None)
-    if merge is None:
+    backbone = without_adapters(encoder.backbone)
+    if backbone is encoder.backbone:
         return encoder
-    backbone: nn.Module = copy.deepcopy(encoder.backbone).merge_and_unload()
     made = TextEncoder(backbone, encoder.tokenizer, encoder.contract, encoder.projection)
     made.unused_weights = encoder.unused_weights
     return made

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 
@@ -68,10 +75,8 @@ def load_seq2seq(source: str | Path, *, dropout: float | None = None) -> PreTrai
     return _checked(model, source)
 
 
-def build_seq2seq(
-    config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, *, dropout: float | None = None
-) -> PreTrainedModel:
-    """A new model from the fields of its Hugging Face config (``model_type`` defaults to ``t5``).
+def config_of_new(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> PretrainedConfig:
+    """The Hugging Face config of a new model from its fields (``model_type`` defaults to ``t5``).
 
     Special token ids and ``vocab_size`` come from the tokenizer where they are not given.
 
@@ -88,22 +93,63 @@ def build_seq2seq(
         raise ConfigurationError(
             f"model.config.{unknown[0]} is no field of a {kind} config. There are: {', '.join(sorted(known))}."
         )
-    given.setdefault("vocab_size", len(tokenizer))
-    given.setdefault("pad_token_id", tokenizer.pad_token_id)
-    given.setdefault("eos_token_id", tokenizer.eos_token_id)
-    given.setdefault("decoder_start_token_id", tokenizer.pad_token_id)
-    if given["vocab_size"] < len(tokenizer):
-        raise ConfigurationError(
-            f"model.config.vocab_size={given['vocab_size']} is smaller than the tokenizer's {len(tokenizer)} tokens."
-        )
+    if tokenizer is not None:
+        given.setdefault("vocab_size", len(tokenizer))
+        given.setdefault("pad_token_id", tokenizer.pad_token_id)
+        given.setdefault("eos_token_id", tokenizer.eos_token_id)
+        given.setdefault("decoder_start_token_id", tokenizer.pad_token_id)
+        if given["vocab_size"] < len(tokenizer):
+            raise ConfigurationError(
+                f"model.config.vocab_size={given['vocab_size']} is smaller than the tokenizer's {len(tokenizer)} "
+                "tokens."
+            )
     try:
-        full = AutoConfig.for_model(kind, **given)
+        return AutoConfig.for_model(kind, **given)
+    except _LOADING_ERRORS as error:
+        raise ConfigurationError(f"model.config does not describe a {kind} model: {_first_line(error)}") from error
+
+
+def config_of_stored(source: str | Path, *, known: Mapping[str, Mapping[str, Any]] | None = None) -> PretrainedConfig:
+    """The config of a model by hub name, folder or ``public_t5``, without its weights.
+
+    Args:
+        source: As for `load_seq2seq`.
+        known: Fields of configs by hub name, taken where the hub's own is not in the cache.
+
+    Raises:
+        UnsupportedModelError: There is no such model.
+    """
+    place = _place(source)
+    if place in (known or {}) and not _is_cached(place):
+        facts = dict((known or {})[place])
+        return AutoConfig.for_model(facts.pop("model_type"), **facts)
+    try:
+        found: PretrainedConfig = AutoConfig.from_pretrained(place, local_files_only=_is_cached(place))
+    except _LOADING_ERRORS as error:
+        raise _unloadable(source, error, "sequence-to-sequence model") from error
+    return found
+
+
+def build_seq2seq(
+    config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, *, dropout: float | None = None
+) -> PreTrainedModel:
+    """A new model from the fields of its Hugging Face config (``model_type`` defaults to ``t5``).
+
+    Special token ids and ``vocab_size`` come from the tokenizer where they are not given.
+
+    Raises:
+        ConfigurationError: A field is unknown, or the vocabulary is smaller than the tokenizer's.
+    """
+    full = config_of_new(config, tokenizer)
+    try:
         if dropout is not None:
             _set_dropout(full, dropout)
         model = AutoModelForSeq2SeqLM.from_config(full, dtype=torch.float32)
     except _LOADING_ERRORS as error:
-        raise ConfigurationError(f"model.config does not describe a {kind} model: {_first_line(error)}") from error
-    return _checked(model, f"model.config ({kind})")
+        raise ConfigurationError(
+            f"model.config does not describe a {full.model_type} model: {_first_line(error)}"
+        ) from error
+    return _checked(model, f"model.config ({full.model_type})")
 
 
 def enable_checkpointing(model: PreTrainedModel) -> None:

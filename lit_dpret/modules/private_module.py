@@ -21,10 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.errors import ConfigurationError, DeviceMemoryError, UnsupportedModelError
 from lit_dpret.evaluation_mode import evaluation_mode
+from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.checkpointed import Checkpointed
 from lit_dpret.modules.optimizers import OptimizerSpec
+from lit_dpret.modules.physical_batches import PhysicalBatches
 from lit_dpret.privacy.guard import Guard, uncounted
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
 from lit_dpret.privacy.ranks import Ranks
@@ -75,6 +77,8 @@ class PrivateModule(Checkpointed):
         self.log_private_loss = log_private_loss
         self._guard: Guard | None = None
         self._ranks = Ranks()
+        self._physical = PhysicalBatches(self._add_piece, self._forget_step)
+        self._shortage: DeviceMemoryError | None = None
         self._batches_seen = 0
         self._loss_sum = 0.0
         self._losses: list[Tensor] = []
@@ -120,9 +124,66 @@ class PrivateModule(Checkpointed):
         guard = self._guard
         if guard is None:
             raise uncounted(type(self).__name__)
-        self._contribute(batch, guard.stream.model_seed(guard.attempt, batch.step, batch.part))
+        self._add(batch)
         if batch.last:
-            self._logical_step(guard, batch.attempt, batch.step)
+            self._ranks.together(self._refuse_shortage)
+            try:
+                self._logical_step(guard, batch.attempt, batch.step)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise DeviceMemoryError(
+                    f"Memory ran out while step {batch.step} was noised or its update was made; the ledger holds what "
+                    "was charged for it. Less has to lie beside a step: choose an optimizer with fewer states "
+                    "(model.optimizer.name=adafactor or sgd), a strategy that shards, or model.lora. Then go on with "
+                    "resume=true."
+                ) from error
+
+    def _add(self, batch: UnitBatch) -> None:
+        """Contribute a physical batch; a shortage of memory on one of several ranks is told when all can hear it."""
+        if self._shortage is not None:
+            return
+        try:
+            self._physical.add(batch, may_split=self.may_split, advice=self._memory_advice())
+        except DeviceMemoryError as error:
+            if self._ranks.world_size == 1:
+                raise
+            self._shortage = error
+
+    def _refuse_shortage(self) -> None:
+        if self._shortage is not None:
+            raise self._shortage
+
+    @property
+    def may_split(self) -> bool:
+        """Whether the units of a physical batch may be taken apart: not where they are compared with each other."""
+        if any(hasattr(parameter, "full_tensor") for parameter in self.parameters()):
+            return False  # every forward pass gathers the shards: all ranks must make equally many
+        return self.privacy.sub_batches is None and not self.coupled_loss
+
+    def _memory_advice(self) -> str:
+        if self.may_split:
+            return (
+                "Shorten the texts (model.max_passage_length), set model.gradient_checkpointing=true or train adapters "
+                "(model.lora)."
+            )
+        return (
+            "It is never taken apart, because its units are compared with each other or its weights are sharded: raise "
+            "privacy.sub_batches, set model.grad_cache_rows, or lower datamodule.physical_batch_size."
+        )
+
+    def _add_piece(self, batch: UnitBatch, piece: int) -> None:
+        """Contribute a physical batch, or a piece of one, with dropout masks of its own."""
+        guard = self._guard
+        if guard is None:
+            raise uncounted(type(self).__name__)
+        self._contribute(batch, guard.stream.model_seed(guard.attempt, batch.step, batch.part) + piece)
+
+    def _forget_step(self) -> None:
+        """Forget what was added since the logical step began; nothing of it was released."""
+        self.privacy.forget()
+        self._loss_sum = 0.0
+        self._losses.clear()
 
     def rehearse(self, batches: Iterable[UnitBatch]) -> None:
         """Clip some physical batches, as training would, and forget the sum: nothing is noised, released or updated.
@@ -134,10 +195,8 @@ class PrivateModule(Checkpointed):
             for batch in batches:
                 self._contribute(batch, seed=batch.part)
         finally:
-            self.privacy.take()
-            self.privacy.counts = StepCounts()
-            self._batches_seen, self._loss_sum = 0, 0.0
-            self._losses.clear()
+            self._forget_step()
+            self._batches_seen = 0
 
     def _contribute(self, batch: UnitBatch, seed: int) -> None:
         """Add one physical batch to the sum of its logical step, dropout masks keyed by ``seed``."""

@@ -10,17 +10,18 @@ clipping each example would bound nothing.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.modules.adapters import with_lora, without_adapters
+from lit_dpret.modules.freezing import freeze_all_but
 from lit_dpret.modules.generator_folder import (
     GeneratorContract,
     GeneratorModel,
@@ -30,6 +31,7 @@ from lit_dpret.modules.generator_folder import (
 )
 from lit_dpret.modules.model_loading import build_seq2seq, enable_checkpointing, load_seq2seq, load_tokenizer
 from lit_dpret.modules.optimizers import OptimizerSpec
+from lit_dpret.modules.outline import GeneratorOutline
 from lit_dpret.modules.padding import padded, placed
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy.budget import require_choice
@@ -64,6 +66,8 @@ class QueryGenerator(PrivateModule):
         dropout: Overrides the model's own rate; null keeps it.
         trainable_patterns: Regular expressions; a parameter is trained where one of them matches
             in its name, all others are frozen. Null trains everything.
+        lora: Arguments of ``peft.LoraConfig`` (``r``, ``lora_alpha``, ``target_modules`` and so on): train
+            low-rank adapters instead of the weights; `save_model` merges them. Null trains the weights.
         loss_normalisation: ``mean`` over a row's own target tokens, or their ``sum``.
         gradient_checkpointing: Recompute activations to save memory.
         fixed_shapes: Fill every physical batch up to ``datamodule.physical_batch_size`` units and every text to its
@@ -89,6 +93,7 @@ class QueryGenerator(PrivateModule):
         lower_case: bool = False,
         dropout: float | None = None,
         trainable_patterns: Sequence[str] | None = None,
+        lora: Mapping[str, Any] | None = None,
         loss_normalisation: LossNormalisation = "mean",
         gradient_checkpointing: bool = False,
         fixed_shapes: bool | None = None,
@@ -125,10 +130,34 @@ class QueryGenerator(PrivateModule):
         self.fixed_shapes = fixed_shapes
         self.model = model.train()  # from_pretrained leaves it in evaluation mode, where dropout is off
         self._check_sizes()
+        self._checkpointing = gradient_checkpointing
         if gradient_checkpointing:
             enable_checkpointing(self.model)
+        if lora is not None:
+            if trainable_patterns is not None:
+                raise ConfigurationError(
+                    "model.trainable_patterns and model.lora both say what is trained. Set one of them to null."
+                )
+            self.model = cast(PreTrainedModel, with_lora(self.model, lora))
         if trainable_patterns is not None:
-            self._freeze_all_but(list(trainable_patterns))
+            freeze_all_but(self.model, list(trainable_patterns))
+
+    @staticmethod
+    def outline(**settings: Any) -> GeneratorOutline:
+        """The generator of the same arguments without its weights, for a plan; nothing is read or downloaded."""
+        return GeneratorOutline.of_settings(**settings)
+
+    @property
+    def outlined(self) -> GeneratorOutline:
+        """This generator as a plan sees it."""
+        return GeneratorOutline(
+            model=self.model,
+            name=self.pretrained,
+            max_passage_length=self.codec.contract.max_passage_length,
+            max_query_length=self.codec.contract.max_query_length,
+            optimizer=self.optimizer_spec.name,
+            gradient_checkpointing=self._checkpointing,
+        )
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -169,6 +198,17 @@ class QueryGenerator(PrivateModule):
             "labels": placed(features["labels"], places, queries, IGNORED),
         }
 
+    def longest_rows(self, count: int) -> dict[str, Tensor]:
+        """Rows as long as the contract lets them be, of random tokens: what takes most memory, and no data."""
+        contract, coins = self.codec.contract, torch.Generator().manual_seed(0)
+        source, target = contract.max_passage_length, contract.max_query_length
+        words = int(self.model.get_input_embeddings().num_embeddings)
+        return {
+            "input_ids": torch.randint(1, words, (count, source), generator=coins),
+            "attention_mask": torch.ones(count, source, dtype=torch.long),
+            "labels": torch.randint(1, words, (count, target), generator=coins),
+        }
+
     def token_ids(self, texts: Sequence[str], side: str, *, whole: bool = False) -> list[list[int]]:
         return self.codec.token_ids(texts, side, whole=whole)
 
@@ -194,7 +234,7 @@ class QueryGenerator(PrivateModule):
         Raises:
             StorageError: The folder cannot be written, or holds something that is no generator.
         """
-        return save_generator(folder, self.model, self.codec)
+        return save_generator(folder, cast(PreTrainedModel, without_adapters(self.model)), self.codec)
 
     @staticmethod
     def load_model(folder: str | Path) -> GeneratorModel:
@@ -215,24 +255,3 @@ class QueryGenerator(PrivateModule):
                 raise ConfigurationError(
                     f"model.{name}={length} is more than the {positions} positions that the model has."
                 )
-
-    def _freeze_all_but(self, patterns: list[str]) -> None:
-        parameters = dict(self.model.named_parameters())
-        chosen: set[str] = set()
-        for pattern in patterns:
-            try:
-                found = {name for name in parameters if re.search(pattern, name)}
-            except re.error as error:
-                raise ConfigurationError(
-                    f"model.trainable_patterns: {pattern!r} is no regular expression: {error}."
-                ) from error
-            if not found:
-                raise ConfigurationError(
-                    f"model.trainable_patterns: {pattern!r} matches no parameter. Tied weights go by their first name; "
-                    f"the names begin with {', '.join(sorted({name.split('.')[0] for name in parameters}))}."
-                )
-            chosen |= found
-        if not chosen:
-            raise UnsupportedModelError("model.trainable_patterns is empty: nothing would be learnt.")
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(name in chosen)

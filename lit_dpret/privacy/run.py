@@ -23,6 +23,8 @@ POSITION_SCHEMA = "lit-dpret/accountant-state/1"
 
 # What the claim of a ledger was made for; a resume that differs in one of them is refused.
 _FIXED = ("mode", "unit", "neighbours", "plan", "law", "planned_steps", "rows_per_unit", "secure_rng")
+# How a sum of single units is cut into forward passes changes no claim; where units see each other, it does.
+_CUT = "physical_batch_size"
 # Said first, because the rest (the cap of the law, say) follows from them.
 _CAUSES = ("budget", "eps", "delta", "noise_multiplier", "max_grad_norm", "sample_rate", "n")
 
@@ -63,6 +65,8 @@ class PrivateRun:
         - A run that was counted in a data set's ledger goes on in no other and not without one; one that
           was in none yet may join one, which then counts all of it.
         - With another secret than before, nothing is repeated: a new attempt begins.
+        - With another ``physical_batch_size`` than before it goes on, except where the units of a physical batch
+          see each other; steps that were begun already are then executed under a new attempt.
 
     Attributes:
         ledger: Open for writing until ``close``.
@@ -77,6 +81,7 @@ class PrivateRun:
         self.releases = _by_key(ledger, "release")
         begun = [record["attempt"] for record in ledger.records if record["kind"] in ("plan", "intent")]
         self.attempt = max(begun, default=0)
+        self._cut_changed = False
 
     @classmethod
     def open(
@@ -138,7 +143,11 @@ class PrivateRun:
 
     def _compare_with(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         if before.get("plan") is not None:  # an older version's plan lacks the fields that came later
-            before = {**before, "plan": PrivacyPlan.from_dict(before["plan"]).to_dict()}
+            plan = PrivacyPlan.from_dict(before["plan"]).to_dict()
+            if plan["coupling"] is None and isinstance(now["plan"], dict) and plan[_CUT] != now["plan"].get(_CUT):
+                plan[_CUT] = now["plan"].get(_CUT)
+                self._cut_changed = True
+            before = {**before, "plan": plan}
         for key in _FIXED:
             if before.get(key) != now[key]:
                 raise ResumeError(
@@ -192,6 +201,7 @@ class PrivateRun:
         if not ahead:
             return
         known = self.intents.get((self.attempt, step), {}).get("state_hash")
+        state = None if self._cut_changed else state  # the same units, but their sum is rounded in another order
         failed = any(r["kind"] == "event" and r.get("name") == "replay_failed" for r in self.ledger.records)
         if state is not None and known is not None and not failed and known == state():
             return

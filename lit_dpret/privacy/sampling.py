@@ -184,6 +184,7 @@ def parts_of(batch: UnitBatch, *, units_at_once: int) -> Iterator[UnitBatch]:
             rows=take_rows(batch.rows, rows),
             unit_ids=batch.unit_ids[rows] - slots.start,
             mask=batch.mask[slots],
+            data_rows=None if batch.data_rows is None else batch.data_rows[rows],
         )
 
 

@@ -9,10 +9,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.errors import StorageError
+from lit_dpret.errors import ConfigurationError, StorageError
 from lit_dpret.privacy.start import model_folder
 
 __all__ = ["Parts", "check_run_dir", "model_folder"]
+
+
+def no_outline(**settings: Any) -> Any:
+    """The outline of a model of which nobody said how to outline it.
+
+    Raises:
+        ConfigurationError: Always.
+    """
+    raise ConfigurationError("The formulas know encoder-decoder models (model=generator), and this is none.")
 
 
 @dataclass(frozen=True)
@@ -24,6 +33,7 @@ class Parts:
     make_datamodule: Callable[..., Any]
     make_module: Callable[..., Any]
     make_trainer: Callable[..., Any]
+    make_outline: Callable[..., Any] = no_outline
     make_callbacks: Callable[[], list[Any]] = list
     make_loggers: Callable[[], list[Any]] = list
     make_canaries: Callable[[], Any] = lambda: None

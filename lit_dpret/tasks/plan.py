@@ -8,6 +8,8 @@ import sys
 import time
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
 from lit_dpret.callbacks.planning import planned_steps
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.modes import CoupledMode, GaussianMode
@@ -85,7 +87,7 @@ class Plan:
             data.use_unit(mode.unit, mode.neighbours)
             units = data.n_units
         per_epoch = steps_per_epoch(data, mode.public_units(units))
-        trainer = parts.make_trainer(logger=False)
+        trainer = _trainer(parts)
         steps = planned_steps(trainer, per_epoch) if self.epochs is None else max(1, round(self.epochs * per_epoch))
         progress("the noise that the budget needs")
         module = parts.make_module(privacy=mode) if isinstance(mode, CoupledMode) else None  # its loss decides
@@ -104,13 +106,23 @@ class Plan:
         """What a step takes; where only an estimate was asked for, a model that cannot be had is no error."""
         device = trainer.strategy.root_device
         try:
-            module = parts.make_module(privacy=mode)
-            costs = {"estimate": estimate(module, plan, device)}
+            costs = {"estimate": estimate(parts.make_outline(privacy=mode), plan, device)}
         except LitDpretError as error:
             if self.measure:
                 raise
             return {"why": str(error)}
         if self.measure:
+            module = parts.make_module(privacy=mode)
             autocast = str(trainer.precision).startswith("bf16")
-            costs["measurement"] = measure(module, plan, device, autocast=autocast, seed=parts.seed)
+            costs["measurement"] = measure(module, plan, device, autocast=autocast)
         return costs
+
+
+def _trainer(parts: Parts) -> Any:
+    """The Trainer of the configuration; on the CPU where its accelerator is not at hand, since nothing will run."""
+    try:
+        return parts.make_trainer(logger=False)
+    except Exception as error:  # whoever builds the Trainer may wrap what Lightning raised
+        if not any(isinstance(each, MisconfigurationException) for each in (error, error.__cause__)):
+            raise
+        return parts.make_trainer(logger=False, accelerator="cpu", devices=1, strategy="auto")

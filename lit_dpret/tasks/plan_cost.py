@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import QueryGenerator
+from lit_dpret.modules.outline import GeneratorOutline
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -44,27 +45,26 @@ _STATES = {"adam": 2, "adamw": 2, "adam_bc": 2, "sgd": 1, "adafactor": 1}
 _TIMED_BATCHES = 2
 
 
-def estimate(module: Any, plan: PrivacyPlan, device: torch.device) -> dict[str, Any]:
+def estimate(outline: GeneratorOutline, plan: PrivacyPlan, device: torch.device) -> dict[str, Any]:
     """Seconds and bytes of a step and of the run, by the formulas at the top of this file.
 
     Raises:
         ConfigurationError: The model is no sequence-to-sequence generator, whose shape the formulas know.
     """
-    _check_family(module)
-    source, target = _lengths(module)
-    weights = sum(p.numel() for p in module.parameters())
-    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    _check_shape(outline.model, outline.name)
+    source, target = outline.max_passage_length, outline.max_query_length
+    weights, trained = outline.parameters, outline.trained
     rows = plan.physical_batch_size
-    flops = 6 * _weight_tokens(module.model, source, target)
+    flops = 6 * _weight_tokens(outline.model, source, target)
     rate = matmul_rate(device)
     noise = _seconds_per_normal(device) * trained
     seconds = OVERHEAD * flops * plan.denominator / rate + noise
-    states = _STATES.get(module.optimizer_spec.name, 2)
+    states = _STATES.get(outline.optimizer, 2)
     fixed = 4 * (weights + (2 + states) * trained)
-    row = 4 * _values_per_row(module.model, source, target)
+    row = 4 * _values_per_row(outline.model, source, target)
     return {
         "kind": "estimate",
-        "model": module.pretrained,
+        "model": outline.name,
         "parameters": weights,
         "trained_parameters": trained,
         "passage_tokens": source,
@@ -81,9 +81,7 @@ def estimate(module: Any, plan: PrivacyPlan, device: torch.device) -> dict[str, 
     }
 
 
-def measure(
-    module: Any, plan: PrivacyPlan, device: torch.device, *, autocast: bool = False, seed: int = 0
-) -> dict[str, Any]:
+def measure(module: Any, plan: PrivacyPlan, device: torch.device, *, autocast: bool = False) -> dict[str, Any]:
     """Clip, noise and update on random token ids of the full lengths, and take the time and the peak memory.
 
     Guarantees:
@@ -95,7 +93,6 @@ def measure(
         plan: The plan, for the engine, the physical batch and the number of steps.
         device: Where to run.
         autocast: Under bfloat16 autocast.
-        seed: Of the ids.
 
     Raises:
         ConfigurationError: The model is no sequence-to-sequence generator, or this machine does not say how
@@ -110,7 +107,7 @@ def measure(
     mode.attach(module, plan, stream)
     built = module.optimizer_spec.build(module.parameters(), steps=plan.steps, noise_std=mode.gradient_noise_std)
     optimizer = built[0][0] if isinstance(built, tuple) else built
-    batch = _random_rows(module, plan.physical_batch_size, source, target, device, seed)
+    batch = {name: rows.to(device) for name, rows in module.longest_rows(plan.physical_batch_size).items()}
     units = torch.arange(plan.physical_batch_size, device=device)
     real = torch.ones_like(units, dtype=torch.bool)
 
@@ -190,10 +187,18 @@ def _seconds_per_normal(device: torch.device) -> float:
 
 
 def _check_family(module: Any) -> None:
-    if not isinstance(module, QueryGenerator) or not getattr(module.model.config, "is_encoder_decoder", False):
-        raise ConfigurationError(
-            f"The formulas know encoder-decoder models (model=generator), and {type(module).__name__} is none."
-        )
+    if not isinstance(module, QueryGenerator):
+        raise _unknown_shape(type(module).__name__)
+    _check_shape(module.model, module.pretrained)
+
+
+def _check_shape(model: Any, name: str) -> None:
+    if not getattr(model.config, "is_encoder_decoder", False):
+        raise _unknown_shape(name)
+
+
+def _unknown_shape(name: str) -> ConfigurationError:
+    return ConfigurationError(f"The formulas know encoder-decoder models (model=generator), and {name} is none.")
 
 
 def _lengths(module: Any) -> tuple[int, int]:
@@ -232,22 +237,6 @@ def _values_per_row(model: Any, source: int, target: int) -> int:
     decoder = int(getattr(config, "num_decoder_layers", None) or config.decoder_layers)
     attention = heads * (encoder * source**2 + decoder * (target**2 + source * target))
     return int(linear + _ATTENTION * attention + _LOGITS * target * vocabulary)
-
-
-def _random_rows(
-    module: Any, rows: int, source: int, target: int, device: torch.device, seed: int
-) -> dict[str, Tensor]:
-    coins = torch.Generator().manual_seed(seed)
-    words = module.model.get_input_embeddings().num_embeddings
-
-    def ids(length: int) -> Tensor:
-        return torch.randint(1, words, (rows, length), generator=coins).to(device)
-
-    return {
-        "input_ids": ids(source),
-        "attention_mask": torch.ones(rows, source, dtype=torch.long, device=device),
-        "labels": ids(target),
-    }
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

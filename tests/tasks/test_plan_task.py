@@ -29,6 +29,7 @@ def parts(tmp_path: Path, **changes: Any) -> Parts:
             PairsDataModule, pairs=tmp_path / "no such file", sampling="poisson", expected_batch_size=20
         ),
         "make_module": lambda privacy: generator(privacy=privacy),
+        "make_outline": lambda privacy: generator(privacy=privacy).outlined,
         "make_trainer": partial(L.Trainer, accelerator="cpu", max_steps=30, max_epochs=-1),
     }
     return Parts(**settings | changes)
@@ -62,10 +63,10 @@ def test_a_model_that_cannot_be_had_leaves_the_privacy_plan_whole(
     def refuse(privacy: Any) -> Any:
         raise UnsupportedModelError("model.pretrained=nowhere cannot be loaded.")
 
-    Plan(units=1000, plot=False).run(parts(tmp_path, make_module=refuse))
+    Plan(units=1000, plot=False).run(parts(tmp_path, make_outline=refuse))
     assert "not estimated. model.pretrained=nowhere" in capsys.readouterr().out
     with pytest.raises(UnsupportedModelError, match="nowhere"):
-        Plan(units=1000, plot=False, measure=True).run(parts(tmp_path, make_module=refuse))
+        Plan(units=1000, plot=False, measure=True).run(parts(tmp_path, make_outline=refuse))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only")

@@ -108,6 +108,14 @@ class PrivacyMode(ABC):
     def take(self) -> dict[str, Tensor]:
         """The sums of the logical step by parameter name, before noise; starts the next step."""
 
+    def forget(self) -> None:
+        """Drop what was added since the logical step began, a half-added batch included; the step begins again."""
+        self._drop_sums()
+        self.counts = StepCounts()
+
+    def _drop_sums(self) -> None:
+        self.take()
+
     @abstractmethod
     def privatize(self, sums: dict[str, Tensor], *, attempt: int, step: int, salt: str = "") -> Update:
         """Turn the sums into the update: noise once, then divide by a public constant."""
@@ -155,6 +163,9 @@ class PlainGradients(PrivacyMode):
         for name, parameter in trainable(self._module).items():
             sums.setdefault(name, torch.zeros_like(parameter))
         return sums
+
+    def _drop_sums(self) -> None:
+        self._sums = {}
 
     def privatize(self, sums: dict[str, Tensor], *, attempt: int, step: int, salt: str = "") -> Update:
         units = max(self.counts.units, 1)

@@ -106,3 +106,6 @@ class BatchClip(CoupledMode):
             wide = torch.promote_types(parameter.dtype, torch.float32)
             sums.setdefault(name, torch.zeros_like(parameter, dtype=wide, requires_grad=False))
         return sums
+
+    def _drop_sums(self) -> None:
+        self._sums = {}

@@ -202,6 +202,9 @@ class LogitDP(CoupledMode):
             sums.setdefault(name, torch.zeros_like(parameter, dtype=wide, requires_grad=False))
         return sums
 
+    def _drop_sums(self) -> None:
+        self._sums = {}
+
 
 def _refuse_learned_loss(module: Any) -> None:
     """Refuse parameters outside the similarities: their gradient is not made of pairs, and no clipping bounds it."""

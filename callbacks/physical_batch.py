@@ -1,0 +1,162 @@
+"""`datamodule.physical_batch_size=auto`: how many units fit on the device at once, found by trying.
+
+Before the first release, batches of rows as long as the model reads them are clipped and forgotten, twice as many each
+time, until memory runs out. The rows are random token ids: the answer depends on the model and the device alone, so
+that nothing about private texts is learned from it. Where a batch of the run itself does not fit after all, the
+step begins again in smaller ones (`lit_dpret.modules.physical_batches`).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from lit_dpret.callbacks.planning import PlannedRun
+from lit_dpret.callbacks.strategies import strategy_name
+from lit_dpret.errors import ConfigurationError, DeviceMemoryError
+from lit_dpret.memory import give_back_memory, is_out_of_memory
+from lit_dpret.privacy.coupling import largest_batch
+from lit_dpret.privacy.modes.base import trainable
+from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.ranks import Ranks
+from lit_dpret.privacy.sampling import UnitBatch
+
+#: A CPU works no faster on more rows than this, and its allocator hands out memory that is not there.
+MOST_ON_CPU = 32
+#: The share of a machine's free memory that batches on a CPU may take.
+SHARE_ON_CPU = 0.5
+#: Tried at most: beyond it a GPU is busy anyway.
+MOST = 4096
+
+# Values of an optimizer for each weight: two moments, and the float32 copy of a weight in half precision.
+_STATES = 2
+
+
+def fit_physical_batch(trainer: L.Trainer, module: Any, data: Any, planned: PlannedRun, ranks: Ranks) -> PlannedRun:
+    """The run as planned, its physical batches as large as fit; as it is where a number was given.
+
+    Every rank tries on its own device, and all take the smallest answer.
+
+    Raises:
+        ConfigurationError: Batches of this module or strategy cannot be tried.
+        DeviceMemoryError: Not even one unit fits.
+    """
+    if not getattr(data, "finds_physical_batch_size", False):
+        return planned
+    own = ranks.together(lambda: _find(trainer, module, data, planned))
+    size = min(ranks.gather(own))
+    data.physical_batch_size = size
+    plan = None if planned.plan is None else replace(planned.plan, physical_batch_size=size)
+    return replace(planned, plan=plan)
+
+
+def _find(trainer: L.Trainer, module: Any, data: Any, planned: PlannedRun) -> int:
+    if not module.may_split:
+        raise ConfigurationError(
+            f"datamodule.physical_batch_size=auto cannot go with {type(module).__name__} under privacy="
+            f"{module.privacy.name}: units of a physical batch are compared with each other, so its size is no "
+            "question of memory. Give a number."
+        )
+    if not hasattr(module, "longest_rows"):
+        raise ConfigurationError(
+            f"datamodule.physical_batch_size=auto tries batches of the longest rows, and {type(module).__name__} does "
+            "not say what these are: implement longest_rows(count), or give a number."
+        )
+    if strategy_name(trainer) not in ("one_device", "ddp"):
+        raise ConfigurationError(
+            f"datamodule.physical_batch_size=auto cannot try batches under trainer.strategy={strategy_name(trainer)}, "
+            "where weights are sharded after this point. Give a number (task=plan estimates one)."
+        )
+    device = trainer.strategy.root_device
+    module = trainer.precision_plugin.convert_module(module)
+    module.to(device)
+    # Never the run's own streams: what is drawn here must say nothing about the run.
+    module.privacy.attach(module, planned.plan, KeyedStream(secrets.token_bytes(32), "physical_batch_size"))
+    drawn = largest_batch(planned.law, data.n_units) or data.expected_batch_size or MOST
+    most = min(MOST if device.type != "cpu" else MOST_ON_CPU, drawn)
+
+    def attempt(size: int) -> None:
+        beside = sum(_STATES * 4 * p.numel() + _copy_of(p) for p in trainable(module).values())
+        held = torch.empty(beside if device.type != "cpu" else 0, dtype=torch.uint8, device=device)
+        with trainer.precision_plugin.train_step_context():
+            module.rehearse([_batch(module.longest_rows(size), size, device)])
+        del held
+
+    return largest_that_fits(attempt, most=most, room=_room if device.type == "cpu" else lambda: None)
+
+
+def largest_that_fits(
+    attempt: Callable[[int], None], *, most: int, room: Callable[[], tuple[int, int] | None] = lambda: None
+) -> int:
+    """The largest power of two up to ``most`` for which ``attempt`` does not run out of memory.
+
+    Args:
+        attempt: Takes a size; its failures for want of memory are caught, all others raised.
+        most: The largest to try; itself where it is no power of two and everything below fits.
+        room: The bytes that were taken at the peak so far and the bytes that are free, where attempts do not fail
+            when memory is short; doubling stops before it would take more than `SHARE_ON_CPU` of what is free.
+
+    Raises:
+        DeviceMemoryError: Not even 1 fits.
+    """
+    best, size, before = 0, 1, room()
+    while True:
+        if not _fits(attempt, size):
+            break
+        best = size
+        if size >= most:
+            break
+        now = room()
+        if before is not None and now is not None and 2 * (now[0] - before[0]) > SHARE_ON_CPU * now[1]:
+            break
+        size = min(2 * size, most)
+    if best == 0:
+        raise DeviceMemoryError(
+            "datamodule.physical_batch_size=auto: one unit of the longest rows does not fit beside the weights, the "
+            "sum and the optimizer's states; nothing was released. Train adapters (model.lora), set "
+            "model.gradient_checkpointing=true, shorten the texts, or choose a strategy that shards."
+        )
+    return best
+
+
+def _fits(attempt: Callable[[int], None], size: int) -> bool:
+    try:
+        attempt(size)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        fits = False
+    else:
+        fits = True
+    give_back_memory()
+    return fits
+
+
+def _batch(rows: Any, size: int, device: torch.device) -> UnitBatch:
+    ids = torch.arange(size)
+    return UnitBatch(rows, ids, torch.ones(size, dtype=torch.bool), step=0, part=0, last=True).to(device)
+
+
+def _copy_of(parameter: torch.Tensor) -> int:
+    """Bytes of the float32 copy that an optimizer keeps of a weight in half precision."""
+    return 4 * parameter.numel() if parameter.element_size() < 4 else 0
+
+
+def _room() -> tuple[int, int] | None:
+    """The peak of this process and the free memory of the machine, in bytes; None where the system does not say."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        machine = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return _kilobytes(status, "VmHWM"), _kilobytes(machine, "MemAvailable")
+
+
+def _kilobytes(lines: list[str], field: str) -> int:
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)

@@ -1,0 +1,35 @@
+"""When memory runs out: how that is recognised, and how to get some of it back."""
+
+from __future__ import annotations
+
+import gc
+import re
+
+import torch
+
+from lit_dpret.errors import LitDpretError
+
+# CUDA raises a class of its own; the CPU allocator and other backends raise a RuntimeError with one of these.
+_MESSAGES = re.compile(r"out of memory|can't allocate memory|not enough memory|RESOURCE_EXHAUSTED", re.IGNORECASE)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether ``error``, or what it was raised from, says that a device or the host had no memory left."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, LitDpretError):  # says what to do already
+            return False
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        if isinstance(error, RuntimeError) and _MESSAGES.search(str(error)):
+            return True
+        error = error.__cause__
+    return False
+
+
+def give_back_memory() -> None:
+    """Free what only garbage holds, and hand the cached blocks of a GPU back."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

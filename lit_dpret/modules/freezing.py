@@ -1,0 +1,38 @@
+"""Which weights are trained, by regular expressions over their names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from torch import nn
+
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+
+
+def freeze_all_but(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Train the parameters in whose name a pattern matches, and no others.
+
+    Raises:
+        ConfigurationError: A pattern is no regular expression, or matches nothing.
+        UnsupportedModelError: There is no pattern.
+    """
+    parameters = dict(model.named_parameters())
+    chosen: set[str] = set()
+    for pattern in patterns:
+        try:
+            found = {name for name in parameters if re.search(pattern, name)}
+        except re.error as error:
+            raise ConfigurationError(
+                f"model.trainable_patterns: {pattern!r} is no regular expression: {error}."
+            ) from error
+        if not found:
+            raise ConfigurationError(
+                f"model.trainable_patterns: {pattern!r} matches no parameter. Tied weights go by their first name; "
+                f"the names begin with {', '.join(sorted({name.split('.')[0] for name in parameters}))}."
+            )
+        chosen |= found
+    if not chosen:
+        raise UnsupportedModelError("model.trainable_patterns is empty: nothing would be learnt.")
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in chosen)

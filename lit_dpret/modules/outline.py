@@ -1,0 +1,140 @@
+"""A generator without its weights: enough to plan a run of one, however large it is.
+
+The model is built on PyTorch's ``meta`` device, where a tensor has a shape and no memory, so that a
+3B model is planned on a laptop. The shapes of the published T5s are known here by their hub names,
+because a plan must not need a network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.modules.adapters import with_lora
+from lit_dpret.modules.freezing import freeze_all_but
+from lit_dpret.modules.model_loading import config_of_new, config_of_stored, enable_checkpointing, load_tokenizer
+
+_WORDS = 32128
+"""Rows of the embeddings of every published T5: its 32,100 pieces, rounded up."""
+
+_GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+
+
+def _shape(width: int, heads: int, head: int, wide: int, layers: int, **more: Any) -> dict[str, Any]:
+    facts = {"d_model": width, "num_heads": heads, "d_kv": head, "d_ff": wide, "num_layers": layers}
+    return {"model_type": "t5", "vocab_size": _WORDS, **facts, **more}
+
+
+#: Raffel et al. (2020, 1910.10683), section 3.7 and its released "T5.1.1" configurations, by hub name.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "google-t5/t5-small": _shape(512, 8, 64, 2048, 6),
+    "google-t5/t5-base": _shape(768, 12, 64, 3072, 12),
+    "google-t5/t5-large": _shape(1024, 16, 64, 4096, 24),
+    "google-t5/t5-3b": _shape(1024, 32, 128, 16384, 24),
+    "google/t5-v1_1-small": _shape(512, 6, 64, 1024, 8, **_GATED),
+    "google/t5-v1_1-base": _shape(768, 12, 64, 2048, 12, **_GATED),
+    "google/t5-v1_1-large": _shape(1024, 16, 64, 2816, 24, **_GATED),
+    "google/t5-v1_1-xl": _shape(2048, 32, 64, 5120, 24, **_GATED),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorOutline:
+    """What a plan has to know of a generator.
+
+    Attributes:
+        model: Its layers, of the right shapes; the weights may lie on the ``meta`` device.
+        name: For the reader.
+        max_passage_length: Tokens of a passage, with its prompt.
+        max_query_length: Tokens of a query.
+        optimizer: The optimizer's name.
+        gradient_checkpointing: Whether activations are recomputed.
+    """
+
+    model: nn.Module
+    name: str
+    max_passage_length: int
+    max_query_length: int
+    optimizer: str
+    gradient_checkpointing: bool = False
+
+    @property
+    def parameters(self) -> int:
+        """Weights in all, tied ones once, adapters among them."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def trained(self) -> int:
+        """Weights that are trained."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
+    @classmethod
+    def of_settings(
+        cls,
+        *,
+        optimizer: Any,
+        pretrained: str | Path | None,
+        config: Mapping[str, Any] | None = None,
+        tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+        trainable_patterns: Sequence[str] | None = None,
+        lora: Mapping[str, Any] | None = None,
+        max_passage_length: int = 384,
+        max_query_length: int = 128,
+        gradient_checkpointing: bool = False,
+        **others: Any,
+    ) -> GeneratorOutline:
+        """The outline of the `QueryGenerator` of the same arguments; no weight is read, downloaded or drawn.
+
+        A published T5 that is in no cache is planned from its known shape, without asking the hub.
+
+        Raises:
+            UnsupportedModelError: The hub name or folder is not known.
+            ConfigurationError: The settings describe no model.
+        """
+        if pretrained is None and config is None:
+            raise ConfigurationError("model.pretrained=null and model.config=null: give one of them.")
+        if pretrained is not None:
+            shape = config_of_stored(pretrained, known=PUBLISHED)
+        elif "vocab_size" in (config or {}):
+            shape = config_of_new(config or {}, None)
+        else:
+            if tokenizer is None:
+                raise ConfigurationError(
+                    "model.pretrained=null needs model.tokenizer, or a vocab_size in model.config, to be planned."
+                )
+            shape = config_of_new(config or {}, load_tokenizer(tokenizer))
+        with torch.device("meta"):
+            model: Any = AutoModelForSeq2SeqLM.from_config(shape, dtype=torch.float32)
+            if gradient_checkpointing:
+                enable_checkpointing(model)
+            if lora is not None:
+                model = with_lora(model, lora)
+        if trainable_patterns is not None:
+            freeze_all_but(model, list(trainable_patterns))
+        return cls(
+            model=model.train(),
+            name="a new model" if pretrained is None else str(pretrained),
+            max_passage_length=max_passage_length,
+            max_query_length=max_query_length,
+            optimizer=str(getattr(optimizer, "name", "adam")),
+            gradient_checkpointing=gradient_checkpointing,
+        )
+
+
+def published_config(name: str) -> Any:
+    """The Hugging Face config of a published T5.
+
+    Raises:
+        ConfigurationError: There is none of that name in `PUBLISHED`.
+    """
+    if name not in PUBLISHED:
+        raise ConfigurationError(f"{name} is none of the published T5s: {', '.join(PUBLISHED)}.")
+    facts = dict(PUBLISHED[name])
+    return AutoConfig.for_model(facts.pop("model_type"), **facts)

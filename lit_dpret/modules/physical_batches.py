@@ -1,0 +1,112 @@
+"""The physical batches of one logical step, made smaller when memory runs out.
+
+How a logical batch is cut does not change the sum of clipped gradients, and nothing of a step is
+released before its last physical batch. So a step that breaks off for want of memory may begin again:
+the draw is the same (it is keyed by the step), the sum so far is forgotten before any noise was
+drawn, and the ledger, which is asked for a permit after the last batch, never hears of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from lit_dpret.errors import DeviceMemoryError
+from lit_dpret.memory import give_back_memory, is_out_of_memory
+from lit_dpret.privacy.sampling import UnitBatch, map_rows, rows_in_turn, take_rows
+
+_log = logging.getLogger(__name__)
+
+
+class PhysicalBatches:
+    """Contributes the physical batches of a step, and begins the step again in smaller ones where it must.
+
+    Guarantees:
+        - Each unit of the step contributes exactly once to the sum that is released, however often the step began.
+        - The smaller size stays for the steps that follow: it is found once.
+        - A failure other than for want of memory is raised as it is.
+
+    Args:
+        contribute: Adds one physical batch; ``piece`` counts the pieces that a batch of the loader fell into.
+        forget: Forgets everything that was added since the step began.
+
+    Attributes:
+        limit: Most units at once; None for what the loader hands out.
+    """
+
+    def __init__(self, contribute: Callable[[UnitBatch, int], None], forget: Callable[[], None]) -> None:
+        self.limit: int | None = None
+        self._contribute, self._forget = contribute, forget
+        self._step: list[UnitBatch] = []
+
+    def add(self, batch: UnitBatch, *, may_split: bool, advice: str) -> None:
+        """Contribute ``batch``, the next one of its step.
+
+        Args:
+            batch: As the loader handed it out.
+            may_split: Whether its units may be taken apart; not where they see each other.
+            advice: What to do where a single unit, or a batch that may not be split, does not fit.
+
+        Raises:
+            DeviceMemoryError: It does not fit, however small.
+        """
+        if batch.part == 0:
+            self._step = []
+        if may_split:
+            self._step.append(_copy(batch))
+        due = [batch]
+        while True:
+            largest = self._tried(due)
+            if largest is None:
+                break
+            give_back_memory()
+            if not may_split or self.limit == 1:
+                what = "a single unit" if may_split else f"a physical batch of {largest} units"
+                raise DeviceMemoryError(
+                    f"Memory ran out on {what} of step {batch.step}, before the step was noised or charged. {advice} "
+                    "Then go on with resume=true."
+                )
+            self.limit = max(1, largest // 2)
+            # Not a logger of metrics, nor the ledger: that memory ran out here says something about private lengths.
+            _log.warning("Memory ran out; the step begins again with at most %d units at once.", self.limit)
+            self._forget()
+            due = [_copy(each) for each in self._step]
+        if batch.last:
+            self._step = []
+
+    def _tried(self, due: list[UnitBatch]) -> int | None:
+        """Contribute all of ``due``; the units of the piece on which memory ran out, or None where it sufficed."""
+        piece = None
+        try:
+            for batch in due:
+                for number, piece in enumerate(pieces_of(batch, self.limit)):
+                    self._contribute(piece, number)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            # Returned, not handled here: the traceback keeps what the broken pass had allocated alive.
+            return 1 if piece is None else len(piece.mask)
+        return None
+
+
+def pieces_of(batch: UnitBatch, limit: int | None) -> Iterator[UnitBatch]:
+    """``batch`` in pieces of at most ``limit`` units; every slot is in one piece, those without rows included."""
+    if limit is None or len(batch.mask) <= limit:
+        yield batch
+        return
+    for slots in rows_in_turn(len(batch.mask), limit):
+        inside = ((batch.unit_ids >= slots.start) & (batch.unit_ids < slots.stop)).nonzero().flatten()
+        rows = None if batch.rows is None or not len(inside) else take_rows(batch.rows, inside)
+        yield replace(
+            batch,
+            rows=rows,
+            unit_ids=batch.unit_ids[inside] - slots.start,
+            mask=batch.mask[slots],
+            data_rows=None if batch.data_rows is None else batch.data_rows[inside],
+        )
+
+
+def _copy(batch: UnitBatch) -> UnitBatch:
+    """The batch with dicts of its own, since a module may write into them; the tensors are shared."""
+    return batch if batch.rows is None else replace(batch, rows=map_rows(lambda leaf: leaf, batch.rows))

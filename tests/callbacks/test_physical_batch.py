@@ -1,0 +1,128 @@
+"""`physical_batch_size=auto`: found before the first release, on rows that are nobody's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stand_ins import Numbers, Regression, dp, fit
+from torch import Tensor
+
+from lit_dpret.callbacks.physical_batch import largest_that_fits
+from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.errors import ConfigurationError, DeviceMemoryError
+from lit_dpret.privacy.ledger import PrivacyLedger, noise_keys
+from lit_dpret.privacy.modes import NoPrivacy
+
+
+class Growing(Regression):
+    """Runs out of memory on more than ``room`` rows, and notes what it was tried on."""
+
+    def __init__(self, *, room: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.room, self.tried, self.trained = room, [], []
+
+    def longest_rows(self, count: int) -> dict[str, Tensor]:
+        return {"inputs": torch.full((count, 4), 0.5), "target": torch.zeros(count)}
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        if torch.is_grad_enabled():
+            nobodys = bool((rows["inputs"] == 0.5).all())
+            (self.tried if nobodys else self.trained).append(len(rows["target"]))
+            if len(rows["target"]) > self.room:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().per_row_loss(rows)
+
+
+def auto(**settings: Any) -> Numbers:
+    data = Numbers(**settings)
+    data.finds_physical_batch_size = True
+    return data
+
+
+def test_the_size_is_found_on_rows_of_nobody_before_the_first_release_and_written_into_the_plan(tmp_path: Path) -> None:
+    module = Growing(room=11, privacy=dp(tmp_path))
+    before = [p.detach().clone() for p in module.parameters()]
+    seen: list[Any] = []
+    real = PrivacyLedger.append
+
+    def append(self: PrivacyLedger, kind: str, **facts: Any) -> Any:
+        seen.append((kind, list(module.tried)))
+        return real(self, kind, **facts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrivacyLedger, "append", append)
+        fit(tmp_path / "run", module, auto(), steps=2)
+    assert module.tried == [1, 2, 4, 8, 16] and max(module.trained) == 8
+    assert seen[0] == ("plan", [1, 2, 4, 8, 16]), "all tries came before the ledger was begun"
+    records = PrivacyLedger.read(tmp_path / "run" / "privacy_ledger.jsonl").records
+    assert records[0]["plan"]["physical_batch_size"] == 8
+    assert sorted(noise_keys(records)) == [(0, 0), (0, 1)]
+    assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+
+
+def test_tries_change_neither_the_draws_nor_the_noise_nor_the_weights(tmp_path: Path) -> None:
+    """A run that found 8 is the run that was told 8."""
+    ends = []
+    for name, data in (("told", Numbers(physical_batch_size=8)), ("found", auto())):
+        torch.manual_seed(0)
+        module = Growing(room=11, privacy=dp(tmp_path, noise_seed=1))
+        fit(tmp_path / name, module, data, steps=2)
+        ends.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
+    assert torch.equal(*ends)
+
+
+def test_where_not_even_one_unit_fits_the_run_ends_before_there_is_a_ledger(tmp_path: Path) -> None:
+    with pytest.raises(DeviceMemoryError, match=r"auto: one unit of the longest rows.*nothing was released"):
+        fit(tmp_path / "run", Growing(room=0, privacy=dp(tmp_path)), auto(), steps=2)
+    assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
+
+
+@pytest.mark.parametrize(("most", "limit", "expected", "tried"), [
+    (64, 64, 64, [1, 2, 4, 8, 16, 32, 64]), (20, 64, 20, [1, 2, 4, 8, 16, 20]), (20, 17, 16, [1, 2, 4, 8, 16, 20]),
+    (1, 1, 1, [1]), (64, 1, 1, [1, 2]),
+])  # fmt: skip
+def test_sizes_double_until_one_does_not_fit(most: int, limit: int, expected: int, tried: list[int]) -> None:
+    made: list[int] = []
+
+    def attempt(size: int) -> None:
+        made.append(size)
+        if size > limit:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+    assert largest_that_fits(attempt, most=most) == expected and made == tried
+
+
+def test_where_attempts_do_not_fail_doubling_stops_while_there_is_room() -> None:
+    """Ten bytes a row beside a hundred; 60 free: 2 rows took 20, and 4 would take more than half of what is left."""
+    made: list[int] = []
+    size = largest_that_fits(
+        made.append, most=64, room=lambda: (100 + 10 * max(made, default=0), 60 - 10 * max(made, default=0))
+    )
+    assert (size, made) == (2, [1, 2])
+
+
+def test_another_failure_is_raised_as_it_is() -> None:
+    def attempt(size: int) -> None:
+        raise RuntimeError("no such layer")
+
+    with pytest.raises(RuntimeError, match="no such layer"):
+        largest_that_fits(attempt, most=4)
+
+
+def test_what_cannot_be_tried_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"auto tries batches.*longest_rows"):
+        fit(tmp_path / "a", Regression(privacy=dp(tmp_path)), auto(), steps=2)
+    coupled = Growing(room=4, privacy=NoPrivacy())
+    coupled.coupled_loss = True
+    with pytest.raises(ConfigurationError, match="units of a physical batch are compared with each other"):
+        fit(tmp_path / "b", coupled, auto(), steps=2)
+
+
+def test_the_setting_is_a_number_or_auto() -> None:
+    assert PairsDataModule(pairs="x", physical_batch_size="auto").finds_physical_batch_size
+    assert not PairsDataModule(pairs="x", physical_batch_size=8).finds_physical_batch_size
+    with pytest.raises(ConfigurationError, match="physical_batch_size=many"):
+        PairsDataModule(pairs="x", physical_batch_size="many")

@@ -1,0 +1,267 @@
+"""Memory that runs out at any moment of a run leaves the ledger right, and the weights what they would have been."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit
+from torch import Tensor, nn
+
+from lit_dpret.callbacks import PrivacyAccountant
+from lit_dpret.errors import DeviceMemoryError, ResumeError
+from lit_dpret.memory import is_out_of_memory
+from lit_dpret.modules import OptimizerSpec
+from lit_dpret.modules.physical_batches import pieces_of
+from lit_dpret.modules.private_module import PrivateModule
+from lit_dpret.privacy.clipping.ghost import GhostClipping
+from lit_dpret.privacy.ledger import PrivacyLedger, check_no_key_reuse, noise_keys
+from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PrivacyMode
+from lit_dpret.privacy.sampling import UnitBatch
+
+STEPS = 4
+CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to ...")
+
+
+class WholeNumbers(PrivateModule):
+    """Gradients that are whole numbers below the clip bound: their sum is exact in whatever order it is made."""
+
+    def __init__(self, *, privacy: PrivacyMode, largest: int | None = None, fail_at: tuple[int, ...] = ()) -> None:
+        super().__init__(privacy=privacy, optimizer=OptimizerSpec(name="sgd", lr=0.5))
+        self.layer = nn.Linear(3, 1, bias=False)
+        nn.init.zeros_(self.layer.weight)
+        self.largest, self.fail_at = largest, fail_at
+        self.calls, self.sizes = 0, []
+
+    def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
+        numbers = torch.tensor([[int(row.query) % 3, int(row.passage) % 2, 1] for row in rows], dtype=torch.float32)
+        return {"numbers": numbers}
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        if torch.is_grad_enabled():  # not the comparison that the audit of couplings makes now and then
+            self.calls += 1
+            self.sizes.append(len(rows["numbers"]))
+            if self.calls in self.fail_at or len(rows["numbers"]) > (self.largest or 10**9):
+                raise CUDA if self.calls % 2 else CPU
+        return self.layer(rows["numbers"]).squeeze(-1)
+
+
+def private(tmp_path: Path, **settings: Any) -> DPSGD:
+    return dp(tmp_path, max_grad_norm=100.0, noise_seed=3, **settings)  # the same draws in every test run
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return PrivacyLedger.read(folder / "privacy_ledger.jsonl").records
+
+
+def kinds(folder: Path) -> list[tuple[str, int]]:
+    return [(r["kind"], r["step"]) for r in records(folder) if r["kind"] in ("intent", "release", "replay")]
+
+
+def same_streams(run: Path, other: Path) -> None:
+    other.mkdir()
+    first = (run / "privacy_ledger.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    (other / "privacy_ledger.jsonl").write_text(first + "\n", encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor, int]:
+    """The folder of a run, the weights it ended with, and how many forward passes it made."""
+    folder = tmp_path_factory.mktemp("whole")
+    module = WholeNumbers(privacy=private(folder))
+    fit(folder / "run", module, Numbers(physical_batch_size=8), steps=STEPS)
+    return folder, module.layer.weight.detach().clone(), module.calls
+
+
+@pytest.mark.parametrize("moment", ["first", "second", "middle", "last", "twice", "three times in a row"])
+def test_a_step_that_runs_out_of_memory_begins_again_and_is_charged_once(
+    moment: str, undisturbed: tuple[Path, Tensor, int], tmp_path: Path
+) -> None:
+    whole, weight, calls = undisturbed
+    assert calls > 2 * STEPS, "a step has several physical batches"
+    at = {
+        "first": (1,), "second": (2,), "middle": (calls // 2,), "last": (calls,), "twice": (2, 7),
+        "three times in a row": (3, 4, 5),
+    }[moment]  # fmt: skip
+    same_streams(whole / "run", tmp_path / "run")
+    module = WholeNumbers(privacy=private(whole), fail_at=at)
+    fit(tmp_path / "run", module, Numbers(physical_batch_size=8), steps=STEPS, resume=True)
+    assert module.calls > calls and max(module.sizes) == 8
+    assert torch.equal(module.layer.weight, weight) and bool(weight.abs().sum() > 0)
+    assert kinds(tmp_path / "run") == kinds(whole / "run")
+    assert len(noise_keys(records(tmp_path / "run"))) == STEPS
+    tags = [[r["sum_tag"] for r in records(each / "run") if r["kind"] == "intent"] for each in (whole, tmp_path)]
+    assert tags[0] == tags[1], "every unit was counted once"
+
+
+@pytest.mark.parametrize("largest", [1, 3, 5])
+def test_the_size_that_fits_is_found_once_and_kept(
+    largest: int, undisturbed: tuple[Path, Tensor, int], tmp_path: Path
+) -> None:
+    whole, weight, _ = undisturbed
+    same_streams(whole / "run", tmp_path / "run")
+    module = WholeNumbers(privacy=private(whole), largest=largest)
+    fit(tmp_path / "run", module, Numbers(physical_batch_size=8), steps=STEPS, resume=True)
+    assert torch.equal(module.layer.weight, weight) and kinds(tmp_path / "run") == kinds(whole / "run")
+    assert len([size for size in module.sizes if size > largest]) == {1: 3, 3: 2, 5: 1}[largest]
+
+
+def test_a_unit_that_does_not_fit_ends_the_run_unpaid_and_a_shorter_model_goes_on(tmp_path: Path) -> None:
+    with pytest.raises(DeviceMemoryError, match=r"a single unit of step 2.*before the step was noised or charged") as e:
+        fit(tmp_path / "run", _FailsFrom(privacy=private(tmp_path), step=2), steps=STEPS)
+    assert "resume=true" in str(e.value)
+    assert [step for kind, step in kinds(tmp_path / "run") if kind == "intent"] == [0, 1]
+    assert records(tmp_path / "run")[-1]["reason"] == "DeviceMemoryError"
+    fit(tmp_path / "run", WholeNumbers(privacy=private(tmp_path)), Numbers(physical_batch_size=2), steps=STEPS,
+        resume=True)  # fmt: skip
+    assert sorted(noise_keys(records(tmp_path / "run"))) == [(0, step) for step in range(STEPS)]
+
+
+class _FailsFrom(WholeNumbers):
+    def __init__(self, *, privacy: PrivacyMode, step: int) -> None:
+        super().__init__(privacy=privacy)
+        self.bad = step
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        if self.trainer.global_step >= self.bad and torch.is_grad_enabled():
+            raise MemoryError
+        return super().per_row_loss(rows)
+
+
+@pytest.mark.parametrize("where", ["privatize", "optimizer"])
+def test_memory_that_runs_out_after_the_permit_is_charged_once_and_the_step_is_repeated(
+    where: str, undisturbed: tuple[Path, Tensor, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, weight, _ = undisturbed
+    same_streams(whole / "run", tmp_path / "run")
+    owner: Any = DPSGD if where == "privatize" else torch.optim.SGD
+    name, real, count = ("privatize" if where == "privatize" else "step"), None, {"calls": 0}
+    real = getattr(owner, name)
+
+    def fails_at_the_third(*args: Any, **kwargs: Any) -> Any:
+        count["calls"] += 1
+        if count["calls"] == 3:
+            raise CUDA
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fails_at_the_third)
+        with pytest.raises(DeviceMemoryError, match="the ledger holds what was charged"):
+            fit(tmp_path / "run", WholeNumbers(privacy=private(whole)), Numbers(physical_batch_size=8), steps=STEPS,
+                resume=True)  # fmt: skip
+    assert [step for kind, step in kinds(tmp_path / "run") if kind == "intent"] == [0, 1, 2]
+    module = WholeNumbers(privacy=private(whole))
+    fit(tmp_path / "run", module, Numbers(physical_batch_size=8), steps=STEPS, resume=True)
+    assert torch.equal(module.layer.weight, weight)
+    assert sorted(noise_keys(records(tmp_path / "run"))) == [(0, step) for step in range(STEPS)], "charged once"
+    assert ("replay", 2) in kinds(tmp_path / "run")
+    check_no_key_reuse(records(tmp_path / "run"))
+
+
+def test_a_sum_that_was_torn_in_the_middle_is_forgotten(
+    undisturbed: tuple[Path, Tensor, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of a batch may be in the sum when memory runs out: then nothing of it may stay."""
+    whole, weight, _ = undisturbed
+    same_streams(whole / "run", tmp_path / "run")
+    module, torn = WholeNumbers(privacy=private(whole)), []
+    real = GhostClipping._add_up
+
+    def tears(self: Any, *args: Any) -> None:
+        real(self, *args)
+        if len(torn) < 2 and module.calls > 4:
+            torn.append({name: total.clone() for name, total in self._sums.items()})
+            raise CUDA
+
+    monkeypatch.setattr(GhostClipping, "_add_up", tears)
+    fit(tmp_path / "run", module, Numbers(physical_batch_size=8), steps=STEPS, resume=True)
+    assert len(torn) == 2 and all(bool(total.any()) for sums in torn for total in sums.values())
+    assert torch.equal(module.layer.weight, weight) and kinds(tmp_path / "run") == kinds(whole / "run")
+
+
+def test_a_run_goes_on_with_another_physical_batch_size_under_one_claim(
+    undisturbed: tuple[Path, Tensor, int], tmp_path: Path
+) -> None:
+    whole, weight, _ = undisturbed
+    same_streams(whole / "run", tmp_path / "run")
+    module = WholeNumbers(privacy=private(whole))
+    fit(tmp_path / "run", module, Numbers(physical_batch_size=3), steps=STEPS, resume=True)
+    assert torch.equal(module.layer.weight, weight), "the draws are the same, and so are the sums"
+    assert max(module.sizes) == 3 and sorted(noise_keys(records(tmp_path / "run"))) == [(0, i) for i in range(STEPS)]
+
+
+def test_a_step_that_was_begun_with_another_cut_is_not_repeated_but_paid_again(tmp_path: Path) -> None:
+    """Rounding may differ with the cut: the old noise on a sum that differs by rounding would be a second release."""
+    accountant = PrivacyAccountant(run_dir=tmp_path / "run", eps_log_points=1)
+    with pytest.raises(Killed):
+        fit(tmp_path / "run", Regression(privacy=dp(tmp_path)), accountant=accountant, extra=[KillAt(3)])
+    accountant.ledger.close()
+    reserved = PrivacyAccountant(run_dir=tmp_path / "run", resume=True, eps_log_points=1)
+    with pytest.raises(Exception, match="budget"):  # six steps just fit, and one is paid twice
+        fit(tmp_path / "run", Regression(privacy=dp(tmp_path)), Numbers(physical_batch_size=5), resume=True,
+            accountant=reserved)  # fmt: skip
+    assert not [r for r in records(tmp_path / "run") if r["kind"] == "replay"]
+    assert {attempt for attempt, _ in noise_keys(records(tmp_path / "run"))} == {0, 1}
+    check_no_key_reuse(records(tmp_path / "run"))
+
+
+def test_units_that_see_each_other_are_not_taken_apart(tmp_path: Path) -> None:
+    class Coupled(WholeNumbers):
+        coupled_loss = True
+
+    module = Coupled(privacy=NoPrivacy(), fail_at=(1,))
+    assert not module.may_split
+    with pytest.raises(DeviceMemoryError, match=r"never taken apart.*datamodule\.physical_batch_size"):
+        fit(tmp_path / "run", module, steps=STEPS)
+
+
+def test_another_failure_is_not_taken_for_a_lack_of_memory(tmp_path: Path) -> None:
+    class Broken(WholeNumbers):
+        def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="mat1"):
+        fit(tmp_path / "run", Broken(privacy=private(tmp_path)), steps=STEPS)
+    for error in (CUDA, CPU, MemoryError(), RuntimeError("HIP out of memory.")):
+        assert is_out_of_memory(error)
+    wrapped = ValueError("x")
+    wrapped.__cause__ = CUDA
+    assert is_out_of_memory(wrapped)
+    for other in (
+        ResumeError("out of memory"),
+        ValueError("out of memory"),
+        RuntimeError("no"),
+        DeviceMemoryError("x"),
+    ):
+        assert not is_out_of_memory(other)
+
+
+def test_pieces_hold_every_slot_once_also_those_without_a_row() -> None:
+    batch = UnitBatch(
+        rows={"x": torch.arange(5)}, unit_ids=torch.tensor([0, 0, 2, 5, 5]),
+        mask=torch.tensor([True, True, True, False, True, True]), step=3, part=1, last=True,
+    )  # fmt: skip
+    pieces = list(pieces_of(batch, 2))
+    assert torch.equal(torch.cat([piece.mask for piece in pieces]), batch.mask)
+    assert [piece.unit_ids.tolist() for piece in pieces] == [[0, 0], [0], [1, 1]]
+    assert [piece.rows["x"].tolist() for piece in pieces] == [[0, 1], [2], [3, 4]]
+    lonely = UnitBatch(rows=None, unit_ids=torch.zeros(0, dtype=torch.long), mask=torch.ones(3, dtype=torch.bool),
+                       step=0, part=0, last=True)  # fmt: skip
+    assert [piece.rows for piece in pieces_of(lonely, 2)] == [None, None]
+    assert list(pieces_of(batch, None)) == [batch] and list(pieces_of(batch, 6)) == [batch]
+
+
+def test_no_measure_of_memory_enters_the_run_folder(undisturbed: tuple[Path, Tensor, int], tmp_path: Path) -> None:
+    """That memory ran out depends on the private texts of a step: the ledger does not say it."""
+    whole, _, _ = undisturbed
+    same_streams(whole / "run", tmp_path / "run")
+    module = WholeNumbers(privacy=private(whole), fail_at=(2, 9))
+    fit(tmp_path / "run", module, Numbers(physical_batch_size=8), steps=STEPS, resume=True)
+    for file in ("privacy_ledger.jsonl", "metrics.jsonl"):
+        lines = [(each / "run" / file).read_text(encoding="utf-8").splitlines() for each in (whole, tmp_path)]
+        keys = [[sorted(json.loads(line)) for line in each if '"kind": "plan"' not in line] for each in lines]
+        assert keys[0][-STEPS:] == keys[1][-STEPS:]
