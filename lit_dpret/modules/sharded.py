@@ -12,6 +12,7 @@ given up again after the last one; nothing that FSDP does by itself in a backwar
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,9 +25,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.privacy.placement import like
 
 #: Elements that one reduction hands in: 100 MB in float32.
 BUCKET = 25_000_000
+
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Shards:
@@ -51,9 +55,11 @@ class Shards:
         for name, parameter in module.named_parameters():
             if parameter.dim() == 0:
                 raise UnsupportedModelError(
-                    f"Parameter {name} is a single number of no axis, which fully_shard does not cut. Give it the shape "
+                    f"Parameter {name} is a single number without an axis, which cannot be cut. Give it the shape "
                     "(1,), or choose trainer=ddp."
                 )
+        # What FSDP does in a backward pass takes no part, so a hook that it may lose there is no loss.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, cast_forward_inputs=False)
         for block in own_blocks(module):
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -110,11 +116,11 @@ class Shards:
             parts = [sums.pop(name) for name in names]
             wide = torch.promote_types(parts[0].dtype, torch.float32)
             layouts = [_layout(name, parameters[name], self.world) for name in names]
-            sent = torch.cat([_chunk(part, layout, rank).to(wide)
-                              for rank in range(self.world) for part, layout in zip(parts, layouts, strict=True)])  # fmt: skip
-            del parts
+            pairs = list(zip(parts, layouts, strict=True))
+            sent = torch.cat([_chunk(*pair, rank).to(wide) for rank in range(self.world) for pair in pairs])
+            del parts, pairs
             own = torch.empty(len(sent) // self.world, dtype=wide, device=sent.device)
-            dist.reduce_scatter_tensor(own, sent, group=self.group)
+            _reduce_scatter(own, sent, group=self.group)
             del sent
             pieces = own.split([layout.padded for layout in layouts])
             for name, layout, piece in zip(names, layouts, pieces, strict=True):
@@ -168,30 +174,6 @@ def own_blocks(module: nn.Module) -> list[nn.Module]:
                 found.append(block)
                 inside.update(id(part) for part in block.modules())
     return found
-
-
-def place_of(tensor: Tensor) -> tuple[Tensor, int]:
-    """What this rank holds of a tensor, and the flat index at which it begins in the whole one.
-
-    Example:
-        >>> local, start = place_of(torch.ones(3))
-        >>> local.shape, start
-        (torch.Size([3]), 0)
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor, 0
-    rows = -(-tensor.shape[0] // tensor.device_mesh.size())
-    first = min(rows * tensor.device_mesh.get_local_rank(), tensor.shape[0])
-    return tensor.to_local(), first * (tensor.numel() // max(tensor.shape[0], 1))
-
-
-def like(shard: Tensor, local: Tensor) -> Tensor:
-    """``local`` as the part of this rank of a tensor that is cut as ``shard`` is."""
-    if not isinstance(shard, DTensor):
-        return local
-    return DTensor.from_local(
-        local, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
-    )
 
 
 @dataclass(frozen=True)

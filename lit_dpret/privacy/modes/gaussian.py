@@ -23,6 +23,7 @@ from lit_dpret.privacy.groups import check_max_units
 from lit_dpret.privacy.modes.base import Guarantee, PrivacyMode, StepCounts, Update, trainable
 from lit_dpret.privacy.modes.state_watch import StateWatch
 from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.placement import like, place_of
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import SamplingRequest
 
@@ -207,13 +208,14 @@ class GaussianMode(PrivacyMode):
         weakest = std
         squares, coordinates = 0.0, 0
         for name, parameter in trainable(self._module).items():
-            total = sums[name]
+            total, start = place_of(sums[name])
             noise = self._stream.normal(
                 total.shape,
                 attempt=attempt,
                 step=step,
                 parameter=name,
                 salt=salt,
+                start=start,
                 device=total.device,
                 dtype=total.dtype,
             ).mul_(std)
@@ -221,7 +223,7 @@ class GaussianMode(PrivacyMode):
             added = float((noised - total).double().pow(2).sum())
             weakest = min(weakest, _believed_std(added, total.numel(), std))
             squares, coordinates = squares + added, coordinates + total.numel()
-            gradients[name] = noised.div_(self._plan.denominator).to(parameter.dtype)
+            gradients[name] = like(sums[name], noised.div_(self._plan.denominator).to(parameter.dtype))
         weakest = min(weakest, _believed_std(squares, coordinates, std))
         return Update(gradients, weakest, self._plan.sensitivity, self._plan.denominator)
 
@@ -238,6 +240,8 @@ def _believed_std(squares: float, coordinates: int, planned: float) -> float:
     its 1e-12 quantile is taken for less noise. The measured value is not reported unless that alarm goes
     off: knowing the exact norm of the noise would help to subtract it.
     """
+    if coordinates == 0:  # this process holds nothing of the parameter
+        return planned
     measured = squares / planned**2
     if measured > 0 and measured >= _least_believed(coordinates):
         return planned
