@@ -62,8 +62,8 @@ def _refuse_other_cuts(strategy: Any) -> None:
     if tensor != 1:
         raise ConfigurationError(
             f"trainer.strategy.tensor_parallel_size={tensor} would have ranks share a layer, and a unit's norm is not "
-            f"known on any of them. Set it to 1 and data_parallel_size={devices * nodes}, or choose trainer=fsdp, where "
-            "it is so."
+            f"known on any of them. Set it to 1 and data_parallel_size={devices * nodes}, or choose trainer=fsdp, "
+            "where it is so."
         )
     if getattr(strategy, "_save_distributed_checkpoint", False):
         raise ConfigurationError(
