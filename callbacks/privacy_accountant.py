@@ -197,6 +197,13 @@ class PrivacyAccountant(Callback):
         note_start(self._run.ledger, self.start())
         return self._run.run_id
 
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Attach the mode to what a strategy put in the parameters' place: engines know parameters by identity."""
+        module: Any = pl_module
+        if module.in_shards:
+            with module.whole():
+                self._ranks.together(lambda: module.privacy.attach(module, self.plan, self._gate.stream))
+
     def _forget_earlier_fit(self) -> None:
         """Let nothing of an earlier fit with this object stand for this one: not its reservation, nor its place."""
         if self._account is not None:
@@ -238,10 +245,11 @@ class PrivacyAccountant(Callback):
             return
         self._begun = True
         self._ranks.share(lambda: self._refuse_unknown_start(trainer))
-        wrapped: Any = pl_module.optimizers()
+        module: Any = pl_module
+        wrapped: Any = module.optimizers()
         optimizer = wrapped.optimizer if hasattr(wrapped, "optimizer") else wrapped
         deterministic = pl_module.device.type == "cpu" and str(trainer.precision) in ("32-true", "64-true")
-        replays = self.replay == "auto" and deterministic
+        replays = self.replay == "auto" and deterministic and not module.in_shards  # no rank sees all of a state
         world = self._ranks.world_size  # a sum over another number of ranks has other last bits
         self._gate.begin(self._restored, (lambda: state_hash(pl_module, optimizer, world)) if replays else None)
         self._ranks.share(self._reserve)

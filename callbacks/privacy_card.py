@@ -104,7 +104,9 @@ class PrivacyCard(Callback):
         note_protocols(accountant.ledger, self.audit_protocols)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        Ranks.here().share(lambda: self._write(trainer, pl_module, finished=True))
+        module: Any = pl_module
+        with module.assembled():
+            Ranks.here().share(lambda: self._write(trainer, pl_module, finished=True))
         self._written = True
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -130,14 +132,14 @@ class PrivacyCard(Callback):
         if saved:
             module.save_model(model)
         files = [p for p in model.rglob("*") if p.is_file() and not p.name.startswith("privacy_card.")] if saved else []
-        subject = subject_of("weights", type(module).__name__, files, root=model if saved else None)
+        subject = subject_of("weights", module.own_class.__name__, files, root=model if saved else None)
         environment = environment_facts(device=module.device, precision=str(trainer.precision))
         if module.privacy.guarantee == "inherited":
             data: Any = trainer.datamodule  # type: ignore[attr-defined]
             card = inherit_card(
                 data.privacy_card_path,
                 subject,
-                description=f"training a {type(module).__name__} on it",
+                description=f"training a {module.own_class.__name__} on it",
                 ledger_records=accountant.ledger.records,
                 mechanism=_mechanism(module),
                 tuning=self.tuning,

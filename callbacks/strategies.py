@@ -46,6 +46,8 @@ def strategy_name(trainer: L.Trainer) -> str:
     """The name of the Trainer's row in `lit_dpret.privacy.strategies`."""
     found: Any = trainer.strategy
     name = type(found).__name__
+    if type(found).__module__ == "lit_dpret.modules.sharding_strategy" and name == "ShardingStrategy":
+        return "fsdp"
     if not type(found).__module__.startswith(("lightning.pytorch.", "pytorch_lightning.")):
         return "custom"
     if name == "DDPStrategy":
@@ -64,6 +66,8 @@ def refuse_unsupported(trainer: L.Trainer, mode: Any) -> None:
     name = str(getattr(mode, "name", "none"))
     reason = row.reason_against(name, getattr(mode, "engine", None))
     if reason is None:
+        if row.name == "fsdp":
+            _refuse_other_cuts(trainer.strategy)
         return
     others = [r.name for r in STRATEGIES if r.reason_against(name, getattr(mode, "engine", None)) is None]
     raise ConfigurationError(
@@ -71,6 +75,38 @@ def refuse_unsupported(trainer: L.Trainer, mode: Any) -> None:
         f"Choose one of {', '.join(others)} (docs/several_processes.md).",
         trap="T3",
     )
+
+
+def _refuse_other_cuts(strategy: Any) -> None:
+    """Refuse a layout of `ModelParallelStrategy` that nobody has shown to keep the claim or the run."""
+    tensor = getattr(strategy, "_tensor_parallel_size", "auto")
+    devices, nodes = strategy.num_processes, strategy.num_nodes
+    tensor = devices if tensor == "auto" else tensor
+    if tensor != 1:
+        raise ConfigurationError(
+            f"trainer.strategy.tensor_parallel_size={tensor} would have ranks share a layer, and a unit's norm is not "
+            f"known on any of them. Set it to 1 and data_parallel_size={devices * nodes}, or choose trainer=fsdp, "
+            "where it is so."
+        )
+    if getattr(strategy, "_save_distributed_checkpoint", False):
+        raise ConfigurationError(
+            "trainer.strategy.save_distributed_checkpoint=true writes a folder file by file, and a run that is killed "
+            "meanwhile could not tell that it is not whole. Set it to false, or choose trainer=fsdp, which does."
+        )
+
+
+def refuse_uncut_optimizer(trainer: L.Trainer, module: Any) -> None:
+    """Refuse an optimizer that needs more of a parameter than a rank holds.
+
+    Raises:
+        ConfigurationError: Naming those that do not.
+    """
+    if strategy_name(trainer) == "fsdp" and module.optimizer_spec.name == "adafactor":
+        raise ConfigurationError(
+            "model.optimizer.name=adafactor averages over whole rows and columns of a parameter and scales by its root "
+            "mean square, and under trainer=fsdp a rank holds a part of it. Choose adam, adamw, adam_bc or sgd: their "
+            "state is cut up too, so adafactor would save little."
+        )
 
 
 def keep_the_sampler(trainer: L.Trainer) -> None:

@@ -1,13 +1,14 @@
 """Tiny private runs on several processes, as torchrun would start them.
 
 `Server` starts this file as a program. It imports everything once and then forks one process for each rank of a
-job, so that a job takes a second or two. A job is the name of a function below and its arguments; each rank leaves
-what it saw in ``rank0.json``, ``rank1.json`` and so on in the job's folder.
+job, so that a job takes a second or two. A job is the name of a function below, or ``module:function``, and its
+arguments; each rank leaves what it saw in ``rank0.json``, ``rank1.json`` and so on in the job's folder.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -92,10 +93,15 @@ def fit(folder: Path, rank: int, world: int, *, module: str = "regression", priv
         **settings | (trainer or {}),
     )  # fmt: skip
     return {
-        "weights": {name: p.flatten().tolist() for name, p in made.state_dict().items()},
+        "weights": {name: whole(p).flatten().tolist() for name, p in made.state_dict().items()},
         "eps": next(c for c in runner.callbacks if hasattr(c, "counts_releases")).epsilon(),
         "global_step": runner.global_step,
     }
+
+
+def whole(tensor: Any) -> Any:
+    """All of a tensor, of which a rank may hold a part; every rank asks."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def shared(folder: Path, rank: int, world: int) -> dict[str, Any]:
@@ -189,7 +195,9 @@ def one_rank(line: dict[str, Any], rank: int, port: int) -> int:
     place = folder / f"rank{rank}.json"
     place.unlink(missing_ok=True)
     try:
-        seen = globals()[line["job"]](folder, rank, world, **line["given"])
+        module, _, name = str(line["job"]).rpartition(":")
+        job = getattr(importlib.import_module(module), name) if module else globals()[name]
+        seen = job(folder, rank, world, **line["given"])
         status = 0
     except LitDpretError as error:
         seen, status = {"error": type(error).__name__, "text": str(error)}, REFUSED

@@ -166,3 +166,13 @@ def test_the_acts_of_a_secure_sum_are_timed_and_its_sum_is_right(tmp_path: Path)
     done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(out.read_text())["mask_seconds"] >= 0
+
+
+def test_noise_is_timed_in_every_way_and_compared_with_drawing_at_once(tmp_path: Path) -> None:
+    out = tmp_path / "noise.json"
+    command = [sys.executable, str(BENCHMARKS / "noise.py"), "--count", "200000", "--rounds", "2", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 5 and rows["a parameter at once"]["ratio_to_a_parameter_at_once"] == 1.0
+    assert all(row["normals_per_second"] > 0 for row in rows.values())

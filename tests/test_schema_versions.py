@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from lit_dpret.tasks.checkpoints import WholeCheckpoints, newest_checkpoint
 
 FIXTURES = Path(__file__).resolve().parent / "data" / "schema"
 NEWER = r"/2', and this lit-dpret reads up to version 1. Update lit-dpret\."
+NEWER_LEDGER = r"/3', and this lit-dpret reads up to version 2. Update lit-dpret\."
 
 
 @pytest.fixture
@@ -49,9 +51,9 @@ def set_version(path: Path, version: int = 2) -> None:
     path.write_text(json.dumps(facts), encoding="utf-8")
 
 
-def newer_record(record: dict[str, Any]) -> None:
+def newer_record(record: dict[str, Any], version: int = 2) -> None:
     if "schema" in record:
-        record["schema"] = record["schema"].rpartition("/")[0] + "/2"
+        record["schema"] = record["schema"].rpartition("/")[0] + f"/{version}"
 
 
 # -- version 1 is read -------------------------------------------------------------------------
@@ -141,7 +143,8 @@ def test_a_ledger_without_the_later_fields_is_read_with_their_defaults_and_resum
     plan, _ = plan_of(PrivacyLedger.read(path).records)
     assert plan is not None and (plan.clip_groups, plan.max_units_per_user) == ("flat", None)
     run = resumed(path)
-    assert run.attempt == 0 and run.ledger.records[-1]["schema"] == "lit-dpret/privacy-ledger/1"
+    assert run.ledger.records[-1]["schema"] == "lit-dpret/privacy-ledger/2"
+    assert run.attempt == 1, "its attempt 0 had other noise, so none of its steps may be repeated"
     run.ledger.close()
     with pytest.raises(ResumeError, match="clip_groups: 'flat' before, 'per_layer' now"):
         resumed(path, clip_groups="per_layer")
@@ -159,10 +162,10 @@ def test_a_plan_keeps_the_fingerprint_that_it_had_before_it_had_more_fields() ->
 
 def test_a_newer_ledger_is_refused(folder: Path) -> None:
     path = folder / "privacy_ledger.jsonl"
-    rewrite_chain(path, newer_record)
-    with pytest.raises(LedgerError, match=rf"privacy_ledger\.jsonl, line 1: its schema is .*{NEWER}"):
+    rewrite_chain(path, partial(newer_record, version=3))
+    with pytest.raises(LedgerError, match=rf"privacy_ledger\.jsonl, line 1: its schema is .*{NEWER_LEDGER}"):
         PrivacyLedger.read(path)
-    with pytest.raises(LedgerError, match=NEWER):
+    with pytest.raises(LedgerError, match=NEWER_LEDGER):
         resumed(path)
 
 

@@ -75,7 +75,8 @@ class Checkpointed(L.LightningModule):
         return module
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[CLASS_KEY] = f"{type(self).__module__}.{type(self).__qualname__}"
+        own = getattr(self, "own_class", type(self))
+        checkpoint[CLASS_KEY] = f"{own.__module__}.{own.__qualname__}"
 
 
 def is_plain(value: Any) -> bool:

@@ -15,8 +15,9 @@ a reducer of its own can take them another way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.privacy.sampling import Row, UnitBatch, map_rows, rows_in_turn, take_rows
 from lit_dpret.privacy.xla import cut, read
 from lit_dpret.privacy.xla import seed as seed_xla
+
+if TYPE_CHECKING:
+    from lit_dpret.modules.sharded import Shards
 
 
 class PrivateModule(Checkpointed):
@@ -72,11 +76,13 @@ class PrivateModule(Checkpointed):
                 f"privacy={privacy.name} adds none. Choose model.optimizer.name=adam."
             )
         self.automatic_optimization = False
+        self.own_class = type(self)  # fully_shard puts another one in front of it
         self.privacy = privacy
         self.optimizer_spec = optimizer
         self.log_private_loss = log_private_loss
         self._guard: Guard | None = None
         self._ranks = Ranks()
+        self._shards: Shards | None = None
         self._physical = PhysicalBatches(self._add_piece, self._forget_step)
         self._shortage: DeviceMemoryError | None = None
         self._batches_seen = 0
@@ -108,6 +114,27 @@ class PrivateModule(Checkpointed):
         noise_std = self.privacy.gradient_noise_std if self.optimizer_spec.uses_noise_std else 0.0
         return self.optimizer_spec.build(self.parameters(), steps=self._planned_steps(), noise_std=noise_std)
 
+    def configure_model(self) -> None:
+        """Cut the parameters up over the ranks, once, where the strategy does so (``trainer=fsdp``)."""
+        if self._shards is None and self.device_mesh is not None:
+            from lit_dpret.modules.sharded import Shards  # not for runs on one process
+
+            compute = torch.bfloat16 if str(self.trainer.precision) == "bf16-mixed" else None
+            self._shards = Shards(self, self.device_mesh["data_parallel"], compute_dtype=compute)
+
+    @property
+    def in_shards(self) -> bool:
+        """Whether this process holds a part of each parameter only."""
+        return self._shards is not None
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Within it, every rank can run the module; all ranks enter it."""
+        return nullcontext() if self._shards is None else self._shards.whole()
+
+    def assembled(self) -> AbstractContextManager[None]:
+        """Within it, rank 0 can write the module with its master weights; all ranks enter it."""
+        return nullcontext() if self._shards is None else self._shards.assembled(here=self._ranks.is_first)
+
     def _planned_steps(self) -> int:
         return self.trainer.max_steps if self.trainer.max_steps > 0 else 0
 
@@ -124,6 +151,8 @@ class PrivateModule(Checkpointed):
         guard = self._guard
         if guard is None:
             raise uncounted(type(self).__name__)
+        if self._shards is not None:
+            self._shards.gather()  # until the last physical batch of the step
         self._add(batch)
         if batch.last:
             self._ranks.together(self._refuse_shortage)
@@ -216,11 +245,13 @@ class PrivateModule(Checkpointed):
         sums = self.privacy.take()
         self._loss_sum += sum(read(self._losses))
         self._losses.clear()
-        self._add_up(sums)
+        sums = self._add_up(sums)
         units = self.privacy.counts.units
         permit = guard.authorise(attempt, step, units, sums)
         update = self.privacy.privatize(sums, attempt=permit.attempt, step=permit.step, salt=permit.salt)
         del sums
+        if self._shards is not None:  # each rank measured the noise of its shard
+            update = replace(update, noise_std=min(self._ranks.gather(update.noise_std)))
         for name, parameter in self.named_parameters():
             if name in update.gradients:
                 parameter.grad = update.gradients[name]
@@ -237,16 +268,20 @@ class PrivateModule(Checkpointed):
             self.log("train/loss", self._loss_sum / max(units, 1), on_step=True, prog_bar=True, batch_size=1)
         self._loss_sum = 0.0
 
-    def _add_up(self, sums: dict[str, Tensor]) -> None:
-        """Add the sums and counts of all ranks, so that each holds those of the whole logical batch."""
+    def _add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Add the sums and counts of all ranks, so that each holds those of the whole logical batch, or its shard."""
+        if self._shards is not None:
+            self._shards.scatter()
+            sums = self._shards.add_up(sums)
         if self._ranks.world_size == 1:
-            return
+            return sums
         counts = self.privacy.counts
         found = torch.tensor([counts.units, counts.clipped, counts.non_finite, self._loss_sum], dtype=torch.float64)
-        self._ranks.sum_(sums, found)
+        self._ranks.sum_(sums if self._shards is None else {}, found)
         units, clipped, non_finite = (round(float(count)) for count in found[:3])
         self.privacy.counts = StepCounts(units, clipped, non_finite)
         self._loss_sum = float(found[3])
+        return sums
 
     def unit_loss(self, batch: UnitBatch) -> Callable[[], Tensor]:
         """A function that runs the forward pass and returns one loss per row, ``(rows,)``.

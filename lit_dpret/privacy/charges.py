@@ -27,8 +27,10 @@ from lit_dpret.privacy.releases import (
 
 Key = tuple[int, int]
 
-SCHEMA = "lit-dpret/privacy-ledger/1"
-"""What every ``plan`` record states; ledgers from before it was stated are of the same form."""
+SCHEMA = "lit-dpret/privacy-ledger/2"
+"""What every ``plan`` record states; ledgers from before it was stated are of the form of version 1.
+
+Version 2 says which noise the keys gave (``noise_stream``); version 1, which did not, repeated steps by its own."""
 
 START_EVENT = "init_from"
 """The event of a ledger that tells which model the run started from, and what that one had cost."""

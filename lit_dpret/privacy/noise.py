@@ -5,6 +5,10 @@ seed is a hash of (secret, purpose, run, attempt, step, parameter, shard). Two d
 independent streams, the same key gives the same numbers, and without the secret the numbers
 cannot be computed. The experiment seed, which is logged and published, plays no part.
 
+The noise of a parameter is drawn in blocks of its flat index, each under a key of its own. A rank
+that holds a part of a parameter draws the noise of that part alone, with the numbers that one
+process would add there, and several threads draw at once.
+
 Noise is also keyed by a *salt*: a keyed tag of the very sum that it is added to, or a random nonce
 of the process. The same noise can therefore never be added to two different sums, not even by a run
 folder that was copied and resumed twice: subtracting the two releases would show the difference.
@@ -23,6 +27,8 @@ import math
 import os
 import secrets
 import stat
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,6 +39,13 @@ from torch import Tensor
 from lit_dpret.errors import ConfigurationError, ResumeError
 
 SECRET_BYTES = 32
+
+BLOCK = 1 << 16
+"""Coordinates of a parameter whose noise has one key."""
+
+NOISE_STREAM = 2
+"""How keys become noise: 1 drew a parameter at once, 2 in blocks. Whatever changes a number raises it: a ledger says
+which one drew its noise, and no step is repeated under another one."""
 
 SHAKE = "SHAKE-256"
 PHILOX = "Philox (NumPy), keyed; not cryptographic"
@@ -150,26 +163,70 @@ class KeyedStream:
         parameter: str,
         salt: str = "",
         shard: int = 0,
+        start: int = 0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        threads: int | None = None,
     ) -> Tensor:
-        """Standard normal noise of ``shape`` for one parameter in one step, drawn in fp32 or wider on the CPU."""
-        seed = self._digest("noise", attempt, step, parameter, shard, salt)
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        if self.secure_rng:
-            return _shake_normal(seed, shape).to(device=device, dtype=wide)
-        generator = np.random.Generator(np.random.Philox(key=int.from_bytes(seed[:16], "little")))
-        drawn = generator.standard_normal(tuple(shape), dtype=np.float64 if wide == torch.float64 else np.float32)
-        return torch.from_numpy(np.asarray(drawn)).to(device)
+        """Standard normal noise of ``shape`` for one parameter in one step, drawn in fp32 or wider on the CPU.
+
+        Guarantees:
+            - What lies at flat index i depends on the key and on i alone: a part of a parameter, from
+              ``start`` on, gets the numbers that it has in the whole one, and nothing of the size of
+              the whole is held for it.
+            - The number of threads changes no number.
+
+        Args:
+            shape: Of the noise.
+            attempt: Of the run.
+            step: The logical step.
+            parameter: Its name.
+            salt: A tag of what the noise is added to.
+            shard: Whose share of the noise it is, where several ranks add one each.
+            start: The flat index, in the parameter, of the first coordinate of ``shape``.
+            device: Where the noise is wanted.
+            dtype: Of the sum; float64 gets float64, all else float32.
+            threads: That draw; None for as many as PyTorch computes with.
+        """
+        count, wide = math.prod(shape), torch.float64 if dtype == torch.float64 else torch.float32
+        drawn = np.empty(count, dtype=np.float64 if wide == torch.float64 else np.float32)
+        draw = _shake_normal if self.secure_rng else _philox_normal
+
+        def fill(block: int) -> None:
+            seed = self._digest("noise", attempt, step, parameter, shard, salt, block)
+            begin = block * BLOCK
+            first, last = max(begin, start), min(begin + BLOCK, start + count)
+            target = drawn[first - start : last - start]
+            if first == begin:
+                draw(seed, target)
+            else:
+                upto = np.empty(last - begin, dtype=drawn.dtype)
+                draw(seed, upto)
+                target[:] = upto[first - begin :]
+
+        blocks = range(start // BLOCK, -(-(start + count) // BLOCK)) if count else range(0)
+        workers = min(threads or torch.get_num_threads(), len(blocks))
+        if workers <= 1:
+            for block in blocks:
+                fill(block)
+        else:
+            with ThreadPoolExecutor(workers) as pool:
+                deque(pool.map(fill, blocks), maxlen=0)
+        return torch.from_numpy(drawn).reshape(shape).to(device)
 
 
-def _shake_normal(seed: bytes, shape: torch.Size) -> Tensor:
-    """Standard normals by Box-Muller from 64-bit words of SHAKE-256; float64, on the CPU."""
-    count = math.prod(shape)
-    pairs = (count + 1) // 2
+def _philox_normal(seed: bytes, target: np.ndarray) -> None:
+    """Fill ``target`` from NumPy's Philox; fewer numbers of one seed are the first of more."""
+    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(seed[:16], "little")))
+    generator.standard_normal(dtype=target.dtype, out=target)
+
+
+def _shake_normal(seed: bytes, target: np.ndarray) -> None:
+    """Fill ``target`` by Box-Muller in float64 from pairs of 64-bit words of SHAKE-256, the first numbers first."""
+    pairs = (len(target) + 1) // 2
     words = np.frombuffer(hashlib.shake_256(seed).digest(16 * pairs), dtype="<u8")
     uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    radius = np.sqrt(-2.0 * np.log(uniform[:pairs]))
-    angle = 2.0 * np.pi * uniform[pairs:]
-    normal = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
-    return torch.from_numpy(normal).reshape(shape)
+    radius = np.sqrt(-2.0 * np.log(uniform[0::2]))
+    angle = 2.0 * np.pi * uniform[1::2]
+    normal = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1).reshape(-1)
+    target[:] = normal[: len(target)]

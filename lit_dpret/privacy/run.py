@@ -16,7 +16,7 @@ from typing import Any
 from lit_dpret.errors import ResumeError, schema_problem
 from lit_dpret.privacy.charges import SCHEMA, Key
 from lit_dpret.privacy.ledger import PrivacyLedger
-from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.noise import NOISE_STREAM, KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 
 POSITION_SCHEMA = "lit-dpret/accountant-state/1"
@@ -64,7 +64,8 @@ class PrivateRun:
           length and data set.
         - A run that was counted in a data set's ledger goes on in no other and not without one; one that
           was in none yet may join one, which then counts all of it.
-        - With another secret than before, nothing is repeated: a new attempt begins.
+        - With another secret than before, or after a version of this program that made other noise of
+          the same secret, nothing is repeated: a new attempt begins.
         - With another ``physical_batch_size`` than before it goes on, except where the units of a physical batch
           see each other; steps that were begun already are then executed under a new attempt.
 
@@ -125,7 +126,7 @@ class PrivateRun:
             stream = KeyedStream(secret, run_id, secure_rng=secure_rng)
             run = cls(ledger, stream, run_id)
             now = dict(described)
-            now["secret_tag"] = stream.tag("secret")
+            now["secret_tag"], now["noise_stream"] = stream.tag("secret"), NOISE_STREAM
             key = bytes.fromhex(stream.tag("data-fingerprint"))
             now["data_fingerprint"] = data_fingerprint(key)
             if unplanted_fingerprint is not None:
@@ -167,6 +168,14 @@ class PrivateRun:
                 "resume=true with another data set than the ledger's: the claim is about one data set. "
                 "Restore it, or start a new run in another hydra.run.dir."
             )
+        elif self.intents and before.get("noise_stream", 1) != NOISE_STREAM:
+            # The old noise under a sum and then the new one under the same sum would be two releases for one charge.
+            self.ledger.append(
+                "event",
+                name="noise_stream_changed",
+                text="another version of this program draws other noise from the same keys: no step is repeated",
+            )
+            self.attempt += 1
 
     def go_on_from(self, position: Position, *, must_be_known: bool) -> None:
         """Hold a checkpoint against the ledger.

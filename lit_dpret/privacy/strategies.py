@@ -46,7 +46,11 @@ STRATEGIES: tuple[Strategy, ...] = (
         "Each rank clips its units; the clipped sums are added up in float32 or wider; each rank then adds the same "
         "noise, once, and makes the same update.",
     ),
-    Strategy("fsdp", "", {EVERY_MODE: _NOT_BUILT}),
+    Strategy(
+        "fsdp",
+        "Each rank keeps a shard of every parameter and gathers the rest to clip its units; the clipped sums are added "
+        "up in float32 or wider and cut up again; each rank adds the noise of its shard, once, and updates its shard.",
+    ),
     Strategy("deepspeed", "", {EVERY_MODE: _NOT_BUILT}),
     Strategy(
         "xla",

@@ -13,13 +13,16 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from cards import rewrite_chain
 from stand_ins import KillAt, Killed, Regression, dp, fit
 from torch import Tensor
 
 from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.errors import ResumeError
+from lit_dpret.privacy.card import LEDGER_NAME
 from lit_dpret.privacy.gate import ReleaseGate
-from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
+from lit_dpret.privacy.noise import NOISE_STREAM, KeyedStream
 from lit_dpret.privacy.run import PrivateRun
 
 Patch = pytest.MonkeyPatch
@@ -27,7 +30,9 @@ Key = tuple[Any, ...]
 honest = KeyedStream.normal
 
 
-def noise_of_a_resumed_run(folder: Path, replay: str, patch: Patch) -> list[tuple[Key, Tensor]]:
+def noise_of_a_resumed_run(
+    folder: Path, replay: str, patch: Patch, between: Callable[[Path], None] = lambda ledger: None
+) -> list[tuple[Key, Tensor]]:
     """All noise, with its keys, of a run that is killed after step 3 and resumes from the checkpoint of step 2."""
     drawn: list[tuple[Key, Tensor]] = []
     source = KeyedStream.normal
@@ -43,6 +48,7 @@ def noise_of_a_resumed_run(folder: Path, replay: str, patch: Patch) -> list[tupl
         module = Regression(privacy=dp(folder, noise_multiplier=2.0))
         accountant = PrivacyAccountant(run_dir=folder / "run", resume=resume, replay=replay, eps_log_points=1)
         if resume:
+            between(folder / "run" / LEDGER_NAME)
             fit(folder / "run", module, accountant=accountant, resume=True)
             continue
         with pytest.raises(Killed):
@@ -65,6 +71,29 @@ def test_a_resumed_run_never_adds_old_noise_to_a_new_sum(replay: str, tmp_path: 
     check_that_no_noise_comes_again(drawn)
     repeated = {key[:2] for place, (key, _) in enumerate(drawn) if key in [k for k, _ in drawn[:place]]}
     assert repeated == ({(0, 2)} if replay == "auto" else set()), "one step is repeated bit by bit, or none is"
+
+
+def written_before_blocks(ledger: Path) -> None:
+    """Make the ledger one of a version whose noise was another one."""
+
+    def older(record: dict[str, Any]) -> None:
+        if record["kind"] == "plan":
+            record["schema"] = "lit-dpret/privacy-ledger/1"
+            del record["noise_stream"]
+
+    rewrite_chain(ledger, older)
+
+
+def test_a_run_of_a_version_with_other_noise_goes_on_and_repeats_none_of_its_steps(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    drawn = noise_of_a_resumed_run(tmp_path, "auto", monkeypatch, between=written_before_blocks)
+    steps = list(dict.fromkeys(key[:2] for key, _ in drawn))
+    assert steps == [(0, 0), (0, 1), (0, 2), (1, 2), (1, 3), (1, 4), (1, 5)]
+    records = PrivacyLedger.read(tmp_path / "run" / LEDGER_NAME).records
+    assert not [record for record in records if record["kind"] == "replay"]
+    assert sum(release.count for release in charged_releases(records)) == 7, "the step that ran twice is paid twice"
+    assert [record.get("noise_stream") for record in records if record["kind"] == "plan"] == [None, NOISE_STREAM]
 
 
 def seeded_by_the_script(patch: Patch) -> None:

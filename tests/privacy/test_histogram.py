@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cards import rewrite_chain
 
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError
 from lit_dpret.privacy.accounting import epsilon
@@ -139,6 +140,19 @@ def test_a_bound_that_the_plan_does_not_cover_is_refused_before_anything_is_anno
         made(run, plan, [[0, 1]], most=2)
     assert [record["kind"] for record in run.ledger.records] == ["plan"]
     run.ledger.close()
+
+
+def test_counts_that_an_older_version_noised_otherwise_are_a_release_of_their_own(tmp_path: Path) -> None:
+    plan, units = planned(), [[0], [1], [1]]
+    first = opened(tmp_path, plan)
+    made(first, plan, units)
+    first.ledger.close()
+    rewrite_chain(tmp_path / "privacy_ledger.jsonl", lambda record: record.pop("noise_stream", None))
+    for _ in range(2):  # this version's own noise is repeated and not paid again
+        again = opened(tmp_path, plan, resume=True)
+        made(again, plan, units)
+        again.ledger.close()
+    assert again.attempt == 1 and sum(release.count for release in charged_releases(again.ledger.records)) == 2
 
 
 def test_the_release_is_announced_charged_once_and_the_same_when_it_is_made_again(tmp_path: Path) -> None:

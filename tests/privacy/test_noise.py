@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from scipy import stats
 
 from lit_dpret.errors import ConfigurationError, ResumeError
-from lit_dpret.privacy.noise import KeyedStream, load_secret
+from lit_dpret.privacy.noise import BLOCK, KeyedStream, load_secret
 
 SECRET = bytes(range(32))
 
@@ -111,3 +112,67 @@ def test_seeds_that_agree_in_their_low_bits_still_give_unrelated_noise() -> None
 def test_noise_for_another_sum_is_other_noise() -> None:
     stream = KeyedStream(SECRET, "run")
     assert not torch.equal(draw(stream, salt="tag of one sum"), draw(stream, salt="tag of another"))
+
+
+# -- blocks ------------------------------------------------------------------------------------
+
+PARTS = [(0, 7), (BLOCK - 3, 9), (BLOCK, BLOCK), (BLOCK + 5, BLOCK), (2 * BLOCK + 11, 30), (0, 2 * BLOCK + 41)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_part_of_a_parameter_gets_the_noise_that_it_has_in_the_whole(secure: bool, dtype: torch.dtype) -> None:
+    stream = KeyedStream(SECRET, "run", secure_rng=secure)
+    whole = draw(stream, size=2 * BLOCK + 41, dtype=dtype)
+    for start, count in PARTS:
+        assert torch.equal(draw(stream, size=count, start=start, dtype=dtype), whole[start : start + count])
+    rows = stream.normal(torch.Size([41, 3]), attempt=0, step=0, parameter="w", start=BLOCK, dtype=dtype)
+    assert torch.equal(rows.flatten(), whole[BLOCK : BLOCK + 123])
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_threads_change_no_number(secure: bool) -> None:
+    stream = KeyedStream(SECRET, "run", secure_rng=secure)
+    whole = draw(stream, size=3 * BLOCK + 1, threads=1)
+    assert torch.equal(draw(stream, size=3 * BLOCK + 1, threads=3), whole)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_blocks_are_unrelated_to_one_another_and_to_the_blocks_of_other_keys(secure: bool) -> None:
+    stream = KeyedStream(SECRET, "run", secure_rng=secure)
+    blocks = list(draw(stream, size=3 * BLOCK).split(BLOCK))
+    blocks += list(draw(stream, size=3 * BLOCK, step=1).split(BLOCK))
+    blocks += list(draw(stream, size=3 * BLOCK, parameter="v").split(BLOCK))
+    correlations = torch.corrcoef(torch.stack(blocks).double()).fill_diagonal_(0.0)
+    assert correlations.abs().max() < 6 / BLOCK**0.5
+    assert stats.kstest(torch.cat(blocks).double().numpy(), "norm").pvalue > 1e-4
+
+
+def test_the_key_of_a_block_is_none_of_another_parameter_or_step() -> None:
+    stream, digests = KeyedStream(SECRET, "run"), []
+    honest = stream._digest
+
+    def noted(*key: object, size: int = 32) -> bytes:
+        digests.append(honest(*key, size=size))
+        return digests[-1]
+
+    stream._digest = noted  # type: ignore[method-assign]
+    for step in (0, 1, 11):
+        for name in ("w", "w1"):
+            draw(stream, size=12 * BLOCK, step=step, parameter=name)
+    assert len(digests) == 3 * 2 * 12 == len(set(digests))
+
+
+def test_the_noise_of_no_coordinates_and_of_a_single_number_is_drawn() -> None:
+    stream = KeyedStream(SECRET, "run")
+    assert draw(stream, size=0).shape == (0,)
+    assert stream.normal(torch.Size([]), attempt=0, step=0, parameter="w") == draw(stream, size=1)[0]
+
+
+def test_a_part_is_drawn_without_the_memory_of_the_whole() -> None:
+    tracemalloc.start()
+    try:
+        draw(KeyedStream(SECRET, "run"), size=100, start=10**12)
+        assert tracemalloc.get_traced_memory()[1] < 4 * BLOCK + 100_000
+    finally:
+        tracemalloc.stop()

@@ -23,6 +23,7 @@ from lit_dpret.privacy.groups import check_max_units
 from lit_dpret.privacy.modes.base import Guarantee, PrivacyMode, StepCounts, Update, trainable
 from lit_dpret.privacy.modes.state_watch import StateWatch
 from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.placement import like, place_of
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import SamplingRequest
 from lit_dpret.privacy.xla import cut, read
@@ -206,24 +207,27 @@ class GaussianMode(PrivacyMode):
         std = self._plan.noise_std
         gradients: dict[str, Tensor] = {}
         squares: list[Tensor] = []
+        held: list[int] = []  # how many coordinates of each parameter are noised by this process
         for name, parameter in trainable(self._module).items():
-            total = sums[name]
+            total, start = place_of(sums[name])
             noise = self._stream.normal(
                 total.shape,
                 attempt=attempt,
                 step=step,
                 parameter=name,
                 salt=salt,
+                start=start,
                 device=total.device,
                 dtype=total.dtype,
             ).mul_(std)
             noised = total + noise
             squares.append((noised - total).double().pow(2).sum())
-            gradients[name] = noised.div_(self._plan.denominator).to(parameter.dtype)
+            held.append(total.numel())
+            gradients[name] = like(sums[name], noised.div_(self._plan.denominator).to(parameter.dtype))
         for device in {gradient.device for gradient in gradients.values()}:
             cut(device)
-        measured = [(added, sums[name].numel()) for name, added in zip(gradients, read(squares), strict=True)]
-        measured.append((sum(added for added, _ in measured), sum(count for _, count in measured)))
+        measured = list(zip(read(squares), held, strict=True))
+        measured.append((sum(added for added, _ in measured), sum(held)))
         weakest = min(std, *(_believed_std(added, count, std) for added, count in measured))
         return Update(gradients, weakest, self._plan.sensitivity, self._plan.denominator)
 
@@ -240,6 +244,8 @@ def _believed_std(squares: float, coordinates: int, planned: float) -> float:
     its 1e-12 quantile is taken for less noise. The measured value is not reported unless that alarm goes
     off: knowing the exact norm of the noise would help to subtract it.
     """
+    if coordinates == 0:  # this process holds nothing of the parameter
+        return planned
     measured = squares / planned**2
     if measured > 0 and measured >= _least_believed(coordinates):
         return planned

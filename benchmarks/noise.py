@@ -1,0 +1,83 @@
+"""How fast the noise of a step is drawn: one thread, two, SHAKE-256, and a parameter at once as before.
+
+    python benchmarks/noise.py
+
+All ways draw as many numbers in every round, in turns, so that the load of the machine falls on all of them. What
+counts is the ratio. T5-XL has 2.85e9 coordinates, which on one rank are noised in every logical step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lit_dpret.privacy.noise import BLOCK, KeyedStream
+
+OUT = Path(__file__).resolve().parent / "results" / "noise_cpu.json"
+T5_XL = 2.85e9
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=1 << 24, help="coordinates of a parameter")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=OUT)
+    arguments = parser.parse_args()
+    count, secret = arguments.count, os.urandom(32)
+    plain, secure = KeyedStream(secret, "benchmark"), KeyedStream(secret, "benchmark", secure_rng=True)
+
+    def at_once() -> None:
+        np.random.Generator(np.random.Philox(key=7)).standard_normal(count, dtype=np.float32)
+
+    def blocks(stream: KeyedStream, threads: int, part: int = count) -> Callable[[], None]:
+        def draw() -> None:
+            stream.normal(torch.Size([part]), attempt=0, step=0, parameter="w", threads=threads)
+
+        return draw
+
+    few = max(count // 8, 1)  # SHAKE-256 is slow
+    ways: dict[str, tuple[Callable[[], None], int]] = {
+        "a parameter at once": (at_once, count),
+        "blocks, 1 thread": (blocks(plain, 1), count),
+        f"blocks, {arguments.threads} threads": (blocks(plain, arguments.threads), count),
+        "SHAKE-256, 1 thread": (blocks(secure, 1, few), few),
+        f"SHAKE-256, {arguments.threads} threads": (blocks(secure, arguments.threads, few), few),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(arguments.rounds):
+        for name, (draw, size) in ways.items():
+            began = time.perf_counter()
+            draw()
+            rates[name].append(size / (time.perf_counter() - began))
+    base = "a parameter at once"
+    rows = {
+        name: {
+            "normals_per_second": round(statistics.median(found)),
+            f"ratio_to_{base.replace(' ', '_')}": round(
+                statistics.median(a / b for a, b in zip(found, rates[base], strict=True)), 2
+            ),
+            "seconds_for_t5_xl": round(T5_XL / statistics.median(found), 1),
+        }
+        for name, found in rates.items()
+    }
+    facts = {"rows": rows, "count": count, "block": BLOCK, "rounds": arguments.rounds, "cores": os.cpu_count(),
+             "load": [round(load, 2) for load in os.getloadavg()], "machine": platform.machine(),
+             "numpy": np.__version__}  # fmt: skip
+    arguments.out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+r"""Parameters that FSDP2 cut up over the ranks: whole while gradients are clipped, in shards for everything else.
+
+Under ``trainer=fsdp`` each rank keeps a part of every parameter (``torch.distributed.fsdp.fully_shard``), and with it
+a part of the optimizer's state, the fp32 master weights and the noise. Clipping wants whole layers: a unit's norm is
+of its gradient in all of them. So the parameters are gathered before the first physical batch of a logical step, and
+given up again after the last one; nothing that FSDP does by itself in a backward pass takes part:
+
+* the clipped sums are added up over the ranks in float32 or wider, and each rank gets its shard of the total;
+* each rank adds the noise of its shard, which is drawn by flat index and is what one process would add there;
+* the optimizer steps on shards.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.privacy.placement import like
+
+#: Elements that one reduction hands in: 100 MB in float32.
+BUCKET = 25_000_000
+
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Shards:
+    """The shards of one module's parameters, on one rank.
+
+    Guarantees:
+        - Outside of ``gather`` and ``scatter`` every parameter is a ``DTensor`` of which this rank holds a part.
+        - Between them each is a plain tensor, the same object every time, so that a clipping engine knows it again.
+        - Whatever a forward pass does to the gathered copies is forgotten by ``scatter``.
+
+    Args:
+        module: Becomes the root. Each block of a ``ModuleList`` whose parameters nobody else uses is gathered in one
+            message of its own, the rest in one more.
+        mesh: One-dimensional: the ranks.
+        compute_dtype: What the gathered copies are in; None for that of the parameters, which stay as they are.
+
+    Raises:
+        UnsupportedModelError: A parameter cannot be cut.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Any, *, compute_dtype: torch.dtype | None = None) -> None:
+        for name, parameter in module.named_parameters():
+            if parameter.dim() == 0:
+                raise UnsupportedModelError(
+                    f"Parameter {name} is a single number without an axis, which cannot be cut. Give it the shape "
+                    "(1,), or choose trainer=ddp."
+                )
+        # What FSDP does in a backward pass takes no part, so a hook that it may lose there is no loss.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, cast_forward_inputs=False)
+        for block in own_blocks(module):
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        self.module, self.group, self.world = module, mesh.get_group(), mesh.size()
+        self._sharded = [found for found in module.modules() if isinstance(found, FSDPModule)]
+        for found in self._sharded:  # gathering is done here alone, and so is adding up
+            found.set_reshard_after_backward(False, recurse=False)
+            found.set_requires_gradient_sync(False, recurse=False)
+        self.gathered = False
+
+    def gather(self) -> None:
+        """Make every parameter whole, on every rank; all ranks call it."""
+        if not self.gathered:
+            for found in self._sharded:
+                found.unshard()
+            self.gathered = True
+
+    def scatter(self) -> None:
+        """Keep the own shard of every parameter, and forget the rest."""
+        if self.gathered:
+            for found in self._sharded:
+                found.reshard()
+            self.gathered = False
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Parameters are whole inside, and after it as they were before; all ranks enter it."""
+        before = self.gathered
+        self.gather()
+        try:
+            yield
+        finally:
+            if not before:
+                self.scatter()
+
+    def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Add whole tensors up over the ranks, and keep the own shard of the totals.
+
+        Guarantees:
+            - Sums are formed in float32 or wider.
+            - A tensor is let go as soon as it is added up, so that the whole ones are not held beside copies of all.
+
+        Args:
+            sums: By parameter name, of the whole parameter's shape; it is emptied. All ranks call it, with the same
+                names. Parameters are in shards.
+
+        Returns:
+            ``DTensor`` s, cut as the parameters are.
+        """
+        parameters = dict(self.module.named_parameters())
+        found: dict[str, Tensor] = {}
+        for names in _buckets(sums):
+            parts = [sums.pop(name) for name in names]
+            wide = torch.promote_types(parts[0].dtype, torch.float32)
+            layouts = [_layout(name, parameters[name], self.world) for name in names]
+            pairs = list(zip(parts, layouts, strict=True))
+            sent = torch.cat([_chunk(*pair, rank).to(wide) for rank in range(self.world) for pair in pairs])
+            del parts, pairs
+            own = torch.empty(len(sent) // self.world, dtype=wide, device=sent.device)
+            _reduce_scatter(own, sent, group=self.group)
+            del sent
+            pieces = own.split([layout.padded for layout in layouts])
+            for name, layout, piece in zip(names, layouts, pieces, strict=True):
+                found[name] = layout.shard_of(parameters[name], piece)
+        return found
+
+    @contextmanager
+    def assembled(self, *, here: bool) -> Iterator[None]:
+        """The master weights, whole and on the CPU, in the module of those ranks that say ``here``.
+
+        For writing a model: gathered copies may be in a lower precision. All ranks enter it; one that does not say
+        ``here`` keeps its shards. Parameters are in shards before and after.
+        """
+        places = [
+            (layer, name, parameter)
+            for layer in self.module.modules()
+            for name, parameter in layer._parameters.items()
+            if isinstance(parameter, DTensor)
+        ]
+        whole: dict[int, nn.Parameter] = {}
+        for key, parameter in {id(parameter): parameter for _, _, parameter in places}.items():
+            full = parameter.detach().full_tensor()
+            if here:
+                whole[key] = nn.Parameter(full.cpu(), requires_grad=parameter.requires_grad)
+            del full
+        try:
+            for layer, name, parameter in places if here else ():
+                layer._parameters[name] = whole[id(parameter)]
+            yield
+        finally:
+            for layer, name, parameter in places if here else ():
+                layer._parameters[name] = parameter
+
+
+def own_blocks(module: nn.Module) -> list[nn.Module]:
+    """The blocks of a model: elements of a ``ModuleList``, not inside another, whose parameters nobody else uses."""
+    users: dict[int, int] = {}
+    for _, parameter in module.named_parameters(remove_duplicate=False):
+        users[id(parameter)] = users.get(id(parameter), 0) + 1
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for layer in module.modules():
+        if not isinstance(layer, nn.ModuleList):
+            continue
+        for block in layer:
+            own: dict[int, int] = {}
+            for _, parameter in block.named_parameters(remove_duplicate=False):
+                own[id(parameter)] = own.get(id(parameter), 0) + 1
+            alone = bool(own) and all(users[key] == count for key, count in own.items())
+            if alone and id(block) not in inside and any(True for _ in block.children()):
+                found.append(block)
+                inside.update(id(part) for part in block.modules())
+    return found
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How the rows of a parameter lie on the ranks: ``rows`` on each, until there are none left."""
+
+    rows: int
+    total: int
+    row: int
+
+    @property
+    def padded(self) -> int:
+        return self.rows * self.row
+
+    def shard_of(self, parameter: Tensor, piece: Tensor) -> Tensor:
+        if not isinstance(parameter, DTensor):
+            raise ConfigurationError("The parameters are whole; their shards are wanted.")
+        local = parameter.to_local()
+        return like(parameter, piece[: local.numel()].clone().view(local.shape))
+
+
+def _layout(name: str, parameter: Tensor, world: int) -> _Layout:
+    if not isinstance(parameter, DTensor) or tuple(parameter.placements) != (Shard(0),):
+        raise UnsupportedModelError(f"Parameter {name} is not cut along its first axis, so its noise has no place.")
+    total = parameter.shape[0]
+    return _Layout(-(-total // world), total, parameter.numel() // max(total, 1))
+
+
+def _chunk(whole: Tensor, layout: _Layout, rank: int) -> Tensor:
+    """The rows of ``whole`` that belong to ``rank``, flat, padded with zeros to as many as rank 0 has."""
+    first = min(rank * layout.rows, layout.total)
+    part = whole[first : first + layout.rows].reshape(-1)
+    return part if len(part) == layout.padded else torch.cat([part, part.new_zeros(layout.padded - len(part))])
+
+
+def _buckets(sums: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Names of tensors of one kind, in an order that is the same on every rank, as many as one message holds."""
+    kinds: dict[Any, list[str]] = {}
+    for name in sorted(sums):
+        kinds.setdefault(str(sums[name].dtype), []).append(name)
+    for names in kinds.values():
+        bucket: list[str] = []
+        size = 0
+        for name in names:
+            if bucket and size + sums[name].numel() > BUCKET:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(name)
+            size += sums[name].numel()
+        if bucket:
+            yield bucket
