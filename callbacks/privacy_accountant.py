@@ -31,6 +31,8 @@ from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.run import Position, PrivateRun
 from lit_dpret.privacy.sampling import UnitCollator
 from lit_dpret.privacy.start import Start, note_start, read_start
+from lit_dpret.privacy.sweep_places import note_sweep
+from lit_dpret.sweeps import SweepFolder
 
 
 class PrivacyAccountant(Callback):
@@ -59,6 +61,8 @@ class PrivacyAccountant(Callback):
         init_from: The run whose model this one starts from; its cost goes into the ledger and the claim.
             ``privacy.eps`` stays the budget of this run alone.
         init_from_is_public: Declares that nothing private went into that model.
+        trial_of: The folder of the sweep that the run is a trial of. The run takes over one of the reservations that
+            the sweep made in its ledger of the data set, and its own ledger and card tell of the sweep.
     """
 
     counts_releases = True
@@ -73,6 +77,7 @@ class PrivacyAccountant(Callback):
         eps_log_points: int = 10,
         init_from: str | Path | None = None,
         init_from_is_public: bool = False,
+        trial_of: str | Path | None = None,
     ) -> None:
         if replay not in ("auto", "never"):
             raise ConfigurationError(f"callbacks.accountant.replay={replay!r} is not one of auto, never.")
@@ -82,6 +87,7 @@ class PrivacyAccountant(Callback):
         self.replay = replay
         self.eps_log_points = eps_log_points
         self.init_from, self.init_from_is_public = init_from, init_from_is_public
+        self.sweep = None if trial_of is None else SweepFolder.read(trial_of)
         self.plan: PrivacyPlan | None = None
         self._start: Start | None = None
         self._dataset: DatasetLedger | None = None
@@ -156,6 +162,7 @@ class PrivacyAccountant(Callback):
             run_id="seeded" if seeded else None,
         )
         note_start(self._run.ledger, start)
+        note_sweep(self._run.ledger, None if self.sweep is None else self.sweep.describe())
         self.sampler = planned.sampler(data, self._run.stream)
         self.sampler.before_first_draw = lambda: self._begin(trainer, pl_module)
         # Until the account reserves, nothing is: a step that came too early would be refused.
@@ -179,6 +186,18 @@ class PrivacyAccountant(Callback):
         if not isinstance(mode, GaussianMode) or self.plan is None:
             return None
         ledger = mode.ledger_of_dataset(self.plan.budget, run_dir=self.run_dir)
+        if self.sweep is not None:
+            if ledger is not None:
+                raise ConfigurationError(
+                    f"privacy.dataset_ledger={mode.dataset_ledger} in a trial: the ledger of a sweep is that of its "
+                    "plan. Give it to task=sweep as task.dataset_ledger, and leave this one null."
+                )
+            ledger = self.sweep.ledger(self.plan.budget, trial=True)
+            if ledger is None:
+                raise ConfigurationError(
+                    f"trial_of={self.sweep.folder} planned no private run, and this one is under privacy={mode.name}. "
+                    "Plan the sweep that it belongs to."
+                )
         if ledger is not None and not self.resume:
             ledger.require([self.plan.release(self.planned_steps)])
         return ledger

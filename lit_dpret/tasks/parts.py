@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,30 @@ from typing import Any
 from lit_dpret.errors import StorageError
 from lit_dpret.privacy.start import model_folder
 
-__all__ = ["Parts", "check_run_dir", "model_folder"]
+__all__ = ["ComposedRun", "Parts", "check_run_dir", "model_folder"]
+
+
+@dataclass(frozen=True)
+class ComposedRun:
+    """Another run of this program, composed and not started.
+
+    Args:
+        describe: The settings of some groups as one text, the same for equal settings.
+        make: Makes its task and its parts.
+    """
+
+    describe: Callable[[Sequence[str]], str]
+    make: Callable[[], tuple[Any, Parts]]
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Factories for the pieces of a run; nothing is built, read or downloaded before its call."""
+    """Factories for the pieces of a run; nothing is built, read or downloaded before its call.
+
+    Attributes:
+        make_run: Composes another run, given its settings as on the command line.
+        trial_of: The folder of the sweep that the run is a trial of.
+    """
 
     run_dir: Path
     make_privacy: Callable[..., Any]
@@ -27,6 +45,8 @@ class Parts:
     make_loggers: Callable[[], list[Any]] = list
     make_canaries: Callable[[], Any] = lambda: None
     make_federation: Callable[[], Any] = lambda: None
+    make_run: Callable[[Sequence[str]], ComposedRun] | None = None
+    trial_of: Path | None = None
     resume: bool = False
     seed: int = 0
     command: str = field(default="python train.py")
