@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import rank_zero_only
 
 from lit_dpret.errors import StorageError
 
 
 class MetricsFile(Logger):
-    """A Lightning logger that appends to ``metrics.jsonl`` in the run folder.
+    """A Lightning logger that appends to ``metrics.jsonl`` in the run folder, on rank 0.
 
     It never writes hyper-parameters: a configuration may name private paths, and the run folder
     holds it already.
@@ -38,6 +39,7 @@ class MetricsFile(Logger):
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
         return None
 
+    @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         line = {"step": step} | {
             key: value if math.isfinite(value) else str(value)

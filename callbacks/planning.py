@@ -12,6 +12,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.modes import GaussianMode, PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.privacy.releases import Poisson, SamplingLaw, Shuffle
 from lit_dpret.privacy.sampling import PrivateBatchSampler, steps_per_epoch
 
@@ -34,8 +35,8 @@ class PlannedRun:
     steps_per_epoch: int
     sub_batches: int | None = None
 
-    def sampler(self, data: Any, stream: KeyedStream) -> PrivateBatchSampler:
-        """The sampler of the law, over the units of ``data``."""
+    def sampler(self, data: Any, stream: KeyedStream, *, ranks: Ranks | None = None) -> PrivateBatchSampler:
+        """The sampler of the law, over the units of ``data``; with ``ranks``, of this rank's part of each draw."""
         return PrivateBatchSampler(
             self.law,
             units=data.n_units,
@@ -44,6 +45,7 @@ class PlannedRun:
             stream=stream,
             sub_batches=self.sub_batches,
             n_max=None if self.plan is None or self.plan.coupling is None else self.plan.coupling.n_max,
+            ranks=ranks,
         )
 
 

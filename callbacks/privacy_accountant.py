@@ -16,8 +16,9 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lit_dpret.callbacks.planning import plan_run
+from lit_dpret.callbacks.planning import PlannedRun, plan_run
 from lit_dpret.callbacks.refusals import refuse_broken_claims, refuse_replaced_sampler
+from lit_dpret.callbacks.strategies import keep_the_sampler
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.card import LEDGER_NAME
 from lit_dpret.privacy.dataset_account import DatasetAccount
@@ -26,13 +27,15 @@ from lit_dpret.privacy.fingerprints import state_hash
 from lit_dpret.privacy.gate import ReleaseGate
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import GaussianMode, PrivacyMode
-from lit_dpret.privacy.noise import load_secret, published_secret
+from lit_dpret.privacy.noise import KeyedStream, load_secret, published_secret
 from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.privacy.run import Position, PrivateRun
 from lit_dpret.privacy.sampling import UnitCollator
+from lit_dpret.privacy.shared_gate import SharedGate
 from lit_dpret.privacy.start import Start, note_start, read_start
 from lit_dpret.privacy.sweep_places import note_sweep
-from lit_dpret.sweeps import SweepFolder
+from lit_dpret.sweeps import SweepFolder, trial_ledger
 
 
 class PrivacyAccountant(Callback):
@@ -49,6 +52,7 @@ class PrivacyAccountant(Callback):
         - With ``privacy.dataset_ledger``, no step is made that would bring the total of all runs on
           the data set past ``privacy.total_eps``; each fit reserves its own steps, also a second one
           with the same object.
+        - On several ranks there is one ledger, that of rank 0: what it grants or refuses holds on all.
 
     Args:
         run_dir: Where the ledger lies; null for the Trainer's ``default_root_dir``.
@@ -97,11 +101,13 @@ class PrivacyAccountant(Callback):
 
     @property
     def ledger(self) -> PrivacyLedger:
-        """The run's ledger; open for writing during ``fit``."""
+        """The run's ledger, on rank 0; open for writing during ``fit``."""
+        if "_run" not in vars(self):
+            raise AttributeError("This rank has no ledger open: rank 0 has, during fit.")
         return self._run.ledger
 
     def epsilon(self) -> float:
-        """Epsilon spent so far, from the ledger."""
+        """Epsilon spent so far, from the ledger; on another rank than 0, as it was last told."""
         return self._gate.epsilon()
 
     def start(self) -> Start | None:
@@ -116,28 +122,56 @@ class PrivacyAccountant(Callback):
         if stage != "fit":
             return
         self._forget_earlier_fit()
+        ranks = self._ranks = Ranks.here()
         module: Any = pl_module
+        mode: Any = getattr(module, "privacy", None)
         data: Any = getattr(trainer, "datamodule", None)
-        refuse_broken_claims(trainer, module, data)
-        mode: PrivacyMode = module.privacy
-        if (start := self.start()) is not None:
-            start.check(mode)
         self.run_dir = self.run_dir or Path(trainer.default_root_dir)
-        seeded = mode.noise_seed is not None
-        secret = (
-            load_secret(mode.secret_file, run_dir=self.run_dir)
-            if mode.noise_seed is None
-            else published_secret(mode.noise_seed)
-        )
+        planned = ranks.together(lambda: self._planned(trainer, module, data))
+        planned = ranks.share(lambda: planned)
+        self.plan, self.planned_steps = planned.plan, planned.steps
+        counted = self.sweep is not None and isinstance(mode, GaussianMode)
+        self._in_dataset = counted or getattr(mode, "dataset_ledger", None) is not None
+        secret = ranks.share(lambda: self._secret(mode))
+        run_id = ranks.share(lambda: self._open(module, data, planned, secret))
+        stream = self._run.stream if ranks.is_first else KeyedStream(secret, run_id, secure_rng=mode.secure_rng)
+        self.sampler = planned.sampler(data, stream, ranks=ranks)
+        self.sampler.before_first_draw = lambda: self._begin(trainer, pl_module)
+        own = None
+        if ranks.is_first:
+            # Until the account reserves, nothing is: a step that came too early would be refused.
+            reserved_until = None if self._dataset is None else 0
+            own = ReleaseGate(self._run, self.plan, mode, self.sampler, reserved_until=reserved_until)
+        self._gate = SharedGate(own, stream=stream, run_id=run_id, sampler=self.sampler, ranks=ranks)
+        data.attach(self.sampler, UnitCollator(module.collate_rows, data.rows_per_unit))
+        keep_the_sampler(trainer)
+        ranks.together(lambda: mode.attach(pl_module, self.plan, stream))
+        module.receive_guard(self._gate)
+
+    def _planned(self, trainer: L.Trainer, module: Any, data: Any) -> PlannedRun:
+        """What would run, once nothing speaks against it."""
+        refuse_broken_claims(trainer, module, data)
+        if (start := self.start()) is not None:
+            start.check(module.privacy)
+        if module.privacy.noise_seed is None and self._ranks.is_first:
+            self._secret(module.privacy)  # a bad secret file is refused before a long calibration
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, "plant_canaries"):  # an audit: before the run is planned, because n counts its units
                 callback.plant_canaries(trainer, module, data)
-        planned = plan_run(trainer, mode, data, module=pl_module, reserve=self.resume_reserve)
-        self.plan, self.planned_steps = planned.plan, planned.steps
+        return plan_run(trainer, module.privacy, data, module=module, reserve=self.resume_reserve)
+
+    def _secret(self, mode: PrivacyMode) -> bytes:
+        if mode.noise_seed is None:
+            return load_secret(mode.secret_file, run_dir=self.run_dir)
+        return published_secret(mode.noise_seed)
+
+    def _open(self, module: Any, data: Any, planned: PlannedRun, secret: bytes) -> str:
+        """Begin the ledger or go on with it, on rank 0; returns the id of the run."""
+        mode: PrivacyMode = module.privacy
         self._dataset = self._dataset_ledger(mode)
         planted = getattr(data, "planted_facts", None)
         self._run = PrivateRun.open(
-            self.run_dir / LEDGER_NAME,
+            Path(self.run_dir or ".") / LEDGER_NAME,
             resume=self.resume,
             secret=secret,
             secure_rng=mode.secure_rng,
@@ -159,18 +193,11 @@ class PrivacyAccountant(Callback):
             },
             data_fingerprint=data.data_fingerprint,
             unplanted_fingerprint=partial(data.data_fingerprint, planted=False) if planted else None,
-            run_id="seeded" if seeded else None,
+            run_id=None if mode.noise_seed is None else "seeded",
         )
-        note_start(self._run.ledger, start)
+        note_start(self._run.ledger, self.start())
         note_sweep(self._run.ledger, None if self.sweep is None else self.sweep.describe())
-        self.sampler = planned.sampler(data, self._run.stream)
-        self.sampler.before_first_draw = lambda: self._begin(trainer, pl_module)
-        # Until the account reserves, nothing is: a step that came too early would be refused.
-        reserved_until = None if self._dataset is None else 0
-        self._gate = ReleaseGate(self._run, self.plan, mode, self.sampler, reserved_until=reserved_until)
-        data.attach(self.sampler, UnitCollator(module.collate_rows, data.rows_per_unit))
-        mode.attach(pl_module, self.plan, self._run.stream)
-        module.receive_guard(self._gate)
+        return self._run.run_id
 
     def _forget_earlier_fit(self) -> None:
         """Let nothing of an earlier fit with this object stand for this one: not its reservation, nor its place."""
@@ -187,17 +214,7 @@ class PrivacyAccountant(Callback):
             return None
         ledger = mode.ledger_of_dataset(self.plan.budget, run_dir=self.run_dir)
         if self.sweep is not None:
-            if ledger is not None:
-                raise ConfigurationError(
-                    f"privacy.dataset_ledger={mode.dataset_ledger} in a trial: the ledger of a sweep is that of its "
-                    "plan. Give it to task=sweep as task.dataset_ledger, and leave this one null."
-                )
-            ledger = self.sweep.ledger(self.plan.budget, trial=True)
-            if ledger is None:
-                raise ConfigurationError(
-                    f"trial_of={self.sweep.folder} planned no private run, and this one is under privacy={mode.name}. "
-                    "Plan the sweep that it belongs to."
-                )
+            ledger = trial_ledger(self.sweep, self.plan.budget, own=ledger, mode=mode.name)
         if ledger is not None and not self.resume:
             ledger.require([self.plan.release(self.planned_steps)])
         return ledger
@@ -224,24 +241,36 @@ class PrivacyAccountant(Callback):
         if self._begun:
             return
         self._begun = True
-        if self._restored is None and self._run.intents and trainer.global_step > 0:
-            raise ResumeError("The checkpoint holds no accountant state, but the ledger holds releases.")
+        self._ranks.share(lambda: self._refuse_unknown_start(trainer))
         wrapped: Any = pl_module.optimizers()
         optimizer = wrapped.optimizer if hasattr(wrapped, "optimizer") else wrapped
         deterministic = pl_module.device.type == "cpu" and str(trainer.precision) in ("32-true", "64-true")
         replays = self.replay == "auto" and deterministic
-        self._gate.begin(self._restored, (lambda: state_hash(pl_module, optimizer)) if replays else None)
+        world = self._ranks.world_size  # a sum over another number of ranks has other last bits
+        self._gate.begin(self._restored, (lambda: state_hash(pl_module, optimizer, world)) if replays else None)
+        self._ranks.share(self._reserve)
+
+    def _refuse_unknown_start(self, trainer: L.Trainer) -> None:
+        if self._restored is None and self._run.intents and trainer.global_step > 0:
+            raise ResumeError("The checkpoint holds no accountant state, but the ledger holds releases.")
+
+    def _reserve(self) -> None:
+        """Reserve the run's steps in the ledger of its data set, on rank 0."""
         if self._dataset is not None:
             name = str(self.run_dir)
-            self._account = DatasetAccount(self._dataset, self._gate, steps=self.planned_steps, name=name)
+            self._account = DatasetAccount(self._dataset, self._gate.own, steps=self.planned_steps, name=name)
             self._account.reserve()
+
+    def _keep_covered(self) -> None:
+        if self._account is not None:
+            self._account.keep_covered()
 
     # -- during the run ----------------------------------------------------------------------
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if batch.part == 0:
+        if batch.part == self._ranks.rank:  # the first of its step here
             self._gate.require_budget(batch.step)
 
     def on_train_batch_end(
@@ -249,12 +278,12 @@ class PrivacyAccountant(Callback):
     ) -> None:
         if self.plan is None or not batch.last:
             return
-        if self._account is not None:
-            self._account.keep_covered()
+        if self._in_dataset:
+            self._ranks.share(self._keep_covered)
         every = max(1, -(-self.planned_steps // max(1, self.eps_log_points)))
         done = batch.step + 1
         if done % every == 0 or done == self.planned_steps:
-            metrics = {"privacy/eps_spent": self.epsilon(), "privacy/delta": self.plan.budget.delta}
+            metrics = {"privacy/eps_spent": self._gate.share_epsilon(), "privacy/delta": self.plan.budget.delta}
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=done)
             trainer.callback_metrics["privacy/eps_spent"] = torch.tensor(metrics["privacy/eps_spent"])
@@ -274,6 +303,11 @@ class PrivacyAccountant(Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._ended = True
+        self._ranks.share(self._finish)
+        if self._ranks.world_size > 1:
+            self._gate.share_epsilon()  # for who asks another rank when the run is over
+
+    def _finish(self) -> None:
         self._settle()
         self.ledger.append("end", reason="finished", steps=self._gate.steps_done)
 
@@ -284,10 +318,11 @@ class PrivacyAccountant(Callback):
             self.on_train_end(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if not hasattr(self, "_gate"):
+        if not hasattr(self, "_run"):  # nothing was opened yet, or this rank holds no ledger
             return
         try:
-            if not isinstance(exception, OSError) and not self._ended:  # the card names the ledger's last record
+            begun = hasattr(self, "_gate") and not self._ended  # once ended, the card names the ledger's last record
+            if begun and not isinstance(exception, OSError):
                 self._settle()
                 self.ledger.append("end", reason=type(exception).__name__, steps=self._gate.steps_done)
         finally:

@@ -25,6 +25,7 @@ from lit_dpret.privacy.card_pretraining import overlap_facts
 from lit_dpret.privacy.card_protocols import note_protocols, protocol_facts
 from lit_dpret.privacy.card_tuning import declared_search
 from lit_dpret.privacy.noise import PHILOX, SHAKE
+from lit_dpret.privacy.ranks import Ranks
 
 MODEL_FOLDER = "model"
 
@@ -35,6 +36,7 @@ class PrivacyCard(Callback):
     Guarantees:
         - The card's epsilon is recomputed from the ledger on disk.
         - The model folder carries a copy of the card, so that they are not parted.
+        - On several ranks, rank 0 writes, and the others wait for it.
 
     Args:
         run_dir: The run folder; null for the Trainer's ``default_root_dir``.
@@ -86,7 +88,9 @@ class PrivacyCard(Callback):
         self._written = False
         if stage != "fit" or not self.audit_protocols:
             return
-        module: Any = pl_module
+        Ranks.here().share(lambda: self._register(trainer, pl_module))
+
+    def _register(self, trainer: L.Trainer, module: Any) -> None:
         if module.privacy.guarantee == "inherited":
             raise ConfigurationError(
                 f"callbacks.card.audit_protocols with privacy={module.privacy.name}: this run makes no release of its "
@@ -100,7 +104,7 @@ class PrivacyCard(Callback):
         note_protocols(accountant.ledger, self.audit_protocols)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._write(trainer, pl_module, finished=True)
+        Ranks.here().share(lambda: self._write(trainer, pl_module, finished=True))
         self._written = True
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -111,7 +115,7 @@ class PrivacyCard(Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if self._written:  # what failed came after the end of training: the card of the finished model stays
             return
-        accountant = _accountant(trainer)
+        accountant = _accountant(trainer)  # on another rank than 0 it has no ledger
         begun = accountant is not None and hasattr(accountant, "ledger") and accountant.ledger.records
         if begun and not isinstance(exception, OSError):
             self._write(trainer, pl_module, finished=False)

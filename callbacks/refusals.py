@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 
+from lit_dpret.callbacks.strategies import refuse_unsupported
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.card_file import CARD_NAME
 from lit_dpret.privacy.card_subject import check_dataset_card
@@ -153,13 +154,8 @@ def _is_counted(run: Candidate) -> None:
         raise uncounted(type(run.module).__name__)
 
 
-def _one_process(run: Candidate) -> None:
-    if run.trainer.world_size > 1:
-        raise ConfigurationError(
-            f"trainer.devices={run.trainer.world_size} processes: this version trains on one device, and "
-            "refuses to guess how noise and batches are shared. Set trainer.devices=1.",
-            trap="T3",
-        )
+def _shown_strategy(run: Candidate) -> None:
+    refuse_unsupported(run.trainer, run.module.privacy)
 
 
 def _carries_a_card(run: Candidate) -> None:
@@ -272,7 +268,7 @@ def _no_clipping_of_the_sum(run: Candidate) -> None:
 
 
 _SHAPE: tuple[Check, ...] = (_is_private_module, _states_a_law)
-_EVERY: tuple[Check, ...] = (_is_counted, _one_process)
+_EVERY: tuple[Check, ...] = (_is_counted, _shown_strategy)
 _ANY_CLAIM: tuple[Check, ...] = (_starts_public, _validates_on_declared_data)
 _INHERITED: tuple[Check, ...] = (_carries_a_card,)
 _DP: tuple[Check, ...] = (

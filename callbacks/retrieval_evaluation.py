@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.card_leaks import DECLARED_EVENT, PRIVATE_EVENT
 from lit_dpret.privacy.card_subject import check_dataset_card
+from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.privacy.releases import NonPrivateRelease
 from lit_dpret.retrieval.metrics import Metric
 from lit_dpret.retrieval.qrels import check_qrels
@@ -37,6 +38,7 @@ class RetrievalEvaluation(Callback):
           the disk before each evaluation, and the card says what was let out and states no epsilon.
         - ``data=synthetic`` is held against the privacy card of the data.
         - Nothing is drawn from any random stream, so that the run is the same with and without it.
+        - On several ranks, rank 0 evaluates, and all learn the means.
 
     Args:
         data: Whose the evaluated queries are: ``public``, ``synthetic`` or ``private``. Null is for
@@ -155,7 +157,8 @@ class RetrievalEvaluation(Callback):
                 f"RetrievalEvaluation ranks by encode_queries and encode_passages, and {type(pl_module).__name__} has "
                 "none: it is for models that retrieve. Take it out of the callbacks."
             )
-        self._loaded = self._load(self.datamodule if self.datamodule is not None else data)
+        source = self.datamodule if self.datamodule is not None else data
+        Ranks.here().share(lambda: setattr(self, "_loaded", self._load(source)))
 
     def _load(self, source: Any) -> tuple[dict[str, str], dict[str, dict[str, int]], dict[str, str]]:
         """Queries, judgements and passages to evaluate on."""
@@ -168,7 +171,11 @@ class RetrievalEvaluation(Callback):
         return queries, qrels, passages
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.data in ("public", "synthetic") and (ledger := _ledger(trainer)) is not None:
+        if self.data in ("public", "synthetic"):
+            Ranks.here().share(lambda: self._declare(trainer))
+
+    def _declare(self, trainer: L.Trainer) -> None:
+        if (ledger := _ledger(trainer)) is not None:
             ledger.append("event", name=DECLARED_EVENT, data=self.data, split=self.split)
 
     def on_train_batch_end(
@@ -178,17 +185,17 @@ class RetrievalEvaluation(Callback):
             return
         done = batch.step + 1
         if done % self.every_n_steps == 0 or done == _planned_steps(trainer):
-            self._evaluate(trainer, pl_module, done)
+            self.last = Ranks.here().share(lambda: self._evaluate(trainer, pl_module, done))
+            found = {f"{self.prefix}/{name}": mean for name, mean in self.last.means.items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(found, step=done)
+            trainer.callback_metrics.update({name: torch.tensor(mean) for name, mean in found.items()})
 
-    def _evaluate(self, trainer: L.Trainer, module: Any, step: int) -> None:
+    def _evaluate(self, trainer: L.Trainer, module: Any, step: int) -> EvaluationResult:
         if self.data == "private" and (ledger := _ledger(trainer)) is not None:
             release = NonPrivateRelease(label=f"{', '.join(self.metrics)} of private {self.split} queries")
             ledger.append("event", name=PRIVATE_EVENT, at_step=step, release=release.to_dict())
-        self.last = self.measure(module)
-        found = {f"{self.prefix}/{name}": mean for name, mean in self.last.means.items()}
-        for logger in trainer.loggers:
-            logger.log_metrics(found, step=step)
-        trainer.callback_metrics.update({name: torch.tensor(mean) for name, mean in found.items()})
+        return self.measure(module)
 
     def measure(self, module: Any) -> EvaluationResult:
         """The metrics of a module as it is, with intervals and values per query.

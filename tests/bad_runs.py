@@ -217,7 +217,7 @@ BAD: list[tuple[str, str, Any]] = [
     ("T2", r"trainer.limit_train_batches", {"trainer": {"limit_train_batches": 0.5}}),
     ("T2", r"trainer.overfit_batches", {"trainer": {"overfit_batches": 1}}),
     ("T2", r"batch sampler was replaced", {"make_data": Swapped}),
-    ("T3", r"trainer.devices=2 processes", {"trainer": {"devices": 2, "strategy": "ddp"}}),
+    ("T3", r"trainer.strategy=ddp_spawn", {"trainer": {"devices": 2, "strategy": "ddp_spawn"}}),
     ("T5", r"declare datamodule.sample_rate", {"mode": DECLARED}),
     ("T5", r"Set privacy.delta to a constant", {"mode": NO_DELTA, "data": RATE}),
     ("T5", r"Set datamodule.expected_batch_size", {"mode": DECLARED, "data": RATE | {"expected_batch_size": None}}),

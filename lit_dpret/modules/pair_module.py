@@ -211,6 +211,8 @@ class PairModule(PrivateModule):
         physical = getattr(data, "physical_batch_size", None)
         if self._takes_whole_batches and stage == "fit" and expected and physical and physical < expected:
             raise self._cut(f"datamodule.physical_batch_size={physical} is below {expected}, the expected_batch_size")
+        if self._takes_whole_batches and stage == "fit" and self.trainer.world_size > 1:
+            raise self._cut(f"trainer.devices: {self.trainer.world_size} processes share each logical batch")
 
     def training_step(self, batch: UnitBatch, batch_idx: int) -> None:
         if self._takes_whole_batches and not (batch.last and batch.part == 0):

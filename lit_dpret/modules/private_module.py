@@ -27,6 +27,7 @@ from lit_dpret.modules.checkpointed import Checkpointed
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.privacy.guard import Guard, uncounted
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
+from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.privacy.sampling import Row, UnitBatch, map_rows, rows_in_turn, take_rows
 
 
@@ -39,6 +40,8 @@ class PrivateModule(Checkpointed):
 
     Guarantees:
         - A logical step is taken for every draw, an empty one included.
+        - On several ranks the sums of a step are added up before they are noised, and every rank makes the same
+          update from the same noise.
         - No update is made without a permit, and every permit is asked for before noise is drawn.
         - Losses computed on private rows are logged only where the mode promises nothing, or
           where ``log_private_loss`` declares the leak; the card then says so.
@@ -66,6 +69,7 @@ class PrivateModule(Checkpointed):
         self.optimizer_spec = optimizer
         self.log_private_loss = log_private_loss
         self._guard: Guard | None = None
+        self._ranks = Ranks()
         self._batches_seen = 0
         self._loss_sum = 0.0
 
@@ -92,6 +96,7 @@ class PrivateModule(Checkpointed):
     def receive_guard(self, guard: Guard) -> None:
         """Called by the accountant once plan, mode and ledger are ready."""
         self._guard = guard
+        self._ranks = Ranks.here()
 
     def on_train_start(self) -> None:
         if self._guard is None:
@@ -133,8 +138,9 @@ class PrivateModule(Checkpointed):
         """Called before a physical batch that holds rows: for what a loss needs beside them, as public passages."""
 
     def _logical_step(self, guard: Guard, attempt: int, step: int) -> None:
-        units = self.privacy.counts.units
         sums = self.privacy.take()
+        self._add_up(sums)
+        units = self.privacy.counts.units
         permit = guard.authorise(attempt, step, units, sums)
         update = self.privacy.privatize(sums, attempt=permit.attempt, step=permit.step, salt=permit.salt)
         del sums
@@ -153,6 +159,17 @@ class PrivateModule(Checkpointed):
         if self.log_private_loss or self.privacy.guarantee != "dp":
             self.log("train/loss", self._loss_sum / max(units, 1), on_step=True, prog_bar=True, batch_size=1)
         self._loss_sum = 0.0
+
+    def _add_up(self, sums: dict[str, Tensor]) -> None:
+        """Add the sums and counts of all ranks, so that each holds those of the whole logical batch."""
+        if self._ranks.world_size == 1:
+            return
+        counts = self.privacy.counts
+        found = torch.tensor([counts.units, counts.clipped, counts.non_finite, self._loss_sum], dtype=torch.float64)
+        self._ranks.sum_(sums, found)
+        units, clipped, non_finite = (round(float(count)) for count in found[:3])
+        self.privacy.counts = StepCounts(units, clipped, non_finite)
+        self._loss_sum = float(found[3])
 
     def unit_loss(self, batch: UnitBatch) -> Callable[[], Tensor]:
         """A function that runs the forward pass and returns one loss per row, ``(rows,)``.

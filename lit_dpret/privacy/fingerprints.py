@@ -25,9 +25,11 @@ def _bytes(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[bytes | memoryview
         yield flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
-def state_hash(module: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """SHA-256 of every parameter, buffer and optimizer tensor."""
+def state_hash(module: nn.Module, optimizer: torch.optim.Optimizer, world_size: int = 1) -> str:
+    """SHA-256 of every parameter, buffer and optimizer tensor, and of the number of ranks that add up a sum."""
     digest = hashlib.sha256()
+    if world_size > 1:
+        digest.update(f"{world_size} ranks".encode())
     tensors: list[tuple[str, Tensor]] = sorted(module.state_dict().items())
     for group, content in enumerate(optimizer.state_dict()["state"].items()):
         index, state = content

@@ -23,6 +23,7 @@ from torch.utils.data import Sampler
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.coupling import largest_batch
 from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.privacy.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
 
 PADDING = -1
@@ -122,8 +123,8 @@ class UnitBatch:
         unit_ids: The slot of each row's unit, shape ``(rows,)``.
         mask: Which slots hold a real unit, shape ``(units,)``.
         step: The logical step, counted from 0.
-        part: The physical batch within the step, counted from 0.
-        last: Whether this is the last physical batch of its step.
+        part: The physical batch within the step, over all ranks: rank r has r, r + world size, and so on.
+        last: Whether this is the last physical batch of its step on this rank.
         attempt: The attempt whose coins drew it.
     """
 
@@ -228,6 +229,9 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         - With a coupling, the physical batches of a step are its sub-batches: each drawn unit is
           assigned to one by a coin of its own, and none holds more than ``n_max`` units. What is
           left out is chosen uniformly.
+        - All ranks draw the same step and deal it out: unit i of the draw, or sub-batch i where there are
+          sub-batches, goes to rank i modulo their number. Each rank hands out the same number of physical
+          batches, of padding where it has no units, so that none waits for another.
 
     Args:
         law: What is drawn, from ``PrivacyPlan.law``.
@@ -238,6 +242,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         sub_batches: Into how many sub-batches a logical batch falls; None to cut it by
             ``physical_batch_size``.
         n_max: Most units of a sub-batch; None for no bound.
+        ranks: The processes that share each draw; this one hands out its part.
     """
 
     def __init__(
@@ -250,6 +255,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         stream: KeyedStream,
         sub_batches: int | None = None,
         n_max: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         if physical_batch_size < 1:
             raise ConfigurationError(f"datamodule.physical_batch_size={physical_batch_size} must be at least 1.")
@@ -259,6 +265,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         self.physical_batch_size = physical_batch_size
         self.sub_batches = sub_batches
         self.n_max = n_max
+        self.ranks = ranks or Ranks()
         self.attempt = 0
         self.next_step = 0
         self.before_first_draw: Callable[[], None] = lambda: None
@@ -290,29 +297,43 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
 
     @property
     def physical_batches_per_step(self) -> int | None:
-        """How many physical batches make a step; None under plain Poisson, where it varies."""
+        """How many physical batches make a step on each rank; None under plain Poisson, where it varies."""
         if self.sub_batches is not None:
-            return self.sub_batches
+            return math.ceil(self.sub_batches / self.ranks.world_size)
         largest = largest_batch(self.law, self.units)
-        return None if largest is None else max(1, math.ceil(largest / self.physical_batch_size))
+        return None if largest is None else self._parts(largest)
+
+    def _parts(self, units: int) -> int:
+        """How many physical batches the fullest rank needs for ``units`` units of all ranks."""
+        return max(1, math.ceil(math.ceil(units / self.ranks.world_size) / self.physical_batch_size))
 
     def physical_batches(self, step: int) -> list[list[Draw]]:
-        """Logical step ``step`` as a list of physical batches, never empty."""
+        """This rank's part of logical step ``step`` as a list of physical batches, never empty."""
         units = self.draw(step)
         picks = self._stream.coins(self.attempt, step, purpose="rows").integers(0, 2**62, size=len(units))
-        size = self.physical_batch_size
-        parts = self.physical_batches_per_step or max(1, math.ceil(len(units) / size))
-        members = self._sub_batches(units, step)
+        parts = self.physical_batches_per_step or self._parts(len(units))
+        members = self._members(units, step, parts)
         batches: list[list[Draw]] = []
-        for part in range(parts):
-            chosen = slice(part * size, (part + 1) * size) if members is None else members[part]
-            last = part == parts - 1
+        for position in range(parts):
+            chosen = members[position]
+            part = position * self.ranks.world_size + self.ranks.rank
+            last = position == parts - 1
             batch = [
                 Draw(int(unit), step, part, last, int(pick), self.attempt)
                 for unit, pick in zip(units[chosen], picks[chosen], strict=True)
             ]
             batches.append(batch or [Draw(PADDING, step, part, last, attempt=self.attempt)])
         return batches
+
+    def _members(self, units: np.ndarray, step: int, parts: int) -> list[np.ndarray]:
+        """Which of the drawn units, by position, make each of this rank's physical batches."""
+        rank, world = self.ranks.rank, self.ranks.world_size
+        whole = self._sub_batches(units, step)
+        if whole is None:
+            own, size = np.arange(rank, len(units), world), self.physical_batch_size
+            return [own[part * size : (part + 1) * size] for part in range(parts)]
+        nobody = np.arange(0)
+        return (whole[rank::world] + [nobody] * parts)[:parts]
 
     def _sub_batches(self, units: np.ndarray, step: int) -> list[np.ndarray] | None:
         """Which of the drawn units, by position, make each sub-batch; None where there are none."""

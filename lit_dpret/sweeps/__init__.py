@@ -5,7 +5,7 @@ without a server, and tells the ledger of the data set beforehand what all trial
 """
 
 from lit_dpret.sweeps.file import SweepFile, Trial
-from lit_dpret.sweeps.folder import SweepFolder, write_result
+from lit_dpret.sweeps.folder import SweepFolder, trial_ledger, write_result
 from lit_dpret.sweeps.runner import run_trials
 
-__all__ = ["SweepFile", "SweepFolder", "Trial", "run_trials", "write_result"]
+__all__ = ["SweepFile", "SweepFolder", "Trial", "run_trials", "trial_ledger", "write_result"]

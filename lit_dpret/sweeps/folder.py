@@ -178,6 +178,32 @@ class SweepFolder:
         }
 
 
+def trial_ledger(sweep: SweepFolder, budget: PrivacyBudget, *, own: DatasetLedger | None, mode: str) -> DatasetLedger:
+    """The ledger in which a private trial takes over one of the reservations of its sweep.
+
+    Args:
+        sweep: The sweep.
+        budget: The trial's.
+        own: The ledger that the trial names by itself, which must be none.
+        mode: The name of the trial's privacy mode, for the message.
+
+    Raises:
+        ConfigurationError: The trial names a ledger of its own, or the sweep planned no private run.
+    """
+    if own is not None:
+        raise ConfigurationError(
+            f"privacy.dataset_ledger={own.path} in a trial: the ledger of a sweep is that of its plan. Give it to "
+            "task=sweep as task.dataset_ledger, and leave this one null."
+        )
+    ledger = sweep.ledger(budget, trial=True)
+    if ledger is None:
+        raise ConfigurationError(
+            f"trial_of={sweep.folder} planned no private run, and this one is under privacy={mode}. Plan the sweep that "
+            "it belongs to."
+        )
+    return ledger
+
+
 def write_result(folder: Path, settings: Sequence[str], metrics: Mapping[str, Any]) -> None:
     """Say that a trial is done and what it reached; for its owner alone, since scores may be of private queries."""
     numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_only
+
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.sweeps import SweepFolder, write_result
 
@@ -30,12 +32,14 @@ class TrialOf:
             )
 
     def finish(self, overrides: Sequence[str], result: Any) -> None:
-        """Write down what the trial was and what it reached.
+        """Write down what the trial was and what it reached; of several ranks the first one does.
 
         Args:
             overrides: The settings that it was called with.
             result: The metrics that its task returned.
         """
+        if rank_zero_only.rank:
+            return
         varied = set(self.sweep.describe()["varied"])
         settings = [override for override in overrides if override.partition("=")[0] in varied]
         write_result(self.run_dir, settings, result if isinstance(result, Mapping) else {})

@@ -1,0 +1,61 @@
+"""Which row of the table of strategies a Trainer runs under."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.strategies import STRATEGIES, strategy
+
+# Exact classes: a subclass may reduce, noise or wrap in a way that nobody looked at.
+_ROWS = {
+    "SingleDeviceStrategy": "one_device",
+    "ModelParallelStrategy": "fsdp",
+    "DeepSpeedStrategy": "deepspeed",
+    "XLAStrategy": "xla",
+    "SingleDeviceXLAStrategy": "xla",
+}
+
+
+def strategy_name(trainer: L.Trainer) -> str:
+    """The name of the Trainer's row in `lit_dpret.privacy.strategies`."""
+    found: Any = trainer.strategy
+    name = type(found).__name__
+    if not type(found).__module__.startswith(("lightning.pytorch.", "pytorch_lightning.")):
+        return "custom"
+    if name == "DDPStrategy":
+        start = getattr(found, "_start_method", "popen")
+        return {"popen": "ddp", "spawn": "ddp_spawn"}.get(start, "ddp_fork")
+    return _ROWS.get(name, "custom")
+
+
+def refuse_unsupported(trainer: L.Trainer, mode: Any) -> None:
+    """Refuse a strategy under which the privacy mode's claim would be false, or is not shown to be true.
+
+    Raises:
+        ConfigurationError: With the reason of the table.
+    """
+    row = strategy(strategy_name(trainer))
+    name = str(getattr(mode, "name", "none"))
+    reason = row.reason_against(name, getattr(mode, "engine", None))
+    if reason is None:
+        return
+    others = [r.name for r in STRATEGIES if r.reason_against(name, getattr(mode, "engine", None)) is None]
+    raise ConfigurationError(
+        f"trainer.strategy={row.name} ({type(trainer.strategy).__name__}) cannot honour privacy={name}: {reason}. "
+        f"Choose one of {', '.join(others)} (docs/several_processes.md).",
+        trap="T3",
+    )
+
+
+def keep_the_sampler(trainer: L.Trainer) -> None:
+    """Tell a Trainer that its training batches are dealt to the ranks already.
+
+    Without this, ``Trainer(strategy="ddp")`` as people write it would try to put a `DistributedSampler` in their place,
+    and fail. What the loader really draws by is checked when training starts.
+    """
+    connector: Any = getattr(trainer, "_accelerator_connector", None)
+    if hasattr(connector, "use_distributed_sampler"):
+        connector.use_distributed_sampler = False

@@ -1,0 +1,207 @@
+"""The processes of one job: what they add up, what the first of them decides, and how they fail together.
+
+A run on several processes (*ranks*) is still one run: one draw per logical step, one sum, one noise, one ledger.
+Rank 0 holds what there is only one of (ledger, card, checkpoints) and the others follow it. Two things pass between
+them: sums, before the noise, and what rank 0 found or refused. What is passed is private, and so is the network
+that it passes through.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lit_dpret.errors import WorkerError
+
+T = TypeVar("T")
+
+#: Elements that are added up by one message: 100 MB in float32.
+BUCKET = 25_000_000
+#: How long a rank waits for what another one decides or writes (an export, a card); a dead process is noticed at once.
+PATIENCE = timedelta(hours=2)
+
+_control: dict[Any, Any] = {}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that train together, seen from one of them.
+
+    Guarantees:
+        - Where there is one rank, nothing is sent and ``torch.distributed`` is not touched.
+        - Every method but ``here`` and ``is_first`` is called by all ranks, in the same order.
+        - An error inside ``share`` or ``together`` is raised on every rank, so that none waits for ever.
+
+    Args:
+        rank: Of this process, from 0.
+        world_size: How many there are.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+
+    @classmethod
+    def here(cls) -> Ranks:
+        """This process among those of ``torch.distributed``; one rank where nothing is initialised."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls()
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank holds the ledger."""
+        return self.rank == 0
+
+    def sum_(self, tensors: Mapping[str, Tensor], counts: Tensor | None = None) -> None:
+        """Add tensors up over all ranks, in place.
+
+        Guarantees:
+            - Sums are formed in float32 or wider, whatever the tensors are kept in.
+            - Every rank holds the same bits afterwards.
+
+        Args:
+            tensors: By name; the same names, shapes and types on every rank.
+            counts: A vector of numbers that is added up too, on the CPU.
+
+        Raises:
+            WorkerError: Another rank is gone.
+        """
+        if self.world_size == 1:
+            return
+        with _noticing_death():
+            for bucket in _buckets([tensors[name] for name in sorted(tensors)]):
+                wide = torch.promote_types(bucket[0].dtype, torch.float32)
+                flat = torch.cat([tensor.detach().reshape(-1).to(wide) for tensor in bucket])
+                dist.all_reduce(flat)
+                totals = torch.split(flat, [tensor.numel() for tensor in bucket])
+                for tensor, total in zip(bucket, totals, strict=True):
+                    tensor.detach().copy_(total.view_as(tensor))
+            if counts is not None:
+                dist.all_reduce(counts, group=_control_group())
+
+    def share(self, work: Callable[[], T]) -> T:
+        """Let rank 0 do ``work`` and hand every rank its result, or its error.
+
+        Guarantees:
+            - ``work`` runs on rank 0 alone.
+            - What it raises is raised on every rank, of the same class and with the same message.
+
+        Args:
+            work: Its result is pickled; it may be secret within the job.
+
+        Raises:
+            WorkerError: Another rank is gone, or the error cannot be sent as it is.
+        """
+        if self.world_size == 1:
+            return work()
+        answer: list[Any] = [None]
+        own: BaseException | None = None
+        if self.is_first:
+            try:
+                answer = [(True, work())]
+            except BaseException as error:
+                own = error
+                answer = [(False, sendable(error))]
+        with _noticing_death():
+            dist.broadcast_object_list(answer, src=0, group=_control_group())
+        if own is not None:
+            raise own
+        done, result = answer[0]
+        if not done:
+            raise result
+        found: T = result
+        return found
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Let every rank do ``work``; where it fails on one of them, all raise the error of the lowest such rank.
+
+        Returns:
+            What it gave on this rank.
+        """
+        if self.world_size == 1:
+            return work()
+        result: Any = None
+        own: BaseException | None = None
+        try:
+            result = work()
+        except BaseException as error:
+            own = error
+        told = self.gather(None if own is None else sendable(own))
+        if own is not None:
+            raise own
+        failed = next((error for error in told if error is not None), None)
+        if failed is not None:
+            raise failed
+        found: T = result
+        return found
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank gave, by rank, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        told: list[Any] = [None] * self.world_size
+        with _noticing_death():
+            dist.all_gather_object(told, value, group=_control_group())
+        return told
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.gather(None)
+
+
+def sendable(error: BaseException) -> BaseException:
+    """The error itself where another process can rebuild it, else a `WorkerError` in its words."""
+    try:
+        again = pickle.loads(pickle.dumps(error))
+    except Exception:
+        again = None
+    if type(again) is type(error) and str(again) == str(error):
+        return error
+    return WorkerError(f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def _noticing_death() -> Iterator[None]:
+    """Say in words what a broken connection to another rank means."""
+    try:
+        yield
+    except RuntimeError as error:  # gloo raises it bare, NCCL as dist.DistBackendError
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise WorkerError(
+            "Another process of this job ended or stopped answering, so this one ends too; what that one said stands "
+            "above or in its own log. The ledger holds every step that was granted: the same command with resume=true "
+            f"goes on from the last checkpoint. ({reason})"
+        ) from error
+
+
+def _control_group() -> Any:
+    """A gloo group beside the default one, which waits longer than a collective of the training may."""
+    world = dist.group.WORLD
+    if world not in _control:
+        _control.clear()
+        _control[world] = dist.new_group(backend="gloo", timeout=PATIENCE)
+    return _control[world]
+
+
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one kind and device at a time, together no larger than one message unless one alone is."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same in kinds.values():
+        bucket: list[Tensor] = []
+        for tensor in same:
+            if bucket and sum(t.numel() for t in bucket) + tensor.numel() > BUCKET:
+                yield bucket
+                bucket = []
+            bucket.append(tensor)
+        if bucket:
+            yield bucket

@@ -1,0 +1,107 @@
+"""The gate of rank 0, as every rank of a job passes through it.
+
+There is one ledger, so one rank asks it and all of them obey: the permit, or the refusal, reaches every rank
+before any of them draws noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from lit_dpret.errors import LedgerError
+from lit_dpret.privacy.gate import ReleaseGate
+from lit_dpret.privacy.guard import Permit
+from lit_dpret.privacy.modes import Update
+from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.ranks import Ranks
+from lit_dpret.privacy.run import Position
+from lit_dpret.privacy.sampling import PrivateBatchSampler
+
+
+class SharedGate:
+    """A `ReleaseGate` that one rank holds and all ranks ask, in the same order.
+
+    Guarantees:
+        - A step that is refused is refused on every rank, with the same error, before any noise is drawn.
+        - All ranks are in the same attempt and at the same step.
+        - On one rank it is the gate itself.
+
+    Args:
+        gate: On rank 0; None on the others.
+        stream: The keyed stream of the run.
+        run_id: Of the run.
+        sampler: This rank's.
+        ranks: Who takes part.
+
+    Attributes:
+        attempt: The attempt that the next step belongs to.
+        steps_done: Logical steps made so far.
+    """
+
+    def __init__(
+        self, gate: ReleaseGate | None, *, stream: KeyedStream, run_id: str, sampler: PrivateBatchSampler, ranks: Ranks
+    ) -> None:
+        self.stream, self.ranks = stream, ranks
+        self.attempt, self.steps_done = 0, 0
+        self._own, self._run_id, self._sampler = gate, run_id, sampler
+        self._told: float | None = None
+        if gate is not None:
+            self.attempt, self.steps_done = gate.attempt, gate.steps_done
+
+    @property
+    def own(self) -> ReleaseGate:
+        """The gate itself, on rank 0.
+
+        Raises:
+            LedgerError: On another rank, which has none.
+        """
+        if self._own is None:
+            raise LedgerError(f"Rank {self.ranks.rank} holds no ledger; rank 0 does.")
+        return self._own
+
+    @property
+    def position(self) -> Position:
+        """What a checkpoint taken now has to carry."""
+        return Position(self._run_id, self.attempt, self.steps_done)
+
+    def begin(self, position: Position | None, state: Callable[[], str] | None) -> None:
+        """As `ReleaseGate.begin`; then every rank draws from the same step of the same attempt."""
+
+        def settle() -> Position:
+            self.own.begin(position, state)
+            return self.own.position
+
+        found = self.ranks.share(settle)
+        self.attempt, self.steps_done = found.attempt, found.steps_done
+        if self._own is None:  # where there is a gate, it has set its sampler
+            self._sampler.attempt, self._sampler.next_step = found.attempt, found.steps_done
+
+    def require_budget(self, step: int) -> None:
+        """As `ReleaseGate.require_budget`."""
+        self.ranks.share(lambda: self.own.require_budget(step))
+
+    def authorise(self, attempt: int, step: int, units: int, sums: dict[str, Tensor]) -> Permit:
+        """As `ReleaseGate.authorise`; ``units`` and ``sums`` are those of all ranks together."""
+        return self.ranks.share(lambda: self.own.authorise(attempt, step, units, sums))
+
+    def record(self, permit: Permit, update: Update) -> None:
+        """As `ReleaseGate.record`."""
+        self.ranks.share(lambda: self.own.record(permit, update))
+        self.steps_done = permit.step + 1
+
+    def share_epsilon(self) -> float:
+        """Epsilon spent so far, asked for by all ranks."""
+        self._told = self.ranks.share(lambda: self.own.epsilon())
+        return self._told
+
+    def epsilon(self) -> float:
+        """Epsilon spent so far; on another rank than 0, as it was when all ranks last asked for it.
+
+        Raises:
+            LedgerError: On such a rank, before they did.
+        """
+        if self._own is not None or self._told is None:
+            return self.own.epsilon()
+        return self._told

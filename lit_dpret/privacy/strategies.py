@@ -1,0 +1,69 @@
+"""Which privacy mode each way to run on several processes can honour, and why not the others.
+
+One table is read by everybody: a fit refuses by it, ``task=doctor`` tells it, and ``docs/several_processes.md``
+prints it. A strategy that is in no row is refused, because nobody has shown what it does to a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+#: Stands for every privacy mode in `Strategy.refused`.
+EVERY_MODE = "*"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One row: a strategy of Lightning, and what is true under it.
+
+    Args:
+        name: As ``trainer.strategy`` names it.
+        how: What becomes of sums and noise, as a sentence; empty where every mode is refused.
+        refused: Why a mode is refused, by ``mode``, by ``mode/engine``, or by `EVERY_MODE`; what is not named is
+            supported.
+    """
+
+    name: str
+    how: str
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def reason_against(self, mode: str, engine: str | None = None) -> str | None:
+        """Why ``privacy=mode`` is refused, with ``privacy.engine`` where the mode has one; None where it is not."""
+        for key in (EVERY_MODE, mode, f"{mode}/{engine}"):
+            if key in self.refused:
+                return self.refused[key]
+        return None
+
+
+_NOT_BUILT = "it is not built yet"
+
+STRATEGIES: tuple[Strategy, ...] = (
+    Strategy("one_device", "One process does everything."),
+    Strategy(
+        "ddp",
+        "Each rank clips its units; the clipped sums are added up in float32 or wider; each rank then adds the same "
+        "noise, once, and makes the same update.",
+    ),
+    Strategy("fsdp", "", {EVERY_MODE: _NOT_BUILT}),
+    Strategy("deepspeed", "", {EVERY_MODE: _NOT_BUILT}),
+    Strategy("xla", "", {EVERY_MODE: _NOT_BUILT}),
+    Strategy(
+        "ddp_spawn",
+        "",
+        {EVERY_MODE: "what the callbacks learn in a spawned process, epsilon above all, is lost with it"},
+    ),
+    Strategy(
+        "ddp_fork",
+        "",
+        {EVERY_MODE: "a forked process is a copy of one that may hold open ledgers, and what its callbacks learn is "
+                     "lost with it"},
+    ),
+    Strategy("custom", "", {EVERY_MODE: "nobody has shown what it does to a clipped sum"}),
+)  # fmt: skip
+
+
+def strategy(name: str) -> Strategy:
+    """The row of that name; the one of ``custom`` where there is none."""
+    rows = {row.name: row for row in STRATEGIES}
+    return rows.get(name, rows["custom"])
