@@ -36,6 +36,8 @@ from lit_dpret.privacy.run import Position, PrivateRun
 from lit_dpret.privacy.sampling import UnitCollator
 from lit_dpret.privacy.shared_gate import SharedGate
 from lit_dpret.privacy.start import Start, note_start, read_start
+from lit_dpret.privacy.sweep_places import note_sweep
+from lit_dpret.sweeps import SweepFolder, trial_ledger
 
 
 class PrivacyAccountant(Callback):
@@ -65,6 +67,8 @@ class PrivacyAccountant(Callback):
         init_from: The run whose model this one starts from; its cost goes into the ledger and the claim.
             ``privacy.eps`` stays the budget of this run alone.
         init_from_is_public: Declares that nothing private went into that model.
+        trial_of: The folder of the sweep that the run is a trial of. The run takes over one of the reservations that
+            the sweep made in its ledger of the data set, and its own ledger and card tell of the sweep.
     """
 
     counts_releases = True
@@ -79,6 +83,7 @@ class PrivacyAccountant(Callback):
         eps_log_points: int = 10,
         init_from: str | Path | None = None,
         init_from_is_public: bool = False,
+        trial_of: str | Path | None = None,
     ) -> None:
         if replay not in ("auto", "never"):
             raise ConfigurationError(f"callbacks.accountant.replay={replay!r} is not one of auto, never.")
@@ -88,6 +93,7 @@ class PrivacyAccountant(Callback):
         self.replay = replay
         self.eps_log_points = eps_log_points
         self.init_from, self.init_from_is_public = init_from, init_from_is_public
+        self.sweep = None if trial_of is None else SweepFolder.read(trial_of)
         self.plan: PrivacyPlan | None = None
         self._start: Start | None = None
         self._dataset: DatasetLedger | None = None
@@ -127,7 +133,8 @@ class PrivacyAccountant(Callback):
         planned = ranks.share(lambda: planned)
         planned = fit_physical_batch(trainer, module, data, planned, ranks)
         self.plan, self.planned_steps = planned.plan, planned.steps
-        self._in_dataset = getattr(mode, "dataset_ledger", None) is not None
+        counted = self.sweep is not None and isinstance(mode, GaussianMode)
+        self._in_dataset = counted or getattr(mode, "dataset_ledger", None) is not None
         secret = ranks.share(lambda: self._secret(mode))
         run_id = ranks.share(lambda: self._open(module, data, planned, secret))
         stream = self._run.stream if ranks.is_first else KeyedStream(secret, run_id, secure_rng=mode.secure_rng)
@@ -195,6 +202,7 @@ class PrivacyAccountant(Callback):
             run_id=None if mode.noise_seed is None else "seeded",
         )
         note_start(self._run.ledger, self.start())
+        note_sweep(self._run.ledger, None if self.sweep is None else self.sweep.describe())
         return self._run.run_id
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -218,6 +226,8 @@ class PrivacyAccountant(Callback):
         if not isinstance(mode, GaussianMode) or self.plan is None:
             return None
         ledger = mode.ledger_of_dataset(self.plan.budget, run_dir=self.run_dir)
+        if self.sweep is not None:
+            ledger = trial_ledger(self.sweep, self.plan.budget, own=ledger, mode=mode.name)
         if ledger is not None and not self.resume:
             ledger.require([self.plan.release(self.planned_steps)])
         return ledger

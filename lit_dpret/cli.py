@@ -7,12 +7,13 @@ build what it needs, and turns what a user can cause into one line and a non-zer
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import partial
@@ -35,12 +36,12 @@ from omegaconf.errors import OmegaConfBaseException
 from lit_dpret import rank_watch
 from lit_dpret.configuration import CONFIG_MODULE, format_choices
 from lit_dpret.errors import ConfigurationError, LitDpretError
-from lit_dpret.tasks import Fit
-from lit_dpret.tasks.parts import Parts, model_folder
+from lit_dpret.tasks import Fit, TrialOf
+from lit_dpret.tasks.parts import ComposedRun, Parts, model_folder
 from lit_dpret.tasks.silo_command import silo_command
 
 USER_ERROR = 2
-_POSITIONAL = {"compare": ("run_a", "run_b"), "verify": ("card",), "audit": ("run",)}
+_POSITIONAL = {"compare": ("run_a", "run_b"), "verify": ("card",), "audit": ("run",), "sweep": ("file",)}
 _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT)
 
 
@@ -87,8 +88,29 @@ def build_parts(cfg: DictConfig) -> Parts:
         make_loggers=partial(listed, "logger"),
         make_canaries=lambda: None if cfg.get("canaries") is None else node("canaries"),
         make_federation=lambda: None if cfg.get("federated") is None else node("federated", _convert_="all"),
+        make_run=partial(_composed, cfg),
+        trial_of=None if cfg.trial_of is None else Path(cfg.trial_of),
         command=" ".join(["python train.py", *_shown_overrides()]),
     )
+
+
+def _composed(cfg: DictConfig, overrides: Sequence[str]) -> ComposedRun:
+    """Another run with ``overrides``; nothing of the run that asks goes into it but the folder."""
+    folder = str(cfg.run_dir).replace("\\", "\\\\").replace("'", "\\'")
+    wanted = [*overrides, f"run_dir='{folder}'"]
+    if GlobalHydra.instance().is_initialized():
+        other = compose("train", overrides=wanted)
+    else:
+        with initialize_config_module(version_base="1.3", config_module=CONFIG_MODULE):
+            other = compose("train", overrides=wanted)
+
+    def describe(groups: Sequence[str]) -> str:
+        plain = {
+            name: OmegaConf.to_container(other[name], resolve=True) for name in groups if other.get(name) is not None
+        }
+        return json.dumps(plain, sort_keys=True, default=str)
+
+    return ComposedRun(describe, lambda: (instantiate(other.task, _convert_="all"), build_parts(other)))
 
 
 def _start(cfg: DictConfig) -> dict[str, str]:
@@ -119,12 +141,16 @@ def run(cfg: DictConfig) -> Any:
         raise ConfigurationError(
             f"{started} processes were started for a task that one process does. Start it without torchrun or srun."
         )
+    trial = None if cfg.trial_of is None else TrialOf(cfg.trial_of, Path(cfg.run_dir))
     before = dict(os.environ)
     with _one_job():
         try:
-            return task.run(build_parts(cfg))
+            result = task.run(build_parts(cfg))
         finally:
             rank_watch.leave(before)
+    if trial is not None and rank_watch.is_first():
+        trial.finish(_own_overrides(), result)
+    return result
 
 
 @contextmanager
@@ -145,9 +171,26 @@ def _one_job() -> Iterator[None]:
         sys.argv = before
 
 
+def _objective(cfg: DictConfig, result: Any) -> Any:
+    """What a sweeper such as Optuna gets: the result that ``objective`` names, or all of it."""
+    if cfg.objective is None:
+        return result
+    if not isinstance(result, dict) or cfg.objective not in result:
+        known = ", ".join(result) if isinstance(result, dict) and result else "none"
+        raise ConfigurationError(f"objective={cfg.objective} is no result of this task. Its results: {known}.")
+    return float(result[cfg.objective])
+
+
+def _own_overrides() -> list[str]:
+    """The settings of this run; of one job of many under ``-m``."""
+    if HydraConfig.initialized():
+        return list(HydraConfig.get().overrides.task)
+    return _shown_overrides()
+
+
 @hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name="train")
 def _hydra_main(cfg: DictConfig) -> Any:
-    return run(cfg)
+    return _objective(cfg, run(cfg))
 
 
 def main() -> None:
@@ -203,7 +246,7 @@ def with_task(arguments: list[str]) -> list[str]:
 
     Raises:
         ConfigurationError: The first argument is neither a setting, nor an option, nor a task, or ``compare`` is
-            not followed by two runs, ``verify`` by one card or ``audit`` by one run.
+            not followed by two runs, ``verify`` by one card, ``audit`` by one run or ``sweep`` by one file.
     """
     if not arguments or "=" in arguments[0] or arguments[0][:1] in "-+~":
         return arguments

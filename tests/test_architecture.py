@@ -42,17 +42,19 @@ ALLOWED: dict[str, set[str]] = {
     "canaries": {"errors", "whole_file", "privacy", "audit", "datamodules", "generation", "modules", "encoders"},
     "vision": {"errors", "evaluation_mode"},
     "report": {"errors", "whole_file", "retrieval", "privacy", "textsim"},
-    "callbacks": {"errors", "privacy", "progress", "retrieval", "report", "audit", "canaries"},
+    "callbacks": {"errors", "privacy", "progress", "retrieval", "report", "audit", "canaries", "sweeps"},
     "federated": {
         "errors", "whole_file", "privacy", "retrieval", "encoders", "losses", "negatives", "modules", "datamodules",
         "callbacks", "progress", "report", "generation",
     },
+    "sweeps": {"errors", "whole_file", "progress", "privacy", "report"},
     "testing": {"errors", "privacy", "modules"},
     "pytest_plugin": {"testing"},
     "tasks": {
         "errors", "whole_file", "privacy", "retrieval", "report", "callbacks", "datamodules", "generation", "modules",
         "encoders", "assets", "vision", "indexing", "losses", "evaluation_mode", "textsim", "postprocessing",
         "negatives", "canaries", "audit", "attacks", "federated", "progress",
+        "sweeps",
     },
     "configuration": {"errors"},  # it reads docstrings of whatever a YAML names, by import at run time
     "cli": {"errors", "configuration", "tasks", "rank_watch"},

@@ -16,7 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from lit_dpret.cli import _hydra_main
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-OPTIONS = sorted((p.parent.name, p.stem) for p in CONFIGS.glob("*/*.yaml"))
+# configs/sweep holds files of W&B, which name options and are none.
+OPTIONS = sorted((p.parent.name, p.stem) for p in CONFIGS.glob("*/*.yaml") if p.parent.name != "sweep")
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -88,6 +89,7 @@ NEEDED = {
     "task.export": ["task.checkpoint=x"],
     "privacy.logit_dp": ["privacy.delta=1e-6"],
     "task.second_task": ["task.study=x"],
+    "task.sweep": [f"task.file={CONFIGS / 'sweep' / 'quickstart.yaml'}"],
     "task.zero_shot": ["task.root=."],
     "task.compare": ["task.run_a=x", "task.run_b=y"],
     "task.verify": ["task.card=x"],
@@ -131,6 +133,15 @@ def test_a_misspelt_key_is_refused(override: str) -> None:
 def test_no_privacy_has_no_epsilon() -> None:
     with pytest.raises(Exception, match="eps"):
         composed("privacy=none", "privacy.eps=3")
+
+
+def test_a_point_is_a_mode_and_its_epsilon_so_that_infinity_is_no_privacy() -> None:
+    for name, eps in (("eps3", 3.0), ("eps8", 8.0), ("eps16", 16.0)):
+        privacy = composed(f"point={name}", "privacy.delta=1e-6").privacy
+        assert privacy._target_.endswith("DPSGD") and privacy.eps == eps and privacy.delta == 1e-6
+    assert composed("point=eps_inf").privacy._target_.endswith("NoPrivacy")
+    with pytest.raises(Exception, match="eps"):
+        composed("point=eps_inf", "privacy.eps=3")
 
 
 def test_sources_of_negatives_compose() -> None:

@@ -55,6 +55,7 @@ from lit_dpret.privacy.card_tuning import search_cost, tuning_facts
 from lit_dpret.privacy.charges import charged_releases, claimed_releases
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.start import start_accounting, start_assumptions, start_parents, start_text
+from lit_dpret.privacy.sweep_places import sweep_of
 
 __all__ = [
     "CARD_NAME",
@@ -133,7 +134,7 @@ def build_card(
     known = derived_assumptions(ledger_records, recorded) if recorded is not None else []
     known += [*start_assumptions(ledger_records), *assumptions]
     verdict = judge(releases, recorded, known)
-    tuned = tuning_facts(tuning, search_cost(releases, recorded, verdict))
+    tuned = tuning_facts(tuning, search_cost(releases, recorded, verdict), sweep_of(ledger_records))
     random = {"rng": "unknown", "secure": bool(last.get("secure_rng", False)), "secret": "never stored with the run"}
     random |= {**(randomness or {}), "seeded": last.get("noise_seed") is not None}
     facts = mechanism_facts(ledger_records, recorded, own)

@@ -16,6 +16,7 @@ from lit_dpret.privacy.card_tuning import declared_search, search_cost
 from lit_dpret.privacy.charges import claimed_releases, noise_keys, start_of
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.sweep_places import sweep_limit
 
 # Two evaluations of one accountant differ by less than this; another library version may not.
 TOLERANCE = 1e-6
@@ -115,6 +116,8 @@ def _wrong_claim(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) 
     if (search := declared_search(card["tuning"])) is not None:
         priced, _ = search_cost(releases, plan, verdict)(search)
         problems += _other_number("epsilon with its search", card["tuning"].get("epsilon"), priced)
+    else:
+        problems += _other_number("epsilon with its sweep", card["tuning"].get("epsilon"), sweep_limit(records))
     return problems
 
 

@@ -29,18 +29,23 @@ _TUNING = {
 _METHODS = ("none", "random_stopping")
 
 
-def tuning_facts(tuning: Mapping[str, Any] | None, cost: SearchCost | None = None) -> dict[str, Any]:
+def tuning_facts(
+    tuning: Mapping[str, Any] | None, cost: SearchCost | None = None, sweep: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The tuning block of a card: the facts given, a sentence, and whether an epsilon covers the choice.
 
     Guarantees:
         - A choice made on private data is accounted only where the search was declared as
           `RandomStopping` and its cost is proved; ``epsilon`` is then that of the search with its
           best run. The epsilon of the claim stays that of the one run.
+        - The same choice among the trials of a sweep that were all reserved beforehand is accounted by their sum:
+          ``epsilon`` is then the limit of the ledger that holds them.
 
     Args:
         tuning: ``data``, ``n_trials``, ``method``, ``mean_runs``, ``runs_law``, ``note``.
         cost: What a search costs, as `search_cost` gives it; None where the artefact has no releases
             of its own.
+        sweep: The sweep that the run is a trial of, as its ledger tells of it.
 
     Raises:
         ConfigurationError: ``data`` or ``method`` is no known word, or the search is declared in part,
@@ -48,6 +53,8 @@ def tuning_facts(tuning: Mapping[str, Any] | None, cost: SearchCost | None = Non
     """
     given = {key: value for key, value in (tuning or {}).items() if value is not None}
     chosen: dict[str, Any] = {"data": "unknown", "n_trials": None, "method": None, "note": "", **given}
+    if sweep is not None:
+        chosen |= _as_told(chosen, sweep)
     require_choice("tuning.data", chosen["data"], get_args(TuningData))
     text, accounted = _TUNING[chosen["data"]], chosen["data"] not in ("private", "unknown")
     if chosen["n_trials"]:
@@ -57,6 +64,11 @@ def tuning_facts(tuning: Mapping[str, Any] | None, cost: SearchCost | None = Non
         accounted = value is not None
         text = _priced(stopping, value) if value is not None else f"{text} The cost of the declared search: {why}."
         chosen |= {"epsilon": value}
+    elif sweep is not None:
+        text, limit = f"{text} {_of_sweep(sweep)}", sweep.get("total_eps")
+        if chosen["data"] == "private" and sweep.get("planned") is not None and limit is not None:
+            accounted, chosen = True, chosen | {"epsilon": limit}
+            text = _summed(sweep, limit)
     if chosen["note"]:
         text += f" {chosen['note']}"
     return {**chosen, "text": text, "accounted": accounted}
@@ -101,6 +113,39 @@ def declared_search(chosen: Mapping[str, Any]) -> RandomStopping | None:
             "only where that is told to nobody. Set tuning_trials to null."
         )
     return RandomStopping(chosen["mean_runs"], chosen["runs_law"] if "runs_law" in declared else "geometric")
+
+
+def _as_told(chosen: Mapping[str, Any], sweep: Mapping[str, Any]) -> dict[str, Any]:
+    """What a sweep tells of the choice, where the run itself tells nothing."""
+    told: dict[str, Any] = {"sweep": dict(sweep)}
+    if chosen["data"] == "unknown":
+        told["data"] = sweep["metric_data"]
+    if not chosen["n_trials"] and chosen.get("method") in (None, "none"):
+        told["n_trials"] = sweep["trials"]
+    return told
+
+
+def _of_sweep(sweep: Mapping[str, Any]) -> str:
+    text = (
+        f"This run is one of the {sweep['trials']} trials of sweep {sweep['id']} (varied: {', '.join(sweep['varied'])})"
+    )
+    planned = sweep.get("planned")
+    if planned is None:
+        return f"{text}, none of which was planned as private."
+    return (
+        f"{text}, whose {sweep['private_runs']} private trainings were reserved in the ledger of the data set before "
+        f"the first of them: as planned, all of them together are within epsilon = {show_epsilon(planned['epsilon'])} "
+        f"at delta = {planned['delta']:.3g}. Whoever sees several of the models has that, not the epsilon of one."
+    )
+
+
+def _summed(sweep: Mapping[str, Any], limit: float) -> str:
+    return (
+        "Hyper-parameters were chosen on private data, among the trials of one sweep. "
+        f"{_of_sweep(sweep)} Including the choice, epsilon = {show_epsilon(limit)}, the limit of that ledger, which no "
+        "trial may pass (composition of all of them); the epsilon of the claim is for the one run. The records on "
+        "which the trials were scored are not covered."
+    )
 
 
 def _priced(stopping: RandomStopping, epsilon: float) -> str:

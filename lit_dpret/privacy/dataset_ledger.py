@@ -6,9 +6,11 @@ it gives nothing away, and whoever points two runs at one file says that they us
 
 A run *reserves* what it plans to release, and when it ends it *settles* to what its own ledger was
 charged with. A killed run cannot settle; its reservation stays charged until a resume of that run
-takes it over. All of this happens under a file lock, one transaction at a time, so that two runs
-never both take what is left. The lock is the operating system's (``flock``): it holds between the
-processes of one machine, and on a network file system as far as that supports it.
+takes it over. A *sweep* reserves all of its trials before the first one starts; each trial then takes
+one of these over (`lit_dpret.privacy.sweep_places`). All of this happens under a file lock, one
+transaction at a time, so that two runs never both take what is left. The lock is the operating
+system's (``flock``): it holds between the processes of one machine, and on a network file system as
+far as that supports it.
 """
 
 from __future__ import annotations
@@ -16,79 +18,16 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, schema_problem
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError
 from lit_dpret.privacy.budget import AccountantName, PrivacyBudget
-from lit_dpret.privacy.chain import Book, ChainedFile
+from lit_dpret.privacy.dataset_book import SCHEMA, DatasetBook, DatasetFile, Entry
 from lit_dpret.privacy.dataset_total import Total, compose_across_runs
-from lit_dpret.privacy.releases import Release, merge, release_from_dict
-
-SCHEMA = "lit-dpret/dataset-ledger/1"
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """The last word on one run."""
-
-    releases: tuple[Release, ...]
-    head: str
-    settled: bool
-    name: str
-
-
-@dataclass
-class _DatasetBook:
-    """The runs of a data-set ledger; refuses an unknown schema and records out of order."""
-
-    terms: dict[str, Any] | None = None
-    identity: str | None = None
-    entries: dict[str, _Entry] = field(default_factory=dict)
-
-    def check(self, record: Mapping[str, Any]) -> None:
-        kind = record.get("kind")
-        if kind == "dataset":
-            if self.terms is not None:
-                raise LedgerError("a data set is begun twice.")
-            if problem := schema_problem(record.get("schema"), SCHEMA):
-                raise LedgerError(problem)
-            _terms(record)
-        elif kind in ("reserve", "settle"):
-            if self.terms is None:
-                raise LedgerError(f"a {kind} before the data set's own record: this is no data-set ledger.")
-            if kind == "settle" and record.get("run_id") not in self.entries:
-                raise LedgerError(f"run {record.get('run_id')!r} settles what it never reserved.")
-            _entry(record)
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        if record.get("kind") == "dataset":
-            self.terms = _terms(record)
-            self.identity = str(record.get("id") or record["hash"])  # files of before there was an id go by the hash
-        elif record.get("kind") in ("reserve", "settle"):
-            self.entries[str(record["run_id"])] = _entry(record)
-
-
-class _DatasetFile(ChainedFile):
-    """The file of a data-set ledger; its writers wait for each other."""
-
-    kinds: ClassVar[tuple[str, ...]] = ("dataset", "reserve", "settle", "repair")
-    lock_wait: ClassVar[float] = 600.0
-    lock_refusal: ClassVar[str] = (
-        "has been locked by another run for ten minutes. See what that run is doing, then start this one again."
-    )
-
-    @classmethod
-    def new_book(cls) -> Book:
-        return _DatasetBook()
-
-    @property
-    def book(self) -> _DatasetBook:
-        """What the records say."""
-        if not isinstance(self._book, _DatasetBook):
-            raise LedgerError(f"{self.path} is no data-set ledger.")
-        return self._book
+from lit_dpret.privacy.releases import Release, merge
+from lit_dpret.privacy.sweep_places import choose_place, refusal_of_sweep
 
 
 class DatasetLedger:
@@ -110,6 +49,7 @@ class DatasetLedger:
         total_eps: ``privacy.total_eps``; None takes the limit that the file was begun with.
         budget: The run's budget: its delta, unit and neighbours.
         accountant: The run's accountant; ``rdp`` composes the total by RDP where that can judge it.
+        sweep: The sweep that the run is a trial of; its first reservation takes one of the sweep's over.
     """
 
     def __init__(
@@ -119,9 +59,11 @@ class DatasetLedger:
         total_eps: float | None,
         budget: PrivacyBudget,
         accountant: AccountantName = "pld",
+        sweep: str | None = None,
     ) -> None:
         self.path = Path(path).expanduser()
         self._total_eps, self._budget, self._accountant = total_eps, budget, accountant
+        self._sweep = sweep
         self._identity: str | None = None
 
     def begin(self) -> str:
@@ -131,7 +73,7 @@ class DatasetLedger:
             ConfigurationError: The file was begun for another unit, relation or limit.
             LedgerError: The file is damaged, of an unknown schema, or not the one that this object knew.
         """
-        with _DatasetFile.open(self.path) as file:
+        with DatasetFile.open(self.path) as file:
             terms = self._agreed(file.book)
             if file.book.terms is None:
                 file.append("dataset", schema=SCHEMA, id=secrets.token_hex(16), **terms)
@@ -147,29 +89,30 @@ class DatasetLedger:
             LedgerError: The file is damaged, or of an unknown schema.
         """
         empty = not self.path.exists()
-        book = _DatasetBook() if empty else _DatasetFile.read(self.path).book
+        book = DatasetBook() if empty else DatasetFile.read(self.path).book
         terms = self._agreed(book)
-        return self._checked({**book.entries, "": _planned(releases)}, book, terms, "")
+        taken = self._place(book, "", releases)
+        return self._checked({**_without(book.entries, taken), "": _planned(releases)}, book, terms, "")
 
     def total(self) -> Total:
         """What is spent and reserved now."""
-        book = _DatasetFile.read(self.path).book
+        book = DatasetFile.read(self.path).book
         return self._total(book.entries, self._agreed(book))
 
     def releases(self) -> dict[str, list[Release]]:
         """What each run is charged with, by the name it gave; runs of one name together."""
         found: dict[str, list[Release]] = {}
-        for entry in _DatasetFile.read(self.path).book.entries.values():
+        for entry in DatasetFile.read(self.path).book.entries.values():
             found.setdefault(entry.name, []).extend(entry.releases)
         return found
 
     def run_ids(self) -> set[str]:
         """The lasting identities of all runs that ever reserved something."""
-        return set(_DatasetFile.read(self.path).book.entries)
+        return set(DatasetFile.read(self.path).book.entries)
 
     def charge_of(self, run_id: str) -> tuple[list[Release], str] | None:
         """What one run is charged with, and the last record of its own ledger that is known; None for a stranger."""
-        entry = _DatasetFile.read(self.path).book.entries.get(run_id)
+        entry = DatasetFile.read(self.path).book.entries.get(run_id)
         return None if entry is None else (list(entry.releases), entry.head)
 
     def reserve(
@@ -194,19 +137,22 @@ class DatasetLedger:
             LedgerError: The file is damaged, of an unknown schema, or knows more of the run than the
                 run's own ledger does.
         """
-        with _DatasetFile.open(self.path) as file:
+        with DatasetFile.open(self.path) as file:
             book = file.book
             terms = self._agreed(book)
             _check_history(run_id, book, heads)
+            taken = self._place(book, run_id, planned)
             try:
-                total = self._checked({**book.entries, run_id: _planned(planned)}, book, terms, run_id)
+                others = _without(book.entries, taken)
+                total = self._checked({**others, run_id: _planned(planned)}, book, terms, run_id)
             except BudgetExceededError:
                 if run_id in book.entries:
                     file.append("settle", **_facts(run_id, spent, heads, name))
                 raise
             if book.terms is None:
                 file.append("dataset", schema=SCHEMA, id=secrets.token_hex(16), **terms)
-            file.append("reserve", **_facts(run_id, planned, heads, name))
+            over = {} if taken is None else {"takes": taken}
+            file.append("reserve", **_facts(run_id, planned, heads, name), **over)
             return total
 
     def settle(self, run_id: str, *, spent: Sequence[Release], heads: Sequence[str], name: str) -> Total:
@@ -215,13 +161,62 @@ class DatasetLedger:
         Raises:
             LedgerError: The run never reserved anything here, or its own ledger is an older one.
         """
-        with _DatasetFile.open(self.path) as file:
+        with DatasetFile.open(self.path) as file:
             terms = self._agreed(file.book)
             _check_history(run_id, file.book, heads)
             file.append("settle", **_facts(run_id, spent, heads, name))
             return self._total(file.book.entries, terms)
 
-    def _agreed(self, book: _DatasetBook) -> dict[str, Any]:
+    def hold(self, sweep: str, places: Sequence[Sequence[Release]], *, name: str) -> Total:
+        """Reserve all runs of a sweep before the first one starts; those that it has reserved already stay.
+
+        Args:
+            sweep: The sweep's lasting identity.
+            places: What each of its private runs plans to release.
+            name: Where the sweep lies, for messages.
+
+        Returns:
+            The total with all of them in it.
+
+        Raises:
+            BudgetExceededError: The limit does not cover all of them; says how many it covers. Nothing was reserved.
+            ConfigurationError: The file was begun for another unit, relation or limit.
+        """
+        with DatasetFile.open(self.path) as file:
+            book = file.book
+            terms = self._agreed(book)
+            given = {f"{sweep}/{number}": list(place) for number, place in enumerate(places)}
+            new = {key: place for key, place in given.items() if key not in book.entries and key not in book.taken}
+            held = {key: replace(_planned(place), sweep=sweep) for key, place in new.items()}
+            total = self._total({**book.entries, **held}, terms)
+            if total.epsilon > total.total_eps:
+
+                def cost(count: int) -> float:
+                    return self._total({**book.entries, **dict(list(held.items())[:count])}, terms).epsilon
+
+                raise BudgetExceededError(refusal_of_sweep(total, len(new), cost, path=self.path, terms=terms))
+            if book.terms is None:
+                file.append("dataset", schema=SCHEMA, id=secrets.token_hex(16), **terms)
+            for key, place in new.items():
+                file.append("reserve", **_facts(key, place, [], name), sweep=sweep)
+            return total
+
+    def give_back(self, sweep: str) -> Total:
+        """Let go of what a sweep holds for trials that have not begun; they can be reserved no more."""
+        with DatasetFile.open(self.path) as file:
+            terms = self._agreed(file.book)
+            for key, entry in [item for item in file.book.entries.items() if item[1].sweep == sweep]:
+                file.append("settle", **_facts(key, [], [], entry.name))
+            return self._total(file.book.entries, terms)
+
+    def _place(self, book: DatasetBook, run_id: str, planned: Sequence[Release]) -> str | None:
+        """The reservation of its sweep that a run takes over when it first reserves; None for a run of no sweep."""
+        if self._sweep is None or run_id in book.entries:
+            return None
+        places = {key: entry.releases for key, entry in book.entries.items() if entry.sweep == self._sweep}
+        return choose_place(places, tuple(merge(planned)), sweep=self._sweep)
+
+    def _agreed(self, book: DatasetBook) -> dict[str, Any]:
         """The terms of the file, or those that it is begun with now."""
         budget = self._budget
         if self._identity not in (None, book.identity):
@@ -254,7 +249,7 @@ class DatasetLedger:
             )
         return terms
 
-    def _total(self, entries: Mapping[str, _Entry], terms: Mapping[str, Any]) -> Total:
+    def _total(self, entries: Mapping[str, Entry], terms: Mapping[str, Any]) -> Total:
         releases = [release for entry in entries.values() for release in entry.releases]
         value, how = compose_across_runs(
             releases, delta=terms["delta"], neighbours=terms["neighbours"], accountant=self._accountant
@@ -268,14 +263,12 @@ class DatasetLedger:
             running=sum(not entry.settled for entry in entries.values()),
         )
 
-    def _checked(
-        self, entries: Mapping[str, _Entry], book: _DatasetBook, terms: Mapping[str, Any], run_id: str
-    ) -> Total:
+    def _checked(self, entries: Mapping[str, Entry], book: DatasetBook, terms: Mapping[str, Any], run_id: str) -> Total:
         """The total of ``entries``, refused where it passes the limit."""
         total = self._total(entries, terms)
         if total.epsilon <= total.total_eps:
             return total
-        others = {key: entry for key, entry in book.entries.items() if key != run_id}
+        others = _without(book.entries, run_id)
         before = self._total(others, terms)
         held = [entry.name for entry in others.values() if not entry.settled]
         waiting = "" if not held else (
@@ -290,8 +283,12 @@ class DatasetLedger:
         )
 
 
-def _planned(releases: Sequence[Release]) -> _Entry:
-    return _Entry(tuple(merge(releases)), "", False, "")
+def _without(entries: Mapping[str, Entry], name: str | None) -> dict[str, Entry]:
+    return {key: entry for key, entry in entries.items() if key != name}
+
+
+def _planned(releases: Sequence[Release]) -> Entry:
+    return Entry(tuple(merge(releases)), "", False, "")
 
 
 def _facts(run_id: str, releases: Sequence[Release], heads: Sequence[str], name: str) -> dict[str, Any]:
@@ -303,7 +300,7 @@ def _facts(run_id: str, releases: Sequence[Release], heads: Sequence[str], name:
     }
 
 
-def _check_history(run_id: str, book: _DatasetBook, heads: Sequence[str]) -> None:
+def _check_history(run_id: str, book: DatasetBook, heads: Sequence[str]) -> None:
     """Refuse a run whose own ledger does not hold what it held at its last reservation or settlement."""
     entry = book.entries.get(run_id)
     if entry is not None and entry.head and entry.head not in heads:
@@ -311,24 +308,3 @@ def _check_history(run_id: str, book: _DatasetBook, heads: Sequence[str]) -> Non
             f"Run {run_id} ({entry.name}) has a ledger older than the one that privacy.dataset_ledger knows: its "
             "folder was copied or restored, and what it spent since would be forgotten. Resume the newest copy."
         )
-
-
-def _terms(record: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        terms = {name: record[name] for name in ("total_eps", "delta", "unit", "neighbours")}
-        limit = terms["total_eps"]
-        PrivacyBudget(eps=limit, delta=terms["delta"], unit=terms["unit"], neighbours=terms["neighbours"])
-    except (KeyError, ConfigurationError) as error:
-        raise LedgerError(f"its terms are malformed ({error}).") from error
-    return terms
-
-
-def _entry(record: Mapping[str, Any]) -> _Entry:
-    run_id = record.get("run_id")
-    if not isinstance(run_id, str) or not run_id:
-        raise LedgerError(f"{record.get('kind')} record: run_id={run_id!r} is not a run's identity.")
-    try:
-        releases = tuple(release_from_dict(release) for release in record["releases"])
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise LedgerError(f"{record.get('kind')} record of run {run_id}: malformed releases ({error}).") from error
-    return _Entry(releases, str(record.get("run_head") or ""), record.get("kind") == "settle", str(record.get("run")))

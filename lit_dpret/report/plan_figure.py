@@ -22,7 +22,7 @@ _NAMES = {
     "shuffle": "shuffled, no amplification",
     "full_batch": "all units in every step",
 }
-_STYLES = ((_BLUE, "-", "o"), (_ORANGE, "--", "s"), (_GREEN, ":", "^"), (_PURPLE, "-.", "D"))
+STYLES = ((_BLUE, "-", "o"), (_ORANGE, "--", "s"), (_GREEN, ":", "^"), (_PURPLE, "-.", "D"))
 
 
 def can_draw() -> bool:
@@ -67,7 +67,7 @@ def draw_plan(facts: Mapping[str, Any], path: Path) -> Path:
 
 def _over_steps(axis: Any, facts: Mapping[str, Any]) -> None:
     lines = [line for line in facts["epsilon_over_steps"] if line["points"]]
-    for (colour, dashes, marker), line in zip(_STYLES, lines, strict=False):
+    for (colour, dashes, marker), line in zip(STYLES, lines, strict=False):
         steps, values = zip(*line["points"], strict=True)
         name = f"{_NAMES[line['sampling']]}, {line['neighbours']}"
         if line["amplified"]:
@@ -95,7 +95,7 @@ def _over_batch(axis: Any, facts: Mapping[str, Any]) -> None:
         return
     width = len(table["epochs"])
     reached = False
-    for column, (colour, dashes, marker) in zip(range(width), _STYLES, strict=False):
+    for column, (colour, dashes, marker) in zip(range(width), STYLES, strict=False):
         cells = [cell for cell in table["cells"][column::width] if cell["noise_to_batch"] is not None]
         if not cells:
             continue
@@ -122,7 +122,7 @@ def _over_batch(axis: Any, facts: Mapping[str, Any]) -> None:
 def _several_units(axis: Any, facts: Mapping[str, Any]) -> None:
     users, unit = facts["user_level"], facts["plan"]["budget"]["unit"]
     columns = [c for c in users["columns"] if any(row["epsilon"] is not None for row in c["rows"])]
-    for order, ((colour, dashes, marker), column) in enumerate(zip(_STYLES, columns, strict=False)):
+    for order, ((colour, dashes, marker), column) in enumerate(zip(STYLES, columns, strict=False)):
         rows = [row for row in column["rows"] if row["epsilon"] is not None]
         cap = f", cap {column['cap']}" if column["cap"] else ""
         name = _NAMES[column["sampling"]] + cap + (" (one only)" if len(rows) == 1 else "")

@@ -29,7 +29,9 @@ from lit_dpret.tasks.ranker import Ranker
 from lit_dpret.tasks.search import Search
 from lit_dpret.tasks.second_task import SecondTask
 from lit_dpret.tasks.similarity import Similarity
+from lit_dpret.tasks.sweep import Sweep
 from lit_dpret.tasks.synthesize import Synthesize
+from lit_dpret.tasks.trial import TrialOf
 from lit_dpret.tasks.variant import Variant
 from lit_dpret.tasks.variant_study import VariantStudy
 from lit_dpret.tasks.verify import Verify
@@ -65,7 +67,9 @@ __all__ = [
     "Search",
     "SecondTask",
     "Similarity",
+    "Sweep",
     "Synthesize",
+    "TrialOf",
     "Variant",
     "VariantStudy",
     "Verify",

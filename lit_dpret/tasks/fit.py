@@ -21,6 +21,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.tasks.checkpoints import WholeCheckpoints, newest_checkpoint
 from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.planned_fits import PlannedFit, plan_fit
 
 CHECKPOINTS = "checkpoints"
 
@@ -65,6 +66,21 @@ class Fit:
             canaries=canaries,
             after_setup=hold_out,
             several_ranks=True,
+        )
+
+    def planned_fits(self, parts: Parts) -> list[PlannedFit]:
+        """The private training that ``run`` would make; reads the data, and trains nothing."""
+        if self.membership_coins:
+            raise ConfigurationError("task.membership_coins=true cannot be planned: how many it holds out is a coin's.")
+        datamodule = parts.make_datamodule()
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+        return plan_fit(
+            parts.make_privacy(),
+            datamodule,
+            parts.make_trainer(logger=False),
+            make_module=parts.make_module,
+            callbacks=parts.make_callbacks(),
         )
 
     def _hold_out(self, privacy: Any, datamodule: Any, folder: Path) -> Callable[[], None] | None:

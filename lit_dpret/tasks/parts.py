@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,20 @@ from typing import Any
 from lit_dpret.errors import ConfigurationError, StorageError
 from lit_dpret.privacy.start import model_folder
 
-__all__ = ["Parts", "check_run_dir", "model_folder"]
+__all__ = ["ComposedRun", "Parts", "check_run_dir", "model_folder"]
+
+
+@dataclass(frozen=True)
+class ComposedRun:
+    """Another run of this program, composed and not started.
+
+    Args:
+        describe: The settings of some groups as one text, the same for equal settings.
+        make: Makes its task and its parts.
+    """
+
+    describe: Callable[[Sequence[str]], str]
+    make: Callable[[], tuple[Any, Parts]]
 
 
 def no_outline(**settings: Any) -> Any:
@@ -26,7 +39,12 @@ def no_outline(**settings: Any) -> Any:
 
 @dataclass(frozen=True)
 class Parts:
-    """Factories for the pieces of a run; nothing is built, read or downloaded before its call."""
+    """Factories for the pieces of a run; nothing is built, read or downloaded before its call.
+
+    Attributes:
+        make_run: Composes another run, given its settings as on the command line.
+        trial_of: The folder of the sweep that the run is a trial of.
+    """
 
     run_dir: Path
     make_privacy: Callable[..., Any]
@@ -38,6 +56,8 @@ class Parts:
     make_loggers: Callable[[], list[Any]] = list
     make_canaries: Callable[[], Any] = lambda: None
     make_federation: Callable[[], Any] = lambda: None
+    make_run: Callable[[Sequence[str]], ComposedRun] | None = None
+    trial_of: Path | None = None
     resume: bool = False
     seed: int = 0
     command: str = field(default="python train.py")

@@ -14,10 +14,12 @@ from lit_dpret.tasks.fit import train
 from lit_dpret.tasks.parts import Parts
 
 
-def stage_callbacks(folder: Path, *, resume: bool, label: str, save_every: int = 5, **tuning: Any) -> list[Any]:
+def stage_callbacks(
+    folder: Path, *, resume: bool, label: str, save_every: int = 5, trial_of: Any = None, **tuning: Any
+) -> list[Any]:
     """What every training inside a longer task needs; ``tuning`` goes to `PrivacyCard`."""
     return [
-        PrivacyAccountant(run_dir=folder, resume=resume),
+        PrivacyAccountant(run_dir=folder, resume=resume, trial_of=trial_of),
         PrivacyCard(run_dir=folder, **tuning),
         ModelCheckpoint(dirpath=folder / "checkpoints", every_n_train_steps=save_every, save_last=True, save_top_k=1),
         StepProgress(label),

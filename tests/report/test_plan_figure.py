@@ -9,7 +9,7 @@ import pytest
 
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.plan import PrivacyPlan, describe_plan
-from lit_dpret.report.plan_figure import _STYLES, draw_plan
+from lit_dpret.report.plan_figure import STYLES, draw_plan
 
 pytest.importorskip("matplotlib")
 
@@ -45,4 +45,4 @@ def test_a_plan_without_a_grid_or_ceilings_says_so(tmp_path: Path) -> None:
 
 def test_lines_differ_in_dashes_and_markers_and_not_only_in_colour() -> None:
     for place in range(3):
-        assert len({style[place] for style in _STYLES}) == len(_STYLES)
+        assert len({style[place] for style in STYLES}) == len(STYLES)

@@ -1,0 +1,210 @@
+"""A W&B sweep file, read as W&B reads it: its parameters become trials, its command a command line.
+
+Only what can be known before the first trial is taken: ``grid``, and ``random`` over listed values. A search that looks
+at results to choose the next trial (``bayes``) has no list of trials whose cost could be reserved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import random
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lit_dpret.errors import ConfigurationError
+
+_KEYS = {"program", "method", "metric", "parameters", "command", "run_cap", "name", "description", "project", "entity"}
+_ENVIRONMENT = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
+_MACROS = ("${env}", "${interpreter}", "${program}", "${args_no_hyphens}")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One point of a sweep.
+
+    Args:
+        settings: What the sweep varies, as ``name=value``, in the order of the file.
+    """
+
+    settings: tuple[tuple[str, Any], ...]
+
+    @property
+    def overrides(self) -> list[str]:
+        """The settings as arguments, written as W&B's agent writes them."""
+        return [f"{name}={value}" for name, value in self.settings]
+
+    @property
+    def id(self) -> str:
+        """Eight hexadecimal digits, the same wherever the same point is tried; W&B's run id and the folder's name."""
+        return hashlib.sha256(json.dumps(self.overrides).encode()).hexdigest()[:8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepFile:
+    """What a sweep file says.
+
+    Args:
+        path: The file.
+        program: The script, as ``train.py``.
+        method: ``grid`` or ``random``.
+        parameters: The values of each parameter.
+        command: The command line with W&B's macros.
+        metric: ``name`` and ``goal`` of the result that trials are compared by; empty where there is none.
+        run_cap: The most trials; None for all of a grid.
+    """
+
+    path: Path
+    program: str
+    method: str
+    parameters: Mapping[str, Sequence[Any]]
+    command: Sequence[str]
+    metric: Mapping[str, str]
+    run_cap: int | None = None
+
+    @classmethod
+    def read(cls, path: str | Path) -> SweepFile:
+        """Read and check a file.
+
+        Raises:
+            ConfigurationError: It is missing, no sweep, or asks for something whose trials are not known beforehand.
+        """
+        file = Path(path).expanduser()
+        try:
+            content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigurationError(f"task.file={path} cannot be read: {error.strerror}.") from error
+        except yaml.YAMLError as error:
+            raise ConfigurationError(f"task.file={path} is not YAML: {' '.join(str(error).split())}.") from error
+        if not isinstance(content, dict):
+            raise ConfigurationError(f"task.file={path} is no sweep: a W&B sweep file is a mapping with parameters.")
+        if unknown := sorted(set(content) - _KEYS):
+            raise ConfigurationError(
+                f"task.file={path}: {', '.join(unknown)} is nothing that a sweep without a server can follow. It "
+                f"knows {', '.join(sorted(_KEYS))}."
+            )
+        method = content.get("method", "grid")
+        if method not in ("grid", "random"):
+            raise ConfigurationError(
+                f"task.file={path}: method={method} chooses its next trial by results, so nobody can reserve "
+                "beforehand what its trials cost. Take grid, or random over listed values; for Optuna see the docs."
+            )
+        parameters = content.get("parameters")
+        if not isinstance(parameters, dict) or not parameters:
+            raise ConfigurationError(f"task.file={path} has no parameters to vary.")
+        cap = content.get("run_cap")
+        if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int) or cap < 1):
+            raise ConfigurationError(f"task.file={path}: run_cap={cap} must be a whole number of at least 1.")
+        if method == "random" and cap is None:
+            raise ConfigurationError(f"task.file={path}: method=random goes on for ever without run_cap. Set one.")
+        command = [str(part) for part in content.get("command") or ["${env}", "${interpreter}", "${program}",
+                                                                   "${args_no_hyphens}"]]  # fmt: skip
+        if "${args_no_hyphens}" not in command:
+            raise ConfigurationError(
+                f"task.file={path}: its command lacks ${{args_no_hyphens}}, the trial's settings as name=value."
+            )
+        return cls(
+            path=file,
+            program=str(content.get("program", "train.py")),
+            method=method,
+            parameters={str(name): _values(file, str(name), given) for name, given in parameters.items()},
+            command=command,
+            metric=_metric(file, content.get("metric") or {}),
+            run_cap=cap,
+        )
+
+    def trials(self, *, seed: int = 0) -> list[Trial]:
+        """The trials in the order of W&B's grid, or a public draw of ``run_cap`` different ones.
+
+        Args:
+            seed: Of the draw of ``method: random``.
+        """
+        names = list(self.parameters)
+        if self.method == "grid":
+            points = itertools.product(*self.parameters.values())
+            kept = points if self.run_cap is None else itertools.islice(points, self.run_cap)
+            return [Trial(tuple(zip(names, point, strict=True))) for point in kept]
+        coins, wanted, found = random.Random(seed), self.run_cap or 1, dict[Trial, None]()
+        wanted = min(wanted, math.prod(len(values) for values in self.parameters.values()))
+        while len(found) < wanted:
+            found[Trial(tuple((name, coins.choice(values)) for name, values in self.parameters.items()))] = None
+        return list(found)
+
+    @property
+    def fixed(self) -> list[str]:
+        """The settings that all trials share: those of the command that are neither macros nor Hydra's own."""
+        return [part for part in self.command if "=" in part and not part.startswith(("${", "hydra.", "trial_of="))]
+
+    def command_line(self, trial: Trial, environment: Mapping[str, str]) -> list[str]:
+        """The command of one trial, with the macros that W&B's agent would fill in.
+
+        Args:
+            trial: The trial.
+            environment: Where ``${envvar:NAME}`` looks; a name that is missing stays as W&B leaves it.
+        """
+        words: list[str] = []
+        for part in self.command:
+            if part == "${env}":
+                continue  # /usr/bin/env; the environment is handed on as it is
+            if part == "${interpreter}":
+                words.append(sys.executable)
+            elif part == "${program}":
+                words += [self.program] if Path(self.program).is_file() else ["-m", "lit_dpret"]
+            elif part == "${args_no_hyphens}":
+                words += trial.overrides
+            elif part.startswith("${") and part.endswith("}") and not _ENVIRONMENT.fullmatch(part):
+                raise ConfigurationError(f"task.file={self.path}: {part} is none of {', '.join(_MACROS)}.")
+            else:
+                words.append(_ENVIRONMENT.sub(lambda found: environment.get(found[1], found[1]), part))
+        return words
+
+    def fingerprint(self) -> str:
+        """A hash of everything that decides which trials there are and how they are run."""
+        facts = [self.program, self.method, dict(self.parameters), list(self.command), dict(self.metric), self.run_cap]
+        return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
+
+
+def shown(words: Sequence[str]) -> str:
+    """A command line as one would type it."""
+    return " ".join(shlex.quote(word if word != sys.executable else os.path.basename(word)) for word in words)
+
+
+def _values(file: Path, name: str, given: Any) -> list[Any]:
+    """The values of one parameter; a single one where it is fixed."""
+    if isinstance(given, dict) and set(given) <= {"value"} and "value" in given:
+        return [given["value"]]
+    if isinstance(given, dict) and isinstance(given.get("values"), list) and given["values"]:
+        if extra := set(given) - {"values", "distribution"}:
+            raise ConfigurationError(
+                f"task.file={file}: parameters.{name} has {', '.join(sorted(extra))} beside values."
+            )
+        values = list(given["values"])
+        if len({json.dumps(value, default=str) for value in values}) != len(values):
+            raise ConfigurationError(f"task.file={file}: parameters.{name} lists a value twice.")
+        return values
+    raise ConfigurationError(
+        f"task.file={file}: parameters.{name} must have value or a list of values; a distribution has no list of "
+        "trials whose cost could be reserved."
+    )
+
+
+def _metric(file: Path, given: Any) -> dict[str, str]:
+    if not given:
+        return {}
+    if (
+        not isinstance(given, dict)
+        or not given.get("name")
+        or given.get("goal", "minimize") not in ("minimize", "maximize")
+    ):
+        raise ConfigurationError(f"task.file={file}: metric needs a name and a goal, minimize or maximize.")
+    return {"name": str(given["name"]), "goal": str(given.get("goal", "minimize"))}

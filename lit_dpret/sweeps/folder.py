@@ -1,0 +1,212 @@
+"""The folder of a sweep: what was planned, what was reserved for it, and what its trials reached.
+
+``sweep.json`` is written before anything is reserved and never changed. Each trial has a folder in ``trials``, named
+by its id, and says in ``trial.json`` when it is done what it was and what it reached. So several processes, and
+agents of W&B, can work in one folder: whether a trial is done can be read off its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError, schema_problem
+from lit_dpret.privacy.budget import AccountantName, PrivacyBudget
+from lit_dpret.privacy.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.releases import Release, release_from_dict
+from lit_dpret.sweeps.file import SweepFile, Trial
+from lit_dpret.whole_file import write_whole
+
+SCHEMA = "lit-dpret/sweep/1"
+SWEEP = "sweep.json"
+TRIALS = "trials"
+DONE = "trial.json"
+
+
+@dataclass(frozen=True)
+class SweepFolder:
+    """A planned sweep.
+
+    Args:
+        folder: Where it lies.
+        facts: What ``sweep.json`` holds.
+    """
+
+    folder: Path
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def plan(
+        cls,
+        folder: Path,
+        file: SweepFile,
+        trials: Sequence[Trial],
+        places: Sequence[Sequence[Release]],
+        *,
+        budget: PrivacyBudget | None,
+        accountant: AccountantName,
+        dataset_ledger: Path | None,
+        total_eps: float | None,
+        metric_data: str,
+        planned: Mapping[str, Any] | None,
+    ) -> SweepFolder:
+        """Write down a new sweep; nothing is reserved yet.
+
+        Args:
+            folder: Where.
+            file: What was asked for.
+            trials: Its trials.
+            places: What each private run of them plans to release.
+            budget: Of the private trials: their unit, neighbours and delta; None where no trial is private.
+            accountant: Theirs.
+            dataset_ledger: Adds up what they release.
+            total_eps: Its limit.
+            metric_data: On which data trials are compared.
+            planned: The epsilon of all of them together.
+        """
+        facts = {
+            "schema": SCHEMA,
+            "id": secrets.token_hex(4),
+            "fingerprint": file.fingerprint(),
+            "trials": [{"id": trial.id, "settings": trial.overrides} for trial in trials],
+            "metric": dict(file.metric),
+            "metric_data": metric_data,
+            "dataset_ledger": None if dataset_ledger is None else str(dataset_ledger.expanduser().resolve()),
+            "total_eps": total_eps,
+            "accountant": accountant,
+            "planned": planned,
+            "places": [[release.to_dict() for release in place] for place in places],
+            "budget": None if budget is None else {
+                "eps": budget.eps, "delta": budget.delta, "unit": budget.unit, "neighbours": budget.neighbours,
+            },
+        }  # fmt: skip
+        write_whole(folder / SWEEP, json.dumps(facts, indent=2, default=str) + "\n")
+        return cls(folder, facts)
+
+    @classmethod
+    def read(cls, folder: str | Path) -> SweepFolder:
+        """A sweep that was planned.
+
+        Raises:
+            ConfigurationError: There is none.
+            DataError: Its file is damaged, or of a newer version.
+        """
+        path = Path(folder).expanduser() / SWEEP
+        try:
+            facts = json.loads(path.read_text(encoding="utf-8"))
+            schema, places = facts["schema"], facts["places"]
+        except FileNotFoundError as error:
+            raise ConfigurationError(f"{folder} holds no {SWEEP}: plan the sweep first, by task=sweep.") from error
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise DataError(f"{path} is not the file of a sweep ({error}).") from error
+        if problem := schema_problem(schema, SCHEMA):
+            raise DataError(f"{path} cannot be read: {problem}")
+        return cls(path.parent, {**facts, "places": places})
+
+    def require(self, file: SweepFile) -> None:
+        """Refuse to go on with a sweep under another file.
+
+        Raises:
+            ResumeError: The file says something else than when the sweep was planned.
+        """
+        if self.facts["fingerprint"] != file.fingerprint():
+            raise ResumeError(
+                f"{self.folder} holds a sweep that was planned from another file than task.file={file.path} is now. "
+                "Restore it, or choose another hydra.run.dir."
+            )
+
+    @property
+    def id(self) -> str:
+        """The sweep's lasting identity."""
+        return str(self.facts["id"])
+
+    @property
+    def places(self) -> list[list[Release]]:
+        """What each private run of its trials planned to release."""
+        return [[release_from_dict(release) for release in place] for place in self.facts["places"]]
+
+    def trial_folder(self, name: str) -> Path:
+        """Where a trial lies."""
+        return self.folder / TRIALS / name
+
+    def result(self, name: str) -> dict[str, Any] | None:
+        """What a trial wrote when it was done; None where it is not."""
+        try:
+            found = json.loads((self.trial_folder(name) / DONE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def results(self) -> dict[str, dict[str, Any]]:
+        """What all finished trials wrote, by the folder's name; those of W&B's agents have names of their own."""
+        folders = sorted(path.parent.name for path in (self.folder / TRIALS).glob(f"*/{DONE}"))
+        return {name: result for name in folders if (result := self.result(name)) is not None}
+
+    def ledger(self, budget: PrivacyBudget | None = None, *, trial: bool = False) -> DatasetLedger | None:
+        """The ledger that its trials are counted in; None where none of them is private.
+
+        Args:
+            budget: A trial's own; null for that of the plan.
+            trial: Whether it is a trial that asks, and takes over one of the reservations.
+        """
+        if self.facts["dataset_ledger"] is None or self.facts["budget"] is None:
+            return None
+        return DatasetLedger(
+            self.facts["dataset_ledger"],
+            total_eps=self.facts["total_eps"],
+            budget=budget or PrivacyBudget(**self.facts["budget"]),
+            accountant=self.facts["accountant"],
+            sweep=self.id if trial else None,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """What a trial's own ledger and card say of the sweep; public facts only."""
+        facts = self.facts
+        return {
+            "id": self.id,
+            "trials": len(facts["trials"]),
+            "private_runs": len(facts["places"]),
+            "varied": sorted({setting.partition("=")[0] for one in facts["trials"] for setting in one["settings"]}),
+            "metric": facts["metric"].get("name"),
+            "metric_data": facts["metric_data"],
+            "planned": facts["planned"],
+            "total_eps": facts["total_eps"],
+        }
+
+
+def trial_ledger(sweep: SweepFolder, budget: PrivacyBudget, *, own: DatasetLedger | None, mode: str) -> DatasetLedger:
+    """The ledger in which a private trial takes over one of the reservations of its sweep.
+
+    Args:
+        sweep: The sweep.
+        budget: The trial's.
+        own: The ledger that the trial names by itself, which must be none.
+        mode: The name of the trial's privacy mode, for the message.
+
+    Raises:
+        ConfigurationError: The trial names a ledger of its own, or the sweep planned no private run.
+    """
+    if own is not None:
+        raise ConfigurationError(
+            f"privacy.dataset_ledger={own.path} in a trial: the ledger of a sweep is that of its plan. Give it to "
+            "task=sweep as task.dataset_ledger, and leave this one null."
+        )
+    ledger = sweep.ledger(budget, trial=True)
+    if ledger is None:
+        raise ConfigurationError(
+            f"trial_of={sweep.folder} planned no private run, and this one is under privacy={mode}. Plan the sweep that "
+            "it belongs to."
+        )
+    return ledger
+
+
+def write_result(folder: Path, settings: Sequence[str], metrics: Mapping[str, Any]) -> None:
+    """Say that a trial is done and what it reached; for its owner alone, since scores may be of private queries."""
+    numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
+    write_whole(
+        folder / DONE, json.dumps({"settings": list(settings), "metrics": numbers}, indent=2) + "\n", owner_only=True
+    )

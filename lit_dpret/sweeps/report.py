@@ -1,0 +1,171 @@
+"""What the trials of a sweep reached and what all of them cost: a table, a CSV file, and a picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lit_dpret.errors import LitDpretError
+from lit_dpret.privacy.card import read_card
+from lit_dpret.privacy.card_text import show_epsilon
+from lit_dpret.privacy.charges import charged_releases
+from lit_dpret.privacy.dataset_total import compose_across_runs
+from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.releases import Release
+from lit_dpret.report.sweep_figure import can_draw, draw_sweep
+from lit_dpret.sweeps.folder import SweepFolder
+from lit_dpret.whole_file import write_whole
+
+TABLE_CSV, TABLE_MD, FIGURE, REPORT = "sweep.csv", "sweep.md", "sweep.png", "sweep_report.json"
+LEDGERS = "privacy_ledger.jsonl"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found.
+
+    Args:
+        rows: A row for each finished trial: ``trial``, its settings, ``epsilon`` on its card, and its metrics.
+        epsilon: What all trials have spent together, those that failed too; None where nothing private was spent.
+        best: The trial that the metric of the sweep names; None without one.
+        text: The same for a reader.
+    """
+
+    rows: list[dict[str, Any]]
+    epsilon: float | None
+    best: str | None
+    text: str
+
+
+def write_report(sweep: SweepFolder) -> Report:
+    """Write ``sweep.csv``, ``sweep.md``, ``sweep_report.json`` and, where matplotlib is installed, ``sweep.png``.
+
+    Scores may be measures of private queries, so the files are for their owner alone.
+    """
+    rows = [_row(sweep, name, found) for name, found in sweep.results().items()]
+    epsilon, how = _spent(sweep)
+    best = _best(sweep, rows)
+    text = _told(sweep, rows, epsilon, how, best)
+    facts = {"sweep": sweep.describe(), "rows": rows, "epsilon": epsilon, "composed_by": how, "best": best}
+    write_whole(sweep.folder / TABLE_CSV, _csv(rows), owner_only=True)
+    write_whole(sweep.folder / TABLE_MD, text + "\n", owner_only=True)
+    write_whole(sweep.folder / REPORT, json.dumps(_finite(facts), indent=2) + "\n", owner_only=True)
+    metric = sweep.facts["metric"].get("name")
+    varied = _varied(rows)
+    if metric is not None and varied and can_draw() and any(metric in row["metrics"] for row in rows):
+        draw_sweep([row | row["settings"] for row in rows], metric=metric, varied=varied, path=sweep.folder / FIGURE)
+    return Report(rows, epsilon, best, text)
+
+
+def _row(sweep: SweepFolder, name: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    """One trial: settings, the epsilon of its card, metrics."""
+    try:
+        claim = read_card(sweep.trial_folder(name))["claim"]
+        epsilon = claim["epsilon"] if claim["guarantee"] == "dp" else math.inf
+    except LitDpretError:
+        epsilon = None  # a task of several trainings has several cards, and no one claim
+    settings = dict(setting.partition("=")[::2] for setting in found["settings"])
+    return {"trial": name, "settings": settings, "epsilon": epsilon, "metrics": dict(found["metrics"])}
+
+
+def _spent(sweep: SweepFolder) -> tuple[float | None, str | None]:
+    """The composition of everything that the ledgers in the trials' folders are charged with."""
+    budget = sweep.facts["budget"]
+    if budget is None:
+        return None, None
+    releases: list[Release] = []
+    for path in sorted((sweep.folder / "trials").rglob(LEDGERS)):
+        records = PrivacyLedger.read(path).records
+        if any(record["kind"] == "plan" and record.get("plan") is not None for record in records):
+            releases += charged_releases(records)
+    return compose_across_runs(
+        releases, delta=budget["delta"], neighbours=budget["neighbours"], accountant=sweep.facts["accountant"]
+    )
+
+
+def _best(sweep: SweepFolder, rows: Sequence[Mapping[str, Any]]) -> str | None:
+    metric = sweep.facts["metric"]
+    judged = [row for row in rows if metric and metric["name"] in row["metrics"]]
+    if not judged:
+        return None
+    sign = 1.0 if metric["goal"] == "minimize" else -1.0
+    best = min(judged, key=lambda row: (sign * row["metrics"][metric["name"]], row["trial"]))
+    return str(best["trial"])
+
+
+def _varied(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The settings in which the trials differ, in the order of the file."""
+    names = dict.fromkeys(name for row in rows for name in row["settings"])
+    return [name for name in names if len({row["settings"].get(name) for row in rows}) > 1]
+
+
+def _told(
+    sweep: SweepFolder, rows: Sequence[Mapping[str, Any]], epsilon: float | None, how: str | None, best: str | None
+) -> str:
+    metric, facts = sweep.facts["metric"].get("name"), sweep.facts
+    names = [*dict.fromkeys(name for row in rows for name in row["settings"]), "epsilon", *([metric] if metric else [])]
+    cells = [[_cell(row, name) for name in names] for row in rows]
+    lines = ["| trial | " + " | ".join(names) + " |", "| --- " * (len(names) + 1) + "|"]
+    lines += [
+        f"| {row['trial']}{' (best)' if row['trial'] == best else ''} | " + " | ".join(shown) + " |"
+        for row, shown in zip(rows, cells, strict=True)
+    ]
+    lines.append("")
+    lines.append(f"{len(rows)} of {len(facts['trials'])} trials are done.")
+    if epsilon is not None:
+        planned = facts["planned"]
+        lines.append(
+            f"All trials together have cost epsilon = {show_epsilon(epsilon)} at delta = {planned['delta']:.3g} (unit "
+            f"{planned['unit']}, neighbours {planned['neighbours']}, composed by {how}); "
+            f"{show_epsilon(planned['epsilon'])} was planned, and the ledger of the data set ends at "
+            f"{facts['total_eps']:g}. Whoever sees several of the models, or one that was chosen "
+            "among them by a score on private data, has this epsilon, not that of a row."
+        )
+    else:
+        lines.append("No trial was private: nothing was spent, and nothing is promised.")
+    if best is not None:
+        lines.append(_choice(str(facts["metric_data"]), str(metric)))
+    return "\n".join(lines)
+
+
+def _choice(data: str, metric: str) -> str:
+    """What it costs to have chosen the best trial."""
+    if data in ("none", "public", "synthetic"):
+        return f"The best trial was chosen by {metric} on {data} data, which costs no privacy."
+    said = "private data" if data == "private" else "data that were not named (task.metric_data)"
+    return f"The best trial was chosen by {metric} on {said}: the choice is covered by the epsilon of all trials alone."
+
+
+def _cell(row: Mapping[str, Any], name: str) -> str:
+    value = row["epsilon"] if name == "epsilon" else row["settings"].get(name, row["metrics"].get(name))
+    if name == "epsilon" and value is None:
+        return "several"
+    return f"{value:.4g}" if isinstance(value, float) else str("–" if value is None else value)
+
+
+def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    settings = list(dict.fromkeys(name for row in rows for name in row["settings"]))
+    metrics = sorted({name for row in rows for name in row["metrics"]})
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["trial", *settings, "epsilon", *metrics])
+    for row in rows:
+        writer.writerow(
+            [row["trial"], *(row["settings"].get(name, "") for name in settings), row["epsilon"],
+             *(row["metrics"].get(name, "") for name in metrics)]
+        )  # fmt: skip
+    return file.getvalue()
+
+
+def _finite(value: Any) -> Any:
+    """The same with infinities as null, which JSON has no word for."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    return [_finite(part) for part in value] if isinstance(value, list) else value

@@ -1,0 +1,152 @@
+"""The trials of a sweep on this machine, without a server: one process each, one after another.
+
+What W&B's agent does with a server, this does with a folder. Several of these may work in one folder at once: a
+trial that somebody else is at is left to them. A trial that was interrupted goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lit_dpret.errors import ConfigurationError, LedgerError, StorageError
+from lit_dpret.privacy.card import LEDGER_NAME
+from lit_dpret.privacy.run_lock import RunLock
+from lit_dpret.sweeps.file import SweepFile, Trial
+from lit_dpret.sweeps.folder import SWEEP, SweepFolder
+
+LOG = "trial.log"
+_GRACE = 30.0  # seconds for a trial to end by itself, and to write its card, when the sweep is interrupted
+SWEEP_VARIABLE = "LIT_DPRET_SWEEP"
+
+
+@dataclass
+class Outcome:
+    """What became of the trials."""
+
+    done: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    elsewhere: list[str] = field(default_factory=list)
+
+    @property
+    def settled(self) -> int:
+        """Trials that nothing is left to do for here."""
+        return len(self.done) + len(self.failed) + len(self.elsewhere)
+
+
+def run_trials(
+    sweep: SweepFolder,
+    file: SweepFile,
+    trials: list[Trial],
+    *,
+    offline: bool,
+    progress: Callable[[int, int, str], None] = lambda done, total, extra: None,
+) -> Outcome:
+    """Run every trial that is not done and that nobody else is at.
+
+    Guarantees:
+        - A trial that is done is not run again; one that was interrupted goes on where it stopped.
+        - No two processes run one trial at a time.
+        - A trial that fails is named with its reason, and the others are run.
+        - When this is interrupted, the trial that is running is ended too, and has time to settle what it spent.
+
+    Args:
+        sweep: The folder.
+        file: Says how a trial is run.
+        trials: In the order in which they are run.
+        offline: Have W&B write to the trials' folders and send nothing.
+        progress: Called with (trials done, trials in all, what the last one was).
+    """
+    outcome = Outcome()
+    progress(0, len(trials), "")
+    for trial in trials:
+        folder = sweep.trial_folder(trial.id)
+        if sweep.result(trial.id) is not None:
+            outcome.done.append(trial.id)
+        else:
+            lock = RunLock(sweep.folder / SWEEP, trial.id)
+            try:
+                lock.take()
+            except LedgerError:
+                outcome.elsewhere.append(trial.id)
+                progress(outcome.settled, len(trials), f"{trial.id} is run by another process")
+                continue
+            try:
+                reason = None if sweep.result(trial.id) is not None else _run(sweep, file, trial, folder, offline)
+            finally:
+                lock.release()
+            if reason is None:
+                outcome.done.append(trial.id)
+            else:
+                outcome.failed[trial.id] = reason
+        progress(outcome.settled, len(trials), " ".join(trial.overrides))
+    return outcome
+
+
+def environment_of(sweep: SweepFolder, trial: Trial, *, offline: bool) -> dict[str, str]:
+    """The environment of a trial: what W&B's agent sets, as far as there is no server to know of it."""
+    own = {
+        SWEEP_VARIABLE: str(sweep.folder),
+        "WANDB_RUN_ID": trial.id,
+        "WANDB_RUN_GROUP": f"sweep-{sweep.id}",
+        "WANDB_RESUME": "allow",
+    }
+    # A sweep's id would have the upload look for a sweep that no server knows; the group keeps its trials together.
+    known = {
+        name: value for name, value in os.environ.items() if name not in ("WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
+    }
+    return known | own | ({"WANDB_MODE": "offline"} if offline else {})
+
+
+def _run(sweep: SweepFolder, file: SweepFile, trial: Trial, folder: Path, offline: bool) -> str | None:
+    """Run one trial to its end; the reason where it failed."""
+    environment = environment_of(sweep, trial, offline=offline)
+    words = file.command_line(trial, environment)
+    if (folder / LEDGER_NAME).exists():
+        words.append("resume=true")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / LOG, "ab") as log:
+            process = subprocess.Popen(
+                words, env=environment, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+            )
+            code = _wait(process)
+    except OSError as error:
+        raise StorageError(f"A trial cannot be started in {folder}: {error.strerror or error}.") from error
+    if code == 0 and sweep.result(trial.id) is None:
+        raise ConfigurationError(
+            f"A trial ended without a word in {folder}: the command of task.file={file.path} must say "
+            f"trial_of=${{envvar:{SWEEP_VARIABLE}}} and "
+            f"hydra.run.dir=${{envvar:{SWEEP_VARIABLE}}}/trials/${{oc.env:WANDB_RUN_ID}}."
+        )
+    return None if code == 0 else _reason(code, folder / LOG)
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """The exit code; an interruption of this process ends the trial first."""
+    try:
+        return process.wait()
+    except BaseException:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(_GRACE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        raise
+
+
+def _reason(code: int, log: Path) -> str:
+    """The line in which a trial refused, or how it ended."""
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - 20_000))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return said[-1] if said else f"ended with exit code {code}; see {log}"

@@ -1,0 +1,192 @@
+"""`task=sweep`: plan every trial, reserve what all of them cost, run them, and show what they reached."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from lit_dpret.callbacks import ProgressLine
+from lit_dpret.errors import ConfigurationError, WorkerError
+from lit_dpret.privacy.budget import PrivacyBudget, require_choice
+from lit_dpret.privacy.card_tuning import TuningData
+from lit_dpret.privacy.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.dataset_total import compose_across_runs
+from lit_dpret.privacy.modes import CoupledMode
+from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.sweeps import SweepFile, SweepFolder, Trial, run_trials
+from lit_dpret.sweeps.folder import SWEEP
+from lit_dpret.sweeps.report import write_report
+from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.planned_fits import PlannedFit
+
+_PLANNED_BY = ("task", "privacy", "datamodule", "trainer", "callbacks")
+_COUPLED_BY = ("model", "loss", "negatives")
+
+
+class Sweep:
+    """Run a W&B sweep file without a server, in a folder that W&B's agents can share.
+
+    Guarantees:
+        - Before the first trial starts, all of them are reserved in the ledger of the data set; where the limit
+          does not cover them, nothing starts, and the refusal says how many it would cover.
+        - A trial that is done is not run again; one that was interrupted goes on.
+
+    Args:
+        file: The sweep, as W&B reads it.
+        dataset_ledger: Adds up what the trials release, with all other runs on the data set.
+        total_eps: Its limit; null takes what the ledger was begun with.
+        metric_data: On which data the trials are compared: ``none``, ``public``, ``synthetic``, ``private`` or
+            ``unknown``; it goes onto every trial's card.
+        start: False plans and reserves only, for ``wandb agent``, ``-m`` and Optuna.
+        offline: W&B writes to the trials' folders and sends nothing.
+        give_back: Let go of what is reserved for trials that have not begun; then nothing is run.
+        min_free_mb: Refuse to start with less free disk.
+    """
+
+    def __init__(
+        self,
+        *,
+        file: str | Path,
+        dataset_ledger: str | Path | None = None,
+        total_eps: float | None = None,
+        metric_data: str = "unknown",
+        start: bool = True,
+        offline: bool = True,
+        give_back: bool = False,
+        min_free_mb: float = 200,
+    ) -> None:
+        self.file = SweepFile.read(file)
+        self.dataset_ledger = None if dataset_ledger is None else Path(dataset_ledger).expanduser()
+        require_choice("task.metric_data", metric_data, get_args(TuningData))
+        self.total_eps, self.metric_data = total_eps, metric_data
+        self.start, self.offline, self.give_back, self.min_free_mb = start, offline, give_back, min_free_mb
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Plan, reserve, run and report; returns how many trials are done and what they may cost."""
+        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
+        trials = self.file.trials(seed=parts.seed)
+        sweep = self._planned(parts, trials)
+        ledger = sweep.ledger()
+        if self.give_back:
+            if ledger is not None:
+                total = ledger.give_back(sweep.id)
+                _say(f"given back; the data set holds epsilon {total.epsilon:.4g} of {total.total_eps:g}")
+            return {"trials": float(len(trials))}
+        if ledger is not None:
+            total = ledger.hold(sweep.id, sweep.places, name=str(sweep.folder))
+            _say(
+                f"{len(trials)} trials, {len(sweep.places)} private runs: together epsilon "
+                f"{sweep.facts['planned']['epsilon']:.4g} at delta {total.delta:.3g}; the data set then holds "
+                f"{total.epsilon:.4g} of {total.total_eps:g} ({ledger.path})"
+            )
+        if not self.start:
+            _say(f"planned and reserved: start trials with trial_of={sweep.folder} (docs/sweeps.md)")
+            return {"trials": 0.0}
+        with ProgressLine("sweep", every=0.0) as progress:
+            outcome = run_trials(sweep, self.file, trials, offline=self.offline, progress=progress)
+        report = write_report(sweep)
+        _say(report.text)
+        if outcome.failed:
+            first, why = next(iter(outcome.failed.items()))
+            raise WorkerError(
+                f"{len(outcome.failed)} of {len(trials)} trials failed; {first}: {why} Those that are done are kept: "
+                "the same command tries the others again, and task.give_back=true lets go of what is reserved for them."
+            )
+        return {"trials": float(len(outcome.done)), **({} if report.epsilon is None else {"epsilon": report.epsilon})}
+
+    # -- the plan ------------------------------------------------------------------------------
+
+    def _planned(self, parts: Parts, trials: Sequence[Trial]) -> SweepFolder:
+        """The sweep as it was planned, now or by an earlier call."""
+        if (parts.run_dir / SWEEP).exists():
+            sweep = SweepFolder.read(parts.run_dir)
+            sweep.require(self.file)
+            return sweep
+        plans: list[PlannedFit] = []
+        known: dict[str, list[PlannedFit]] = {}
+        with ProgressLine("planning trials") as progress:
+            for number, trial in enumerate(trials):
+                plans += self._plans_of(parts, trial, known)
+                progress(number + 1, len(trials))
+        budget = self._one_guarantee([planned.plan for planned in plans])
+        places = [planned.releases for planned in plans]
+        planned_total = None
+        if budget is not None:
+            accountant = plans[0].plan.accountant
+            value, how = compose_across_runs(
+                [release for place in places for release in place],
+                delta=budget.delta, neighbours=budget.neighbours, accountant=accountant,
+            )  # fmt: skip
+            planned_total = {"epsilon": value, "delta": budget.delta, "unit": budget.unit,
+                             "neighbours": budget.neighbours, "accountant": how}  # fmt: skip
+            self._refuse_uncounted(parts, value, budget.delta)
+        return SweepFolder.plan(
+            parts.run_dir,
+            self.file,
+            trials,
+            places,
+            budget=budget,
+            accountant=plans[0].plan.accountant if plans else "pld",
+            dataset_ledger=self.dataset_ledger,
+            total_eps=self._limit(budget),
+            metric_data=self.metric_data,
+            planned=planned_total,
+        )
+
+    def _plans_of(self, parts: Parts, trial: Trial, known: dict[str, list[PlannedFit]]) -> list[PlannedFit]:
+        """The private trainings of one trial; those of an equal one where it was planned before."""
+        if parts.make_run is None:
+            raise ConfigurationError("task=sweep is run from the command line, which composes its trials.")
+        composed = parts.make_run([*self.file.fixed, *trial.overrides])
+        task, own = composed.make()
+        if not hasattr(task, "planned_fits"):
+            raise ConfigurationError(
+                f"task.file={self.file.path} runs {type(task).__name__}, whose releases are not known beforehand. A "
+                "sweep runs task=fit or task=pipeline."
+            )
+        mode = own.make_privacy()
+        groups = _PLANNED_BY + (_COUPLED_BY if isinstance(mode, CoupledMode) else ())
+        key = composed.describe(groups)
+        if key not in known:
+            known[key] = task.planned_fits(own)
+        return known[key]
+
+    def _one_guarantee(self, plans: Sequence[PrivacyPlan]) -> PrivacyBudget | None:
+        """The budget whose unit, neighbours and delta are those of all; None where no trial is private."""
+        budgets = [plan.budget for plan in plans]
+        for knob in ("unit", "neighbours"):
+            if len(found := {str(getattr(budget, knob)) for budget in budgets}) > 1:
+                raise ConfigurationError(
+                    f"task.file={self.file.path}: its trials have privacy.{knob}={' and '.join(sorted(found))}, and "
+                    "epsilons of different guarantees do not add up. Make a sweep of each."
+                )
+        return min(budgets, key=lambda budget: budget.delta, default=None)
+
+    def _limit(self, budget: PrivacyBudget | None) -> float | None:
+        """The limit of the ledger: the one that is asked for, or that of the file where there is one."""
+        if self.total_eps is not None or budget is None or self.dataset_ledger is None:
+            return self.total_eps
+        return DatasetLedger(self.dataset_ledger, total_eps=None, budget=budget).total().total_eps
+
+    def _refuse_uncounted(self, parts: Parts, epsilon: float, delta: float) -> None:
+        """Refuse private trials without a ledger, or with a new one whose limit nobody named."""
+        cost = f"all trials together cost epsilon {epsilon:.4g} at delta {delta:.3g}"
+        if self.dataset_ledger is None:
+            raise ConfigurationError(
+                f"task.dataset_ledger=null, and {cost}: set it to the file that adds up all runs on the data set, "
+                "beside the data, so that nobody takes one trial's epsilon for the cost of the sweep."
+            )
+        if self.dataset_ledger.resolve().is_relative_to(parts.run_dir.resolve()):
+            raise ConfigurationError(
+                f"task.dataset_ledger={self.dataset_ledger} lies inside the sweep's folder {parts.run_dir}, where no "
+                "other run on the data set would find it. Put it beside the data."
+            )
+        if self.total_eps is None and not self.dataset_ledger.exists():
+            raise ConfigurationError(f"task.total_eps=null with a new task.dataset_ledger: {cost}. Set the limit.")
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
