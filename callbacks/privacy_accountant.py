@@ -18,7 +18,8 @@ from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.callbacks.planning import PlannedRun, plan_run
 from lit_dpret.callbacks.refusals import refuse_broken_claims, refuse_replaced_sampler
-from lit_dpret.callbacks.strategies import keep_the_sampler
+from lit_dpret.callbacks.strategies import keep_the_sampler, strategy_name
+from lit_dpret.callbacks.zero_settings import settle_zero
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.card import LEDGER_NAME
 from lit_dpret.privacy.dataset_account import DatasetAccount
@@ -138,6 +139,8 @@ class PrivacyAccountant(Callback):
         self._gate = SharedGate(own, stream=stream, run_id=run_id, sampler=self.sampler, ranks=ranks)
         data.attach(self.sampler, UnitCollator(module.collate_rows, data.rows_per_unit))
         keep_the_sampler(trainer)
+        if strategy_name(trainer) == "deepspeed":
+            settle_zero(trainer.strategy, data.physical_batch_size)
         ranks.together(lambda: mode.attach(pl_module, self.plan, stream))
         module.receive_guard(self._gate)
 
@@ -235,7 +238,8 @@ class PrivacyAccountant(Callback):
         wrapped: Any = pl_module.optimizers()
         optimizer = wrapped.optimizer if hasattr(wrapped, "optimizer") else wrapped
         deterministic = pl_module.device.type == "cpu" and str(trainer.precision) in ("32-true", "64-true")
-        replays = self.replay == "auto" and deterministic
+        whole = strategy_name(trainer) in ("one_device", "ddp")  # rank 0 sees the whole sum, model and optimizer
+        replays = self.replay == "auto" and deterministic and whole
         world = self._ranks.world_size  # a sum over another number of ranks has other last bits
         self._gate.begin(self._restored, (lambda: state_hash(pl_module, optimizer, world)) if replays else None)
         self._ranks.share(self._reserve)

@@ -21,7 +21,8 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 
-from lit_dpret.callbacks.strategies import refuse_unsupported
+from lit_dpret.callbacks.strategies import refuse_unsupported, strategy_name
+from lit_dpret.callbacks.zero_settings import refuse_zero_settings
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.card_file import CARD_NAME
 from lit_dpret.privacy.card_subject import check_dataset_card
@@ -156,6 +157,8 @@ def _is_counted(run: Candidate) -> None:
 
 def _shown_strategy(run: Candidate) -> None:
     refuse_unsupported(run.trainer, run.module.privacy)
+    if strategy_name(run.trainer) == "deepspeed":
+        refuse_zero_settings(run.trainer.strategy, getattr(run.module, "optimizer_spec", None))
 
 
 def _carries_a_card(run: Candidate) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from torch import Tensor
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.modules.checkpointed import Checkpointed
+from lit_dpret.modules.handover import GradHandover, Handover
 from lit_dpret.modules.optimizers import OptimizerSpec
+from lit_dpret.modules.zero import is_engine, zero_handover
 from lit_dpret.privacy.guard import Guard, uncounted
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
 from lit_dpret.privacy.ranks import Ranks
@@ -70,6 +73,7 @@ class PrivateModule(Checkpointed):
         self.log_private_loss = log_private_loss
         self._guard: Guard | None = None
         self._ranks = Ranks()
+        self._handover: Handover = GradHandover(self, self._ranks)
         self._batches_seen = 0
         self._loss_sum = 0.0
 
@@ -97,16 +101,24 @@ class PrivateModule(Checkpointed):
         """Called by the accountant once plan, mode and ledger are ready."""
         self._guard = guard
         self._ranks = Ranks.here()
+        self._handover = GradHandover(self, self._ranks)
+
+    def receive_handover(self, handover: Handover) -> None:
+        """Called where somebody else than ``.grad`` takes the gradients, after `receive_guard` and before a step."""
+        self._handover = handover
 
     def on_train_start(self) -> None:
         if self._guard is None:
             raise uncounted(type(self).__name__)
+        if is_engine(self.trainer.model):
+            self.receive_handover(zero_handover(self.trainer.model, self, self._ranks))
 
     def training_step(self, batch: UnitBatch, batch_idx: int) -> None:
         guard = self._guard
         if guard is None:
             raise uncounted(type(self).__name__)
-        self._contribute(batch, guard.stream.model_seed(guard.attempt, batch.step, batch.part))
+        with self._handover.whole():
+            self._contribute(batch, guard.stream.model_seed(guard.attempt, batch.step, batch.part))
         if batch.last:
             self._logical_step(guard, batch.attempt, batch.step)
 
@@ -138,15 +150,16 @@ class PrivateModule(Checkpointed):
         """Called before a physical batch that holds rows: for what a loss needs beside them, as public passages."""
 
     def _logical_step(self, guard: Guard, attempt: int, step: int) -> None:
-        sums = self.privacy.take()
-        self._add_up(sums)
-        units = self.privacy.counts.units
+        sums = self._handover.add_up(self.privacy.take())
+        self._add_up_counts()
+        units, starts = self.privacy.counts.units, self._handover.starts
         permit = guard.authorise(attempt, step, units, sums)
-        update = self.privacy.privatize(sums, attempt=permit.attempt, step=permit.step, salt=permit.salt)
+        parts = {} if starts is None else {"starts": starts}
+        update = self.privacy.privatize(sums, attempt=permit.attempt, step=permit.step, salt=permit.salt, **parts)
         del sums
-        for name, parameter in self.named_parameters():
-            if name in update.gradients:
-                parameter.grad = update.gradients[name]
+        if starts is not None:  # each rank saw the noise of its own parts
+            update = replace(update, noise_std=min(self._ranks.gather(update.noise_std)))
+        self._handover.give(update.gradients)
         optimizer = self.optimizers()
         if isinstance(optimizer, list):
             raise ConfigurationError(f"{type(self).__name__} must have exactly one optimizer.")
@@ -160,13 +173,13 @@ class PrivateModule(Checkpointed):
             self.log("train/loss", self._loss_sum / max(units, 1), on_step=True, prog_bar=True, batch_size=1)
         self._loss_sum = 0.0
 
-    def _add_up(self, sums: dict[str, Tensor]) -> None:
-        """Add the sums and counts of all ranks, so that each holds those of the whole logical batch."""
+    def _add_up_counts(self) -> None:
+        """Add up what the ranks counted, so that each has the counts of the whole logical batch."""
         if self._ranks.world_size == 1:
             return
         counts = self.privacy.counts
         found = torch.tensor([counts.units, counts.clipped, counts.non_finite, self._loss_sum], dtype=torch.float64)
-        self._ranks.sum_(sums, found)
+        self._ranks.sum_({}, found)
         units, clipped, non_finite = (round(float(count)) for count in found[:3])
         self.privacy.counts = StepCounts(units, clipped, non_finite)
         self._loss_sum = float(found[3])

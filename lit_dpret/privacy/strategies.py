@@ -46,7 +46,11 @@ STRATEGIES: tuple[Strategy, ...] = (
         "noise, once, and makes the same update.",
     ),
     Strategy("fsdp", "", {EVERY_MODE: _NOT_BUILT}),
-    Strategy("deepspeed", "", {EVERY_MODE: _NOT_BUILT}),
+    Strategy(
+        "deepspeed",
+        "Each rank clips its units; the clipped sums are added up in float32 or wider, each coordinate on the rank "
+        "that keeps its master weight; that rank adds its noise, once; DeepSpeed's optimizer takes what is finished.",
+    ),
     Strategy("xla", "", {EVERY_MODE: _NOT_BUILT}),
     Strategy(
         "ddp_spawn",

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
+import torch
 from scipy.stats import chi2
 from torch import Tensor, nn
 
@@ -200,28 +202,41 @@ class GaussianMode(PrivacyMode):
             )
         return self._plan.noise_std / self._plan.denominator
 
-    def privatize(self, sums: dict[str, Tensor], *, attempt: int, step: int, salt: str = "") -> Update:
+    def privatize(
+        self,
+        sums: dict[str, Tensor],
+        *,
+        attempt: int,
+        step: int,
+        salt: str = "",
+        starts: Mapping[str, int] | None = None,
+    ) -> Update:
         self.counts = StepCounts()
         std = self._plan.noise_std
         gradients: dict[str, Tensor] = {}
         weakest = std
         squares, coordinates = 0.0, 0
         for name, parameter in trainable(self._module).items():
+            if starts is not None and name not in sums:
+                continue  # other ranks have it
             total = sums[name]
+            first = 0 if starts is None else starts[name]
             noise = self._stream.normal(
-                total.shape,
+                total.shape if first == 0 else torch.Size([first + total.numel()]),
                 attempt=attempt,
                 step=step,
                 parameter=name,
                 salt=salt,
                 device=total.device,
                 dtype=total.dtype,
-            ).mul_(std)
+            )
+            noise = (noise if first == 0 else noise[first:]).mul_(std)
             noised = total + noise
             added = float((noised - total).double().pow(2).sum())
             weakest = min(weakest, _believed_std(added, total.numel(), std))
             squares, coordinates = squares + added, coordinates + total.numel()
-            gradients[name] = noised.div_(self._plan.denominator).to(parameter.dtype)
+            noised.div_(self._plan.denominator)
+            gradients[name] = noised.to(parameter.dtype) if starts is None else noised
         weakest = min(weakest, _believed_std(squares, coordinates, std))
         return Update(gradients, weakest, self._plan.sensitivity, self._plan.denominator)
 
