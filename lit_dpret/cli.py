@@ -148,7 +148,7 @@ def run(cfg: DictConfig) -> Any:
             result = task.run(build_parts(cfg))
         finally:
             rank_watch.leave(before)
-    if trial is not None and rank_watch.is_first():
+    if trial is not None:
         trial.finish(_own_overrides(), result)
     return result
 

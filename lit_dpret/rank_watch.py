@@ -53,12 +53,6 @@ def world_size() -> int:
     return 1
 
 
-def is_first() -> bool:
-    """Whether this process is rank 0 of its job, or all of it."""
-    named = next((os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ), "0")
-    return named == "0"
-
-
 def wait_for_launcher(*, at_most: float = 30.0) -> None:
     """Let the first process finish what it tells and writes; it would be killed as soon as this one is gone."""
     if not is_started_by_launcher():

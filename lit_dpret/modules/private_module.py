@@ -26,8 +26,10 @@ from lit_dpret.errors import ConfigurationError, DeviceMemoryError, UnsupportedM
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.checkpointed import Checkpointed
+from lit_dpret.modules.handover import GradHandover, Handover
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.physical_batches import PhysicalBatches
+from lit_dpret.modules.zero import is_engine, zero_handover
 from lit_dpret.privacy.guard import Guard, uncounted
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
 from lit_dpret.privacy.ranks import Ranks
@@ -83,6 +85,7 @@ class PrivateModule(Checkpointed):
         self._guard: Guard | None = None
         self._ranks = Ranks()
         self._shards: Shards | None = None
+        self._handover: Handover = GradHandover(self, self._ranks)
         self._physical = PhysicalBatches(self._add_piece, self._forget_step)
         self._shortage: DeviceMemoryError | None = None
         self._batches_seen = 0
@@ -142,18 +145,26 @@ class PrivateModule(Checkpointed):
         """Called by the accountant once plan, mode and ledger are ready."""
         self._guard = guard
         self._ranks = Ranks.here()
+        self._handover = GradHandover(self, self._ranks)
+
+    def receive_handover(self, handover: Handover) -> None:
+        """Called where somebody else than ``.grad`` takes the gradients, after `receive_guard` and before a step."""
+        self._handover = handover
 
     def on_train_start(self) -> None:
         if self._guard is None:
             raise uncounted(type(self).__name__)
+        if self._shards is not None:
+            self.receive_handover(self._shards.handover(self._ranks))
+        elif is_engine(self.trainer.model):
+            self.receive_handover(zero_handover(self.trainer.model, self, self._ranks))
 
     def training_step(self, batch: UnitBatch, batch_idx: int) -> None:
         guard = self._guard
         if guard is None:
             raise uncounted(type(self).__name__)
-        if self._shards is not None:
-            self._shards.gather()  # until the last physical batch of the step
-        self._add(batch)
+        with self._handover.whole():
+            self._add(batch)
         if batch.last:
             self._ranks.together(self._refuse_shortage)
             try:
@@ -242,19 +253,18 @@ class PrivateModule(Checkpointed):
         """Called before a physical batch that holds rows: for what a loss needs beside them, as public passages."""
 
     def _logical_step(self, guard: Guard, attempt: int, step: int) -> None:
-        sums = self.privacy.take()
+        sums = self._handover.add_up(self.privacy.take())
         self._loss_sum += sum(read(self._losses))
         self._losses.clear()
-        sums = self._add_up(sums)
-        units = self.privacy.counts.units
+        self._add_up_counts()
+        units, starts = self.privacy.counts.units, self._handover.starts
         permit = guard.authorise(attempt, step, units, sums)
-        update = self.privacy.privatize(sums, attempt=permit.attempt, step=permit.step, salt=permit.salt)
+        parts = {} if starts is None else {"starts": starts}
+        update = self.privacy.privatize(sums, attempt=permit.attempt, step=permit.step, salt=permit.salt, **parts)
         del sums
-        if self._shards is not None:  # each rank measured the noise of its shard
+        if self._handover.in_parts:  # each rank saw the noise of its own parts
             update = replace(update, noise_std=min(self._ranks.gather(update.noise_std)))
-        for name, parameter in self.named_parameters():
-            if name in update.gradients:
-                parameter.grad = update.gradients[name]
+        self._handover.give(update.gradients)
         optimizer = self.optimizers()
         if isinstance(optimizer, list):
             raise ConfigurationError(f"{type(self).__name__} must have exactly one optimizer.")
@@ -268,20 +278,16 @@ class PrivateModule(Checkpointed):
             self.log("train/loss", self._loss_sum / max(units, 1), on_step=True, prog_bar=True, batch_size=1)
         self._loss_sum = 0.0
 
-    def _add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Add the sums and counts of all ranks, so that each holds those of the whole logical batch, or its shard."""
-        if self._shards is not None:
-            self._shards.scatter()
-            sums = self._shards.add_up(sums)
+    def _add_up_counts(self) -> None:
+        """Add up what the ranks counted, so that each has the counts of the whole logical batch."""
         if self._ranks.world_size == 1:
-            return sums
+            return
         counts = self.privacy.counts
         found = torch.tensor([counts.units, counts.clipped, counts.non_finite, self._loss_sum], dtype=torch.float64)
-        self._ranks.sum_(sums if self._shards is None else {}, found)
+        self._ranks.sum_({}, found)
         units, clipped, non_finite = (round(float(count)) for count in found[:3])
         self.privacy.counts = StepCounts(units, clipped, non_finite)
         self._loss_sum = float(found[3])
-        return sums
 
     def unit_loss(self, batch: UnitBatch) -> Callable[[], Tensor]:
         """A function that runs the forward pass and returns one loss per row, ``(rows,)``.

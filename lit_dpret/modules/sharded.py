@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.modules.handover import GradHandover, Handover
 from lit_dpret.privacy.placement import like
+from lit_dpret.privacy.ranks import Ranks
 
 #: Elements that one reduction hands in: 100 MB in float32.
 BUCKET = 25_000_000
@@ -122,10 +124,14 @@ class Shards:
             own = torch.empty(len(sent) // self.world, dtype=wide, device=sent.device)
             _reduce_scatter(own, sent, group=self.group)
             del sent
-            pieces = own.split([layout.padded for layout in layouts])
+            pieces = torch.split(own, [layout.padded for layout in layouts])
             for name, layout, piece in zip(names, layouts, pieces, strict=True):
                 found[name] = layout.shard_of(parameters[name], piece)
         return found
+
+    def handover(self, ranks: Ranks) -> Handover:
+        """What a training loop asks of the shards."""
+        return _ShardHandover(self, ranks)
 
     @contextmanager
     def assembled(self, *, here: bool) -> Iterator[None]:
@@ -134,7 +140,7 @@ class Shards:
         For writing a model: gathered copies may be in a lower precision. All ranks enter it; one that does not say
         ``here`` keeps its shards. Parameters are in shards before and after.
         """
-        places = [
+        places: list[tuple[nn.Module, str, Any]] = [
             (layer, name, parameter)
             for layer in self.module.modules()
             for name, parameter in layer._parameters.items()
@@ -153,6 +159,24 @@ class Shards:
         finally:
             for layer, name, parameter in places if here else ():
                 layer._parameters[name] = parameter
+
+
+class _ShardHandover(GradHandover):
+    """Shards of the sums, as ``DTensor`` s; whole parameters from the first physical batch of a step to the last."""
+
+    in_parts = True
+
+    def __init__(self, shards: Shards, ranks: Ranks) -> None:
+        super().__init__(shards.module, ranks)
+        self._shards = shards
+
+    def whole(self) -> AbstractContextManager[object]:
+        self._shards.gather()
+        return nullcontext()
+
+    def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        self._shards.scatter()
+        return self._shards.add_up(sums)
 
 
 def own_blocks(module: nn.Module) -> list[nn.Module]:

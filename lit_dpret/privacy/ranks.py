@@ -88,6 +88,25 @@ class Ranks:
             if counts is not None:
                 dist.all_reduce(counts, group=decisions)
 
+    def sum_rows(self, rows: Tensor) -> Tensor:
+        """Add matrices up over all ranks; each rank gets its own row of the total.
+
+        Args:
+            rows: ``(world size, n)``; the same shape and type on every rank.
+
+        Returns:
+            Row ``rank`` of the sum, ``(n,)``.
+
+        Raises:
+            WorkerError: Another rank is gone.
+        """
+        if self.world_size == 1:
+            return rows[0]
+        total = torch.empty_like(rows[0])
+        with _noticing_death():
+            dist.reduce_scatter(total, list(rows), group=_groups()[0])
+        return total
+
     def share(self, work: Callable[[], T]) -> T:
         """Let rank 0 do ``work`` and hand every rank its result, or its error.
 

@@ -51,7 +51,11 @@ STRATEGIES: tuple[Strategy, ...] = (
         "Each rank keeps a shard of every parameter and gathers the rest to clip its units; the clipped sums are added "
         "up in float32 or wider and cut up again; each rank adds the noise of its shard, once, and updates its shard.",
     ),
-    Strategy("deepspeed", "", {EVERY_MODE: _NOT_BUILT}),
+    Strategy(
+        "deepspeed",
+        "Each rank clips its units; the clipped sums are added up in float32 or wider, each coordinate on the rank "
+        "that keeps its master weight; that rank adds its noise, once; DeepSpeed's optimizer takes what is finished.",
+    ),
     Strategy(
         "xla",
         "One process drives one XLA device, on batches filled up to one shape; noise is drawn on the host.",

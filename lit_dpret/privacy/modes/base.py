@@ -9,7 +9,7 @@ done to it). Training without privacy is a mode too, never a flag.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -117,8 +117,25 @@ class PrivacyMode(ABC):
         self.take()
 
     @abstractmethod
-    def privatize(self, sums: dict[str, Tensor], *, attempt: int, step: int, salt: str = "") -> Update:
-        """Turn the sums into the update: noise once, then divide by a public constant."""
+    def privatize(
+        self,
+        sums: dict[str, Tensor],
+        *,
+        attempt: int,
+        step: int,
+        salt: str = "",
+        starts: Mapping[str, int] | None = None,
+    ) -> Update:
+        """Turn the sums into the update: noise once, then divide by a public constant.
+
+        Args:
+            sums: By parameter name, over all ranks.
+            attempt: Keys the noise.
+            step: The logical step.
+            salt: A tag of what the noise is added to.
+            starts: Where ``sums`` holds a flat part of each parameter, the flat index at which it begins. A part gets
+                the noise that it would get in the whole.
+        """
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -167,7 +184,15 @@ class PlainGradients(PrivacyMode):
     def _drop_sums(self) -> None:
         self._sums = {}
 
-    def privatize(self, sums: dict[str, Tensor], *, attempt: int, step: int, salt: str = "") -> Update:
+    def privatize(
+        self,
+        sums: dict[str, Tensor],
+        *,
+        attempt: int,
+        step: int,
+        salt: str = "",
+        starts: Mapping[str, int] | None = None,
+    ) -> Update:
         units = max(self.counts.units, 1)
         self.counts = StepCounts()
         gradients = {name: total / units for name, total in sums.items()}

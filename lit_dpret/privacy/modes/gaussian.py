@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, get_args
@@ -202,14 +203,24 @@ class GaussianMode(PrivacyMode):
             )
         return self._plan.noise_std / self._plan.denominator
 
-    def privatize(self, sums: dict[str, Tensor], *, attempt: int, step: int, salt: str = "") -> Update:
+    def privatize(
+        self,
+        sums: dict[str, Tensor],
+        *,
+        attempt: int,
+        step: int,
+        salt: str = "",
+        starts: Mapping[str, int] | None = None,
+    ) -> Update:
         self.counts = StepCounts()
         std = self._plan.noise_std
         gradients: dict[str, Tensor] = {}
         squares: list[Tensor] = []
         held: list[int] = []  # how many coordinates of each parameter are noised by this process
         for name, parameter in trainable(self._module).items():
-            total, start = place_of(sums[name])
+            if starts is not None and name not in sums:
+                continue  # other ranks have it
+            total, start = place_of(sums[name]) if starts is None else (sums[name], starts[name])
             noise = self._stream.normal(
                 total.shape,
                 attempt=attempt,
@@ -223,7 +234,8 @@ class GaussianMode(PrivacyMode):
             noised = total + noise
             squares.append((noised - total).double().pow(2).sum())
             held.append(total.numel())
-            gradients[name] = like(sums[name], noised.div_(self._plan.denominator).to(parameter.dtype))
+            noised.div_(self._plan.denominator)
+            gradients[name] = like(sums[name], noised.to(parameter.dtype)) if starts is None else noised
         for device in {gradient.device for gradient in gradients.values()}:
             cut(device)
         measured = list(zip(read(squares), held, strict=True))

@@ -1,0 +1,112 @@
+"""Two processes under DeepSpeed make the run that one process makes without it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_runs import told
+from zero_runs import ZeroServer
+
+pytestmark = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install lit-dpret[deepspeed]"
+)
+
+# What differs between any two runs: the moment, and what is hashed over it.
+_OWN = {"time", "hash", "prev", "nonce"}
+# Few units at a time: some steps leave a rank empty, and some both.
+SPARSE: dict[str, Any] = {"size": 40, "expected_batch_size": None, "sample_rate": 0.06, "physical_batch_size": 2}
+COUPLED: dict[str, Any] = {"size": 40, "expected_batch_size": None, "sample_rate": 0.15, "physical_batch_size": 40}
+
+STAGES: dict[str, dict[str, Any]] = {
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3},
+    "stage 2, optimizer in host memory": {"stage": 2, "offload_optimizer": True},
+    "stage 3, all in host memory": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+}
+MODES: dict[str, dict[str, Any]] = {
+    "all rows of a unit": {"data": SPARSE | {"rows_per_unit": "all"}},
+    "fewer units than ranks": {"data": SPARSE | {"size": 1, "sample_rate": 0.5}},
+    "vmap, per layer": {"mode": {"name": "dp_sgd", "engine": "vmap", "clip_groups": "per_layer"}},
+    "loop": {"mode": {"name": "dp_sgd", "engine": "loop"}, "data": SPARSE},
+    "logit_dp": {"module": "pairs", "data": COUPLED,
+                 "mode": {"name": "logit_dp", "max_logit_grad_norm": 0.1, "sub_batches": 3}},
+    "batch_clip": {"module": "pairs", "data": COUPLED,
+                   "mode": {"name": "batch_clip", "max_grad_norm": 0.1, "sub_batches": 3}},
+    "none": {"mode": {"name": "none"}, "data": SPARSE},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ZeroServer]:
+    found = ZeroServer()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs of one process without DeepSpeed, made once each."""
+    return tmp_path_factory.mktemp("alone")
+
+
+def ledger(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "privacy_ledger.jsonl").read_text(encoding="utf-8").splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in _OWN} for line in lines]
+
+
+def weights(seen: dict[str, Any]) -> torch.Tensor:
+    return torch.cat([torch.tensor(v, dtype=torch.float64) for _, v in sorted(seen["weights"].items())])
+
+
+def compare(server: ZeroServer, runs: Path, stage: str, given: dict[str, Any]) -> None:
+    """One process without DeepSpeed, run once in ``runs``, and two under ``stage``; they share a secret."""
+    if not (runs / "one").exists():
+        assert server.run("zero_fit", runs / "one", world=1, steps=5, **given) == [0]
+    assert server.run("zero_fit", runs / stage, world=2, steps=5, zero=STAGES[stage], **given) == [0, 0]
+    one, first, second = told(runs / "one", 0), told(runs / stage, 0), told(runs / stage, 1)
+    assert len(weights(one)) == len(weights(first)) > 40
+    assert first["weights"] == second["weights"]
+    assert (weights(one) - weights(first)).abs().max() < 1e-5
+    assert one["eps"] == first["eps"] == second["eps"] and first["global_step"] == 5
+    assert ledger(runs / "one") == ledger(runs / stage)
+
+
+FAST = ("stage 2", "stage 3, all in host memory")
+
+
+@pytest.mark.parametrize("stage", [pytest.param(s, marks=[] if s in FAST else pytest.mark.slow) for s in STAGES])
+def test_a_t5_takes_the_update_and_the_ledger_of_one_process(stage: str, server: ZeroServer, alone: Path) -> None:
+    compare(server, alone / "t5", stage, {"module": "t5", "data": SPARSE})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["stage 2", "stage 3"])
+@pytest.mark.parametrize("name", list(MODES))
+def test_every_mode_takes_the_update_and_the_ledger_of_one_process(
+    name: str, stage: str, server: ZeroServer, alone: Path
+) -> None:
+    compare(server, alone / name, stage, MODES[name])
+
+
+@pytest.mark.parametrize(
+    ("stage", "bf16"),
+    [("stage 2", True), *[pytest.param(s, b, marks=pytest.mark.slow) for s in STAGES for b in (False, True)
+                          if (s, b) != ("stage 2", True)]],
+)  # fmt: skip
+def test_the_engine_steps_on_what_it_is_given_unrounded(
+    stage: str, bf16: bool, server: ZeroServer, tmp_path: Path
+) -> None:
+    zero = {"stage": STAGES[stage]["stage"]}
+    if "optimizer" in stage or "all" in stage:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    assert server.run("handed", tmp_path, world=3, zero=zero, bf16=bf16) == [0, 0, 0]
+    for rank in range(3):
+        seen = told(tmp_path, rank)
+        assert seen["worst"] < 1e-6 and seen["here"] == 0

@@ -1,0 +1,144 @@
+"""Tiny private runs under DeepSpeed on CPUs, each rank a process: the jobs of `rank_runs`, and those below.
+
+Lightning lets its DeepSpeed strategy run on CUDA alone. That check is taken out here; everything behind it (the
+strategy, DeepSpeed's engine, its optimizers and its checkpoints) is what runs on GPUs, over gloo.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import rank_runs
+
+
+class ZeroServer(rank_runs.Server):
+    """Jobs in order, on processes that know DeepSpeed."""
+
+    def __init__(self) -> None:
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+
+def prepare() -> None:
+    """Let Lightning's DeepSpeed strategy run on CPUs, and keep DeepSpeed from compiling kernels."""
+    import logging
+
+    import deepspeed
+    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+    from lightning.pytorch.strategies import deepspeed as strategy_module
+
+    deepspeed.utils.logging.logger.setLevel(logging.ERROR)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    DeepSpeedStrategy.setup_environment = DDPStrategy.setup_environment
+    strategy_module._validate_device_index_selection = lambda devices: None
+    initialize = deepspeed.initialize
+
+    def without_index(*, args: Any, **given: Any) -> Any:  # a CPU is torch.device("cpu"), of no index
+        return initialize(args=None, **given)
+
+    deepspeed.initialize = without_index
+
+
+# -- jobs: each runs on every rank ---------------------------------------------------------------
+
+
+def zero_fit(folder: Path, rank: int, world: int, *, zero: dict[str, Any] | None = None, precision: str = "32-true",
+             **given: Any) -> dict[str, Any]:  # fmt: skip
+    """`rank_runs.fit`, under ZeRO where ``zero`` says how; the master weights of the end come back, in float32."""
+    import stand_ins
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    masters: dict[str, Any] = {}
+    plain = stand_ins.fit
+
+    def fit(*args: Any, extra: list[Any] | None = None, **settings: Any) -> Any:
+        return plain(*args, extra=[*(extra or []), keeper(masters)], **settings)
+
+    stand_ins.fit = fit
+    trainer: dict[str, Any] = {"precision": precision}
+    if zero is not None:
+        trainer |= {"strategy": DeepSpeedStrategy(**zero), "devices": world}
+    return rank_runs.fit(folder, rank, world, trainer=trainer, **given) | {"weights": masters}
+
+
+def keeper(masters: dict[str, Any]) -> Any:
+    """A callback that writes down the master weights after the last step."""
+    import torch
+    from lightning.pytorch.callbacks import Callback
+
+    class Keeper(Callback):
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            for name, parameter in module.named_parameters():
+                whole = master_of(parameter) if parameter.requires_grad else parameter.detach()
+                masters[name] = whole.flatten().to(torch.float32).tolist()
+
+    return Keeper()
+
+
+def master_of(parameter: Any) -> Any:
+    """The whole master weight of a parameter, as DeepSpeed tells it."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    zero = hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")
+    return safe_get_full_fp32_param(parameter) if zero else parameter.detach()
+
+
+def handed(folder: Path, rank: int, world: int, *, zero: dict[str, Any], bf16: bool, steps: int = 3) -> dict[str, Any]:
+    """DeepSpeed's engine alone: how far its weights are from Adam's under gradients that bfloat16 would round."""
+    import copy
+
+    import deepspeed
+    import torch
+    from torch import nn
+
+    from lit_dpret.modules.zero import zero_handover
+    from lit_dpret.privacy.ranks import Ranks
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    ranks = Ranks.here()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1, bias=False))
+    if bf16:  # DeepSpeed makes the master weights from what it computes with
+        net.load_state_dict({name: value.bfloat16().float() for name, value in net.state_dict().items()})
+    alone = copy.deepcopy(net)
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False, "bf16": {"enabled": bf16}, "zero_optimization": zero,
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(
+        args=None, model=net, optimizer=torch.optim.Adam(net.parameters(), lr=0.1), config=config,
+        model_parameters=net.parameters(), dist_init_required=False,
+    )  # fmt: skip
+    handover = zero_handover(engine, net, ranks)
+    own = torch.optim.Adam(alone.parameters(), lr=0.1)
+    coins = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        # Each rank adds 1/world of it: what comes out of add_up is the gradient.
+        whole = {name: torch.randn(p.shape, generator=coins) for name, p in alone.named_parameters()}
+        handover.give(handover.add_up({name: value / world for name, value in whole.items()}))
+        engine.step()
+        for name, parameter in alone.named_parameters():
+            parameter.grad = whole[name]
+        own.step()
+    found = {name: master_of(parameter).reshape(-1) for name, parameter in net.named_parameters()}
+    worst = max(float((found[name] - p.detach().flatten()).abs().max()) for name, p in alone.named_parameters())
+    with handover.whole():
+        here = max(
+            float((found[name].view(p.shape).to(p.dtype) - p.detach()).float().abs().max())
+            for name, p in net.named_parameters()
+        )
+    return {"worst": worst, "here": here, "own": sum(len(found[n]) for n in handover.starts or found)}
+
+
+if __name__ == "__main__":
+    prepare()
+    for job in (zero_fit, handed):
+        setattr(rank_runs, job.__name__, job)
+    rank_runs.serve()
