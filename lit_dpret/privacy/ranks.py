@@ -28,7 +28,7 @@ BUCKET = 25_000_000
 #: How long a rank waits for what another one decides or writes (an export, a card); a dead process is noticed at once.
 PATIENCE = timedelta(hours=2)
 
-_control: dict[Any, Any] = {}
+_made: dict[Any, tuple[Any, Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,16 @@ class Ranks:
         if self.world_size == 1:
             return
         with _noticing_death():
+            sums, decisions = _groups()
             for bucket in _buckets([tensors[name] for name in sorted(tensors)]):
                 wide = torch.promote_types(bucket[0].dtype, torch.float32)
                 flat = torch.cat([tensor.detach().reshape(-1).to(wide) for tensor in bucket])
-                dist.all_reduce(flat)
+                dist.all_reduce(flat, group=sums)
                 totals = torch.split(flat, [tensor.numel() for tensor in bucket])
                 for tensor, total in zip(bucket, totals, strict=True):
                     tensor.detach().copy_(total.view_as(tensor))
             if counts is not None:
-                dist.all_reduce(counts, group=_control_group())
+                dist.all_reduce(counts, group=decisions)
 
     def share(self, work: Callable[[], T]) -> T:
         """Let rank 0 do ``work`` and hand every rank its result, or its error.
@@ -111,11 +112,12 @@ class Ranks:
                 own = error
                 answer = [(False, sendable(error))]
         with _noticing_death():
-            dist.broadcast_object_list(answer, src=0, group=_control_group())
+            dist.broadcast_object_list(answer, src=0, group=_groups()[1])
         if own is not None:
             raise own
         done, result = answer[0]
         if not done:
+            result.told_by_rank = 0
             raise result
         found: T = result
         return found
@@ -135,13 +137,22 @@ class Ranks:
         except BaseException as error:
             own = error
         told = self.gather(None if own is None else sendable(own))
-        if own is not None:
+        if own is not None and not any(told[: self.rank]):
             raise own
-        failed = next((error for error in told if error is not None), None)
-        if failed is not None:
-            raise failed
+        for rank, failure in enumerate(told):
+            if failure is not None:
+                failure.told_by_rank = rank
+                raise failure
         found: T = result
         return found
+
+    def in_turn(self, work: Callable[[], T]) -> T:
+        """Let rank 0 do ``work``, and then the others, who find what it left on the disk."""
+        if self.world_size == 1:
+            return work()
+        own: list[T] = []
+        self.share(lambda: own.append(work()))
+        return own[0] if self.is_first else work()
 
     def gather(self, value: Any) -> list[Any]:
         """What each rank gave, by rank, on every rank."""
@@ -149,7 +160,7 @@ class Ranks:
             return [value]
         told: list[Any] = [None] * self.world_size
         with _noticing_death():
-            dist.all_gather_object(told, value, group=_control_group())
+            dist.all_gather_object(told, value, group=_groups()[1])
         return told
 
     def barrier(self) -> None:
@@ -182,13 +193,28 @@ def _noticing_death() -> Iterator[None]:
         ) from error
 
 
-def _control_group() -> Any:
-    """A gloo group beside the default one, which waits longer than a collective of the training may."""
+def _groups() -> tuple[Any, Any]:
+    """The process groups for sums and for decisions, beside the default one.
+
+    On a SIGTERM Lightning broadcasts in the default group from within its signal handler, at any moment, which must
+    not be taken for a part of a sum. And a decision may wait for an export, much longer than a sum may take.
+    """
     world = dist.group.WORLD
-    if world not in _control:
-        _control.clear()
-        _control[world] = dist.new_group(backend="gloo", timeout=PATIENCE)
-    return _control[world]
+    if world not in _made:
+        _made.clear()
+        _made[world] = (dist.new_group(timeout=_timeout_of(world)), dist.new_group(backend="gloo", timeout=PATIENCE))
+    found: tuple[Any, Any] = _made[world]
+    return found
+
+
+def _timeout_of(group: Any) -> timedelta | None:
+    """How long a collective of a group may take; None where it does not tell."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    try:
+        found: timedelta | None = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return found
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
