@@ -63,7 +63,8 @@ def told(folder: Path, rank: int) -> dict[str, Any]:
 def fit(folder: Path, rank: int, world: int, *, module: str = "regression", mode: dict[str, Any] | None = None,
         data: dict[str, Any] | None = None, steps: int = 6, resume: bool = False, replay: str = "never",
         dropout: float = 0.0, shifted: bool = False, doom: dict[str, Any] | None = None,
-        trainer: dict[str, Any] | None = None, module_settings: dict[str, Any] | None = None) -> dict[str, Any]:  # fmt: skip
+        trainer: dict[str, Any] | None = None,
+        module_settings: dict[str, Any] | None = None) -> dict[str, Any]:  # fmt: skip
     """A fit whose noise is keyed by the step alone; the weights of each rank come back.
 
     ``shifted`` begins with other weights on every rank. ``doom`` ends one rank at a moment: see `Doom`.

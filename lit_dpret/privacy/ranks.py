@@ -76,7 +76,7 @@ class Ranks:
         """
         if self.world_size == 1:
             return
-        with _noticing_death():
+        with noticing_death():
             sums, decisions = _groups()
             for bucket in _buckets([tensors[name] for name in sorted(tensors)]):
                 wide = torch.promote_types(bucket[0].dtype, torch.float32)
@@ -111,7 +111,7 @@ class Ranks:
             except BaseException as error:
                 own = error
                 answer = [(False, sendable(error))]
-        with _noticing_death():
+        with noticing_death():
             dist.broadcast_object_list(answer, src=0, group=_groups()[1])
         if own is not None:
             raise own
@@ -159,7 +159,7 @@ class Ranks:
         if self.world_size == 1:
             return [value]
         told: list[Any] = [None] * self.world_size
-        with _noticing_death():
+        with noticing_death():
             dist.all_gather_object(told, value, group=_groups()[1])
         return told
 
@@ -180,7 +180,7 @@ def sendable(error: BaseException) -> BaseException:
 
 
 @contextmanager
-def _noticing_death() -> Iterator[None]:
+def noticing_death() -> Iterator[None]:
     """Say in words what a broken connection to another rank means."""
     try:
         yield
