@@ -71,11 +71,123 @@ def generate(
     train(
         module, Texts(40, sampling="poisson", expected_batch_size=None, sample_rate=0.2, physical_batch_size=4),
         run_dir=folder, make_trainer=functools.partial(L.Trainer, **settings), callbacks=callbacks, loggers=[],
-        resume=resume,
+        resume=resume, several_ranks=True,
     )  # fmt: skip
     held = {name: type(p).__name__ for name, p in module.named_parameters()}
     found = {name: rank_runs.whole(p.detach()).double().flatten().tolist() for name, p in module.named_parameters()}
     optimizer = module.optimizers()
     state = [v for each in optimizer.state.values() for v in each.values() if torch.is_tensor(v) and v.dim()]
     local = sum((v.to_local() if hasattr(v, "to_local") else v).numel() for v in state)
-    return {"weights": found, "held": held, "state": local, "attempt": accountant._gate.attempt}
+    kinds = sorted({str(p.dtype) for p in module.parameters()})
+    return {"weights": found, "held": held, "state": local, "kinds": kinds, "attempt": accountant._gate.attempt}
+
+
+def pieces(folder: Path, rank: int, world: int) -> dict[str, Any]:
+    """`Shards` and what it is used with, beside whole tensors."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from lit_dpret.errors import UnsupportedModelError
+    from lit_dpret.modules import OptimizerSpec, sharded
+    from lit_dpret.privacy import noise
+    from lit_dpret.privacy.noise import KeyedStream
+    from lit_dpret.privacy.placement import place_of
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (world,))
+    sharded.BUCKET, noise.BLOCK = 40, 8
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3)])
+            self.head, self.tied = nn.Linear(5, 7, bias=False), nn.Linear(5, 7)
+            self.tied.weight = self.head.weight
+            self.blocks.append(nn.Sequential(self.head))  # not a block of its own: the head is used outside too
+            self.lone, self.frozen = nn.Parameter(torch.ones(1)), nn.Linear(3, 2).requires_grad_(False)
+            self.register_buffer("counted", torch.arange(3.0))
+
+    module, plain = Tied(), Tied()
+    blocks = [block is module.blocks[i] for i, block in enumerate(sharded.own_blocks(module))]
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.add_(rank)  # rank 0's are taken
+    shards = sharded.Shards(module, mesh)
+    first = [id(p) for p in module.parameters()]
+    with shards.whole():
+        gathered = {name: p.detach().clone() for name, p in module.named_parameters()}
+        inside = [id(p) for p in module.parameters()]
+        with torch.no_grad():
+            module.lone.fill_(99.0)  # forgotten: it is a copy
+        with shards.whole():
+            pass
+        still_whole = not hasattr(module.lone, "full_tensor")
+    with shards.whole():
+        same_objects = [id(p) for p in module.parameters()] == inside
+    values = dict(plain.named_parameters())
+    seen: dict[str, Any] = {
+        "blocks": blocks, "tied": module.tied.weight is module.head.weight, "still_whole": still_whole,
+        "gathered": all(torch.equal(gathered[name], p) for name, p in values.items()), "same_objects": same_objects,
+        "buffers": module.counted.tolist(), "shards_again": [id(p) for p in module.parameters()] == first,
+        "frozen": [p.requires_grad for p in module.frozen.parameters()],
+    }  # fmt: skip
+
+    random = torch.Generator().manual_seed(1)
+    of_rank = [{name: torch.randn(p.shape, generator=random) for name, p in values.items()} for _ in range(world)]
+    mine = {name: t.clone() for name, t in of_rank[rank].items()}
+    mine["lone"] = mine["lone"].bfloat16()
+    totals = {name: sum(each[name] for each in of_rank) for name in values}
+    cut = shards.add_up(mine)
+    seen["emptied"] = mine == {}
+    seen["kept_in"] = str(cut["lone"].dtype)
+    seen["sums"] = max(float((cut[n].full_tensor() - t).abs().max()) for n, t in totals.items() if n != "lone")
+
+    stream, key = KeyedStream(b"s" * 32, "run"), {"attempt": 0, "step": 3, "parameter": "w", "salt": "x"}
+    exact = []
+    for name, total in totals.items():
+        part, start = place_of(cut[name])
+        whole = stream.normal(total.shape, **key).flatten()  # type: ignore[arg-type]
+        drawn = stream.normal(part.shape, start=start, **key)  # type: ignore[arg-type]
+        exact.append(torch.equal(drawn.flatten(), whole[start : start + part.numel()]))
+    seen["noise"], seen["rows"] = (
+        all(exact),
+        [int(place_of(cut["blocks.3.0.weight"])[0].shape[0]), place_of(cut["lone"])[1]],
+    )
+
+    seen["optimizers"] = {}
+    for name, knobs in {"sgd": {"momentum": 0.9}, "adam": {}, "adamw": {"weight_decay": 0.1}, "adam_bc": {}}.items():
+        left, right = Tied(), Tied()
+        over = sharded.Shards(right, mesh)
+        spec = OptimizerSpec(name=name, lr=0.05, **knobs)  # type: ignore[arg-type]
+        stepped = [spec.build(net.parameters(), steps=0, noise_std=0.1) for net in (left, right)]
+        for _ in range(3):
+            gradients = {n: torch.randn(p.shape, generator=random) for n, p in left.named_parameters()}
+            parts = over.add_up({n: g / world for n, g in gradients.items()})
+            for net, given in ((left, gradients), (right, parts)):
+                for n, p in net.named_parameters():
+                    p.grad = given[n] if p.requires_grad else None
+            for optimizer in stepped:
+                optimizer.step()
+        pairs = zip(right.parameters(), left.parameters(), strict=True)
+        seen["optimizers"][name] = max(float((a.detach().full_tensor() - b.detach()).abs().max()) for a, b in pairs)
+
+    with shards.assembled(here=rank == 0):
+        holds = {name: p for name, p in module.named_parameters()}
+        seen["assembled"] = all(not hasattr(p, "full_tensor") for p in holds.values())
+        seen["equal"] = rank > 0 or all(torch.equal(holds[name], p) for name, p in values.items())
+        seen["tied_inside"] = module.tied.weight is module.head.weight
+    seen["shards_after"] = [id(p) for p in module.parameters()] == first
+
+    class Number(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.0))
+
+    try:
+        sharded.Shards(Number(), mesh)
+    except UnsupportedModelError as error:
+        seen["refused"] = str(error)
+    return seen

@@ -12,6 +12,7 @@ given up again after the last one; nothing that FSDP does by itself in a backwar
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules.handover import GradHandover, Handover
 from lit_dpret.privacy.placement import like
-from lit_dpret.privacy.ranks import Ranks
+from lit_dpret.privacy.ranks import Ranks, noticing_death
 
 #: Elements that one reduction hands in: 100 MB in float32.
 BUCKET = 25_000_000
@@ -42,6 +43,7 @@ class Shards:
         - Outside of ``gather`` and ``scatter`` every parameter is a ``DTensor`` of which this rank holds a part.
         - Between them each is a plain tensor, the same object every time, so that a clipping engine knows it again.
         - Whatever a forward pass does to the gathered copies is forgotten by ``scatter``.
+        - What is cut up is what rank 0 holds, whatever the others began with.
 
     Args:
         module: Becomes the root. Each block of a ``ModuleList`` whose parameters nobody else uses is gathered in one
@@ -60,6 +62,7 @@ class Shards:
                     f"Parameter {name} is a single number without an axis, which cannot be cut. Give it the shape "
                     "(1,), or choose trainer=ddp."
                 )
+        _as_on_rank_0(module)
         # What FSDP does in a backward pass takes no part, so a hook that it may lose there is no loss.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, cast_forward_inputs=False)
@@ -76,8 +79,9 @@ class Shards:
     def gather(self) -> None:
         """Make every parameter whole, on every rank; all ranks call it."""
         if not self.gathered:
-            for found in self._sharded:
-                found.unshard()
+            with noticing_death():
+                for found in self._sharded:
+                    found.unshard()
             self.gathered = True
 
     def scatter(self) -> None:
@@ -122,7 +126,8 @@ class Shards:
             sent = torch.cat([_chunk(*pair, rank).to(wide) for rank in range(self.world) for pair in pairs])
             del parts, pairs
             own = torch.empty(len(sent) // self.world, dtype=wide, device=sent.device)
-            _reduce_scatter(own, sent, group=self.group)
+            with noticing_death():
+                _reduce_scatter(own, sent, group=self.group)
             del sent
             pieces = torch.split(own, [layout.padded for layout in layouts])
             for name, layout, piece in zip(names, layouts, pieces, strict=True):
@@ -148,7 +153,8 @@ class Shards:
         ]
         whole: dict[int, nn.Parameter] = {}
         for key, parameter in {id(parameter): parameter for _, _, parameter in places}.items():
-            full = parameter.detach().full_tensor()
+            with noticing_death():
+                full = parameter.detach().full_tensor()
             if here:
                 whole[key] = nn.Parameter(full.cpu(), requires_grad=parameter.requires_grad)
             del full
@@ -198,6 +204,19 @@ def own_blocks(module: nn.Module) -> list[nn.Module]:
                 found.append(block)
                 inside.update(id(part) for part in block.modules())
     return found
+
+
+def _as_on_rank_0(module: nn.Module) -> None:
+    """Give every rank the parameters and buffers of rank 0, where they differ."""
+    ranks = Ranks.here()
+    tensors = sorted([*module.named_parameters(), *module.named_buffers()], key=lambda named: named[0])
+    digest = hashlib.blake2b()
+    for name, tensor in tensors:
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    if len(set(ranks.gather(digest.hexdigest()))) > 1:
+        for _, tensor in tensors:
+            tensor.detach().copy_(ranks.share(tensor.detach().cpu))
 
 
 @dataclass(frozen=True)

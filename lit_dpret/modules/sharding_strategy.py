@@ -29,4 +29,7 @@ class ShardingStrategy(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         self._data_parallel_size = self.num_nodes * self.num_processes
-        super().setup_environment()
+        if self.lightning_module is None:  # ranks may meet before there is a module to tell of the mesh
+            self._setup_distributed()
+        else:
+            super().setup_environment()

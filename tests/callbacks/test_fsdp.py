@@ -7,9 +7,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from rank_runs import Server, told
+from safetensors.torch import load_file
+from stand_ins import Numbers, Regression, dp
+
+from lit_dpret.callbacks import PrivacyAccountant
+from lit_dpret.callbacks.refusals import refuse_broken_claims
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.modules import OptimizerSpec
+from lit_dpret.modules.query_generator import QueryGenerator
+from lit_dpret.modules.sharding_strategy import ShardingStrategy
+from lit_dpret.privacy.card_check import verify_card
+from lit_dpret.privacy.card_file import read_card
 
 _OWN = {"time", "hash", "prev", "nonce", "update_hash", "state_hash", "sum_tag"}
 # 1.2 units on average: some steps leave a rank empty, and some both.
@@ -40,3 +53,155 @@ def test_shards_make_the_update_and_the_ledger_of_one_process(server: Server, tm
     assert (weights(one) - weights(first)).abs().max() < 1e-5
     assert one["eps"] == first["eps"] == second["eps"] and first["global_step"] == 12
     assert ledger(tmp_path / "1") == ledger(tmp_path / "2")
+
+
+def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+    return float((weights(one) - weights(other)).abs().max())
+
+
+def test_a_parameter_is_cut_gathered_added_up_and_noised_as_if_it_were_whole(server: Server, tmp_path: Path) -> None:
+    assert server.run("shard_jobs:pieces", tmp_path, world=3) == [0] * 3
+    for rank in range(3):
+        seen = told(tmp_path, rank)
+        assert seen["blocks"] == [True] * 3 and seen["tied"] and seen["still_whole"] and seen["gathered"]
+        assert seen["same_objects"] and seen["shards_again"] and seen["shards_after"] and seen["frozen"] == [False] * 2
+        assert seen["buffers"] == [0.0, 1.0, 2.0] and seen["emptied"]
+        assert seen["sums"] < 1e-6 and seen["kept_in"] == "torch.float32" and seen["noise"]
+        assert seen["rows"] == [[3, 0], [3, 1], [1, 1]][rank], "7 rows on 3 ranks, and one number on the first"
+        assert set(seen["optimizers"]) == {"sgd", "adam", "adamw", "adam_bc"}
+        assert max(seen["optimizers"].values()) < 1e-6
+        assert seen["assembled"] == (rank == 0) and seen["equal"] and seen["tied_inside"]
+        assert "scale is a single number without an axis" in seen["refused"]
+
+
+def test_rank_0_writes_the_one_model_that_one_process_would_write(server: Server, tmp_path: Path) -> None:
+    assert server.run("shard_jobs:generate", tmp_path / "1", world=1, sharded=False) == [0]
+    assert server.run("shard_jobs:generate", tmp_path / "2") == [0, 0]
+    one, two = told(tmp_path / "1", 0), [told(tmp_path / "2", rank) for rank in (0, 1)]
+    assert distance(one, two[0]) < 1e-5 and set(two[0]["held"].values()) == {"DTensor"}
+    assert sum(rank["state"] for rank in two) == one["state"] and two[0]["state"] < 0.6 * one["state"]
+    left, right = (load_file(tmp_path / name / "model" / "model.safetensors") for name in "12")
+    assert left.keys() == right.keys() and all((left[name] - right[name]).abs().max() < 1e-5 for name in left)
+    assert ledger(tmp_path / "1") == ledger(tmp_path / "2")
+    card = read_card(tmp_path / "2")
+    assert card["subject"]["name"] == "QueryGenerator"
+    assert verify_card(card, tmp_path / "2" / "privacy_ledger.jsonl", folder=tmp_path / "2" / "model") == []
+    found = QueryGenerator.load_from_checkpoint(
+        tmp_path / "2" / "checkpoints" / "last.ckpt", tokenizer=tmp_path / "2" / "model"
+    )
+    for name, tensor in found.model.state_dict().items():
+        assert name not in right or torch.equal(tensor, right[name])
+
+
+RESUMES = [(2, 1), (2, 2), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [pytest.param(*worlds, marks=[] if worlds == (2, 1) else pytest.mark.slow) for worlds in RESUMES],
+)
+def test_a_run_goes_on_with_another_number_of_processes(
+    before: int, after: int, server: Server, tmp_path: Path
+) -> None:
+    found = {}
+    for name, worlds in {"alone": (1, 1), "moved": (before, after)}.items():
+        for world, given in zip(worlds, ({"kill_at": 3}, {"resume": True}), strict=True):
+            ended = server.run("shard_jobs:generate", tmp_path / name, world=world, sharded=world > 1, **given)
+            assert ended == [1 if "kill_at" in given else 0] * world
+        found[name] = told(tmp_path / name, 0)
+    assert found["alone"]["attempt"] == found["moved"]["attempt"] == 1, "step 2 is made again with fresh noise"
+    assert distance(found["alone"], found["moved"]) < 1e-5
+    assert ledger(tmp_path / "alone") == ledger(tmp_path / "moved")
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "activation checkpointing": {"model": {"gradient_checkpointing": True}},
+    "LoRA": {"lora": True},
+    "frozen encoder": {"model": {"trainable_patterns": ["decoder"]}},
+    "per layer": {"privacy": {"clip_groups": "per_layer"}},
+    "no privacy": {"privacy": {"none": True}},
+    "SHAKE-256": {"privacy": {"secure_rng": True}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", SETTINGS.values(), ids=SETTINGS)
+def test_a_tied_t5_is_trained_as_by_one_process(given: dict[str, Any], server: Server, tmp_path: Path) -> None:
+    assert server.run("shard_jobs:generate", tmp_path / "1", world=1, sharded=False, **given) == [0]
+    assert server.run("shard_jobs:generate", tmp_path / "2", **given) == [0, 0]
+    assert distance(told(tmp_path / "1", 0), told(tmp_path / "2", 0)) < 1e-5
+
+
+@pytest.mark.slow
+def test_bfloat16_computes_on_copies_and_keeps_master_weights_in_float32(server: Server, tmp_path: Path) -> None:
+    for world in (1, 2):
+        ended = server.run("shard_jobs:generate", tmp_path / f"{world}", world=world, precision="bf16-mixed")
+        assert ended == [0] * world
+    one, two = told(tmp_path / "1", 0), told(tmp_path / "2", 0)
+    assert one["kinds"] == two["kinds"] == ["torch.float32"] and distance(one, two) < 1e-4
+    weights = load_file(tmp_path / "2" / "model" / "model.safetensors")
+    assert {str(tensor.dtype) for tensor in weights.values()} == {"torch.float32"}
+    assert any((tensor != tensor.bfloat16().float()).any() for tensor in weights.values())
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "vmap": {"mode": {"name": "dp_sgd", "engine": "vmap"}},
+    "opacus": {"mode": {"name": "dp_sgd", "engine": "opacus"}, "data": SPARSE},
+    "loop": {"mode": {"name": "dp_sgd", "engine": "loop", "clip": "automatic"}, "data": SPARSE},
+    "batch_clip": {"module": "pairs", "mode": {"name": "batch_clip", "max_grad_norm": 0.1, "sub_batches": 3}},
+    "per_example_duplicated": {"module": "pairs",
+                               "mode": {"name": "per_example_duplicated", "max_grad_norm": 0.1, "sub_batches": 3}},
+    "logit_dp": {"module": "pairs", "mode": {"name": "logit_dp", "max_logit_grad_norm": 0.1, "sub_batches": 3}},
+    "public_passages": {"module": "frozen", "data": {"expected_batch_size": None, "sample_rate": 0.3},
+                        "mode": {"name": "public_passages", "max_grad_norm": 0.1, "pool_size": 5}},
+}  # fmt: skip
+COUPLED: dict[str, Any] = {"size": 40, "expected_batch_size": None, "sample_rate": 0.15, "physical_batch_size": 40}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", MODES.values(), ids=MODES)
+def test_every_mode_and_engine_makes_the_update_of_one_process(
+    given: dict[str, Any], server: Server, tmp_path: Path
+) -> None:
+    for world in (1, 2):
+        job = {"data": COUPLED} | given
+        assert server.run("shard_jobs:fit", tmp_path / f"{world}", world=world, **job) == [0] * world
+    assert distance(told(tmp_path / "1", 0), told(tmp_path / "2", 0)) < 1e-5
+    assert ledger(tmp_path / "1") == ledger(tmp_path / "2")
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_the_others_in_words(server: Server, tmp_path: Path) -> None:
+    doom = {"whose": 1, "at": 2}
+    assert server.run("shard_jobs:fit", tmp_path / "run", timeout=60, doom=doom) == [2, -9]
+    assert "Another process of this job ended" in told(tmp_path / "run", 0)["text"]
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        ({"tensor_parallel_size": 2, "save_distributed_checkpoint": False}, "tensor_parallel_size=2 would have ranks"),
+        ({"tensor_parallel_size": "auto", "save_distributed_checkpoint": False}, "data_parallel_size=2"),
+        ({"tensor_parallel_size": 1}, "save_distributed_checkpoint=true writes a folder file by file"),
+    ],
+)
+def test_another_layout_of_lightnings_strategy_is_refused(strategy: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        refuse(tmp_path, ModelParallelStrategy(**strategy), OptimizerSpec(name="adam"))
+
+
+def test_adafactor_is_refused_because_it_looks_at_whole_rows_and_columns(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="adafactor averages over whole rows"):
+        refuse(tmp_path, ShardingStrategy(), OptimizerSpec(name="adafactor"))
+
+
+def refuse(folder: Path, strategy: Any, optimizer: OptimizerSpec) -> None:
+    module = Regression(privacy=dp(folder), optimizer=optimizer)
+    runner = L.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_steps=2, max_epochs=-1, logger=False,
+        callbacks=[PrivacyAccountant(run_dir=folder)], enable_checkpointing=False,
+    )  # fmt: skip
+    refuse_broken_claims(runner, module, Numbers())
