@@ -38,7 +38,7 @@ class TrialOf:
             overrides: The settings that it was called with.
             result: The metrics that its task returned.
         """
-        if rank_zero_only.rank:
+        if getattr(rank_zero_only, "rank", 0):
             return
         varied = set(self.sweep.describe()["varied"])
         settings = [override for override in overrides if override.partition("=")[0] in varied]
