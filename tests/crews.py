@@ -60,22 +60,21 @@ def synthesize(folder: Path) -> None:
 
 def encode(folder: Path) -> None:
     """Embeddings of texts by the encoder in ``folder/encoder``, in ``folder/set``."""
-    from texts_to_encode import TEXTS
-
     from lit_dpret.crew import crew_here
     from lit_dpret.encoders import embedding_cache
     from lit_dpret.indexing import encode_folder
 
-    embedding_cache._BATCHES_PER_GROUP = 1  # type: ignore[misc]
-    slow = embedding_cache.Window.embed
+    embedding_cache._BATCHES_PER_GROUP = 1
+    slow = embedding_cache.WindowGroups.embed
 
-    def embed(self: Any, *given: Any, **named: Any) -> Any:
-        time.sleep(0.2)
-        return slow(self, *given, **named)
+    def embed(self: Any, start: int) -> Any:
+        time.sleep(0.3)
+        return slow(self, start)
 
-    embedding_cache.Window.embed = embed  # type: ignore[method-assign]
+    embedding_cache.WindowGroups.embed = embed  # type: ignore[method-assign]
+    texts = json.loads((folder / "texts.json").read_text(encoding="utf-8"))
     with crew_here() as crew:
-        encode_folder(folder / "encoder", TEXTS, folder / "set", batch_size=4, crew=crew)
+        encode_folder(folder / "encoder", texts, folder / "set", batch_size=8, crew=crew)
 
 
 def refuse(folder: Path) -> None:

@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "pooling": {"errors"},
     "retrieval": {"errors", "whole_file"},
     "losses": {"errors", "similarity"},
-    "encoders": {"errors", "evaluation_mode", "pooling", "st_folder"},
+    "encoders": {"errors", "whole_file", "crew", "evaluation_mode", "pooling", "st_folder"},
     "st_folder": {"errors", "pooling", "encoders"},
     "indexing": {"errors", "crew", "privacy", "encoders", "retrieval"},
     "assets": {"errors"},
