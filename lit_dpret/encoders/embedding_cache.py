@@ -15,7 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,18 +77,31 @@ def encode_to_file(
         ResumeError: Something else was begun at ``path``.
         StorageError: The file cannot be written.
     """
-    begun = {**facts, "rows": len(texts), "dim": encoding.dim, "dtype": str(dtype).removeprefix("torch.")}
-    begun |= {"batch_size": batch_size, "buffer_size": buffer_size}
+    begun = begun_facts(encoding, texts, dtype, facts, batch_size=batch_size, buffer_size=buffer_size)
+    with storing(path), Unfinished(path, begun, restart=restart) as file, encoding:
+        for window_at in range(0, len(texts), buffer_size):
+            part = texts[window_at : window_at + buffer_size]
+            if not file.has_window(window_at, len(part)):
+                groups = WindowGroups(Window(encoding, part), window_at, batch_size, dtype)
+                _fill(file, groups, progress, len(texts))
+                file.vouch_for_window(window_at, len(part))
+            elif progress is not None:
+                progress(window_at + len(part), len(texts))
+        file.finish()
+
+
+def begun_facts(
+    encoding: Encoding, texts: Sequence[str], dtype: torch.dtype, facts: Mapping[str, Any], **cut: int
+) -> dict[str, Any]:
+    """Everything that the bytes of a matrix depend on, as its journal keeps it."""
+    return {**facts, "rows": len(texts), "dim": encoding.dim, "dtype": str(dtype).removeprefix("torch."), **cut}
+
+
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Say in words why a matrix cannot be written."""
     try:
-        with _Unfinished(path, begun, restart=restart) as file, encoding:
-            for window_at in range(0, len(texts), buffer_size):
-                part = texts[window_at : window_at + buffer_size]
-                if not file.has_window(window_at, len(part)):
-                    _fill(file, Window(encoding, part), window_at, batch_size, dtype, progress, len(texts))
-                    file.vouch_for_window(window_at, len(part))
-                elif progress is not None:
-                    progress(window_at + len(part), len(texts))
-            file.finish()
+        yield
     except OSError as error:
         if isinstance(error, StorageError):
             raise
@@ -97,34 +111,61 @@ def encode_to_file(
         ) from error
 
 
-def _fill(
-    file: _Unfinished,
-    window: Window,
-    window_at: int,
-    batch_size: int,
-    dtype: torch.dtype,
-    progress: Progress | None,
-    total: int,
-) -> None:
-    order = window.places.argsort(stable=True)
-    sorted_places = window.places[order]
-    step = batch_size * _BATCHES_PER_GROUP
-    for start in range(0, len(window), step):
-        bounds = torch.searchsorted(sorted_places, torch.tensor([start, start + step])).tolist()
-        rows = order[bounds[0] : bounds[1]]
-        if not file.has_group(window_at, start, (rows + window_at).tolist()):
-            found = window.embed(start, start + step, batch_size)[window.places[rows] - start]
-            if broken := int((~found.isfinite()).any(dim=1).sum()):
-                raise DataError(
-                    f"{broken} of {len(found)} embeddings hold a NaN or infinity. The encoder's weights are broken, or "
-                    "its precision is too low for it: choose float32 or bfloat16."
-                )
-            file.write_group(window_at, start, (rows + window_at).tolist(), found.to(dtype))
+class WindowGroups:
+    """A window cut into the groups that are computed and vouched for at a time.
+
+    Args:
+        window: The texts in the order in which they are computed.
+        window_at: The place of its first text among all.
+        batch_size: Texts per forward pass.
+        dtype: Of a number in the file.
+    """
+
+    def __init__(self, window: Window, window_at: int, batch_size: int, dtype: torch.dtype) -> None:
+        self._window, self.window_at, self._batch_size, self._dtype = window, window_at, batch_size, dtype
+        self._order = window.places.argsort(stable=True)
+        self._sorted_places = window.places[self._order]
+        self._step = batch_size * _BATCHES_PER_GROUP
+        self.starts = range(0, len(window), self._step)
+
+    def rows(self, start: int) -> list[int]:
+        """Where the embeddings of a group belong among those of all texts."""
+        return (self._places_of(start) + self.window_at).tolist()
+
+    def end(self, start: int) -> int:
+        """How many texts of the window are done with this group and those before it."""
+        return int(torch.searchsorted(self._sorted_places, start + self._step))
+
+    def embed(self, start: int) -> Tensor:
+        """The embeddings of a group, in the order of ``rows``.
+
+        Raises:
+            DataError: One holds a NaN or infinity.
+        """
+        places = self._window.places[self._places_of(start)] - start
+        found = self._window.embed(start, start + self._step, self._batch_size)[places]
+        if broken := int((~found.isfinite()).any(dim=1).sum()):
+            raise DataError(
+                f"{broken} of {len(found)} embeddings hold a NaN or infinity. The encoder's weights are broken, or "
+                "its precision is too low for it: choose float32 or bfloat16."
+            )
+        return found.to(self._dtype)
+
+    def _places_of(self, start: int) -> Tensor:
+        low = int(torch.searchsorted(self._sorted_places, start))
+        return self._order[low : self.end(start)]
+
+
+def _fill(file: Unfinished, groups: WindowGroups, progress: Progress | None, total: int) -> None:
+    for start in groups.starts:
+        rows = groups.rows(start)
+        if not file.has_group(groups.window_at, start, rows):
+            file.write_group(groups.window_at, start, rows, groups.embed(start))
         if progress is not None:
-            progress(window_at + bounds[1], total)
+            progress(groups.window_at + groups.end(start), total)
 
 
-class _Unfinished:
+class Unfinished:
     """The file with its final length, and the journal of what of it is right."""
 
     def __init__(self, path: Path, begun: Mapping[str, Any], *, restart: bool) -> None:
@@ -139,7 +180,7 @@ class _Unfinished:
         self._file = os.open(self._partial, os.O_RDWR | os.O_CREAT, 0o600)
         os.ftruncate(self._file, self._width * int(begun["rows"]))
 
-    def __enter__(self) -> _Unfinished:
+    def __enter__(self) -> Unfinished:
         return self
 
     def __exit__(self, *_: object) -> None:

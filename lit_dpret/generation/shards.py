@@ -91,6 +91,8 @@ class ShardStore:
         self._configuration = {"shards": count, **configuration}
         self._manifest = folder / MANIFEST_NAME
         self._known = self._read_manifest()
+        for journal in self._journals():
+            self._adopt_journal(journal)
         for leftover in (folder / SHARDS_NAME).glob(".*.partial"):
             leftover.unlink(missing_ok=True)
         self.missing = [index for index in range(count) if not self._is_whole(index)]
@@ -104,6 +106,19 @@ class ShardStore:
         sha256 = write_whole(self.path(index), (json_line(record) for record in records))
         self._append({"shard": index, "sha256": sha256})
         self._known[index] = sha256
+
+    def adopt(self, made: Mapping[int, str]) -> None:
+        """Vouch for shards that other ranks wrote, by their SHA-256."""
+        for index, sha256 in sorted(made.items()):
+            if self._known.get(index) != sha256:
+                self._append({"shard": index, "sha256": sha256})
+                self._known[index] = sha256
+
+    def _adopt_journal(self, journal: Path) -> None:
+        """Vouch for what a rank's journal names, if it was of this very generation."""
+        facts = [fact for fact in map(_parsed, journal.read_bytes().splitlines()) if fact is not None]
+        if facts and facts[0].get("configuration") == configuration_hash(self._configuration):
+            self.adopt({int(fact["shard"]): str(fact["sha256"]) for fact in facts[1:] if "shard" in fact})
 
     def records(self) -> Iterator[dict[str, Any]]:
         """All records of all shards in order.
@@ -125,6 +140,12 @@ class ShardStore:
         lines = [self._first_line()]
         lines += [json_line({"shard": index, "sha256": self._known[index]}) for index in sorted(self._known)]
         write_whole(self._manifest, lines)
+        for journal in self._journals():
+            journal.unlink(missing_ok=True)
+
+    def _journals(self) -> list[Path]:
+        """What other ranks vouch for, in this job or in one that was stopped."""
+        return sorted(self.folder.glob(f".{MANIFEST_NAME}.rank*"))
 
     def _first_line(self) -> str:
         return json_line({"schema": SCHEMA, "configuration": self._configuration})
@@ -184,6 +205,47 @@ class ShardStore:
                     f"{key}={_short(self._configuration.get(key))}: it would become a mixture of two data sets. "
                     "Restore it, or give another out folder."
                 )
+
+
+def configuration_hash(configuration: Mapping[str, Any]) -> str:
+    """Tells one generation from another."""
+    return hashlib.sha256(json_line(dict(configuration)).encode()).hexdigest()
+
+
+class RankShards:
+    """The shards that a rank other than the first one writes, beside a `ShardStore` that the first one holds.
+
+    Guarantees:
+        - A shard that ``add`` has returned from is on the disk, whole, and in a journal of this rank; the next
+          `ShardStore` in the folder takes it in, if nobody else has.
+
+    Args:
+        folder: The output folder.
+        configuration: That of the store, ``shards`` included.
+        rank: Of this process.
+        missing: What the store says is missing.
+    """
+
+    def __init__(self, folder: Path, configuration: Mapping[str, Any], rank: int, missing: list[int]) -> None:
+        self.folder, self.missing = folder, missing
+        self.made: dict[int, str] = {}
+        self._journal = folder / f".{MANIFEST_NAME}.rank{rank}"
+        self._configuration = configuration
+
+    def add(self, index: int, records: Iterable[Mapping[str, Any]]) -> None:
+        """Write one shard and vouch for it."""
+        sha256 = write_whole(
+            self.folder / SHARDS_NAME / f"{index:06d}.jsonl", (json_line(record) for record in records)
+        )
+        begun = "" if self.made else json_line({"configuration": configuration_hash(self._configuration)})
+        try:
+            with open(self._journal, "wb" if begun else "ab") as file:
+                file.write((begun + json_line({"shard": index, "sha256": sha256})).encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise storage_error(self._journal, error) from error
+        self.made[index] = sha256
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

@@ -12,29 +12,29 @@ so the caller has to say that the list is public, and is told why.
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lit_dpret.errors import ConfigurationError, DataError, StorageError
+from lit_dpret.crew import Crew
+from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.generation.data_card import DataCard, write_readme
 from lit_dpret.generation.dataset_folder import (
-    DATA_FILES,
     SyntheticQuery,
     check_passages,
     write_dataset,
     write_summary,
 )
 from lit_dpret.generation.groups import PRECISIONS, GroupSettings, canonical_groups
+from lit_dpret.generation.output_folder import check_disk, opened
 from lit_dpret.generation.passages import passages_hash
 from lit_dpret.generation.sampler import Decoding
-from lit_dpret.generation.shards import MANIFEST_NAME, SHARDS_NAME, ShardStore, storage_error
+from lit_dpret.generation.shards import RankShards, ShardStore
 from lit_dpret.generation.workers import Drawn, draw_groups
 from lit_dpret.modules.generator_folder import load_generator, weights_hash
 from lit_dpret.privacy.card import CARD_NAME, LEDGER_NAME, inherit_card, read_card, write_card
@@ -66,13 +66,14 @@ def synthesize(
     license: str = "other",
     tuning: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    crew: Crew | None = None,
 ) -> Path:
     """Write queries for public passages with a generator, as a data set in BEIR's layout.
 
     Guarantees:
         - Run again after any interruption, it goes on, and the data files have the same bytes as
           those of a run that was never interrupted (same machine and library versions), with whatever
-          ``workers`` and ``groups_in_flight`` each part of it was made.
+          ``workers`` and ``groups_in_flight`` each part of it was made, and by however many ranks.
         - The queries of a passage do not depend on ``queries_per_passage``, beyond how many there are.
         - The data set's privacy card carries the generator's claim and names its card.
         - Nothing is read but the generator and the passages.
@@ -101,6 +102,8 @@ def synthesize(
         license: Licence of the set for the data card, as the Hugging Face hub writes it.
         tuning: On which data the settings above were chosen, as in ``build_card``.
         progress: Called with (passages done, passages in all).
+        crew: The ranks that share the work, each calling this with the same arguments and a folder that all of
+            them see; the first one merges and writes the card, and the others return when they have nothing to do.
 
     Returns:
         ``out``.
@@ -112,8 +115,9 @@ def synthesize(
         ResumeError: ``out`` was begun with another configuration, or other versions of torch or transformers.
         StorageError: ``out`` cannot be written, is in use, or the disk is too small.
         UnsupportedModelError: ``generator_folder`` is no generator.
-        WorkerError: A worker died.
+        WorkerError: A worker or another rank died.
     """
+    crew = crew or Crew()
     source, folder = Path(generator_folder), Path(out)
     if passages_are_public is not True:
         raise ConfigurationError(_why_public(source, passages_are_public))
@@ -134,7 +138,7 @@ def synthesize(
         raise ConfigurationError(
             f"precision={precision!r} is not one of {', '.join(PRECISIONS)}: T5 overflows in float16."
         )
-    place = _device(device)
+    place = crew.place(_device(device))
     check_passages(passages)
     if not (source / CARD_NAME).is_file():
         raise DataError(
@@ -170,31 +174,40 @@ def synthesize(
         generator=source, draws=queries_per_passage, seed=seed, decoding=decoding, device=str(place),
         precision=precision, threads=threads,
     )  # fmt: skip
-    _check_disk(folder, texts, queries_per_passage, decoding.max_new_tokens)
-    with _alone_in(folder):
-        groups = canonical_groups(generator.codec, texts, group_size)
-        store = ShardStore(folder, configuration, len(groups))
+    groups = canonical_groups(generator.codec, texts, group_size)
+    fits = partial(check_disk, folder, texts, draws=queries_per_passage, max_new_tokens=decoding.max_new_tokens)
+    with opened(folder, configuration, len(groups), crew=crew, check=fits) as store:
+        # The longest passages first: what does not fit into memory shows at once, not after hours.
+        mine = crew.deal("groups", [*reversed(store.missing)])
         drawing = draw_groups(
-            # The longest passages first: what does not fit into memory shows at once, not after hours.
-            ((index, {name: texts[name] for name in groups[index]}) for index in reversed(store.missing)),
+            ((index, {name: texts[name] for name in groups[index]}) for index in mine),
             settings,
             workers=min(workers, len(store.missing)),
             groups_in_flight=groups_in_flight,
             generator=None if workers else generator,
         )
         del generator  # with workers, each has its own
-        _keep(drawing, store, [len(group) for group in groups], progress)
+        crew.together(lambda: _keep(drawing, store, [len(group) for group in groups], progress, crew))
+        made = crew.gather(store.made if isinstance(store, RankShards) else {})
+        if isinstance(store, RankShards):
+            return folder
+        for shards in made:
+            store.adopt(shards)
         store.seal()
         _assemble(folder, promise, store, texts, configuration, about)
     return folder
 
 
 def _keep(
-    drawing: Generator[Drawn], store: ShardStore, sizes: Sequence[int], progress: Callable[[int, int], None] | None
+    drawing: Generator[Drawn],
+    store: ShardStore | RankShards,
+    sizes: Sequence[int],
+    progress: Callable[[int, int], None] | None,
+    crew: Crew,
 ) -> None:
     """Write each group when it is there."""
     total = sum(sizes)
-    done = total - sum(sizes[index] for index in store.missing)
+    done = before = total - sum(sizes[index] for index in store.missing)
     if progress is not None:
         progress(done, total)
     if not store.missing:
@@ -202,7 +215,7 @@ def _keep(
     with closing(drawing):
         for index, records in drawing:
             store.add(index, records)
-            done += sizes[index]
+            done = before + crew.add("passages", sizes[index]) if crew.size > 1 else done + sizes[index]
             if progress is not None:
                 progress(done, total)
 
@@ -305,55 +318,3 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ConfigurationError(f"device={name} cannot be used here. Choose auto or cpu.") from error
     return device
-
-
-def _check_disk(folder: Path, texts: Mapping[str, str], draws: int, max_new_tokens: int) -> None:
-    """Refuse before hours of work what the disk cannot hold at the end.
-
-    The passages are written once as corpus and once per draw as pairs; a drawn query stands in a
-    shard, in two files of queries and in two qrels, at some 6 bytes a token and 300 of framing.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        foreign = [] if (folder / MANIFEST_NAME).exists() else [name for name in DATA_FILES if (folder / name).exists()]
-        probe = folder / f".probe.{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-        free = shutil.disk_usage(folder).free
-        finished = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    except OSError as error:
-        raise storage_error(folder, error) from error
-    if foreign:
-        raise StorageError(
-            f"{folder / foreign[0]} exists and was not made by this; it will not be replaced. Give another out."
-        )
-    text_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts.values())
-    needed = int(1.1 * (1 + draws) * text_bytes) + len(texts) * (200 + draws * (500 + 3 * 6 * min(max_new_tokens, 32)))
-    if free + finished < needed:
-        raise StorageError(
-            f"{folder} has {free / 1e6:.0f} MB free, and {len(texts)} passages with {draws} queries each need about "
-            f"{(needed - finished) / 1e6:.0f} MB. Free some space, give fewer passages, or another out folder."
-        )
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold the shards folder for one process; the operating system lets go when the process ends."""
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        yield
-        return
-    shards = folder / SHARDS_NAME
-    shards.mkdir(exist_ok=True)
-    descriptor = os.open(shards, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise StorageError(
-                f"{folder} is being written by another process. Wait for it, or give another out folder."
-            ) from error
-        yield
-    finally:
-        os.close(descriptor)

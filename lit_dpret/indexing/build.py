@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
+from lit_dpret.crew import Crew
 from lit_dpret.encoders import Progress, Side, cut, load_towers
 from lit_dpret.encoders.backbones import resolve_folder
 from lit_dpret.encoders.bulk import in_order
-from lit_dpret.encoders.embedding_cache import content_hash, encode_to_file
+from lit_dpret.encoders.crew_encoding import encode_with_crew
+from lit_dpret.encoders.embedding_cache import content_hash
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, StorageError
 from lit_dpret.indexing.folder import EMBEDDINGS, FAISS, MANIFEST, OFFSETS, TEXTS, IndexFolder, Manifest
 from lit_dpret.privacy.card import CARD_NAME, card_sha256, inherit_card, subject_of, write_card
@@ -45,12 +48,13 @@ def encode_folder(
     max_length: int | None = None,
     device: str | None = None,
     progress: Progress | None = None,
+    crew: Crew | None = None,
 ) -> IndexFolder:
     """Embed texts into a folder that can be searched; go on where an earlier call was stopped.
 
     Guarantees:
         - Run again after any interruption it goes on, and its files have the bytes of a call that was
-          never interrupted (same machine and library versions).
+          never interrupted (same machine and library versions), by however many ranks.
         - An encoder with a privacy card gives the folder a card that carries its claim, never a better one.
         - Private queries leave files that their owner alone can read, and no card.
 
@@ -67,13 +71,17 @@ def encode_folder(
         max_length: Tokens of a text that are read; None for what the encoder's folder says.
         device: Where to compute.
         progress: Called with (texts done, texts in all).
+        crew: The ranks that share the work, each calling this with the same arguments and a folder that all of them
+            see; the first one writes the folder, and the others wait for it.
 
     Raises:
         ConfigurationError: A setting is impossible, or queries are neither declared public nor private.
         DataError: There are no texts, an embedding is not finite, or the encoder's card is not about these weights.
         ResumeError: ``out`` was begun with another encoder, texts or settings.
         StorageError: ``out`` cannot be written.
+        WorkerError: Another rank died.
     """
+    crew = crew or Crew()
     folder, private = Path(out), _is_private(side, queries)
     if storage not in STORAGES:
         raise ConfigurationError(f"storage={storage!r} is not one of {', '.join(STORAGES)}.")
@@ -101,14 +109,32 @@ def encode_folder(
     )
     key = content_hash(["texts", storage], {}, (part for pair in texts.items() for part in pair))
     begun = {"encoder": tower.fingerprint(), "side": side, "texts": key}
-    try:
+    where = None if device is None else str(crew.place(torch.device(device)))
+
+    def prepare() -> bool:
+        """Whether there is anything to compute."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700 if private else 0o777)
         if private:
             folder.chmod(0o700)
-        if not _is_finished(folder, begun):
-            _refuse_another(folder, begun)
-            encode_to_file(
-                tower.one_side(side, device),
+        if finished := _is_finished(folder, begun):
+            return not finished
+        _refuse_another(folder, begun)
+        return True
+
+    def seal() -> None:
+        _write_texts(folder, texts)
+        for name in (EMBEDDINGS, TEXTS, OFFSETS):
+            (folder / name).chmod(0o600 if private else 0o644)
+        what = "embedding public passages with it" if side == "passage" else "embedding public queries with it"
+        made_on = environment_facts(device=where or next(tower.parameters()).device, precision=dtype)
+        names = (EMBEDDINGS, TEXTS, OFFSETS)
+        _seal(folder, manifest, names, None if private else parent, what, begun, environment=made_on)
+
+    try:
+        if crew.share(prepare):
+            encode_with_crew(
+                crew,
+                tower.one_side(side, where),
                 in_order(texts),
                 folder / EMBEDDINGS,
                 dtype=STORAGES[storage],
@@ -116,15 +142,10 @@ def encode_folder(
                 batch_size=batch_size,
                 progress=progress,
             )
-        _write_texts(folder, texts)
-        for name in (EMBEDDINGS, TEXTS, OFFSETS):
-            (folder / name).chmod(0o600 if private else 0o644)
+        crew.share(seal)
     except OSError as error:
         raise _storage(folder, error) from error
-    what = "embedding public passages with it" if side == "passage" else "embedding public queries with it"
-    made_on = environment_facts(device=device or next(tower.parameters()).device, precision=dtype)
-    names = (EMBEDDINGS, TEXTS, OFFSETS)
-    return _seal(folder, manifest, names, None if private else parent, what, begun, environment=made_on)
+    return IndexFolder(folder)
 
 
 def index_folder(

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.crew import Crew, crew_here
 from lit_dpret.encoders import Side
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.indexing import IndexFolder, encode_folder
@@ -53,10 +54,15 @@ class Encode:
         self.max_length, self.device = max_length, device
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``run_dir/embeddings``."""
-        check_run_dir(parts.run_dir, min_free_mb=50)
+        """Write ``run_dir/embeddings``, on however many ranks."""
+        with crew_here() as crew:
+            return self._run(parts, crew)
+
+    def _run(self, parts: Parts, crew: Crew) -> dict[str, float]:
+        crew.require_same("hydra.run.dir", str(parts.run_dir))
+        crew.share(lambda: check_run_dir(parts.run_dir, min_free_mb=50))
         data = parts.make_datamodule()
-        data.prepare_data()
+        crew.share(data.prepare_data)
         data.setup("test")
         texts = data.public_passages() if self.side == "passage" else data.evaluation_set(self.split)[0]
         with ProgressLine(f"encoding {len(texts)} texts") as progress:
@@ -71,9 +77,11 @@ class Encode:
                 batch_size=self.batch_size,
                 max_length=self.max_length,
                 device=self.device,
-                progress=progress,
+                progress=progress if crew.is_first else None,
+                crew=crew,
             )
-        sys.stdout.write(f"embeddings: {made.folder} ({made.manifest.count} x {made.manifest.dim})\n{told(made)}\n")
+        if crew.is_first:
+            sys.stdout.write(f"embeddings: {made.folder} ({made.manifest.count} x {made.manifest.dim})\n{told(made)}\n")
         return {"texts": float(made.manifest.count)}
 
 

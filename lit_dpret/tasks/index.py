@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from lit_dpret.crew import crew_here
 from lit_dpret.indexing import index_folder
 from lit_dpret.tasks.encode import told
 from lit_dpret.tasks.parts import Parts, check_run_dir
@@ -28,7 +29,11 @@ class Index:
         self.embeddings, self.search, self.private, self.device = Path(embeddings), search, private, device
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``run_dir/index``."""
+        """Write ``run_dir/index``; of several ranks, the first one does."""
+        with crew_here() as crew:
+            return crew.share(lambda: self._run(parts))
+
+    def _run(self, parts: Parts) -> dict[str, float]:
         check_run_dir(parts.run_dir, min_free_mb=50)
         made = index_folder(
             self.embeddings,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.crew import Crew, crew_here
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.generation.writer import synthesize
 from lit_dpret.tasks.parts import Parts, check_run_dir
@@ -85,10 +86,15 @@ class Synthesize:
         }  # fmt: skip
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``run_dir/synthetic``; an interrupted run goes on where it stopped."""
-        check_run_dir(parts.run_dir, min_free_mb=50)
+        """Write ``run_dir/synthetic``; an interrupted run goes on where it stopped, on however many ranks."""
+        with crew_here() as crew:
+            return self._run(parts, crew)
+
+    def _run(self, parts: Parts, crew: Crew) -> dict[str, float]:
+        crew.require_same("hydra.run.dir", str(parts.run_dir))
+        crew.share(lambda: check_run_dir(parts.run_dir, min_free_mb=50))
         data = parts.make_datamodule()
-        data.prepare_data()
+        crew.share(data.prepare_data)
         data.setup("predict")
         passages = public_sample(data.public_passages(), self.max_passages)
         with ProgressLine("generating queries") as progress:
@@ -99,10 +105,12 @@ class Synthesize:
                 passages_are_public=self.passages_are_public,
                 queries_per_passage=self.queries_per_passage,
                 seed=parts.seed,
-                progress=progress,
+                progress=progress if crew.is_first else None,
+                crew=crew,
                 **self.settings,
             )
-        sys.stdout.write(f"synthetic queries: {folder}\nprivacy card: {folder / 'privacy_card.json'}\n")
+        if crew.is_first:
+            sys.stdout.write(f"synthetic queries: {folder}\nprivacy card: {folder / 'privacy_card.json'}\n")
         return {"passages": float(len(passages))}
 
 
