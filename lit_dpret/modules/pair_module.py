@@ -218,7 +218,7 @@ class PairModule(PrivateModule):
         in_batch = None if negatives is None else negatives.of_rows.in_batch
         if stage == "fit" and self.trainer.world_size > 1 and in_batch is not None and in_batch.gather:
             raise ConfigurationError(
-                "model.negatives.in_batch.gather=true waits for rows of every process in every forward pass, and a draw "
+                "model.negatives.in_batch.gather=true waits for rows of every process in each pass, and a draw "
                 "may leave a process without any: the job would hang. Set it to false, or train in a loop of your own."
             )
 
