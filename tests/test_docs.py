@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lit_dpret.callbacks.traps import TRAPS, Trap
+from lit_dpret.privacy.strategies import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "howto").glob("*.md")])
@@ -60,3 +61,10 @@ def test_an_error_that_the_page_explains_is_one_that_the_code_says(words: str, s
 
 def test_the_page_explains_errors() -> None:
     assert len(QUOTED) > 12
+
+
+def test_the_page_on_several_processes_holds_the_table_that_a_fit_refuses_by() -> None:
+    page = (ROOT / "docs" / "several_processes.md").read_text(encoding="utf-8")
+    modes = ["dp_sgd", "public_passages", "batch_clip", "per_example_duplicated", "logit_dp", "synthetic", "none"]
+    assert {path.stem for path in (ROOT / "configs" / "privacy").glob("*.yaml")} == set(modes)
+    assert markdown_table(modes) in page
