@@ -128,7 +128,7 @@ class Shards:
             with noticing_death():
                 _reduce_scatter(own, sent, group=self.group)
             del sent
-            pieces = own.split([layout.padded for layout in layouts])
+            pieces = torch.split(own, [layout.padded for layout in layouts])
             for name, layout, piece in zip(names, layouts, pieces, strict=True):
                 found[name] = layout.shard_of(parameters[name], piece)
         return found
@@ -140,7 +140,7 @@ class Shards:
         For writing a model: gathered copies may be in a lower precision. All ranks enter it; one that does not say
         ``here`` keeps its shards. Parameters are in shards before and after.
         """
-        places = [
+        places: list[tuple[nn.Module, str, Any]] = [
             (layer, name, parameter)
             for layer in self.module.modules()
             for name, parameter in layer._parameters.items()
