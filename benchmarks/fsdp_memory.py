@@ -1,0 +1,177 @@
+"""Memory of a private step on one of two ranks: DDP, FSDP2 in one piece and block by block.
+
+    python benchmarks/fsdp_memory.py
+
+Each way trains a new T5 for a few logical steps on two processes of this machine (gloo, CPU), each in processes of its
+own. ``held`` is what lies in memory between two steps and ``peak`` the most at any moment of them, both beyond the
+imported program, in bytes of rank 0's resident memory; ``counted`` are parameters and optimizer state by their sizes.
+What counts is the ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+OUT = Path(__file__).resolve().parent / "results" / "fsdp_memory_cpu.json"
+WAYS = ("ddp", "fsdp, one piece", "fsdp, by block", "fsdp, by block, bf16")
+SHAPES: dict[str, dict[str, Any]] = {
+    "t5-small": {"vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8},
+    "t5-toy": {"vocab_size": 500, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
+}
+
+
+def resident(*, peak: bool = False) -> int:
+    """Resident bytes of this process now, or the most since `forget_peak`."""
+    field = "VmHWM:" if peak else "VmRSS:"
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def forget_peak() -> None:
+    """Let the peak count from now on."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+
+class Model(nn.Module):
+    """A T5 and its loss, row by row."""
+
+    def __init__(self, shape: dict[str, Any]) -> None:
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        super().__init__()
+        torch.manual_seed(0)
+        self.t5 = T5ForConditionalGeneration(T5Config(**shape, dropout_rate=0.0, decoder_start_token_id=0))
+
+    def losses(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.t5(input_ids=ids, labels=labels, use_cache=False).logits.float()
+        return nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean(1)
+
+
+def measure(way: str, shape: str, steps: int, units: int) -> dict[str, Any]:
+    """One rank's work: clip, add up, noise, step."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from lit_dpret.modules import OptimizerSpec, sharded
+    from lit_dpret.privacy.clipping import make_engine
+    from lit_dpret.privacy.noise import KeyedStream
+    from lit_dpret.privacy.placement import like, place_of
+    from lit_dpret.privacy.ranks import Ranks
+
+    dist.init_process_group("gloo")
+    ranks, shards = Ranks.here(), None
+    mesh = init_device_mesh("cpu", (ranks.world_size,))
+    ranks.barrier()
+    warm = torch.nn.Linear(8, 8)  # what the first step of an optimizer imports is not the model's
+    warm(torch.ones(1, 8)).sum().backward()
+    torch.optim.Adam(warm.parameters()).step()
+    before = resident()
+    model = Model(SHAPES[shape])
+    if way != "ddp":
+        if way == "fsdp, one piece":
+            sharded.own_blocks = lambda module: []
+        shards = sharded.Shards(model, mesh, compute_dtype=torch.bfloat16 if way.endswith("bf16") else None)
+        with shards.whole():
+            engine = make_engine("ghost", model, max_grad_norm=0.1, clip="abadi", clip_groups="flat")
+    else:
+        engine = make_engine("ghost", model, max_grad_norm=0.1, clip="abadi", clip_groups="flat")
+    optimizer = OptimizerSpec(name="adam", lr=1e-3).build(model.parameters(), steps=0)
+    stream = KeyedStream(b"s" * 32, "benchmark")
+    vocabulary = SHAPES[shape]["vocab_size"]
+    ids, labels = torch.randint(1, vocabulary, (units, 64)), torch.randint(1, vocabulary, (units, 16))
+
+    def step(number: int) -> None:
+        if shards is not None:
+            shards.gather()
+        engine.add(lambda: model.losses(ids, labels), torch.arange(units), torch.ones(units, dtype=torch.bool))
+        sums = engine.take()
+        if shards is not None:
+            shards.scatter()
+            sums = shards.add_up(sums)
+        else:
+            ranks.sum_(sums)
+        for name, parameter in model.named_parameters():
+            total, start = place_of(sums[name])
+            noise = stream.normal(total.shape, attempt=0, step=number, parameter=name, start=start)
+            parameter.grad = like(sums.pop(name), total.add_(noise.mul_(0.1)).div_(units))
+            del total, noise
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step(0)
+    ranks.barrier()
+    forget_peak()
+    began = time.perf_counter()
+    for number in range(1, steps + 1):
+        step(number)
+    seconds = (time.perf_counter() - began) / steps
+    peak, held = resident(peak=True), resident()
+    state = [v for each in optimizer.state.values() for v in each.values() if torch.is_tensor(v)]
+    counted = sum(place_of(t)[0].numel() * t.element_size() for t in (*model.parameters(), *state))
+    dist.destroy_process_group()
+    return {"held": held - before, "peak": peak - before, "counted": counted, "seconds_per_step": round(seconds, 3),
+            "parameters": sum(p.numel() for p in model.parameters())}  # fmt: skip
+
+
+def run(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What rank 0 of two new processes measured."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, __file__, "--rank-of", way, "--shape", arguments.shape, "--steps", str(arguments.steps)]
+    ranks = []
+    for rank in (0, 1):
+        environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                                    "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+                                    "MALLOC_MMAP_THRESHOLD_": "131072"}  # fmt: skip  # what is freed is given back
+        ranks.append(subprocess.Popen([*command, "--units", str(arguments.units)], env=environment, text=True,
+                                      stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL))  # fmt: skip
+    try:
+        told = ranks[0].communicate(timeout=arguments.timeout)[0]
+        if any(rank.wait(timeout=60) for rank in ranks):
+            raise SystemExit(f"{way}: a rank failed.")
+    finally:
+        for rank in ranks:
+            rank.kill()
+    found: dict[str, Any] = json.loads(told.splitlines()[-1])
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="t5-small")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--units", type=int, default=4, help="of a rank, in one physical batch")
+    parser.add_argument("--timeout", type=float, default=600)
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=OUT)
+    arguments = parser.parse_args()
+    if arguments.rank_of:
+        sys.stdout.write(
+            json.dumps(measure(arguments.rank_of, arguments.shape, arguments.steps, arguments.units)) + "\n"
+        )
+        return 0
+    rows = {way: run(way, arguments) for way in WAYS}
+    for row in rows.values():
+        for name in ("held", "peak", "counted"):
+            row[f"{name}_to_ddp"] = round(row[name] / rows["ddp"][name], 2)
+    facts = {"rows": rows, "shape": arguments.shape, "units": arguments.units, "ranks": 2, "cores": os.cpu_count(),
+             "load": [round(load, 2) for load in os.getloadavg()], "torch": torch.__version__}  # fmt: skip
+    arguments.out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
