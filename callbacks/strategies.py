@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from datetime import timedelta
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.strategies import DDPStrategy
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.strategies import STRATEGIES, strategy
@@ -17,6 +20,26 @@ _ROWS = {
     "SingleDeviceXLAStrategy": "xla",
     "XLAStrategy": "xla_spawn",
 }
+
+
+def ddp_strategy(
+    *, timeout_minutes: float = 5.0, process_group_backend: str | None = None, **settings: Any
+) -> DDPStrategy:
+    """Lightning's DDP, with a timeout that a configuration can say.
+
+    Args:
+        timeout_minutes: How long ranks wait for one that is stuck. It must cover what one of them does while the others
+            wait: reading its data, writing a checkpoint.
+        process_group_backend: ``gloo`` or ``nccl``; null for the device's own.
+        settings: Of ``DistributedDataParallel``.
+
+    Raises:
+        ConfigurationError: The timeout is no positive number.
+    """
+    if not (math.isfinite(timeout_minutes) and timeout_minutes > 0):
+        raise ConfigurationError(f"trainer.strategy.timeout_minutes={timeout_minutes} is not a positive number.")
+    timeout = timedelta(minutes=timeout_minutes)
+    return DDPStrategy(timeout=timeout, process_group_backend=process_group_backend, **settings)
 
 
 def strategy_name(trainer: L.Trainer) -> str:

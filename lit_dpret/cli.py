@@ -13,6 +13,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import partial
 from itertools import takewhile
@@ -23,13 +24,17 @@ import hydra
 import transformers
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from lit_dpret import rank_watch
 from lit_dpret.errors import ConfigurationError, LitDpretError
+from lit_dpret.privacy.ranks import lost_rank
 from lit_dpret.tasks import Fit
 from lit_dpret.tasks.parts import Parts, model_folder
 from lit_dpret.tasks.silo_command import silo_command
@@ -102,7 +107,34 @@ def run(cfg: DictConfig) -> Any:
         raise ConfigurationError("federated= describes a federation, and this task trains none. Add task=federated.")
     if cfg.init_from is not None and not isinstance(task, Fit):
         raise ConfigurationError(f"init_from={cfg.init_from} is for task=fit: no other task starts from a run's model.")
-    return task.run(build_parts(cfg))
+    if (started := rank_watch.world_size()) > 1 and not getattr(task, "takes_ranks", False):
+        raise ConfigurationError(
+            f"{started} processes were started for a task that one process does. Start it without torchrun or srun."
+        )
+    before = dict(os.environ)
+    with _one_job():
+        try:
+            return task.run(build_parts(cfg))
+        finally:
+            rank_watch.leave(before)
+
+
+@contextmanager
+def _one_job() -> Iterator[None]:
+    """Let the ranks that Lightning starts repeat this job of a multirun, not the whole multirun, in its folder."""
+    known: Any = HydraConfig.get() if HydraConfig.initialized() else None
+    if known is None or known.mode != RunMode.MULTIRUN:
+        yield
+        return
+    before = sys.argv
+    options = [a for a in before[1:] if "=" not in a and a not in ("-m", "--multirun")]
+    with read_write(known), open_dict(known):
+        known.run.dir = known.runtime.output_dir
+    sys.argv = [before[0], *options, *known.overrides.task]
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 @hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name="train")
@@ -114,6 +146,7 @@ def main() -> None:
     """Console entry; exits with status 2 and one line on what a user can mend."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     _quieten()
+    rank_watch.begin()
     try:
         if sys.argv[1:2] == ["silo"]:
             silo_command(sys.argv[2:])
@@ -125,6 +158,10 @@ def main() -> None:
     except SIGTERMException:  # a SystemExit without a code, which would be status 0
         _stop("ended by SIGTERM. The same command with resume=true goes on from the last checkpoint.", 143)
     except Exception as error:
+        told_elsewhere = any(getattr(cause, "told_by_rank", None) is not None for cause in _causes(error))
+        if told_elsewhere:  # by the rank that it happened on, which may still be writing what it has to
+            rank_watch.wait_for_launcher()
+            raise SystemExit(USER_ERROR) from None
         line = explain(error)
         if line is None:
             raise
@@ -205,6 +242,8 @@ def explain(error: BaseException) -> str | None:
             return f"{cause.filename}: {cause.strerror}. Choose another hydra.run.dir, or mend the permissions."
         if isinstance(cause, RuntimeError) and "PytorchStreamWriter" in str(cause):
             return "a checkpoint could not be written (is the disk full?). Free space, then resume=true."
+        if (lost := lost_rank(cause)) is not None:
+            return str(lost)
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return _explain_composition(error)
     return None

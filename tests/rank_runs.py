@@ -59,15 +59,28 @@ def told(folder: Path, rank: int) -> dict[str, Any]:
 # -- jobs: each runs on every rank ---------------------------------------------------------------
 
 
-def fit(folder: Path, rank: int, world: int, *, module: str = "regression", privacy: dict[str, Any] | None = None,
-        data: dict[str, Any] | None = None, steps: int = 6, resume: bool = False, seed: int = 0,
-        replay: str = "never", trainer: dict[str, Any] | None = None) -> dict[str, Any]:  # fmt: skip
-    """A private fit without dropout, whose noise is keyed by the step alone; the weights of each rank come back."""
+def fit(folder: Path, rank: int, world: int, *, module: str = "regression", mode: dict[str, Any] | None = None,
+        data: dict[str, Any] | None = None, steps: int = 6, resume: bool = False, replay: str = "never",
+        dropout: float = 0.0, shifted: bool = False, doom: dict[str, Any] | None = None,
+        trainer: dict[str, Any] | None = None, module_settings: dict[str, Any] | None = None,
+        other: dict[str, Any] | None = None, patience: float | None = None) -> dict[str, Any]:  # fmt: skip
+    """A fit whose noise is keyed by the step alone; the weights of each rank come back.
+
+    ``shifted`` begins with other weights on every rank. ``doom`` ends one rank at a moment (`doomed`). ``other`` are
+    arguments that only the last of several ranks gets. ``patience``: seconds for which ranks wait for a stuck one.
+    """
+    if other is not None and rank == world - 1 > 0:
+        changed: dict[str, Any] = {
+            "module": module, "mode": mode, "data": data, "steps": steps, "resume": resume, "replay": replay,
+            "dropout": dropout, "trainer": trainer, "module_settings": module_settings,
+        }  # fmt: skip
+        return fit(folder, rank, world, doom=doom, shifted=shifted, **changed | other)
     import lightning as L
     import stand_ins
     import torch
 
     from lit_dpret.callbacks import PrivacyAccountant
+    from lit_dpret.callbacks.strategies import ddp_strategy
     from lit_dpret.privacy import gate as gate_module
     from lit_dpret.privacy import run as run_module
 
@@ -78,24 +91,106 @@ def fit(folder: Path, rank: int, world: int, *, module: str = "regression", priv
 
     # The same streams and noise in every folder.
     run_module.random_secrets = gate_module.random_secrets = Fixed  # type: ignore[assignment]
-    L.seed_everything(seed, verbose=False)
-    chosen = {"secret_file": folder.parent / "secret", "accountant": "rdp", "noise_multiplier": 2.0} | (privacy or {})
-    made = stand_ins.Regression(privacy=stand_ins.dp(folder.parent, **chosen), dropout=0.0)
-    with torch.no_grad():  # another seed on every rank must not matter
-        if seed != 0:
+    L.seed_everything(0, verbose=False)
+    privacy = make_mode(folder.parent / "secret", **(mode or {"name": "dp_sgd"}))
+    made, source = make_module(module, privacy, folder, data or {}, dropout=dropout, **(module_settings or {}))
+    if shifted:
+        with torch.no_grad():
             for parameter in made.parameters():
-                parameter.add_(seed * rank)
-    settings = {"strategy": "ddp", "devices": world} if world > 1 else {}
+                parameter.add_(rank)
+    settings: dict[str, Any] = {"strategy": "ddp", "devices": world} if world > 1 else {}
+    if patience is not None:
+        settings["strategy"] = ddp_strategy(timeout_minutes=patience / 60)
     runner = stand_ins.fit(
-        folder, made, stand_ins.Numbers(**{"sampling": "poisson"} | (data or {})), steps=steps, resume=resume,
+        folder, made, source, steps=steps, resume=resume,
         accountant=PrivacyAccountant(run_dir=folder, resume=resume, eps_log_points=1, replay=replay),
+        extra=[] if doom is None else [doomed(rank, **doom)],
         **settings | (trainer or {}),
     )  # fmt: skip
     return {
-        "weights": {name: p.flatten().tolist() for name, p in made.state_dict().items()},
+        "weights": {name: p.flatten().tolist() for name, p in made.named_parameters()},
         "eps": next(c for c in runner.callbacks if hasattr(c, "counts_releases")).epsilon(),
         "global_step": runner.global_step,
+        "loss": {name: float(value) for name, value in runner.callback_metrics.items()}.get("train/loss"),
     }
+
+
+def make_mode(secret: Path, *, name: str, **settings: Any) -> Any:
+    """A privacy mode whose noise is cheap to account for, or one without noise."""
+    from lit_dpret.privacy import modes
+
+    kinds = {
+        "dp_sgd": modes.DPSGD, "batch_clip": modes.BatchClip, "logit_dp": modes.LogitDP,
+        "per_example_duplicated": modes.PerExampleDuplicated, "public_passages": modes.PublicPassages,
+    }  # fmt: skip
+    if name in ("none", "synthetic"):
+        return {"none": modes.NoPrivacy, "synthetic": modes.SyntheticData}[name](**settings)
+    known = {"eps": 50.0, "delta": 1e-3, "noise_multiplier": 2.0, "accountant": "rdp", "secret_file": secret}
+    return kinds[name](**known | settings)  # type: ignore[arg-type]
+
+
+def make_module(
+    kind: str, privacy: Any, folder: Path, data: dict[str, Any], *, dropout: float = 0.0, **settings: Any
+) -> tuple[Any, Any]:
+    """A module of some kind and data for it."""
+    import stand_ins
+
+    if kind == "frozen":
+        from pair_stand_ins import data_module
+        from tiny_models import tiny_bert, tiny_tokenizer
+
+        from lit_dpret.encoders import Contract, TextEncoder
+        from lit_dpret.modules import FrozenDualEncoder, OptimizerSpec
+
+        tower = TextEncoder(tiny_bert(), tiny_tokenizer(), Contract(query_max_length=8, passage_max_length=10))
+        own = folder / f"data{os.environ.get('RANK', '')}"
+        optimizer = OptimizerSpec(name="sgd", lr=0.1)
+        made = FrozenDualEncoder(privacy=privacy, optimizer=optimizer, encoder=tower, temperature=1.0, **settings)
+        return made, data_module(own, **{"sampling": "poisson"} | data)
+    source: Any = stand_ins.Numbers(**{"sampling": "poisson"} | {k: v for k, v in data.items() if k != "card"})
+    if "card" in data:
+        source = carded(stand_ins.Numbers, Path(data["card"]), {k: v for k, v in data.items() if k != "card"})
+    if kind == "pairs":
+        from pair_stand_ins import Pairs
+
+        return Pairs(privacy=privacy, **settings), source
+    if kind == "t5":
+        from tiny_generator import generator
+
+        return generator(privacy=privacy, **settings), source
+    return stand_ins.Regression(privacy=privacy, dropout=dropout, **settings), source
+
+
+def carded(base: type, folder: Path, data: dict[str, Any]) -> Any:
+    """Data whose folder has a privacy card."""
+
+    class Carded(base):  # type: ignore[misc]
+        privacy_card_path = folder / "privacy_card.json"
+
+    return Carded(**{"sampling": "poisson"} | data)
+
+
+def doomed(rank: int, *, whose: int, at: int, how: str = "kill", where: str = "batch") -> Any:
+    """A callback that ends rank ``whose`` in logical step ``at``, or ``where`` it is ``setup``."""
+    from lightning.pytorch.callbacks import Callback
+
+    class Doom(Callback):
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            if where == "setup" and rank == whose:
+                self.end()
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            if where == "batch" and rank == whose and batch.step == at:
+                self.end()
+
+        def end(self) -> None:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "hang":
+                time.sleep(3600)
+            raise {"memory": MemoryError, "interrupt": KeyboardInterrupt}.get(how, RuntimeError)(f"rank {rank} {how}")
+
+    return Doom()
 
 
 def shared(folder: Path, rank: int, world: int) -> dict[str, Any]:
@@ -159,7 +254,7 @@ def shared(folder: Path, rank: int, world: int) -> dict[str, Any]:
 
 
 def one_rank(line: dict[str, Any], rank: int, port: int) -> int:
-    from lit_dpret.errors import LitDpretError
+    from lit_dpret.cli import explain
 
     world, folder = int(line["world"]), Path(line["folder"])
     if world > 1:
@@ -173,11 +268,12 @@ def one_rank(line: dict[str, Any], rank: int, port: int) -> int:
     try:
         seen = globals()[line["job"]](folder, rank, world, **line["given"])
         status = 0
-    except LitDpretError as error:
-        seen, status = {"error": type(error).__name__, "text": str(error)}, REFUSED
     except BaseException as error:
-        traceback.print_exc()
-        seen, status = {"error": type(error).__name__, "text": str(error)}, CRASHED
+        told_to_user = explain(error)
+        if told_to_user is None:
+            traceback.print_exc()
+        seen = {"error": type(error).__name__, "text": told_to_user or str(error)}
+        status = CRASHED if told_to_user is None else REFUSED
     place.write_text(json.dumps(seen), encoding="utf-8")
     return status
 
@@ -199,10 +295,13 @@ def serve() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     import stand_ins  # noqa: F401  (imported before the fork)
 
-    from lit_dpret.tasks import fit  # noqa: F401
+    from lit_dpret import cli  # noqa: F401
 
     for text in sys.stdin:
         line, port = json.loads(text), _free_port()
+        secret = Path(line["folder"]).parent / "secret"
+        secret.write_bytes(b"s" * 32)  # the same draws in every run of the tests
+        secret.chmod(0o600)
         ranks = []
         for rank in range(int(line["world"])):
             child = os.fork()

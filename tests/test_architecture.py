@@ -17,6 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation_mode": set(),
     "progress": set(),
     "whole_file": {"errors"},
+    "rank_watch": set(),
     "pooling": {"errors"},
     "retrieval": {"errors", "whole_file"},
     "losses": {"errors", "similarity"},
@@ -52,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
         "encoders", "assets", "vision", "indexing", "losses", "evaluation_mode", "textsim", "postprocessing",
         "negatives", "canaries", "audit", "attacks", "federated", "progress",
     },
-    "cli": {"errors", "tasks"},
+    "cli": {"errors", "privacy.ranks", "rank_watch", "tasks"},
     "__main__": {"cli"},
     "__init__": set(),
 }  # fmt: skip

@@ -28,7 +28,25 @@ BUCKET = 25_000_000
 #: How long a rank waits for what another one decides or writes (an export, a card); a dead process is noticed at once.
 PATIENCE = timedelta(hours=2)
 
-_control: dict[Any, Any] = {}
+# What gloo and NCCL say of a peer that is gone or too late; gloo raises it as a bare RuntimeError.
+_BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "TCPStore",
+           "Broken pipe")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Process groups beside the default one.
+
+    On a SIGTERM Lightning broadcasts in the default group from within its signal handler, at any moment: that must
+    not be taken for a part of a sum.
+    """
+
+    sums: Any
+    quick: Any
+    patient: Any
+
+
+_made: dict[Any, _Groups] = {}
 
 
 @dataclass(frozen=True)
@@ -77,17 +95,18 @@ class Ranks:
         if self.world_size == 1:
             return
         with _noticing_death():
+            groups = _groups()
             for bucket in _buckets([tensors[name] for name in sorted(tensors)]):
                 wide = torch.promote_types(bucket[0].dtype, torch.float32)
                 flat = torch.cat([tensor.detach().reshape(-1).to(wide) for tensor in bucket])
-                dist.all_reduce(flat)
+                dist.all_reduce(flat, group=groups.sums)
                 totals = torch.split(flat, [tensor.numel() for tensor in bucket])
                 for tensor, total in zip(bucket, totals, strict=True):
                     tensor.detach().copy_(total.view_as(tensor))
             if counts is not None:
-                dist.all_reduce(counts, group=_control_group())
+                dist.all_reduce(counts, group=groups.quick)
 
-    def share(self, work: Callable[[], T]) -> T:
+    def share(self, work: Callable[[], T], *, quick: bool = False) -> T:
         """Let rank 0 do ``work`` and hand every rank its result, or its error.
 
         Guarantees:
@@ -96,9 +115,10 @@ class Ranks:
 
         Args:
             work: Its result is pickled; it may be secret within the job.
+            quick: Whether the others wait no longer for it than for a sum; else they wait for an export, say.
 
         Raises:
-            WorkerError: Another rank is gone, or the error cannot be sent as it is.
+            WorkerError: Another rank is gone or stuck, or the error cannot be sent as it is.
         """
         if self.world_size == 1:
             return work()
@@ -111,11 +131,13 @@ class Ranks:
                 own = error
                 answer = [(False, sendable(error))]
         with _noticing_death():
-            dist.broadcast_object_list(answer, src=0, group=_control_group())
+            groups = _groups()
+            dist.broadcast_object_list(answer, src=0, group=groups.quick if quick else groups.patient)
         if own is not None:
             raise own
         done, result = answer[0]
         if not done:
+            result.told_by_rank = 0
             raise result
         found: T = result
         return found
@@ -135,13 +157,22 @@ class Ranks:
         except BaseException as error:
             own = error
         told = self.gather(None if own is None else sendable(own))
-        if own is not None:
+        if own is not None and not any(told[: self.rank]):
             raise own
-        failed = next((error for error in told if error is not None), None)
-        if failed is not None:
-            raise failed
+        for rank, failure in enumerate(told):
+            if failure is not None:
+                failure.told_by_rank = rank
+                raise failure
         found: T = result
         return found
+
+    def in_turn(self, work: Callable[[], T]) -> T:
+        """Let rank 0 do ``work``, and then the others, who find what it left on the disk."""
+        if self.world_size == 1:
+            return work()
+        own: list[T] = []
+        self.share(lambda: own.append(work()))
+        return own[0] if self.is_first else work()
 
     def gather(self, value: Any) -> list[Any]:
         """What each rank gave, by rank, on every rank."""
@@ -149,7 +180,7 @@ class Ranks:
             return [value]
         told: list[Any] = [None] * self.world_size
         with _noticing_death():
-            dist.all_gather_object(told, value, group=_control_group())
+            dist.all_gather_object(told, value, group=_groups().patient)
         return told
 
     def barrier(self) -> None:
@@ -168,27 +199,54 @@ def sendable(error: BaseException) -> BaseException:
     return WorkerError(f"{type(error).__name__}: {error}")
 
 
+def lost_rank(error: BaseException) -> WorkerError | None:
+    """What a broken connection between ranks means, in words; None for any other error."""
+    if not isinstance(error, RuntimeError) or isinstance(error, WorkerError):
+        return None
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if not (isinstance(error, dist.DistError) or any(word in reason for word in _BROKEN)):
+        return None
+    return WorkerError(
+        "Another process of this job ended or stopped answering, so this one ends too; what that one said stands "
+        "above or in its own log. The ledger holds every step that was granted: the same command with resume=true "
+        f"goes on from the last checkpoint. ({reason})"
+    )
+
+
 @contextmanager
 def _noticing_death() -> Iterator[None]:
     """Say in words what a broken connection to another rank means."""
     try:
         yield
-    except RuntimeError as error:  # gloo raises it bare, NCCL as dist.DistBackendError
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise WorkerError(
-            "Another process of this job ended or stopped answering, so this one ends too; what that one said stands "
-            "above or in its own log. The ledger holds every step that was granted: the same command with resume=true "
-            f"goes on from the last checkpoint. ({reason})"
-        ) from error
+    except RuntimeError as error:
+        lost = lost_rank(error)
+        if lost is None:
+            raise
+        raise lost from error
 
 
-def _control_group() -> Any:
-    """A gloo group beside the default one, which waits longer than a collective of the training may."""
+def _groups() -> _Groups:
+    """The process groups of this job, made at the first word that ranks exchange."""
     world = dist.group.WORLD
-    if world not in _control:
-        _control.clear()
-        _control[world] = dist.new_group(backend="gloo", timeout=PATIENCE)
-    return _control[world]
+    if world not in _made:
+        _made.clear()
+        timeout = _timeout_of(world)
+        _made[world] = _Groups(
+            sums=dist.new_group(timeout=timeout),
+            quick=dist.new_group(backend="gloo", timeout=timeout),
+            patient=dist.new_group(backend="gloo", timeout=PATIENCE),
+        )
+    return _made[world]
+
+
+def _timeout_of(group: Any) -> timedelta | None:
+    """How long a collective of a group may take; None where it does not tell."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    try:
+        found: timedelta | None = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return found
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

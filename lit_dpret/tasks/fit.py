@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lit_dpret.attacks.coins import COINS_NAME, Coins
@@ -17,6 +18,7 @@ from lit_dpret.canaries import CanarySuite
 from lit_dpret.canaries.planting import plant_in_run
 from lit_dpret.canaries.suite import EVALUATION_SPLITS
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.tasks.checkpoints import WholeCheckpoints, newest_checkpoint
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
@@ -31,6 +33,8 @@ class Fit:
         membership_coins: Train on the queries whose fair coin shows heads, about half of them, and keep the coins in
             ``membership_coins.json`` for ``task=membership``. For experiments: it throws half of the data away.
     """
+
+    takes_ranks = True
 
     def __init__(self, *, min_free_mb: float = 200, membership_coins: bool = False) -> None:
         self.min_free_mb, self.membership_coins = min_free_mb, membership_coins
@@ -60,6 +64,7 @@ class Fit:
             resume=parts.resume,
             canaries=canaries,
             after_setup=hold_out,
+            several_ranks=True,
         )
 
     def _hold_out(self, privacy: Any, datamodule: Any, folder: Path) -> Callable[[], None] | None:
@@ -108,29 +113,41 @@ def train(
     resume: bool,
     canaries: CanarySuite | None = None,
     after_setup: Callable[[], None] | None = None,
+    several_ranks: bool = False,
 ) -> dict[str, float]:
     """Train ``module`` in ``run_dir``, from the newest whole checkpoint there if ``resume``.
 
-    ``after_setup`` is called once the data are read, before the module prepares itself for them.
+    ``after_setup`` is called once the data are read, before the module prepares itself for them. ``several_ranks``
+    says that whoever calls this may be repeated by further processes, from its start.
 
     Guarantees:
         - Checkpoints are written whole or not at all, unless ``make_trainer`` brings a way of its own.
         - A run that is killed at any moment goes on; one that was killed after its last step still
           gets its model and its card.
         - ``canaries`` are planted before anything reads the training data, and kept in ``canaries.json``.
+        - Of several ranks, rank 0 writes what there is one of, and the others end when it has.
+
+    Raises:
+        ConfigurationError: The Trainer has several processes, and who calls this has work for one.
     """
     trainer: L.Trainer = make_trainer(
         default_root_dir=str(run_dir), callbacks=callbacks, logger=[MetricsFile(run_dir), *loggers]
     )
+    if trainer.world_size > 1 and not several_ranks:
+        raise ConfigurationError(
+            f"trainer.devices and num_nodes make {trainer.world_size} processes, and this task trains in one: its "
+            "other stages would be repeated by each. Set trainer=cpu or trainer=gpu; task=fit trains on several."
+        )
     refuse_broken_claims(trainer, module, datamodule)  # before any data is read; the accountant asks again
-    datamodule.prepare_data()
-    datamodule.setup("fit")
+    ranks = _meet(trainer)
+    ranks.in_turn(datamodule.prepare_data)
+    ranks.together(lambda: datamodule.setup("fit"))
     if after_setup is not None:
-        after_setup()
+        ranks.in_turn(after_setup)
     if canaries is not None:
         plant_in_run(datamodule, canaries, run_dir, resume=resume, reader=module)
     if hasattr(module, "prepare"):
-        module.prepare(datamodule)
+        ranks.in_turn(lambda: module.prepare(datamodule))
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = WholeCheckpoints()
     checkpoint = newest_checkpoint(run_dir / CHECKPOINTS) if resume else None
@@ -141,3 +158,15 @@ def train(
         weights_only=True,
     )
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def _meet(trainer: L.Trainer) -> Ranks:
+    """Those of the ranks that were all started already, by torchrun or SLURM: they share the preparation.
+
+    Where Lightning is to start the others, this process is alone until it trains; they then find what it prepared.
+    """
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if trainer.world_size > 1 and environment is not None and not isinstance(environment, LightningEnvironment):
+        trainer.strategy.setup_environment()
+        return Ranks.here()
+    return Ranks()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ def check_run_dir(folder: Path, *, min_free_mb: float) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".write_test"
+        probe = folder / f".write_test.{os.getpid()}"  # of several processes each has its own
         probe.write_bytes(b"x")
         probe.unlink()
     except OSError as error:

@@ -31,13 +31,73 @@ def weights(seen: dict[str, Any]) -> torch.Tensor:
     return torch.cat([torch.tensor(v, dtype=torch.float64) for _, v in sorted(seen["weights"].items())])
 
 
-def test_two_ranks_make_the_update_and_the_ledger_of_one(server: Server, tmp_path: Path) -> None:
-    # 1.2 units on average: some steps leave a rank empty, and some both.
-    data = {"size": 40, "expected_batch_size": None, "sample_rate": 0.03, "physical_batch_size": 2}
+# Few units at a time: some steps leave a rank empty, and some both.
+SPARSE: dict[str, Any] = {"size": 40, "expected_batch_size": None, "sample_rate": 0.03, "physical_batch_size": 2}
+COUPLED: dict[str, Any] = {"size": 40, "expected_batch_size": None, "sample_rate": 0.15, "physical_batch_size": 40}
+FROZEN: dict[str, Any] = {"expected_batch_size": None, "sample_rate": 0.3}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("dp_sgd", {"data": SPARSE, "steps": 12}),
+    ("dp_sgd, all rows of a unit", {"data": SPARSE | {"rows_per_unit": "all", "sample_rate": 0.1}}),
+    ("dp_sgd, fewer units than ranks", {"data": SPARSE | {"size": 1, "sample_rate": 0.5}}),
+    ("dp_sgd, vmap, per layer", {"mode": {"name": "dp_sgd", "engine": "vmap", "clip_groups": "per_layer"}}),
+    ("dp_sgd, opacus", {"mode": {"name": "dp_sgd", "engine": "opacus"}, "data": SPARSE}),
+    ("dp_sgd, loop", {"mode": {"name": "dp_sgd", "engine": "loop", "clip": "automatic"}, "data": SPARSE}),
+    ("dp_sgd, T5 with tied weights", {"module": "t5", "data": SPARSE | {"sample_rate": 0.1}, "steps": 4}),
+    ("batch_clip", {"module": "pairs", "data": COUPLED,
+                    "mode": {"name": "batch_clip", "max_grad_norm": 0.1, "sub_batches": 3}}),
+    ("per_example_duplicated", {"module": "pairs", "data": COUPLED | {"sample_rate": 0.4},
+                                "mode": {"name": "per_example_duplicated", "max_grad_norm": 0.1, "sub_batches": 3}}),
+    ("logit_dp", {"module": "pairs", "data": COUPLED,
+                  "mode": {"name": "logit_dp", "max_logit_grad_norm": 0.1, "sub_batches": 3}}),
+    ("logit_dp, one sub-batch", {"module": "pairs", "data": COUPLED,
+                                 "mode": {"name": "logit_dp", "max_logit_grad_norm": 0.1}}),
+    ("public_passages", {"module": "frozen", "data": FROZEN,
+                         "mode": {"name": "public_passages", "max_grad_norm": 0.1, "pool_size": 5}}),
+    ("none", {"mode": {"name": "none"}, "data": SPARSE}),
+    ("none, sub-batches", {"module": "pairs", "data": COUPLED, "mode": {"name": "none", "sub_batches": 3}}),
+]  # fmt: skip
+
+
+FAST = ("dp_sgd", "dp_sgd, all rows of a unit", "logit_dp", "public_passages", "none, sub-batches")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [pytest.param(given, id=name, marks=[] if name in FAST else pytest.mark.slow) for name, given in CASES],
+)
+def test_two_ranks_make_the_update_and_the_ledger_of_one(given: dict[str, Any], server: Server, tmp_path: Path) -> None:
     for world in (1, 2):
-        assert server.run("fit", tmp_path / f"{world}", world=world, data=data, steps=12) == [0] * world
-    one, first, second = (told(tmp_path / name, rank) for name, rank in (("1", 0), ("2", 0), ("2", 1)))
+        assert server.run("fit", tmp_path / f"{world}", world=world, **given) == [0] * world
+    one, first, second = (told(tmp_path / folder, rank) for folder, rank in (("1", 0), ("2", 0), ("2", 1)))
     assert first["weights"] == second["weights"]
     assert (weights(one) - weights(first)).abs().max() < 1e-5
-    assert one["eps"] == first["eps"] == second["eps"] and first["global_step"] == 12
+    assert one["eps"] == first["eps"] == second["eps"] and first["global_step"] == given.get("steps", 6)
+    assert one["loss"] == pytest.approx(first["loss"]) and first["loss"] == second["loss"]
     assert ledger(tmp_path / "1") == ledger(tmp_path / "2")
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"data": {"content": "b"}}, "data set"),
+        ({"data": {"physical_batch_size": 3}}, "plan and way of batching"),
+        ({"mode": {"name": "dp_sgd", "max_grad_norm": 2.0}}, "privacy setting and plan"),
+        ({"steps": 7}, "number of steps and plan"),
+        ({"module_settings": {"lr": 0.1}}, "optimizer"),
+        ({"module": "pairs", "mode": {"name": "dp_sgd"}}, "model"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_rank_that_was_started_otherwise_is_refused_by_all_before_a_ledger_is_begun(
+    other: dict[str, Any], named: str, server: Server, tmp_path: Path
+) -> None:
+    assert server.run("fit", tmp_path / "run", other=other, timeout=60) == [2, 2]
+    for rank in (0, 1):
+        assert f"Rank 1 of 2 is about to train with another {named}" in told(tmp_path / "run", rank)["text"]
+    assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
+
+
+def test_ranks_that_begin_with_other_weights_train_those_of_rank_0(server: Server, tmp_path: Path) -> None:
+    assert server.run("fit", tmp_path / "same") == [0, 0]
+    assert server.run("fit", tmp_path / "shifted", shifted=True) == [0, 0]
+    assert told(tmp_path / "shifted", 1)["weights"] == told(tmp_path / "same", 0)["weights"]

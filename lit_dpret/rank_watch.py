@@ -1,0 +1,98 @@
+"""Processes that the command line starts for one job: they end together, soon, and in words.
+
+Lightning starts the ranks of a machine by repeating the command. A rank that dies takes the others with it, but what
+is then said is for developers, or nothing: the first process is killed by a thread that watches its children. And
+nobody tells a child that its parent is gone while it is still getting ready. Under torchrun and SLURM the ranks are
+watched by those.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import torch.distributed as dist
+
+#: Names the process that started the ranks, in the environment of those.
+LAUNCHER = "LIT_DPRET_LAUNCHER"
+#: What Lightning's launcher leaves in the environment of the first process.
+_LEFT_BEHIND = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
+_LIGHTNINGS_WATCH = "lightning.fabric.strategies.launchers.subprocess_script"
+_HOW_TO_GO_ON = (
+    "The ledger holds every step that was granted: the same command with resume=true goes on from the last checkpoint."
+)
+
+
+def begin() -> None:
+    """Join the watch: as the process that starts the others, or as one of those."""
+    if is_started_by_launcher():
+        threading.Thread(target=_watch_launcher, args=(os.getppid(),), daemon=True).start()
+        return
+    os.environ[LAUNCHER] = str(os.getpid())
+    log = logging.getLogger(_LIGHTNINGS_WATCH)
+    if not any(isinstance(handler, _LostRank) for handler in log.handlers):
+        log.addHandler(_LostRank())
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+def is_started_by_launcher() -> bool:
+    """Whether Lightning started this process as a further rank of a command of ours."""
+    return os.environ.get(LAUNCHER) == str(os.getppid()) and os.environ.get("LOCAL_RANK", "0") != "0"
+
+
+def world_size() -> int:
+    """How many processes torchrun, SLURM or a user by hand started for this command; 1 where nobody did."""
+    for name, rank in (("WORLD_SIZE", "RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), ("WORLD_SIZE", "LOCAL_RANK")):
+        if rank in os.environ and os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return 1
+
+
+def wait_for_launcher(*, at_most: float = 30.0) -> None:
+    """Let the first process finish what it tells and writes; it would be killed as soon as this one is gone."""
+    if not is_started_by_launcher():
+        return
+    launcher, end = os.getppid(), time.monotonic() + at_most
+    while os.getppid() == launcher and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def leave(before: dict[str, str]) -> None:
+    """Forget the ranks of a job that is over, so that the next one in this process starts its own.
+
+    Args:
+        before: ``os.environ`` as it was before the job.
+    """
+    if "LOCAL_RANK" in before or not dist.is_available():
+        return
+    with suppress(RuntimeError, ValueError):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    for name in _LEFT_BEHIND:
+        os.environ.pop(name, None)
+        if name in before:
+            os.environ[name] = before[name]
+
+
+class _LostRank(logging.Handler):
+    """Says what Lightning's watch is about to do, in the words of the command line: it kills this process next."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        lost = " ".join(record.getMessage().split("Forcefully")[0].split())
+        sys.stderr.write(f"error: another process of this job ended: {lost} This one ends too. {_HOW_TO_GO_ON}\n")
+        sys.stderr.flush()
+
+
+def _watch_launcher(launcher: int) -> None:
+    """End this process soon after the one that started it; the main thread gets time to say it better."""
+    while os.getppid() == launcher:
+        time.sleep(0.5)
+    time.sleep(10.0)
+    sys.stderr.write(f"error: the first process of this job ended, so this one ends too. {_HOW_TO_GO_ON}\n")
+    sys.stderr.flush()
+    os._exit(2)
