@@ -94,7 +94,7 @@ class Ranks:
         """
         if self.world_size == 1:
             return
-        with _noticing_death():
+        with noticing_death():
             groups = _groups()
             for bucket in _buckets([tensors[name] for name in sorted(tensors)]):
                 wide = torch.promote_types(bucket[0].dtype, torch.float32)
@@ -130,7 +130,7 @@ class Ranks:
             except BaseException as error:
                 own = error
                 answer = [(False, sendable(error))]
-        with _noticing_death():
+        with noticing_death():
             groups = _groups()
             dist.broadcast_object_list(answer, src=0, group=groups.quick if quick else groups.patient)
         if own is not None:
@@ -179,7 +179,7 @@ class Ranks:
         if self.world_size == 1:
             return [value]
         told: list[Any] = [None] * self.world_size
-        with _noticing_death():
+        with noticing_death():
             dist.all_gather_object(told, value, group=_groups().patient)
         return told
 
@@ -214,7 +214,7 @@ def lost_rank(error: BaseException) -> WorkerError | None:
 
 
 @contextmanager
-def _noticing_death() -> Iterator[None]:
+def noticing_death() -> Iterator[None]:
     """Say in words what a broken connection to another rank means."""
     try:
         yield
