@@ -23,6 +23,7 @@ sys.path.insert(0, str(TESTS))
 from tiny_generator import copy_pairs, generator  # noqa: E402
 
 from lit_dpret.callbacks import PrivacyAccountant  # noqa: E402
+from lit_dpret.callbacks.xla_processes import XLAProcesses  # noqa: E402
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy  # noqa: E402
 from lit_dpret.privacy.sampling import Draw  # noqa: E402
 
@@ -88,7 +89,7 @@ def pretend_to_be_a_tpu() -> None:
 
 def run(folder: Path, *, device: str, steps: int = 4, private: bool = True, rows_per_unit: str = "one",
         expected: int = 8, physical: int = 4, model: dict[str, Any] | None = None,
-        trainer: dict[str, Any] | None = None, **mode: Any) -> dict[str, Any]:  # fmt: skip
+        trainer: dict[str, Any] | None = None, processes: bool = False, **mode: Any) -> dict[str, Any]:  # fmt: skip
     """Train, and tell the parameters, the ledger and what was compiled."""
     secrets.token_hex = lambda count=32: "ab" * count  # salts the noise of a run: here runs are compared
     settings = {"eps": 8.0, "noise_multiplier": 3.0, "max_grad_norm": 0.5, "noise_seed": 5} | mode
@@ -96,18 +97,22 @@ def run(folder: Path, *, device: str, steps: int = 4, private: bool = True, rows
     compilations = Compilations()
     if device == "xla":
         pretend_to_be_a_tpu()
+    settings_of_trainer = dict(trainer or {})
+    if processes:
+        settings_of_trainer["strategy"] = XLAProcesses(timeout_minutes=2)
     accountant = PrivacyAccountant(run_dir=folder, replay="never", eps_log_points=1)
     fitter = L.Trainer(
         accelerator="tpu" if device == "xla" else "cpu", devices=1, max_steps=steps, max_epochs=-1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
         use_distributed_sampler=False, default_root_dir=str(folder),
-        callbacks=[accountant, *([compilations] if device == "xla" else [])], **(trainer or {}),
+        callbacks=[accountant, *([compilations] if device == "xla" else [])], **settings_of_trainer,
     )  # fmt: skip
     data = Pairs(rows_per_unit=rows_per_unit, expected=expected, physical=physical)
     fitter.fit(module, datamodule=data)
     weights = {name: p.detach().cpu().double().flatten().tolist() for name, p in module.named_parameters()}
     tied = module.model.get_input_embeddings().weight is module.model.get_output_embeddings().weight
-    lines = (folder / "privacy_ledger.jsonl").read_text(encoding="utf-8").splitlines()
+    own = folder / "privacy_ledger.jsonl"
+    lines = own.read_text(encoding="utf-8").splitlines() if own.exists() else []
     return {
         "weights": weights,
         "tied": tied,

@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -96,3 +97,40 @@ def test_a_physical_batch_is_one_graph_and_an_update_two(runs: Any) -> None:
 def test_no_operation_falls_back_to_the_host(runs: Any) -> None:
     done = runs[1]["compilations"]
     assert set(done[-1]["fallbacks"]) <= {"aten::_local_scalar_dense"}
+
+
+def test_two_processes_of_one_device_each_make_the_update_and_the_ledger_of_one(tmp_path: Path) -> None:
+    asked = {"steps": 3, "device": "xla", "expected": 6, "physical": 2}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {
+        "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(tmp_path / str(rank)), json.dumps(asked | {"processes": True})],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [rank.communicate(timeout=600)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0], said[0][-2000:] + said[1][-2000:]
+    first, second = (json.loads((tmp_path / str(rank) / "told.json").read_text(encoding="utf-8")) for rank in range(2))
+    alone = told(tmp_path / "alone", **asked | {"device": "cpu"})
+    assert first["weights"] == second["weights"]
+    assert largest_gap(first["weights"], alone["weights"]) < 1e-5
+    assert second["ledger"] == []  # rank 0 alone has one
+    changing = {"time", "hash", "prev"}
+    one, two = ([{k: v for k, v in line.items() if k not in changing} for line in r["ledger"]] for r in (alone, first))
+    assert one == two
+    assert any(not a["units"] for a in first["compilations"] + second["compilations"])  # a rank without units goes on
+    for rank in (first, second):
+        assert len({c["compiled"] for c in rank["compilations"] if c["step"] > 1}) == 1
