@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import find_shared_parameters, set_shared_param
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.fixed_shape import FixedShape
-from lit_dpret.privacy.xla import cut, is_lazy
+from lit_dpret.privacy.xla import cut, is_lazy, use_full_precision
 
 
 def shape_of_batches(trainer: L.Trainer, module: Any, data: Any) -> FixedShape | None:
@@ -46,7 +46,7 @@ def refuse_changing_shapes(trainer: L.Trainer, module: Any) -> None:
 
 
 def place_early(trainer: L.Trainer, module: L.LightningModule) -> None:
-    """Move the module to its XLA device before anybody looks at its parameters.
+    """Move the module to its XLA device before anybody looks at its parameters, and have products computed in full.
 
     There, unlike on a GPU, moving makes new parameters, and unties those that are shared. Lightning, which does this
     later, then finds everything in place.
@@ -56,4 +56,5 @@ def place_early(trainer: L.Trainer, module: L.LightningModule) -> None:
         shared = find_shared_parameters(module)
         module.to(device)
         set_shared_parameters(module, shared)
+        use_full_precision(device)
         cut(device)

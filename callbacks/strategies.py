@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.strategies import DDPStrategy
 
+from lit_dpret.callbacks.xla_processes import XLAProcesses
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.strategies import STRATEGIES, strategy
 
@@ -18,7 +19,7 @@ _ROWS = {
     "ModelParallelStrategy": "fsdp",
     "DeepSpeedStrategy": "deepspeed",
     "SingleDeviceXLAStrategy": "xla",
-    "XLAStrategy": "xla_spawn",
+    "XLAStrategy": "xla_fork",
 }
 
 
@@ -48,6 +49,8 @@ def strategy_name(trainer: L.Trainer) -> str:
     name = type(found).__name__
     if type(found).__module__ == "lit_dpret.modules.sharding_strategy" and name == "ShardingStrategy":
         return "fsdp"
+    if type(found) is XLAProcesses:
+        return "xla_processes"
     if not type(found).__module__.startswith(("lightning.pytorch.", "pytorch_lightning.")):
         return "custom"
     if name == "DDPStrategy":

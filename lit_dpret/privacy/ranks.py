@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lit_dpret.errors import WorkerError
+from lit_dpret.privacy.xla import is_lazy
 
 T = TypeVar("T")
 
@@ -99,6 +100,7 @@ class Ranks:
             for bucket in _buckets([tensors[name] for name in sorted(tensors)]):
                 wide = torch.promote_types(bucket[0].dtype, torch.float32)
                 flat = torch.cat([tensor.detach().reshape(-1).to(wide) for tensor in bucket])
+                flat = flat.cpu() if is_lazy(flat.device) else flat  # gloo knows no XLA device
                 dist.all_reduce(flat, group=groups.sums)
                 totals = torch.split(flat, [tensor.numel() for tensor in bucket])
                 for tensor, total in zip(bucket, totals, strict=True):

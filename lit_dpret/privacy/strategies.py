@@ -39,6 +39,12 @@ class Strategy:
 _NOT_BUILT = "it is not built yet"
 _VALUE_DEPENDENT = "its shapes, or its branches, follow from values, and XLA would compile each of them anew"
 
+_ON_XLA = {
+    mode: _VALUE_DEPENDENT
+    for mode in ("batch_clip", "logit_dp", "per_example_duplicated", "public_passages",
+                 *(f"dp_sgd/{engine}" for engine in ("vmap", "opacus", "loop")))
+}  # fmt: skip
+
 STRATEGIES: tuple[Strategy, ...] = (
     Strategy("one_device", "One process does everything."),
     Strategy(
@@ -59,10 +65,20 @@ STRATEGIES: tuple[Strategy, ...] = (
     Strategy(
         "xla",
         "One process drives one XLA device, on batches filled up to one shape; noise is drawn on the host.",
-        {mode: _VALUE_DEPENDENT for mode in ("batch_clip", "logit_dp", "per_example_duplicated", "public_passages")}
-        | {f"dp_sgd/{engine}": _VALUE_DEPENDENT for engine in ("vmap", "opacus", "loop")},
+        _ON_XLA,
     ),
-    Strategy("xla_spawn", "", {EVERY_MODE: _NOT_BUILT}),
+    Strategy(
+        "xla_processes",
+        "As xla, in several processes of one device each that were started from outside; the clipped sums are added up "
+        "on the hosts, in float32 or wider, before every rank adds the same noise.",
+        _ON_XLA,
+    ),
+    Strategy(
+        "xla_fork",
+        "",
+        {EVERY_MODE: "a forked process is a copy of one that may hold open ledgers, and what its callbacks learn is "
+                     "lost with it"},
+    ),
     Strategy(
         "ddp_spawn",
         "",

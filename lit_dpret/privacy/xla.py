@@ -40,6 +40,14 @@ def read(tensors: Sequence[Tensor]) -> list[Any]:
     return list(torch.stack([tensor.detach().reshape(()) for tensor in tensors]).tolist())
 
 
+def use_full_precision(device: torch.device) -> None:
+    """Have XLA multiply float32 matrices in float32: a TPU does it in bfloat16, and norms would lose their digits."""
+    if is_lazy(device):
+        backends = importlib.import_module("torch_xla.backends")
+        if backends.get_mat_mul_precision() != "highest":
+            backends.set_mat_mul_precision("highest")
+
+
 def fetch(tensors: Iterable[Tensor]) -> list[Tensor]:
     """XLA tensors on the host, by one transfer."""
     _torch_xla()

@@ -109,6 +109,7 @@ def check_exact(
     clip: str = "abadi",
     clip_groups: str = "flat",
     tolerance: float = 1e-10,
+    **settings: object,
 ) -> ClippedSum:
     """Norms and sum equal the reference, with a bound that clips about half of the units; twice, so that the
     first batch (which is verified) and a later one (which is not) are both compared.
@@ -116,7 +117,7 @@ def check_exact(
     gradients = case.unit_gradients(unit_ids, mask)
     norms = torch.stack([norm_of(g) for g in gradients])
     bound = 1.001 * float(norms[norms > 0].median())
-    clipping = make_engine(engine, case.module, max_grad_norm=bound, clip=clip, clip_groups=clip_groups)
+    clipping = make_engine(engine, case.module, max_grad_norm=bound, clip=clip, clip_groups=clip_groups, **settings)
     expected = clipped_sum(gradients, bound, clip, clipping.groups)
     share = bound / math.sqrt(len(clipping.groups))
     above = [any(float(norm_of({n: g[n] for n in names})) > share for names in clipping.groups) for g in gradients]

@@ -1,0 +1,129 @@
+"""XLA devices in several processes, one device each, that are joined by their hosts.
+
+Lightning's own `XLAStrategy` forks its processes, and what a callback learns there (epsilon above all) is lost with
+them. Here the processes are started from outside, as torchrun does, each sees one device of its own, and what they
+share passes through the hosts by gloo: the clipped sums once per logical step, and what rank 0 decides. No gradient
+is reduced by anybody else. That a sum goes over the host costs a transfer of the model's size per logical step.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.strategies import SingleDeviceXLAStrategy
+from torch import Tensor
+
+from lit_dpret.errors import ConfigurationError
+
+#: One chip for each process, which then knows of no other.
+_ALONE = {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1"}
+
+
+class XLAProcesses(SingleDeviceXLAStrategy):
+    """One XLA device for each process of a job that torchrun, or somebody by hand, started.
+
+    Guarantees:
+        - All ranks begin with the weights of rank 0.
+        - Nothing is reduced but by `lit_dpret.privacy.ranks.Ranks`, and what is logged.
+
+    Args:
+        timeout_minutes: How long ranks wait for one that is stuck.
+        settings: Of ``SingleDeviceXLAStrategy``.
+
+    Raises:
+        ConfigurationError: Nobody says which rank this process is, or the timeout is no positive number.
+    """
+
+    def __init__(self, *, timeout_minutes: float = 5.0, **settings: Any) -> None:
+        if not (math.isfinite(timeout_minutes) and timeout_minutes > 0):
+            raise ConfigurationError(f"trainer.strategy.timeout_minutes={timeout_minutes} is not a positive number.")
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ConfigurationError(
+                f"trainer=tpu_processes: {', '.join(missing)} is not set in the environment, so this process does not "
+                "know which one it is. Start the command by torchrun --nproc_per_node=DEVICES, or take trainer=tpu."
+            )
+        self.timeout = timedelta(minutes=timeout_minutes)
+        os.environ.setdefault("TPU_VISIBLE_CHIPS", str(self.local_rank))
+        for name, value in _ALONE.items():
+            os.environ.setdefault(name, value)
+        settings.setdefault("device", 0)
+        super().__init__(**settings)
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the job."""
+        return int(os.environ["WORLD_SIZE"])
+
+    @property
+    def global_rank(self) -> int:
+        """This one of them."""
+        return int(os.environ["RANK"])
+
+    @property
+    def local_rank(self) -> int:
+        """This one of those of its machine."""
+        return int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+
+    @property
+    def node_rank(self) -> int:
+        """Its machine."""
+        return int(os.environ.get("GROUP_RANK", 0))
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    def setup_environment(self) -> None:
+        rank_zero_only.rank = self.global_rank
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=self.timeout)
+        super().setup_environment()
+
+    def setup(self, trainer: L.Trainer) -> None:
+        super().setup(trainer)
+        with torch.no_grad():
+            for tensor in {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}.values():  # type: ignore[union-attr]
+                on_host = tensor.detach().cpu().contiguous()
+                dist.broadcast(on_host, src=0)
+                tensor.copy_(on_host)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if dist.is_initialized():
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized():
+            return obj
+        found = [obj]
+        dist.broadcast_object_list(found, src=src)
+        return found[0]
+
+    def reduce(self, tensor: Any, *args: Any, reduce_op: Any = "mean", **kwargs: Any) -> Any:
+        """The sum or mean of a metric over all ranks."""
+        if not isinstance(tensor, Tensor):
+            tensor = torch.tensor(tensor)
+        on_host = tensor.detach().cpu().clone()
+        dist.all_reduce(on_host)
+        if isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg"):
+            on_host = on_host / self.world_size
+        return on_host.to(tensor.device)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Every rank's tensor, ``(world size, ...)``, without gradients."""
+        on_host = tensor.detach().cpu().contiguous()
+        found = [torch.empty_like(on_host) for _ in range(self.world_size)]
+        dist.all_gather(found, on_host)
+        return torch.stack(found).to(tensor.device)
+
+    def teardown(self) -> None:
+        super().teardown()
+        if dist.is_initialized():
+            dist.destroy_process_group()
