@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors", "evaluation_mode", "privacy", "losses", "similarity", "pooling", "encoders", "st_folder", "assets",
         "vision", "negatives", "progress", "memory",
     },
+    "costs": {"errors", "privacy", "modules"},
     "generation": {"errors", "privacy", "modules"},
     "postprocessing": {
         "errors", "privacy", "retrieval", "encoders", "modules", "generation", "datamodules", "negatives",
@@ -51,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "tasks": {
         "errors", "whole_file", "privacy", "retrieval", "report", "callbacks", "datamodules", "generation", "modules",
         "encoders", "assets", "vision", "indexing", "losses", "evaluation_mode", "textsim", "postprocessing",
-        "negatives", "canaries", "audit", "attacks", "federated", "progress",
+        "negatives", "canaries", "audit", "attacks", "federated", "progress", "costs",
     },
     "cli": {"errors", "tasks"},
     "__main__": {"cli"},
