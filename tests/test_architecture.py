@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
         "vision", "negatives", "progress", "memory",
     },
     "crew": {"errors", "privacy.ranks"},
+    "costs": {"errors", "privacy", "modules"},
     "generation": {"errors", "crew", "privacy", "modules"},
     "postprocessing": {
         "errors", "privacy", "retrieval", "encoders", "modules", "generation", "datamodules", "negatives",
@@ -54,7 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     "tasks": {
         "errors", "whole_file", "privacy", "retrieval", "report", "callbacks", "datamodules", "generation", "modules",
         "encoders", "assets", "vision", "indexing", "losses", "evaluation_mode", "textsim", "postprocessing",
-        "negatives", "canaries", "audit", "attacks", "federated", "progress",
+        "negatives", "canaries", "audit", "attacks", "federated", "progress", "costs",
         "sweeps", "crew",
     },
     "configuration": {"errors"},  # it reads docstrings of whatever a YAML names, by import at run time

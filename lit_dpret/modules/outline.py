@@ -56,6 +56,8 @@ class GeneratorOutline:
         max_query_length: Tokens of a query.
         optimizer: The optimizer's name.
         gradient_checkpointing: Whether activations are recomputed.
+        lora: Arguments of the adapters, where there are any.
+        trainable_patterns: What is trained, where not everything is.
     """
 
     model: nn.Module
@@ -64,6 +66,8 @@ class GeneratorOutline:
     max_query_length: int
     optimizer: str
     gradient_checkpointing: bool = False
+    lora: Mapping[str, Any] | None = None
+    trainable_patterns: Sequence[str] | None = None
 
     @property
     def parameters(self) -> int:
@@ -74,6 +78,11 @@ class GeneratorOutline:
     def trained(self) -> int:
         """Weights that are trained."""
         return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
+    @property
+    def largest(self) -> int:
+        """Weights of the largest trained parameter."""
+        return max((p.numel() for p in self.model.parameters() if p.requires_grad), default=0)
 
     @classmethod
     def of_settings(
@@ -125,6 +134,8 @@ class GeneratorOutline:
             max_query_length=max_query_length,
             optimizer=str(getattr(optimizer, "name", "adam")),
             gradient_checkpointing=gradient_checkpointing,
+            lora=lora,
+            trainable_patterns=trainable_patterns,
         )
 
 

@@ -130,7 +130,11 @@ class QueryGenerator(PrivateModule):
         self.fixed_shapes = fixed_shapes
         self.model = model.train()  # from_pretrained leaves it in evaluation mode, where dropout is off
         self._check_sizes()
-        self._checkpointing = gradient_checkpointing
+        self._outlined: dict[str, Any] = {
+            "gradient_checkpointing": gradient_checkpointing,
+            "lora": lora,
+            "trainable_patterns": trainable_patterns,
+        }
         if gradient_checkpointing:
             enable_checkpointing(self.model)
         if lora is not None:
@@ -156,7 +160,7 @@ class QueryGenerator(PrivateModule):
             max_passage_length=self.codec.contract.max_passage_length,
             max_query_length=self.codec.contract.max_query_length,
             optimizer=self.optimizer_spec.name,
-            gradient_checkpointing=self._checkpointing,
+            **self._outlined,
         )
 
     def setup(self, stage: str) -> None:

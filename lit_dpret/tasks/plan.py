@@ -6,8 +6,10 @@ import json
 import math
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lit_dpret.callbacks.planning import planned_steps
@@ -17,7 +19,7 @@ from lit_dpret.privacy.plan import PrivacyPlan, describe_plan, format_plan
 from lit_dpret.privacy.sampling import steps_per_epoch
 from lit_dpret.report.plan_figure import can_draw, draw_plan
 from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.plan_cost import estimate, format_cost, measure
+from lit_dpret.tasks.plan_cost import estimate, format_cost, from_slices, measure
 
 _PATIENCE = 3.0
 
@@ -43,7 +45,8 @@ class Plan:
     Args:
         units: The public number of units; null counts them in the datamodule.
         epochs: The length of the run in passes, instead of ``trainer.max_steps``.
-        measure: Run a few batches of random token ids through the clipping engine, for time and memory.
+        measure: Run a few batches of random token ids through the clipping engine, for time and memory: of the model
+            (``true``), or of slices of it (``slices``), from which those of the whole are told.
         plot: Draw ``plan.png``; null draws it where matplotlib is installed.
 
     Raises:
@@ -55,16 +58,17 @@ class Plan:
         *,
         units: int | None = None,
         epochs: float | None = None,
-        measure: bool = False,
+        measure: bool | Literal["slices"] = False,
         plot: bool | None = None,
     ) -> None:
         if units is not None and (isinstance(units, bool) or not isinstance(units, int) or units < 1):
             raise ConfigurationError(f"task.units={units} must be a whole number of at least 1.")
         if epochs is not None and not (isinstance(epochs, (int, float)) and 0 < epochs < math.inf):
             raise ConfigurationError(f"task.epochs={epochs} must be a positive number.")
-        for name, value in (("measure", measure), ("plot", plot)):
-            if not isinstance(value, bool) and not (name == "plot" and value is None):
-                raise ConfigurationError(f"task.{name}={value} must be true or false.")
+        if not isinstance(measure, bool) and measure != "slices":
+            raise ConfigurationError(f"task.measure={measure} must be true, false or slices.")
+        if not isinstance(plot, bool) and plot is not None:
+            raise ConfigurationError(f"task.plot={plot} must be true or false.")
         self.units = units
         self.epochs = epochs
         self.measure = measure
@@ -93,7 +97,7 @@ class Plan:
         module = parts.make_module(privacy=mode) if isinstance(mode, CoupledMode) else None  # its loss decides
         plan = mode.plan(data, units=units, steps=steps, module=module)
         progress("time and memory")
-        costs = self._costs(parts, mode, plan, trainer)
+        costs = self._costs(parts, mode, plan, trainer, progress)
         facts = {**describe_plan(plan, progress), "cost": costs}
         (parts.run_dir / "plan.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
         if self.plot and plan.proved:
@@ -102,19 +106,25 @@ class Plan:
         sys.stdout.write(f"{format_plan(facts)}\n\n{format_cost(costs)}\n")
         return {"noise_multiplier": plan.noise_multiplier, "epsilon": facts["epsilon"] if plan.proved else math.inf}
 
-    def _costs(self, parts: Parts, mode: GaussianMode, plan: PrivacyPlan, trainer: Any) -> dict[str, Any]:
+    def _costs(
+        self, parts: Parts, mode: GaussianMode, plan: PrivacyPlan, trainer: Any, progress: Callable[[str], None]
+    ) -> dict[str, Any]:
         """What a step takes; where only an estimate was asked for, a model that cannot be had is no error."""
-        device = trainer.strategy.root_device
+        device, precision = trainer.strategy.root_device, str(trainer.precision)
         try:
-            costs = {"estimate": estimate(parts.make_outline(privacy=mode), plan, device)}
+            outline = parts.make_outline(privacy=mode)
+            costs = {"estimate": estimate(outline, plan, device, precision=precision)}
         except LitDpretError as error:
             if self.measure:
                 raise
             return {"why": str(error)}
-        if self.measure:
+        if self.measure == "slices":
+            costs["slices"] = from_slices(outline, plan, device, precision=precision, progress=progress)
+        elif self.measure:
             module = parts.make_module(privacy=mode)
-            autocast = str(trainer.precision).startswith("bf16")
-            costs["measurement"] = measure(module, plan, device, autocast=autocast)
+            if precision == "bf16-true":
+                module.to(torch.bfloat16)
+            costs["measurement"] = measure(module, plan, device, autocast=precision == "bf16-mixed")
         return costs
 
 

@@ -1,0 +1,220 @@
+"""Time and memory of a private step, measured on random token ids; no data is read and nothing is released."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lit_dpret.costs.live_bytes import LiveBytes
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.modes import DPSGD
+from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.plan import PrivacyPlan
+
+TIMED_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a step took.
+
+    Attributes:
+        first_batch: Seconds of the first physical batch of a run, in which the engine checks itself.
+        batch: Seconds of a physical batch; the fastest of `TIMED_BATCHES`.
+        update: Seconds of noise and optimizer together.
+        clipping: Bytes at the peak of a batch in which the engine checks itself, weights and states included.
+        updating: Bytes at the peak while the update is made, weights and states included.
+    """
+
+    first_batch: float
+    batch: float
+    update: float
+    clipping: int
+    updating: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the peak of a step."""
+        return max(self.clipping, self.updating)
+
+
+def measure_step(
+    module: Any, plan: PrivacyPlan, device: torch.device, *, rows: int, autocast: bool = False
+) -> Measured:
+    """Clip, noise and update as a run does in its later steps, and take time and peak memory.
+
+    The optimizer's states are there before memory is measured, as they are from the second step on.
+
+    Args:
+        module: The model to train; its weights are changed.
+        plan: For the engine, the bound and the noise.
+        device: Where to run.
+        rows: Of a physical batch.
+        autocast: Under bfloat16 autocast.
+
+    Raises:
+        ConfigurationError: This machine does not say how much memory a process takes.
+    """
+    base = resident(device) - (_bytes_of(module) if device.type == "cpu" else 0)
+    step = _Step(module, plan, device, autocast)
+    first = seconds(lambda: step.clip(rows), device)
+    step.update()
+    step.attach()  # a batch in which the engine checks itself comes again where the pattern of calls changes
+    reset_peak(device)
+    step.clip(rows)
+    clipping = peak(device) - base
+    batches = [seconds(lambda: step.clip(rows), device) for _ in range(TIMED_BATCHES)]
+    reset_peak(device)
+    updating = seconds(step.update, device)
+    return Measured(first, min(batches), updating, clipping, peak(device) - base)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a physical batch makes and holds at once, in bytes of tensors.
+
+    Attributes:
+        row: For each row, the sum of clipped gradients being there already.
+        checked_row: The same in a batch in which the engine checks itself, the first one of a run.
+    """
+
+    row: float
+    checked_row: float
+
+
+def held_bytes(module: Any, plan: PrivacyPlan, device: torch.device, *, autocast: bool = False) -> Held:
+    """Measure what clipping holds; tensors are counted, not pages of the process."""
+    checked = []
+    for rows in (3, 4):  # with fewer rows the check is not what takes most
+        step = _Step(module, plan, device, autocast)
+        checked.append(made_bytes(lambda rows=rows, step=step: step.clip(rows), device))  # type: ignore[misc]
+    plain = made_bytes(lambda: step.clip(4), device)
+    return Held(row=plain / 4, checked_row=checked[1] - checked[0])
+
+
+class _Step:
+    """One module in training, without data, ledger or Trainer."""
+
+    def __init__(self, module: Any, plan: PrivacyPlan, device: torch.device, autocast: bool) -> None:
+        self._module, self._plan, self._device, self._autocast = module.to(device), plan, device, autocast
+        self.attach()
+        built = module.optimizer_spec.build(
+            module.parameters(), steps=plan.steps, noise_std=self._mode.gradient_noise_std
+        )
+        self._optimizer: Any = built[0][0] if isinstance(built, tuple) else built
+
+    def attach(self) -> None:
+        self._mode = DPSGD(eps=self._plan.budget.eps)
+        self._mode.attach(self._module, self._plan, KeyedStream(os.urandom(32), run_id="costs"))
+
+    def clip(self, rows: int) -> None:
+        batch = {name: values.to(self._device) for name, values in self._module.longest_rows(rows).items()}
+        units = torch.arange(rows, device=self._device)
+        with torch.autocast(self._device.type, dtype=torch.bfloat16) if self._autocast else nullcontext():
+            self._mode.add(lambda: self._module.per_row_loss(batch), units, torch.ones_like(units, dtype=torch.bool))
+
+    def update(self) -> None:
+        gradients = self._mode.privatize(self._mode.take(), attempt=0, step=0).gradients
+        for name, parameter in self._module.named_parameters():
+            if name in gradients:
+                parameter.grad = gradients[name]
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+
+def made_bytes(work: Callable[[], object], device: torch.device) -> int:
+    """The most bytes of tensors that ``work`` makes and holds at once."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        work()
+        return int(torch.cuda.max_memory_allocated(device)) - before
+    counted = LiveBytes()
+    with counted:
+        work()
+    return counted.peak
+
+
+def seconds_per_normal(device: torch.device) -> float:
+    """Seconds to draw the noise of one coordinate."""
+    stream, count = KeyedStream(os.urandom(32), run_id="costs"), 400_000
+
+    def draw() -> None:
+        stream.normal(torch.Size((count,)), attempt=0, step=0, parameter="x", device=device, dtype=torch.float32)
+
+    return min(seconds(draw, device) for _ in range(3)) / count
+
+
+def product_rate(tokens: int, inputs: int, outputs: int, device: torch.device, *, half: bool = False) -> float:
+    """Operations per second of a linear layer of that shape: forward, and the gradients of inputs and weight."""
+    dtype = torch.bfloat16 if half else torch.float32
+    x = torch.randn(tokens, inputs, device=device, dtype=dtype)
+    w = torch.randn(outputs, inputs, device=device, dtype=dtype)
+    g = torch.randn(tokens, outputs, device=device, dtype=dtype)
+
+    def work() -> None:
+        torch.mm(x, w.T)
+        torch.mm(g, w)
+        torch.mm(g.T, x)
+
+    work()
+    return 6 * tokens * inputs * outputs / min(seconds(work, device) for _ in range(2))
+
+
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """What ``work`` takes: on a GPU until it has finished; on a CPU with one thread processor time.
+
+    Processor time, because the machine may be shared: a step that waits for a core is no slower a step.
+    """
+    if device.type == "cpu":
+        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        begun = clock()
+        work()
+        return clock() - begun
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def resident(device: torch.device, field: str = "VmRSS") -> int:
+    """Bytes that are in use now, or with ``VmHWM`` were at the peak.
+
+    Raises:
+        ConfigurationError: The system has no ``/proc`` to ask.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError as error:
+        raise ConfigurationError(
+            "task.measure=true reads the memory of a process from /proc, which this system does not have. "
+            "Set task.measure=false for an estimate."
+        ) from error
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def reset_peak(device: torch.device) -> None:
+    """Let the peak begin at what is in use now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def peak(device: torch.device) -> int:
+    """The most bytes in use since `reset_peak`."""
+    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else resident(device, "VmHWM")
+
+
+def _bytes_of(module: torch.nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())

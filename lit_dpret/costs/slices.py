@@ -1,0 +1,177 @@
+"""Time and memory of a model that is too large to try, from slices of it that are not.
+
+A slice is the model with one or three layers on a side, at its full width and lengths. What a physical batch takes is
+very nearly linear in the number of layers, so three slices tell what the whole would take: what is there once
+(embeddings, logits, loss), and what each layer of the encoder and of the decoder adds. The real engine runs, so that
+whatever it does to a layer is in the answer, at the rates at which this machine does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
+
+import torch
+
+from lit_dpret.costs.measure import held_bytes, measure_step
+from lit_dpret.costs.memory import Bytes, step_bytes
+from lit_dpret.costs.work import work_of
+from lit_dpret.errors import ConfigurationError, LitDpretError
+from lit_dpret.modules import OptimizerSpec, QueryGenerator
+from lit_dpret.modules.model_loading import PUBLIC_T5
+from lit_dpret.modules.outline import GeneratorOutline
+from lit_dpret.privacy.modes import DPSGD
+from lit_dpret.privacy.plan import PrivacyPlan
+
+_MORE = 3
+"""Layers of the larger slices; a difference of two layers is told more exactly than one of one."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a part of the model takes.
+
+    Attributes:
+        seconds: Of a physical batch of the rows that were measured.
+        row: Bytes held for each row.
+        checked_row: The same in a batch in which the engine checks itself.
+    """
+
+    seconds: float
+    row: float
+    checked_row: float
+
+    def __add__(self, other: Part) -> Part:
+        return Part(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __mul__(self, factor: float) -> Part:
+        return Part(*(factor * value for value in astuple(self)))
+
+
+@dataclass(frozen=True)
+class Slices:
+    """What the slices told.
+
+    Attributes:
+        rows: Rows of the physical batch.
+        base: What is there once.
+        encoder_layer: What each layer of the encoder adds.
+        decoder_layer: What each layer of the decoder adds.
+        update_seconds: For each trained weight: noise and optimizer.
+        device: Where it was measured.
+        precision: As of a Trainer.
+    """
+
+    rows: int
+    base: Part
+    encoder_layer: Part
+    decoder_layer: Part
+    update_seconds: float
+    device: str
+    precision: str
+
+    def whole(self, encoder: int, decoder: int) -> Part:
+        """What a physical batch of a model of so many layers takes."""
+        return self.base + self.encoder_layer * encoder + self.decoder_layer * decoder
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return asdict(self)
+
+
+def measure_slices(
+    outline: GeneratorOutline,
+    plan: PrivacyPlan,
+    device: torch.device,
+    *,
+    rows: int,
+    precision: str = "32-true",
+    progress: Callable[[str], None] = lambda what: None,
+) -> Slices:
+    """Run three slices of the model for a few batches of random rows.
+
+    Args:
+        outline: The whole model; its weights are not needed.
+        plan: For the engine, the bound and the noise.
+        device: Where to run.
+        rows: Of a physical batch.
+        precision: ``32-true``, ``bf16-mixed`` or ``bf16-true``.
+        progress: Told which slice runs.
+
+    Raises:
+        ConfigurationError: The model cannot be sliced.
+    """
+    work_of(outline)  # refuses what is no encoder-decoder model
+    found = {}
+    for encoder, decoder in ((1, 1), (_MORE, 1), (1, _MORE)):
+        progress(f"{encoder} + {decoder} layers of {outline.name}")
+        module = _slice(outline, encoder, decoder)
+        if precision == "bf16-true":
+            module.to(torch.bfloat16)
+        piece = module.outlined
+        measured = measure_step(module, plan, device, rows=rows, autocast=precision == "bf16-mixed")
+        held = held_bytes(module, plan, device, autocast=precision == "bf16-mixed")
+        found[encoder, decoder] = Part(measured.batch, held.row, held.checked_row), measured.update / piece.trained
+        del module
+    (small, update), (more_encoder, _), (more_decoder, _) = found.values()
+    each_encoder, each_decoder = _each(small, more_encoder), _each(small, more_decoder)
+    base = small + (each_encoder + each_decoder) * -1.0
+    return Slices(rows, base, each_encoder, each_decoder, update, str(device), precision)
+
+
+def bytes_of(outline: GeneratorOutline, *, half: bool, rows: int, row: float, checked_row: float) -> Bytes:
+    """The bytes of a step of this model.
+
+    Args:
+        outline: The model.
+        half: Weights in bfloat16, with float32 copies in the optimizer.
+        rows: Of a physical batch.
+        row: Bytes that each holds.
+        checked_row: The same in a batch in which the engine checks itself.
+    """
+    return step_bytes(
+        weights=outline.parameters,
+        trained=outline.trained,
+        largest=outline.largest,
+        optimizer=outline.optimizer,
+        row=round(row),
+        checked_row=round(checked_row),
+        rows=rows,
+        half=half,
+    )
+
+
+def _each(small: Part, large: Part) -> Part:
+    return (large + small * -1.0) * (1 / (_MORE - 1))
+
+
+def _slice(outline: GeneratorOutline, encoder: int, decoder: int) -> QueryGenerator:
+    """The model with so many layers and random weights."""
+    config = outline.model.config.to_dict()  # type: ignore[operator, union-attr]
+    names = ("num_layers", "num_decoder_layers") if "num_layers" in config else ("encoder_layers", "decoder_layers")
+    known = {key: value for key, value in config.items() if key in _SHAPE}
+    try:
+        return QueryGenerator(
+            privacy=DPSGD(eps=1.0),
+            optimizer=OptimizerSpec(name=outline.optimizer if outline.optimizer != "adam_bc" else "adam"),
+            pretrained=None,
+            config={**known, names[0]: encoder, names[1]: decoder},
+            tokenizer=PUBLIC_T5,
+            max_passage_length=outline.max_passage_length,
+            max_query_length=outline.max_query_length,
+            lora=outline.lora,
+            trainable_patterns=outline.trainable_patterns,
+            gradient_checkpointing=outline.gradient_checkpointing,
+        )
+    except LitDpretError as error:
+        raise ConfigurationError(f"{outline.name} cannot be tried in slices of a few layers: {error}") from error
+
+
+# What makes the shape of a layer; token ids and generation settings stay with the tokenizer of the slice.
+_SHAPE = {
+    "model_type", "vocab_size", "d_model", "d_kv", "d_ff", "num_heads", "feed_forward_proj", "dropout_rate",
+    "tie_word_embeddings", "relative_attention_num_buckets", "relative_attention_max_distance",
+    "encoder_ffn_dim", "decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads", "activation_function",
+    "max_position_embeddings", "dropout",
+}  # fmt: skip

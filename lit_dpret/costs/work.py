@@ -1,0 +1,119 @@
+"""Operations and values of one row of an encoder-decoder model, counted from its layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.modules.outline import GeneratorOutline
+
+
+@dataclass(frozen=True, order=True)
+class Product:
+    """A matrix product of a linear layer.
+
+    Attributes:
+        tokens: Rows of its input, for one row of the batch.
+        inputs: Columns of its input.
+        outputs: Columns of its output.
+        trained: Whether its weight is trained.
+    """
+
+    tokens: int
+    inputs: int
+    outputs: int
+    trained: bool = True
+
+    @property
+    def size(self) -> int:
+        """Multiplications of one product."""
+        return self.tokens * self.inputs * self.outputs
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one row passes through.
+
+    Attributes:
+        products: The linear layers, equal ones counted.
+        scores: Attention weights of all heads and layers.
+        width: Columns of a head times heads, summed over attention layers: the other side of the products with scores.
+        logits: Values of the output layer.
+        encoder_layers: Of the encoder.
+        decoder_layers: Of the decoder.
+    """
+
+    products: dict[Product, int]
+    scores: int
+    score_products: int
+    logits: int
+    encoder_layers: int
+    decoder_layers: int
+
+    @property
+    def forward_flops(self) -> int:
+        """Floating-point operations of a forward pass: two for each weight and token, and attention."""
+        return 2 * sum(count * product.size for product, count in self.products.items()) + 2 * self.score_products
+
+    @property
+    def model_flops(self) -> int:
+        """Operations that a step without privacy needs: forward, gradients of inputs, gradients of trained weights.
+
+        The count by which model FLOP utilisation is stated (Chowdhery et al. 2022, 2204.02311, appendix B), attention
+        included and recomputation left out.
+        """
+        trained = 2 * sum(count * product.size for product, count in self.products.items() if product.trained)
+        return 2 * self.forward_flops + 2 * self.score_products + trained
+
+    @property
+    def linear_values(self) -> int:
+        """Values of the inputs and outputs of all linear layers."""
+        return sum(count * p.tokens * (p.inputs + p.outputs) for p, count in self.products.items())
+
+
+def work_of(outline: GeneratorOutline) -> Work:
+    """Count the work of one row at the full lengths.
+
+    Raises:
+        ConfigurationError: The model is no encoder-decoder model, whose shape these counts know.
+    """
+    model: Any = outline.model
+    config: Any = getattr(model, "config", None)
+    if not getattr(config, "is_encoder_decoder", False):
+        raise ConfigurationError(
+            f"The formulas know encoder-decoder models (model=generator), and {outline.name} is none."
+        )
+    source, target = outline.max_passage_length, outline.max_query_length
+    products: Counter[Product] = Counter()
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear):
+            tokens = _tokens_of(name, source, target)
+            products[Product(tokens, layer.in_features, layer.out_features, layer.weight.requires_grad)] += 1
+    fields = config.to_dict()
+
+    def field(*names: str) -> int:
+        return int(next(fields[name] for name in names if fields.get(name) is not None))
+
+    heads = field("num_heads", "encoder_attention_heads")
+    encoder, decoder = field("num_layers", "encoder_layers"), field("num_decoder_layers", "decoder_layers")
+    head = int(fields.get("d_kv") or field("d_model") // heads)
+    scores = heads * (encoder * source**2 + decoder * (target**2 + source * target))
+    return Work(
+        products=dict(products),
+        scores=scores,
+        score_products=2 * head * scores,
+        logits=target * int(model.get_input_embeddings().num_embeddings),
+        encoder_layers=encoder,
+        decoder_layers=decoder,
+    )
+
+
+def _tokens_of(name: str, source: int, target: int) -> int:
+    """How many tokens of a row pass the layer of that name."""
+    crossed = any(part in name for part in ("EncDecAttention.k", "EncDecAttention.v"))
+    crossed = crossed or any(part in name for part in ("encoder_attn.k", "encoder_attn.v"))
+    return source if crossed or "encoder." in f".{name}".replace("decoder.", "") else target

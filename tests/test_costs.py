@@ -1,0 +1,50 @@
+"""Which bytes each strategy divides, and how many rows fit beside them."""
+
+from __future__ import annotations
+
+import pytest
+
+from lit_dpret.costs.devices import ACCELERATORS, accelerator
+from lit_dpret.costs.memory import step_bytes
+from lit_dpret.costs.sharding import STRATEGIES, on_each_device, rows_that_fit
+from lit_dpret.errors import ConfigurationError
+
+WHOLE = step_bytes(weights=3000, trained=1000, largest=10, optimizer="adam", row=70, rows=4, half=True)
+
+
+def test_a_step_holds_the_larger_of_clipping_and_updating() -> None:
+    assert (WHOLE.weights, WHOLE.masters, WHOLE.states, WHOLE.sums) == (6000, 4000, 8000, 4000)
+    assert WHOLE.clipping == 18_000 + 4000 + 4 * 70
+    assert WHOLE.updating == 18_000 + 4000 + 4000 and WHOLE.peak == WHOLE.updating
+    checked = step_bytes(weights=10, trained=10, largest=1, optimizer="sgd", row=70, rows=4, checked_row=100)
+    assert checked.clipping == 40 + 40 + 400
+
+
+@pytest.mark.parametrize(("strategy", "divided"), [
+    ("ddp", []), ("zero1", ["masters", "states", "gradients"]), ("zero2", ["masters", "states", "gradients"]),
+    ("zero3", ["masters", "states", "gradients", "weights", "sums"]),
+    ("fsdp", ["masters", "states", "gradients", "weights", "sums"]),
+])  # fmt: skip
+def test_a_strategy_divides_what_its_row_of_the_table_says(strategy: str, divided: list[str]) -> None:
+    part = on_each_device(WHOLE, strategy=strategy, world=4)
+    for name in ("masters", "states", "gradients", "weights", "sums", "row"):
+        assert getattr(part, name) == getattr(WHOLE, name) // (4 if name in divided else 1), name
+    assert on_each_device(WHOLE, strategy=strategy, world=1) == WHOLE
+    assert set(STRATEGIES) == {"ddp", "fsdp", "zero1", "zero2", "zero3"}
+
+
+def test_rows_fill_what_is_left_and_are_none_where_nothing_is() -> None:
+    assert rows_that_fit(WHOLE, 40_000) == 128  # 36,000 less 22,000 is room for 200, and 128 is a power of two
+    assert rows_that_fit(WHOLE, 28_000) == 0, "the update alone takes 26,000, more than nine tenths"
+    assert rows_that_fit(step_bytes(weights=10, trained=1, largest=1, optimizer="sgd", row=5, rows=1), 45) == 0
+
+
+def test_unknown_names_are_refused_by_their_knob() -> None:
+    with pytest.raises(ConfigurationError, match=r"task\.device='abacus' is not one of .*h100-80gb"):
+        accelerator("abacus")
+    with pytest.raises(ConfigurationError, match=r"task\.strategy='pipeline'"):
+        on_each_device(WHOLE, strategy="pipeline", world=2)
+    with pytest.raises(ConfigurationError, match=r"task\.world_size=0"):
+        on_each_device(WHOLE, strategy="ddp", world=0)
+    for name, device in ACCELERATORS.items():
+        assert device.name == name and device.source and device.memory > 2**34
