@@ -7,6 +7,7 @@ from lit_dpret.callbacks.privacy_accountant import PrivacyAccountant
 from lit_dpret.callbacks.privacy_card import PrivacyCard
 from lit_dpret.callbacks.progress import ProgressLine, StepProgress
 from lit_dpret.callbacks.retrieval_evaluation import RetrievalEvaluation
+from lit_dpret.callbacks.wandb_logger import PublicWandbLogger
 
 __all__ = [
     "Examination",
@@ -16,6 +17,7 @@ __all__ = [
     "PrivacyAccountant",
     "PrivacyCard",
     "ProgressLine",
+    "PublicWandbLogger",
     "RetrievalEvaluation",
     "StepProgress",
     "examine",

@@ -1,0 +1,145 @@
+"""Trials of a sweep on this machine: each once, each to its end, whoever is interrupted, killed or comes second."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.privacy.run_lock import RunLock
+from lit_dpret.sweeps import SweepFile, SweepFolder, run_trials
+from lit_dpret.sweeps.folder import SWEEP
+from lit_dpret.sweeps.report import write_report
+
+# A stand-in for a training: a dozen lines that leave what a trial leaves, or fail as one does.
+STUB = """
+import json, os, pathlib, sys, time
+folder = pathlib.Path(os.environ["LIT_DPRET_SWEEP"]) / "trials" / os.environ["WANDB_RUN_ID"]
+given = dict(word.split("=", 1) for word in sys.argv[1:])
+with open(folder.parent.parent / "calls", "a") as calls:
+    calls.write(" ".join(sys.argv[1:]) + "\\n")
+assert os.environ["WANDB_MODE"] == "offline" and "WANDB_SWEEP_ID" not in os.environ
+if given["how"] == "refused":
+    sys.exit(print("error: privacy.eps=0 is no budget", file=sys.stderr) or 2)
+if given["how"] == "killed_once" and not (folder / "privacy_ledger.jsonl").exists():
+    (folder / "privacy_ledger.jsonl").write_text("")
+    os.kill(os.getpid(), 9)
+if given["how"] == "silent":
+    sys.exit(0)
+if given["how"] == "slow":
+    (folder / "begun").write_text("")
+    time.sleep(60)
+result = {"settings": ["how=" + given["how"], "x=" + given["x"]], "metrics": {"loss": float(given["x"])}}
+(folder / "trial.json").write_text(json.dumps(result))
+"""
+
+
+def sweep(folder: Path, *hows: str, xs: tuple[float, ...] = (1.0,)) -> tuple[SweepFolder, SweepFile]:
+    stub = folder / "stub.py"
+    stub.write_text(STUB, encoding="utf-8")
+    content = {
+        "program": str(stub),
+        "metric": {"name": "loss", "goal": "minimize"},
+        "parameters": {"how": {"values": list(hows)}, "x": {"values": list(xs)}},
+        "command": ["${interpreter}", "${program}", "${args_no_hyphens}"],
+    }
+    (folder / "sweep.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    file = SweepFile.read(folder / "sweep.yaml")
+    made = SweepFolder.plan(
+        folder / "s", file, file.trials(), [], budget=None, accountant="pld", dataset_ledger=None, total_eps=None,
+        metric_data="public", planned=None,
+    )  # fmt: skip
+    return made, file
+
+
+def go(made: SweepFolder, file: SweepFile) -> Any:
+    return run_trials(made, file, file.trials(), offline=True)
+
+
+def calls(made: SweepFolder) -> list[str]:
+    return (made.folder / "calls").read_text(encoding="utf-8").splitlines()
+
+
+def test_every_trial_runs_once_and_a_second_call_runs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SWEEP_ID", "of-some-server")
+    made, file = sweep(tmp_path, "ok", xs=(2.0, 1.0))
+    shown: list[tuple[int, int]] = []
+    run_trials(made, file, file.trials(), offline=True, progress=lambda done, total, extra: shown.append((done, total)))
+    assert go(made, file).failed == {} and calls(made) == ["how=ok x=2.0", "how=ok x=1.0"]
+    assert shown == [(0, 2), (1, 2), (2, 2)]
+
+
+def test_a_trial_that_fails_is_named_with_its_reason_and_the_others_run(tmp_path: Path) -> None:
+    made, file = sweep(tmp_path, "refused", "ok")
+    outcome = go(made, file)
+    assert list(outcome.failed.values()) == ["privacy.eps=0 is no budget"] and len(outcome.done) == 1
+
+
+def test_a_trial_that_was_killed_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    made, file = sweep(tmp_path, "killed_once", "ok")
+    assert list(go(made, file).failed.values()) == ["was ended by SIGKILL"]
+    assert go(made, file).failed == {}
+    assert calls(made) == ["how=killed_once x=1.0", "how=ok x=1.0", "how=killed_once x=1.0 resume=true"]
+
+
+def test_a_trial_that_somebody_else_is_at_is_left_to_them(tmp_path: Path) -> None:
+    made, file = sweep(tmp_path, "ok", xs=(1.0, 2.0))
+    theirs = RunLock(made.folder / SWEEP, file.trials()[0].id)
+    theirs.take()
+    outcome = go(made, file)
+    theirs.release()
+    assert outcome.elsewhere == [file.trials()[0].id] and calls(made) == ["how=ok x=2.0"]
+
+
+def test_a_command_that_does_not_tell_its_trial_of_the_sweep_is_refused(tmp_path: Path) -> None:
+    made, file = sweep(tmp_path, "silent")
+    with pytest.raises(ConfigurationError, match="trial_of="):
+        go(made, file)
+
+
+def test_an_interruption_ends_the_trial_too(tmp_path: Path) -> None:
+    made, _ = sweep(tmp_path, "slow")
+    code = (
+        "import sys; from lit_dpret.sweeps import *; f = SweepFile.read(sys.argv[1]); "
+        "run_trials(SweepFolder.read(sys.argv[2]), f, f.trials(), offline=True)"
+    )
+    runner = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "sweep.yaml"), str(made.folder)], stderr=subprocess.PIPE
+    )
+    end = time.monotonic() + 60
+    while not list(made.folder.glob("trials/*/begun")) and time.monotonic() < end:
+        time.sleep(0.05)
+    os.kill(runner.pid, signal.SIGINT)
+    runner.communicate(timeout=60)
+    assert runner.returncode != 0
+    trial = next(made.folder.glob("trials/*/trial.log"))
+    assert "KeyboardInterrupt" in trial.read_text(encoding="utf-8"), "it was told, and had time to end by itself"
+
+
+def test_another_file_does_not_go_on_with_a_planned_sweep(tmp_path: Path) -> None:
+    made, file = sweep(tmp_path, "ok")
+    made.require(file)
+    (tmp_path / "sweep.yaml").write_text((tmp_path / "sweep.yaml").read_text().replace("1.0", "3.0"), encoding="utf-8")
+    with pytest.raises(ResumeError, match="another file"):
+        SweepFolder.read(made.folder).require(SweepFile.read(tmp_path / "sweep.yaml"))
+
+
+def test_the_report_names_the_best_trial_and_that_nothing_private_was_spent(tmp_path: Path) -> None:
+    made, file = sweep(tmp_path, "ok", xs=(2.0, 1.0, 3.0))
+    go(made, file)
+    report = write_report(made)
+    assert report.best == file.trials()[1].id and report.epsilon is None
+    assert "nothing is promised" in report.text and "which costs no privacy" in report.text
+    table = (made.folder / "sweep.csv").read_text(encoding="utf-8").splitlines()
+    assert table[0] == "trial,how,x,epsilon,loss" and len(table) == 4
+    assert json.loads((made.folder / "sweep_report.json").read_text())["best"] == report.best
+    assert (made.folder / "sweep.csv").stat().st_mode & 0o077 == 0
