@@ -198,8 +198,8 @@ def trial_ledger(sweep: SweepFolder, budget: PrivacyBudget, *, own: DatasetLedge
     ledger = sweep.ledger(budget, trial=True)
     if ledger is None:
         raise ConfigurationError(
-            f"trial_of={sweep.folder} planned no private run, and this one is under privacy={mode}. Plan the sweep that "
-            "it belongs to."
+            f"trial_of={sweep.folder} planned no private run, and this one is under privacy={mode}. Plan the sweep "
+            "that it belongs to."
         )
     return ledger
 
