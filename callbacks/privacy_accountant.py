@@ -20,7 +20,7 @@ from lit_dpret.callbacks.fixed_shapes import place_early, shape_of_batches
 from lit_dpret.callbacks.physical_batch import fit_physical_batch
 from lit_dpret.callbacks.planning import PlannedRun, plan_run
 from lit_dpret.callbacks.refusals import refuse_broken_claims, refuse_replaced_sampler
-from lit_dpret.callbacks.strategies import keep_the_sampler
+from lit_dpret.callbacks.strategies import keep_the_sampler, strategy_name
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.card import LEDGER_NAME
 from lit_dpret.privacy.dataset_account import DatasetAccount
@@ -145,7 +145,8 @@ class PrivacyAccountant(Callback):
             # Until the account reserves, nothing is: a step that came too early would be refused.
             reserved_until = None if self._dataset is None else 0
             own = ReleaseGate(self._run, self.plan, mode, self.sampler, reserved_until=reserved_until)
-        self._gate = SharedGate(own, stream=stream, run_id=run_id, sampler=self.sampler, ranks=ranks)
+        whole = strategy_name(trainer) == "ddp"
+        self._gate = SharedGate(own, stream=stream, run_id=run_id, sampler=self.sampler, ranks=ranks, whole=whole)
         shape = shape_of_batches(trainer, module, data)
         mode.fixed_shapes = shape is not None
         data.attach(self.sampler, UnitCollator(module.collate_rows, data.rows_per_unit, shape=shape))
@@ -208,7 +209,7 @@ class PrivacyAccountant(Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Attach the mode to what a strategy put in the parameters' place: engines know parameters by identity."""
         module: Any = pl_module
-        if module.in_shards:
+        if getattr(module, "in_shards", False):
             with module.whole():
                 self._ranks.together(lambda: module.privacy.attach(module, self.plan, self._gate.stream))
 
@@ -259,7 +260,8 @@ class PrivacyAccountant(Callback):
         wrapped: Any = module.optimizers()
         optimizer = wrapped.optimizer if hasattr(wrapped, "optimizer") else wrapped
         deterministic = pl_module.device.type == "cpu" and str(trainer.precision) in ("32-true", "64-true")
-        replays = self.replay == "auto" and deterministic and not module.in_shards  # no rank sees all of a state
+        parted = getattr(module, "in_shards", False)  # then no rank sees all of a state
+        replays = self.replay == "auto" and deterministic and not parted
         world = self._ranks.world_size  # a sum over another number of ranks has other last bits
         self._gate.begin(self._restored, (lambda: state_hash(pl_module, optimizer, world)) if replays else None)
         self._ranks.share(self._reserve)

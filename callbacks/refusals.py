@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import (
 )
 
 from lit_dpret.callbacks.fixed_shapes import refuse_changing_shapes
-from lit_dpret.callbacks.strategies import refuse_uncut_optimizer, refuse_unsupported
+from lit_dpret.callbacks.strategies import refuse_parted_sums, refuse_uncut_optimizer, refuse_unsupported
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.card_file import CARD_NAME
 from lit_dpret.privacy.card_subject import check_dataset_card
@@ -158,6 +158,7 @@ def _is_counted(run: Candidate) -> None:
 def _shown_strategy(run: Candidate) -> None:
     refuse_unsupported(run.trainer, run.module.privacy)
     refuse_uncut_optimizer(run.trainer, run.module)
+    refuse_parted_sums(run.trainer, run.module)
 
 
 def _carries_a_card(run: Candidate) -> None:
