@@ -149,7 +149,8 @@ class PrivacyAccountant(Callback):
             # Until the account reserves, nothing is: a step that came too early would be refused.
             reserved_until = None if self._dataset is None else 0
             own = ReleaseGate(self._run, self.plan, mode, self.sampler, reserved_until=reserved_until)
-        self._gate = SharedGate(own, stream=stream, run_id=run_id, sampler=self.sampler, ranks=ranks)
+        whole = strategy_name(trainer) == "ddp"
+        self._gate = SharedGate(own, stream=stream, run_id=run_id, sampler=self.sampler, ranks=ranks, whole=whole)
         shape = shape_of_batches(trainer, module, data)
         mode.fixed_shapes = shape is not None
         data.attach(self.sampler, UnitCollator(module.collate_rows, data.rows_per_unit, shape=shape))

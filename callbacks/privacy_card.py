@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ class PrivacyCard(Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         module: Any = pl_module
-        with module.assembled():
+        with module.assembled() if hasattr(module, "assembled") else nullcontext():  # not every module is ours
             Ranks.here().share(lambda: self._write(trainer, pl_module, finished=True))
         self._written = True
 
@@ -132,14 +133,15 @@ class PrivacyCard(Callback):
         if saved:
             module.save_model(model)
         files = [p for p in model.rglob("*") if p.is_file() and not p.name.startswith("privacy_card.")] if saved else []
-        subject = subject_of("weights", module.own_class.__name__, files, root=model if saved else None)
+        own = getattr(module, "own_class", type(module)).__name__
+        subject = subject_of("weights", own, files, root=model if saved else None)
         environment = environment_facts(device=module.device, precision=str(trainer.precision))
         if module.privacy.guarantee == "inherited":
             data: Any = trainer.datamodule  # type: ignore[attr-defined]
             card = inherit_card(
                 data.privacy_card_path,
                 subject,
-                description=f"training a {module.own_class.__name__} on it",
+                description=f"training a {own} on it",
                 ledger_records=accountant.ledger.records,
                 mechanism=_mechanism(module),
                 tuning=self.tuning,

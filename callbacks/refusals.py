@@ -22,7 +22,12 @@ from lightning.pytorch.callbacks import (
 )
 
 from lit_dpret.callbacks.fixed_shapes import refuse_changing_shapes
-from lit_dpret.callbacks.strategies import refuse_uncut_optimizer, refuse_unsupported, strategy_name
+from lit_dpret.callbacks.strategies import (
+    refuse_parted_sums,
+    refuse_uncut_optimizer,
+    refuse_unsupported,
+    strategy_name,
+)
 from lit_dpret.callbacks.zero_settings import refuse_zero_settings
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.card_file import CARD_NAME
@@ -159,6 +164,7 @@ def _is_counted(run: Candidate) -> None:
 def _shown_strategy(run: Candidate) -> None:
     refuse_unsupported(run.trainer, run.module.privacy)
     refuse_uncut_optimizer(run.trainer, run.module)
+    refuse_parted_sums(run.trainer, run.module)
     if strategy_name(run.trainer) == "deepspeed":
         refuse_zero_settings(run.trainer.strategy, getattr(run.module, "optimizer_spec", None))
 

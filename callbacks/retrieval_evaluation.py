@@ -10,6 +10,7 @@ since the claim may be about users who have queries in both.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, get_args
 
 import lightning as L
@@ -186,7 +187,7 @@ class RetrievalEvaluation(Callback):
         done = batch.step + 1
         if done % self.every_n_steps == 0 or done == _planned_steps(trainer):
             module: Any = pl_module
-            with module.whole():
+            with module.whole() if hasattr(module, "whole") else nullcontext():  # not every module is ours
                 self.last = Ranks.here().share(lambda: self._evaluate(trainer, pl_module, done))
             found = {f"{self.prefix}/{name}": mean for name, mean in self.last.means.items()}
             for logger in trainer.loggers:

@@ -98,6 +98,26 @@ def _refuse_other_cuts(strategy: Any) -> None:
         )
 
 
+def refuse_parted_sums(trainer: L.Trainer, module: Any) -> None:
+    """Refuse several processes for a module that does not say that it adds its sums up over them.
+
+    Each process would noise a sum of its own, with the noise that they all share: the difference of two of their
+    updates is a difference of clipped gradients without any noise.
+
+    Raises:
+        ConfigurationError: Naming what to do, or to run on one process.
+    """
+    if trainer.world_size > 1 and getattr(module, "adds_up_over_ranks", False) is not True:
+        raise ConfigurationError(
+            f"{type(module).__name__} has a step of its own and does not say adds_up_over_ranks = True, so each of the "
+            f"{trainer.world_size} processes would noise its own sum, and all with the same noise: their updates would "
+            "differ by gradients that no noise covers. Add the clipped sums and the counts up before the guard is "
+            "asked (lit_dpret.privacy.ranks.Ranks.sum_) and say so, derive from PrivateModule, or set "
+            "trainer.devices=1.",
+            trap="T3",
+        )
+
+
 def refuse_uncut_optimizer(trainer: L.Trainer, module: Any) -> None:
     """Refuse an optimizer that needs more of a parameter than a rank holds.
 

@@ -40,6 +40,10 @@ class PhysicalBatches:
         self._contribute, self._forget = contribute, forget
         self._step: list[UnitBatch] = []
 
+    def begin(self) -> None:
+        """Forget the batches of a step that an earlier training broke off; the size that fits stays."""
+        self._step = []
+
     def add(self, batch: UnitBatch, *, may_split: bool, advice: str) -> None:
         """Contribute ``batch``, the next one of its step.
 
@@ -51,8 +55,8 @@ class PhysicalBatches:
         Raises:
             DeviceMemoryError: It does not fit, however small.
         """
-        if batch.part == 0:
-            self._step = []
+        if self._step and (batch.attempt, batch.step) != (self._step[0].attempt, self._step[0].step):
+            self._step = []  # of a step that was never finished
         if may_split:
             self._step.append(_copy(batch))
         due = [batch]

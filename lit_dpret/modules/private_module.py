@@ -66,6 +66,9 @@ class PrivateModule(Checkpointed):
     """
 
     coupled_loss: bool = False
+    #: Whether sums and counts of a step are those of all ranks when the guard is asked; a module that says nothing is
+    #: trained on one process alone.
+    adds_up_over_ranks: bool = True
     #: Whether batches are filled up to a fixed shape; None for XLA devices only. A module that implements
     #: ``place_rows`` may say other than False.
     fixed_shapes: bool | None = False
@@ -142,10 +145,14 @@ class PrivateModule(Checkpointed):
         return self.trainer.max_steps if self.trainer.max_steps > 0 else 0
 
     def receive_guard(self, guard: Guard) -> None:
-        """Called by the accountant once plan, mode and ledger are ready."""
+        """Called by the accountant once plan, mode and ledger are ready; nothing of an earlier fit is left then."""
         self._guard = guard
         self._ranks = Ranks.here()
         self._handover = GradHandover(self, self._ranks)
+        self._physical.begin()
+        self._shortage = None
+        self._batches_seen, self._loss_sum = 0, 0.0
+        self._losses.clear()
 
     def receive_handover(self, handover: Handover) -> None:
         """Called where somebody else than ``.grad`` takes the gradients, after `receive_guard` and before a step."""

@@ -39,7 +39,8 @@ def tuning_facts(
           `RandomStopping` and its cost is proved; ``epsilon`` is then that of the search with its
           best run. The epsilon of the claim stays that of the one run.
         - The same choice among the trials of a sweep that were all reserved beforehand is accounted by their sum:
-          ``epsilon`` is then the limit of the ledger that holds them.
+          ``epsilon`` is then the limit of the ledger that holds them. Where one of the trials had no privacy, no
+          number bounds what the choice tells, and none is stated.
 
     Args:
         tuning: ``data``, ``n_trials``, ``method``, ``mean_runs``, ``runs_law``, ``note``.
@@ -66,7 +67,8 @@ def tuning_facts(
         chosen |= {"epsilon": value}
     elif sweep is not None:
         text, limit = f"{text} {_of_sweep(sweep)}", sweep.get("total_eps")
-        if chosen["data"] == "private" and sweep.get("planned") is not None and limit is not None:
+        covered = sweep.get("without_privacy") == 0 and sweep.get("planned") is not None and limit is not None
+        if chosen["data"] == "private" and covered:
             accounted, chosen = True, chosen | {"epsilon": limit}
             text = _summed(sweep, limit)
     if chosen["note"]:
@@ -132,6 +134,8 @@ def _of_sweep(sweep: Mapping[str, Any]) -> str:
     planned = sweep.get("planned")
     if planned is None:
         return f"{text}, none of which was planned as private."
+    if bare := sweep.get("without_privacy"):
+        text += f", {bare} of them without privacy, which no epsilon bounds,"
     return (
         f"{text}, whose {sweep['private_runs']} private trainings were reserved in the ledger of the data set before "
         f"the first of them: as planned, all of them together are within epsilon = {show_epsilon(planned['epsilon'])} "

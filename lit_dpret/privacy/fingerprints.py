@@ -52,3 +52,12 @@ def update_hash(gradients: dict[str, Tensor]) -> str:
 def sum_tag(stream: KeyedStream, sums: dict[str, Tensor]) -> str:
     """A keyed tag of the clipped sum; without the secret it says nothing about the sum."""
     return stream.tag("clipped-sum", *_bytes(sorted(sums.items())))
+
+
+def sample_tag(stream: KeyedStream, sums: dict[str, Tensor], *, of_each: int = 8) -> str:
+    """A keyed tag of some values of every clipped sum: cheap, and of two different sums almost never the same."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for _, total in sorted(sums.items()):
+        flat = total.detach().reshape(-1)
+        kinds.setdefault((total.device, total.dtype), []).append(flat[:: max(1, -(-flat.numel() // of_each))])
+    return stream.tag("sample-of-sum", *_bytes([(str(n), torch.cat(found)) for n, found in enumerate(kinds.values())]))

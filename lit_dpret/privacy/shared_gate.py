@@ -11,6 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from lit_dpret.errors import LedgerError
+from lit_dpret.privacy.fingerprints import sample_tag
 from lit_dpret.privacy.gate import ReleaseGate
 from lit_dpret.privacy.guard import Permit
 from lit_dpret.privacy.modes import Update
@@ -25,7 +26,7 @@ class SharedGate:
 
     Guarantees:
         - A step that is refused is refused on every rank, with the same error, before any noise is drawn.
-        - All ranks are in the same attempt and at the same step.
+        - All ranks are in the same attempt and at the same step, and ask for the noise of the same sum.
         - On one rank it is the gate itself.
 
     Args:
@@ -34,6 +35,7 @@ class SharedGate:
         run_id: Of the run.
         sampler: This rank's.
         ranks: Who takes part.
+        whole: Whether every rank holds the whole sum, so that all must hold the same one.
 
     Attributes:
         attempt: The attempt that the next step belongs to.
@@ -41,11 +43,19 @@ class SharedGate:
     """
 
     def __init__(
-        self, gate: ReleaseGate | None, *, stream: KeyedStream, run_id: str, sampler: PrivateBatchSampler, ranks: Ranks
+        self,
+        gate: ReleaseGate | None,
+        *,
+        stream: KeyedStream,
+        run_id: str,
+        sampler: PrivateBatchSampler,
+        ranks: Ranks,
+        whole: bool = False,
     ) -> None:
         self.stream, self.ranks = stream, ranks
         self.attempt, self.steps_done = 0, 0
         self._own, self._run_id, self._sampler = gate, run_id, sampler
+        self._whole = whole
         self._told: float | None = None
         if gate is not None:
             self.attempt, self.steps_done = gate.attempt, gate.steps_done
@@ -83,8 +93,25 @@ class SharedGate:
         self.ranks.share(lambda: self.own.require_budget(step), quick=True)
 
     def authorise(self, attempt: int, step: int, units: int, sums: dict[str, Tensor]) -> Permit:
-        """As `ReleaseGate.authorise`; ``units`` and ``sums`` are those of all ranks together."""
+        """As `ReleaseGate.authorise`; ``units`` and ``sums`` are those of all ranks together.
+
+        Raises:
+            LedgerError: The ranks ask for different steps, or hold different sums. Nothing is charged, and no noise
+                is drawn.
+        """
+        self._refuse_parted(attempt, step, units, sums)
         return self.ranks.share(lambda: self.own.authorise(attempt, step, units, sums), quick=True)
+
+    def _refuse_parted(self, attempt: int, step: int, units: int, sums: dict[str, Tensor]) -> None:
+        if self.ranks.world_size == 1:
+            return
+        tag = sample_tag(self.stream, sums) if self._whole else ""
+        if len(set(self.ranks.gather((attempt, step, units, tag)))) > 1:
+            raise LedgerError(
+                f"The ranks do not hold the same sum for step {step}, and each would put the same noise under its own: "
+                "sums and counts have to be added up over all ranks before the guard is asked "
+                "(lit_dpret.privacy.ranks.Ranks.sum_). This step was not released."
+            )
 
     def record(self, permit: Permit, update: Update) -> None:
         """As `ReleaseGate.record`."""

@@ -47,9 +47,12 @@ def sweep_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def sweep_limit(records: Iterable[Mapping[str, Any]]) -> float | None:
-    """The most that all trials of the run's sweep may cost together; None where its ledger tells of no sweep."""
+    """The most that all trials of the run's sweep may cost together; None where no number bounds that.
+
+    That is so where its ledger tells of no sweep, or of one with trials that have no privacy, or may have.
+    """
     sweep = sweep_of(records)
-    return None if sweep is None else sweep.get("total_eps")
+    return None if sweep is None or sweep.get("without_privacy") != 0 else sweep.get("total_eps")
 
 
 def choose_place(places: Mapping[str, Releases], planned: Releases, *, sweep: str) -> str:

@@ -53,6 +53,7 @@ class SweepFolder:
         total_eps: float | None,
         metric_data: str,
         planned: Mapping[str, Any] | None,
+        without_privacy: int | None = None,
     ) -> SweepFolder:
         """Write down a new sweep; nothing is reserved yet.
 
@@ -67,6 +68,7 @@ class SweepFolder:
             total_eps: Its limit.
             metric_data: On which data trials are compared.
             planned: The epsilon of all of them together.
+            without_privacy: How many trials train on private data without any privacy; None where nobody looked.
         """
         facts = {
             "schema": SCHEMA,
@@ -79,6 +81,7 @@ class SweepFolder:
             "total_eps": total_eps,
             "accountant": accountant,
             "planned": planned,
+            "without_privacy": without_privacy,
             "places": [[release.to_dict() for release in place] for place in places],
             "budget": None if budget is None else {
                 "eps": budget.eps, "delta": budget.delta, "unit": budget.unit, "neighbours": budget.neighbours,
@@ -170,6 +173,7 @@ class SweepFolder:
             "id": self.id,
             "trials": len(facts["trials"]),
             "private_runs": len(facts["places"]),
+            "without_privacy": facts.get("without_privacy"),
             "varied": sorted({setting.partition("=")[0] for one in facts["trials"] for setting in one["settings"]}),
             "metric": facts["metric"].get("name"),
             "metric_data": facts["metric_data"],

@@ -117,28 +117,36 @@ def _told(
     ]
     lines.append("")
     lines.append(f"{len(rows)} of {len(facts['trials'])} trials are done.")
+    bare = any(row["epsilon"] == math.inf for row in rows) or facts.get("without_privacy") != 0
     if epsilon is not None:
         planned = facts["planned"]
         lines.append(
-            f"All trials together have cost epsilon = {show_epsilon(epsilon)} at delta = {planned['delta']:.3g} (unit "
-            f"{planned['unit']}, neighbours {planned['neighbours']}, composed by {how}); "
+            f"All private trials together have cost epsilon = {show_epsilon(epsilon)} at delta = "
+            f"{planned['delta']:.3g} (unit {planned['unit']}, neighbours {planned['neighbours']}, composed by {how}); "
             f"{show_epsilon(planned['epsilon'])} was planned, and the ledger of the data set ends at "
             f"{facts['total_eps']:g}. Whoever sees several of the models, or one that was chosen "
             "among them by a score on private data, has this epsilon, not that of a row."
+            + (" Of a trial without privacy nothing is promised to anybody, beside whatever else." if bare else "")
         )
     else:
         lines.append("No trial was private: nothing was spent, and nothing is promised.")
     if best is not None:
-        lines.append(_choice(str(facts["metric_data"]), str(metric)))
+        lines.append(_choice(str(facts["metric_data"]), str(metric), bare=bare))
     return "\n".join(lines)
 
 
-def _choice(data: str, metric: str) -> str:
+def _choice(data: str, metric: str, *, bare: bool) -> str:
     """What it costs to have chosen the best trial."""
     if data in ("none", "public", "synthetic"):
         return f"The best trial was chosen by {metric} on {data} data, which costs no privacy."
     said = "private data" if data == "private" else "data that were not named (task.metric_data)"
-    return f"The best trial was chosen by {metric} on {said}: the choice is covered by the epsilon of all trials alone."
+    chosen = f"The best trial was chosen by {metric} on {said}"
+    if bare:
+        return f"{chosen}, and not all trials are known to be private: no epsilon covers the choice."
+    return (
+        f"{chosen}: for the records that were trained on, the choice is covered by the epsilon of all trials alone; "
+        "for those that were scored, by nothing."
+    )
 
 
 def _cell(row: Mapping[str, Any], name: str) -> str:

@@ -104,6 +104,7 @@ class Sweep:
             sweep = SweepFolder.read(parts.run_dir)
             sweep.require(self.file)
             return sweep
+        self._without_privacy = 0
         plans: list[PlannedFit] = []
         known: dict[str, list[PlannedFit]] = {}
         with ProgressLine("planning trials") as progress:
@@ -133,6 +134,7 @@ class Sweep:
             total_eps=self._limit(budget),
             metric_data=self.metric_data,
             planned=planned_total,
+            without_privacy=self._without_privacy,
         )
 
     def _plans_of(self, parts: Parts, trial: Trial, known: dict[str, list[PlannedFit]]) -> list[PlannedFit]:
@@ -147,6 +149,7 @@ class Sweep:
                 "sweep runs task=fit or task=pipeline."
             )
         mode = own.make_privacy()
+        self._without_privacy += mode.guarantee == "none"
         groups = _PLANNED_BY + (_COUPLED_BY if isinstance(mode, CoupledMode) else ())
         key = composed.describe(groups)
         if key not in known:

@@ -15,7 +15,7 @@ from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.errors import DeviceMemoryError, ResumeError
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules import OptimizerSpec
-from lit_dpret.modules.physical_batches import pieces_of
+from lit_dpret.modules.physical_batches import PhysicalBatches, pieces_of
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy.clipping.ghost import GhostClipping
 from lit_dpret.privacy.ledger import PrivacyLedger, check_no_key_reuse, noise_keys
@@ -181,6 +181,48 @@ def test_a_sum_that_was_torn_in_the_middle_is_forgotten(
     fit(tmp_path / "run", module, Numbers(physical_batch_size=8), steps=STEPS, resume=True)
     assert len(torn) == 2 and all(bool(total.any()) for sums in torn for total in sums.values())
     assert torch.equal(module.layer.weight, weight) and kinds(tmp_path / "run") == kinds(whole / "run")
+
+
+def test_what_a_forgotten_try_counted_is_forgotten_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit that is counted as clipped twice would move a count by more than anybody could have noised it for."""
+    counted: list[list[tuple[int, int]]] = []
+    real = DPSGD.privatize
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        counted[-1].append((self.counts.units, self.counts.clipped))
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(DPSGD, "privatize", noting)
+    for number, at in enumerate([(), (2, 9)]):
+        counted.append([])
+        module = WholeNumbers(privacy=dp(tmp_path, max_grad_norm=0.1, noise_seed=3), fail_at=at)
+        fit(tmp_path / str(number), module, Numbers(physical_batch_size=8), steps=STEPS)
+    assert counted[0] == counted[1] and sum(clipped for _, clipped in counted[0]) > 0
+
+
+def test_a_step_that_an_earlier_fit_broke_off_is_not_added_to_the_next_one() -> None:
+    """On another rank than the first, no batch has part 0: that cannot be what a new step is known by."""
+
+    def batch(unit: int) -> UnitBatch:
+        return UnitBatch(rows={"x": torch.tensor([unit])}, unit_ids=torch.tensor([0]), mask=torch.tensor([True]),
+                         step=0, part=1, last=False)  # fmt: skip
+
+    added: list[int] = []
+    fails = iter([False, True, False, False, False])
+
+    def contribute(piece: UnitBatch, number: int) -> None:
+        if next(fails):
+            raise CUDA
+        added.extend([] if piece.rows is None else piece.rows["x"].tolist())
+
+    physical = PhysicalBatches(contribute, added.clear)
+    physical.add(batch(1), may_split=True, advice="")
+    added.clear()  # the fit ends here, and the next one begins
+    physical.begin()
+    wide = UnitBatch(rows={"x": torch.tensor([2])}, unit_ids=torch.tensor([0]), mask=torch.tensor([True, True]),
+                     step=0, part=1, last=True)  # fmt: skip
+    physical.add(wide, may_split=True, advice="")
+    assert added == [2]
 
 
 def test_a_run_goes_on_with_another_physical_batch_size_under_one_claim(

@@ -157,4 +157,5 @@ class DPSGD(GaussianMode):
         return self._clipper.take()
 
     def _drop_sums(self) -> None:
+        self._stats.clear()
         self._clipper.zero()

@@ -1,0 +1,60 @@
+"""The module of ``examples/own_loop``, which is no `PrivateModule`, as a job of `rank_runs`."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "own_loop" / "train.py"
+
+
+def fit(folder: Path, rank: int, world: int, *, declares: bool = False, adds_up: bool = False) -> dict[str, Any]:
+    """Three steps of it; it may say that it adds up over ranks, and may do so."""
+    import lightning as L
+    import torch
+
+    from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+    from lit_dpret.privacy.modes import DPSGD, StepCounts
+    from lit_dpret.privacy.ranks import Ranks
+
+    spec = importlib.util.spec_from_file_location("own_loop", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    mode = DPSGD(eps=3.0, noise_multiplier=2.0, secret_file=folder.parent / "secret")
+    module = example.Regression(mode)
+    if declares:
+        module.adds_up_over_ranks = True
+    if adds_up:
+        alone = mode.take
+
+        def take() -> dict[str, torch.Tensor]:
+            sums, counts = alone(), torch.tensor([mode.counts.units], dtype=torch.float64)
+            Ranks.here().sum_(sums, counts)
+            mode.counts = StepCounts(units=int(counts))
+            return sums
+
+        mode.take = take
+        guard_of = module.receive_guard
+
+        def receive(guard: Any) -> None:
+            class Counting:
+                """The example reads the counts before it takes the sums."""
+
+                def authorise(self, attempt: int, number: int, units: int, sums: Any) -> Any:
+                    return guard.authorise(attempt, number, mode.counts.units, sums)
+
+                record = staticmethod(guard.record)
+
+            guard_of(Counting())
+
+        module.receive_guard = receive
+    settings = {"strategy": "ddp", "devices": world} if world > 1 else {"devices": 1}
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=3, max_epochs=-1, default_root_dir=folder, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        callbacks=[PrivacyAccountant(run_dir=folder, eps_log_points=1), PrivacyCard(run_dir=folder)], **settings,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=example.PointsData())
+    return {"weights": [p.tolist() for p in module.parameters()]}

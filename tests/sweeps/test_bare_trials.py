@@ -1,0 +1,56 @@
+"""A sweep with trials that have no privacy: no epsilon covers a choice that looked at them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lit_dpret.privacy.budget import PrivacyBudget
+from lit_dpret.privacy.card_tuning import tuning_facts
+from lit_dpret.privacy.releases import FullBatch, GaussianRelease
+from lit_dpret.privacy.sweep_places import SWEEP_EVENT, sweep_limit
+from lit_dpret.sweeps import SweepFile, SweepFolder, write_result
+from lit_dpret.sweeps.report import write_report
+
+PLANNED = {"epsilon": 3.5, "delta": 1e-5, "unit": "query", "neighbours": "zero_out", "accountant": "pld"}
+
+
+def sweep(folder: Path, *, bare: int | None) -> SweepFolder:
+    content = {"parameters": {"point": {"values": ["eps3", "eps_inf"]}}, "metric": {"name": "loss"}}
+    (folder / "sweep.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    file = SweepFile.read(folder / "sweep.yaml")
+    made = SweepFolder.plan(
+        folder / "s", file, file.trials(), [[GaussianRelease(noise_multiplier=20.0, law=FullBatch(), count=4)]],
+        budget=PrivacyBudget(eps=3.0, delta=1e-5), accountant="pld", dataset_ledger=folder / "data.jsonl",
+        total_eps=4.0, metric_data="private", planned=PLANNED, without_privacy=bare,
+    )  # fmt: skip
+    for number, trial in enumerate(file.trials()):
+        made.trial_folder(trial.id).mkdir(parents=True)
+        write_result(made.trial_folder(trial.id), trial.overrides, {"loss": 1.0 + number})
+    return made
+
+
+@pytest.mark.parametrize("bare", [1, None], ids=["one has none", "nobody looked"])
+def test_a_choice_among_trials_of_which_one_has_no_privacy_is_not_accounted(bare: int | None, tmp_path: Path) -> None:
+    told = sweep(tmp_path, bare=bare).describe()
+    found = tuning_facts(None, None, told)
+    assert found["accounted"] is False and "epsilon" not in found and "NOT ACCOUNTED" in found["text"]
+    assert sweep_limit([{"kind": "event", "name": SWEEP_EVENT, "sweep": told}]) is None
+    assert ("1 of them without privacy" in found["text"]) == (bare == 1)
+    assert "no epsilon covers the choice" in write_report(sweep_of(tmp_path)).text
+
+
+def test_a_choice_among_private_trials_is_accounted_by_the_limit_of_their_ledger(tmp_path: Path) -> None:
+    told = sweep(tmp_path, bare=0).describe()
+    found = tuning_facts(None, None, told)
+    assert found["accounted"] is True and found["epsilon"] == 4.0
+    assert sweep_limit([{"kind": "event", "name": SWEEP_EVENT, "sweep": told}]) == 4.0
+    text = write_report(sweep_of(tmp_path)).text
+    assert "covered by the epsilon of all trials" in text and "for those that were scored, by nothing" in text
+
+
+def sweep_of(folder: Path) -> Any:
+    return SweepFolder.read(folder / "s")
