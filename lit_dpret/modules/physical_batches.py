@@ -94,6 +94,19 @@ class PhysicalBatches:
         return None
 
 
+def memory_advice(may_split: bool) -> str:
+    """What to change where a single unit, or a physical batch that may not be taken apart, does not fit."""
+    if may_split:
+        return (
+            "Shorten the texts (model.max_passage_length), set model.gradient_checkpointing=true or train adapters "
+            "(model.lora)."
+        )
+    return (
+        "It is never taken apart, because its units are compared with each other or its weights are sharded: raise "
+        "privacy.sub_batches, set model.grad_cache_rows, or lower datamodule.physical_batch_size."
+    )
+
+
 def pieces_of(batch: UnitBatch, limit: int | None) -> Iterator[UnitBatch]:
     """``batch`` in pieces of at most ``limit`` units; every slot is in one piece, those without rows included."""
     if limit is None or len(batch.mask) <= limit:

@@ -28,7 +28,7 @@ from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.checkpointed import Checkpointed
 from lit_dpret.modules.handover import GradHandover, Handover
 from lit_dpret.modules.optimizers import OptimizerSpec
-from lit_dpret.modules.physical_batches import PhysicalBatches
+from lit_dpret.modules.physical_batches import PhysicalBatches, memory_advice
 from lit_dpret.modules.zero import is_engine, zero_handover
 from lit_dpret.privacy.guard import Guard, uncounted
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
@@ -191,7 +191,7 @@ class PrivateModule(Checkpointed):
         if self._shortage is not None:
             return
         try:
-            self._physical.add(batch, may_split=self.may_split, advice=self._memory_advice())
+            self._physical.add(batch, may_split=self.may_split, advice=memory_advice(self.may_split))
         except DeviceMemoryError as error:
             if self._ranks.world_size == 1:
                 raise
@@ -207,17 +207,6 @@ class PrivateModule(Checkpointed):
         if any(hasattr(parameter, "full_tensor") for parameter in self.parameters()):
             return False  # every forward pass gathers the shards: all ranks must make equally many
         return self.privacy.sub_batches is None and not self.coupled_loss
-
-    def _memory_advice(self) -> str:
-        if self.may_split:
-            return (
-                "Shorten the texts (model.max_passage_length), set model.gradient_checkpointing=true or train adapters "
-                "(model.lora)."
-            )
-        return (
-            "It is never taken apart, because its units are compared with each other or its weights are sharded: raise "
-            "privacy.sub_batches, set model.grad_cache_rows, or lower datamodule.physical_batch_size."
-        )
 
     def _add_piece(self, batch: UnitBatch, piece: int) -> None:
         """Contribute a physical batch, or a piece of one, with dropout masks of its own."""
