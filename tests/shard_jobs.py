@@ -191,3 +191,47 @@ def pieces(folder: Path, rank: int, world: int) -> dict[str, Any]:
     except UnsupportedModelError as error:
         seen["refused"] = str(error)
     return seen
+
+
+def evaluated(folder: Path, rank: int, world: int) -> dict[str, Any]:
+    """A run whose model is asked between steps, by rank 0 alone, in inference mode."""
+    import stand_ins
+    import torch
+    from torch import Tensor, nn
+
+    from lit_dpret.callbacks import RetrievalEvaluation
+
+    class Deep(stand_ins.Regression):
+        def __init__(self, **settings: Any) -> None:
+            torch.manual_seed(0)
+            super().__init__(dropout=0.0, **settings)
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)])
+
+        def hidden(self, inputs: Tensor) -> Tensor:
+            hidden: Tensor = self.net[0](inputs)
+            for block in self.blocks:
+                hidden = hidden + block(hidden)
+            return hidden
+
+        def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+            return (self.net[1](self.hidden(rows["inputs"])).squeeze(-1) - rows["target"]).square()
+
+        @torch.inference_mode()
+        def encode_queries(self, texts: list[str]) -> Tensor:
+            return self.hidden(torch.tensor([[float(text.count(letter)) for letter in "abcd"] for text in texts]))
+
+        encode_passages = encode_queries
+
+    class Judged(stand_ins.Numbers):
+        def evaluation_set(self, split: str) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
+            return {f"q{i}": "ab" * i + "c" for i in range(9)}, {f"q{i}": {f"p{i}": 1} for i in range(9)}
+
+        def public_passages(self) -> dict[str, str]:
+            return {f"p{i}": "abb" * i + "d" * (i % 2) for i in range(9)}
+
+    settings = {"strategy": ShardingStrategy(), "devices": world} if world > 1 else {}
+    mode = stand_ins.dp(folder.parent, eps=50.0, accountant="rdp", noise_multiplier=2.0, noise_seed=5)
+    evaluation = RetrievalEvaluation(data="public", every_n_steps=2, metrics=["mrr@10"])
+    runner = stand_ins.fit(folder, Deep(privacy=mode), Judged(sampling="poisson"), extra=[evaluation], **settings)
+    return {"mrr": float(runner.callback_metrics["val/mrr@10"]), "step": runner.global_step}

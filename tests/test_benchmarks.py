@@ -176,3 +176,14 @@ def test_noise_is_timed_in_every_way_and_compared_with_drawing_at_once(tmp_path:
     rows = json.loads(out.read_text())["rows"]
     assert len(rows) == 5 and rows["a parameter at once"]["ratio_to_a_parameter_at_once"] == 1.0
     assert all(row["normals_per_second"] > 0 for row in rows.values())
+
+
+@pytest.mark.slow
+def test_memory_in_shards_is_measured_beside_ddp(tmp_path: Path) -> None:
+    out = tmp_path / "memory.json"
+    command = [sys.executable, str(BENCHMARKS / "fsdp_memory.py"), "--shape", "t5-toy", "--steps", "1"]
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["counted_to_ddp"] for row in rows.values()] == [1.0, 0.5, 0.5, 0.5]
+    assert all(row["peak"] > 0 for row in rows.values())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 
 from lightning.pytorch.strategies import ModelParallelStrategy
+
+from lit_dpret.errors import ConfigurationError
 
 
 class ShardingStrategy(ModelParallelStrategy):
@@ -15,16 +18,22 @@ class ShardingStrategy(ModelParallelStrategy):
     which appears whole or not at all and resumes on any number of ranks.
 
     Args:
-        timeout_seconds: How long a rank waits for the others in a message before the job ends with an error.
-        process_group_backend: null for NCCL on GPUs and gloo on CPUs.
+        timeout_minutes: How long ranks wait for one that is stuck. It must cover what one of them does while the
+            others wait: reading its data, writing a checkpoint.
+        process_group_backend: ``gloo`` or ``nccl``; null for the device's own.
+
+    Raises:
+        ConfigurationError: The timeout is no positive number.
     """
 
-    def __init__(self, *, timeout_seconds: float = 1800, process_group_backend: str | None = None) -> None:
+    def __init__(self, *, timeout_minutes: float = 5.0, process_group_backend: str | None = None) -> None:
+        if not (math.isfinite(timeout_minutes) and timeout_minutes > 0):
+            raise ConfigurationError(f"trainer.strategy.timeout_minutes={timeout_minutes} is not a positive number.")
         super().__init__(
             tensor_parallel_size=1,
             save_distributed_checkpoint=False,
             process_group_backend=process_group_backend,
-            timeout=timedelta(seconds=timeout_seconds),
+            timeout=timedelta(minutes=timeout_minutes),
         )
 
     def setup_environment(self) -> None:

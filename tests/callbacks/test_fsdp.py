@@ -171,6 +171,14 @@ def test_every_mode_and_engine_makes_the_update_of_one_process(
 
 
 @pytest.mark.slow
+def test_rank_0_can_ask_the_whole_model_between_two_steps(server: Server, tmp_path: Path) -> None:
+    for world in (1, 2):
+        assert server.run("shard_jobs:evaluated", tmp_path / f"{world}", world=world) == [0] * world
+    seen = [told(tmp_path / "1", 0), told(tmp_path / "2", 0), told(tmp_path / "2", 1)]
+    assert seen[0] == seen[1] == seen[2] and seen[0]["step"] == 6 and 0 < seen[0]["mrr"] < 1
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_others_in_words(server: Server, tmp_path: Path) -> None:
     doom = {"whose": 1, "at": 2}
     assert server.run("shard_jobs:fit", tmp_path / "run", timeout=60, doom=doom) == [2, -9]
