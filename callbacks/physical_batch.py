@@ -78,7 +78,8 @@ def _find(trainer: L.Trainer, module: Any, data: Any, planned: PlannedRun) -> in
     module.to(device)
     # Never the run's own streams: what is drawn here must say nothing about the run.
     module.privacy.attach(module, planned.plan, KeyedStream(secrets.token_bytes(32), "physical_batch_size"))
-    drawn = largest_batch(planned.law, data.n_units) or data.expected_batch_size or MOST
+    # What is found is published: where the number of units is private, it must not be the bound.
+    drawn = largest_batch(planned.law, module.privacy.public_units(data.n_units)) or data.expected_batch_size or MOST
     most = min(MOST if device.type != "cpu" else MOST_ON_CPU, drawn)
 
     def attempt(size: int) -> None:

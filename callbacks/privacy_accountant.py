@@ -322,7 +322,7 @@ class PrivacyAccountant(Callback):
             trainer.callback_metrics["privacy/eps_spent"] = torch.tensor(metrics["privacy/eps_spent"])
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Under plain Poisson sampling the number of physical batches tells the size of each draw: hide it."""
+        """Where the number of physical batches tells the size of each draw, or that of the data set: hide it."""
         if self.plan is None or self.sampler.physical_batches_per_step is not None:
             return
         loop = checkpoint["loops"]["fit_loop"]

@@ -35,7 +35,7 @@ def fit(folder: Path, rank: int, world: int, *, declares: bool = False, adds_up:
             mode.counts = StepCounts(units=int(counts))
             return sums
 
-        mode.take = take
+        mode.take = take  # type: ignore[method-assign]
         guard_of = module.receive_guard
 
         def receive(guard: Any) -> None:

@@ -321,10 +321,13 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
 
     @property
     def physical_batches_per_step(self) -> int | None:
-        """How many physical batches make a step on each rank; None under plain Poisson, where it varies."""
+        """How many physical batches make a step on each rank; None where it would tell what may be private.
+
+        Under plain Poisson sampling it varies with the draw, and of a full batch it tells how many units there are.
+        """
         if self.sub_batches is not None:
             return math.ceil(self.sub_batches / self.ranks.world_size)
-        largest = largest_batch(self.law, self.units)
+        largest = largest_batch(self.law)
         return None if largest is None else self._parts(largest)
 
     def _parts(self, units: int) -> int:
@@ -382,5 +385,5 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
     def __len__(self) -> int:
         parts = self.physical_batches_per_step
         if parts is None:
-            raise TypeError("A Poisson sampler cannot know how many physical batches it will hand out.")
+            raise TypeError("Under this law nobody is to know how many physical batches are handed out.")
         return self.steps_per_epoch * parts

@@ -126,3 +126,28 @@ def test_the_setting_is_a_number_or_auto() -> None:
     assert not PairsDataModule(pairs="x", physical_batch_size=8).finds_physical_batch_size
     with pytest.raises(ConfigurationError, match="physical_batch_size=many"):
         PairsDataModule(pairs="x", physical_batch_size="many")
+
+
+FULL: dict[str, Any] = {"sampling": "full_batch", "expected_batch_size": 20}
+UNKNOWN: dict[str, Any] = {"neighbours": "add_or_remove", "delta": 1e-3, "eps": 200.0, "noise_multiplier": 2.0}
+
+
+def test_a_private_number_of_units_does_not_bound_the_size_that_is_published(tmp_path: Path) -> None:
+    sizes = []
+    for units in (23, 24):
+        fit(tmp_path / str(units), Growing(room=99, privacy=dp(tmp_path, **UNKNOWN)), auto(size=units, **FULL), steps=1)
+        records = PrivacyLedger.read(tmp_path / str(units) / "privacy_ledger.jsonl").records
+        sizes.append(records[0]["plan"]["physical_batch_size"])
+    assert sizes[0] == sizes[1]
+
+
+def test_a_checkpoint_of_full_batches_does_not_tell_a_private_number_of_units(tmp_path: Path) -> None:
+    told = []
+    for units in (20, 60):
+        data = Numbers(size=units, physical_batch_size=4, **FULL)
+        fit(tmp_path / str(units), Regression(privacy=dp(tmp_path, **UNKNOWN)), data, steps=2)
+        told.append(torch.load(tmp_path / str(units) / "checkpoints" / "last.ckpt", weights_only=True)["loops"])
+    assert told[0] == told[1]
+    resumed = Numbers(size=60, physical_batch_size=4, **FULL)
+    runner = fit(tmp_path / "60", Regression(privacy=dp(tmp_path, **UNKNOWN)), resumed, steps=2, resume=True)
+    assert runner.global_step == 2
