@@ -87,6 +87,12 @@ class PrivacyCard(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Register the protocols in the ledger, which the accountant has just opened."""
         self._written = False
+        accountant = _accountant(trainer)
+        if self.tuning["method"] == "random_stopping" and accountant is not None and accountant.sweep is not None:
+            raise ConfigurationError(
+                "callbacks.card.tuning_method=random_stopping with trial_of: its cost is proved only where the number "
+                "of runs is told to nobody, and a sweep tells it. Leave one of the two out."
+            )
         if stage != "fit" or not self.audit_protocols:
             return
         Ranks.here().share(lambda: self._register(trainer, pl_module))

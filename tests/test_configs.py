@@ -89,6 +89,7 @@ NEEDED = {
     "task.export": ["task.checkpoint=x"],
     "privacy.logit_dp": ["privacy.delta=1e-6"],
     "task.second_task": ["task.study=x"],
+    "task.fit_scored": ["task.data=public"],
     "task.sweep": [f"task.file={CONFIGS / 'sweep' / 'quickstart.yaml'}"],
     "task.zero_shot": ["task.root=."],
     "task.compare": ["task.run_a=x", "task.run_b=y"],

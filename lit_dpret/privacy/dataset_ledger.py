@@ -182,24 +182,32 @@ class DatasetLedger:
             BudgetExceededError: The limit does not cover all of them; says how many it covers. Nothing was reserved.
             ConfigurationError: The file was begun for another unit, relation or limit.
         """
+        if not self.path.exists():
+            self._to_hold(DatasetBook(), sweep, places)  # what is refused leaves no file behind
         with DatasetFile.open(self.path) as file:
-            book = file.book
-            terms = self._agreed(book)
-            given = {f"{sweep}/{number}": list(place) for number, place in enumerate(places)}
-            new = {key: place for key, place in given.items() if key not in book.entries and key not in book.taken}
-            held = {key: replace(_planned(place), sweep=sweep) for key, place in new.items()}
-            total = self._total({**book.entries, **held}, terms)
-            if total.epsilon > total.total_eps:
-
-                def cost(count: int) -> float:
-                    return self._total({**book.entries, **dict(list(held.items())[:count])}, terms).epsilon
-
-                raise BudgetExceededError(refusal_of_sweep(total, len(new), cost, path=self.path, terms=terms))
-            if book.terms is None:
+            terms, new, total = self._to_hold(file.book, sweep, places)
+            if file.book.terms is None:
                 file.append("dataset", schema=SCHEMA, id=secrets.token_hex(16), **terms)
             for key, place in new.items():
                 file.append("reserve", **_facts(key, place, [], name), sweep=sweep)
             return total
+
+    def _to_hold(
+        self, book: DatasetBook, sweep: str, places: Sequence[Sequence[Release]]
+    ) -> tuple[dict[str, Any], dict[str, list[Release]], Total]:
+        """The terms, the reservations of a sweep that are not there yet, and the total with them."""
+        terms = self._agreed(book)
+        given = {f"{sweep}/{number}": list(place) for number, place in enumerate(places)}
+        new = {key: place for key, place in given.items() if key not in book.entries and key not in book.taken}
+        held = {key: replace(_planned(place), sweep=sweep) for key, place in new.items()}
+        total = self._total({**book.entries, **held}, terms)
+        if total.epsilon > total.total_eps:
+
+            def cost(count: int) -> float:
+                return self._total({**book.entries, **dict(list(held.items())[:count])}, terms).epsilon
+
+            raise BudgetExceededError(refusal_of_sweep(total, len(new), cost, path=self.path, terms=terms))
+        return terms, new, total
 
     def give_back(self, sweep: str) -> Total:
         """Let go of what a sweep holds for trials that have not begun; they can be reserved no more."""

@@ -110,12 +110,21 @@ class SweepFolder:
             raise DataError(f"{path} cannot be read: {problem}")
         return cls(path.parent, {**facts, "places": places})
 
-    def require(self, file: SweepFile) -> None:
-        """Refuse to go on with a sweep under another file.
+    def require(self, file: SweepFile, dataset_ledger: Path | None, total_eps: float | None, metric_data: str) -> None:
+        """Refuse to go on with a sweep that was planned otherwise.
 
         Raises:
-            ResumeError: The file says something else than when the sweep was planned.
+            ResumeError: The file says something else than when the sweep was planned, or a setting does.
         """
+        ledger = None if dataset_ledger is None else str(dataset_ledger.expanduser().resolve())
+        limit = self.facts["total_eps"] if total_eps is None else total_eps
+        now = {"dataset_ledger": ledger, "total_eps": limit, "metric_data": metric_data}
+        for knob, value in now.items():
+            if self.facts[knob] != value:
+                raise ResumeError(
+                    f"task.{knob}={value}, but the sweep in {self.folder} was planned with {self.facts[knob]}. Restore "
+                    "it, or choose another hydra.run.dir."
+                )
         if self.facts["fingerprint"] != file.fingerprint():
             raise ResumeError(
                 f"{self.folder} holds a sweep that was planned from another file than task.file={file.path} is now. "

@@ -17,6 +17,7 @@ from lit_dpret.tasks.federated_generators import FederatedGenerators
 from lit_dpret.tasks.federated_study import FederatedStudy
 from lit_dpret.tasks.filter import Filter
 from lit_dpret.tasks.fit import Fit
+from lit_dpret.tasks.fit_scored import FitScored
 from lit_dpret.tasks.histogram import Histogram
 from lit_dpret.tasks.index import Index
 from lit_dpret.tasks.inversion import Inversion
@@ -55,6 +56,7 @@ __all__ = [
     "FederatedStudy",
     "Filter",
     "Fit",
+    "FitScored",
     "Histogram",
     "Index",
     "Inversion",

@@ -35,6 +35,7 @@ from lit_dpret.tasks.consistency import KEPT, as_round_trip, check_round_trip
 from lit_dpret.tasks.fit import refuse_several_ranks, train
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.pipeline_report import tell
+from lit_dpret.tasks.planned_fits import PlannedFit, plan_fit
 from lit_dpret.tasks.retriever_stage import stage_callbacks, train_retriever
 from lit_dpret.tasks.scoring import score_bm25, score_embeddings
 from lit_dpret.tasks.stages import Stages
@@ -44,6 +45,8 @@ PUBLIC = "no private data"
 # Shared by the stages and removed at the end: embeddings of queries are as private as the queries.
 EMBEDDINGS = "embeddings"
 _ROUND_TRIP_K = 10
+SCORE = "synthetic/nDCG@10"
+"""The result by which pipelines under different privacy are compared: that of the retriever trained on made queries."""
 
 
 class Pipeline:
@@ -122,17 +125,42 @@ class Pipeline:
         self._searched.setup("fit")
         rows = [self._bm25(), self._zero_shot()]
         rows.append(self._trained("original", "original queries, no privacy", NoPrivacy))
-        rows.append(
-            self._trained("direct", "original queries, direct DP", lambda: self._privacy(self.retriever_max_grad_norm))
-        )
+        if isinstance(privacy, DPSGD):
+            rows.append(
+                self._trained(
+                    "direct", "original queries, direct DP", lambda: self._privacy(self.retriever_max_grad_norm)
+                )
+            )
         self._stages.run("generator", lambda folder, resume: self._train_generator(folder, resume, privacy))
         self._stages.run("synthetic", self._synthesize)
         made = self._consistent("round_trip", parts.run_dir / "synthetic" / "data")
-        rows.append(self._trained("from_synthetic", "DP synthetic queries", SyntheticData, made))
+        label = "DP synthetic queries" if isinstance(privacy, DPSGD) else "synthetic queries, no privacy"
+        rows.append(synthetic := self._trained("from_synthetic", label, SyntheticData, made))
         rows.append(self._no_private_data())
         told = self._tell(rows)
         shutil.rmtree(parts.run_dir / EMBEDDINGS, ignore_errors=True)
-        return told
+        return {**told, SCORE: synthetic.metrics["nDCG@10"].mean}
+
+    def planned_fits(self, parts: Parts) -> list[PlannedFit]:
+        """The private trainings that ``run`` would make: the generator, and the retriever on the original queries."""
+        self._parts = parts
+        if not isinstance(parts.make_privacy(), DPSGD):
+            return []
+        planned: list[PlannedFit] = []
+        for steps, batch, physical, clip, passages, make in (
+            (self.retriever_steps, self.retriever_batch, self.retriever_batch, self.retriever_max_grad_norm,
+             self.max_passages, self.make_retriever),
+            (self.generator_steps, self.generator_batch, self.generator_physical_batch, self.generator_max_grad_norm,
+             None, self.make_generator),
+        ):  # fmt: skip
+            mode = self._privacy(clip)
+            data = self._data(max_passages=passages, physical_batch_size=physical)
+            data.prepare_data()
+            data.setup("fit")
+            data.use_unit(mode.unit, mode.neighbours)  # type: ignore[arg-type]
+            data.expected_batch_size = batch if make is self.make_generator else min(batch, data.n_units)
+            planned += plan_fit(mode, data, self._trainer(steps)(logger=False), make_module=make)
+        return planned
 
     # -- pieces ------------------------------------------------------------------------------
 
@@ -142,12 +170,14 @@ class Pipeline:
         settings |= {"seed": str(self._parts.seed), "privacy": json.dumps(privacy, sort_keys=True)}
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
-    def _privacy(self, max_grad_norm: float) -> DPSGD:
+    def _privacy(self, max_grad_norm: float) -> DPSGD | NoPrivacy:
         mode = self._parts.make_privacy()
+        if isinstance(mode, NoPrivacy):
+            return mode
         if not isinstance(mode, DPSGD):
             raise ConfigurationError(
                 f"task=pipeline compares training with and without privacy by itself; privacy={mode.name} leaves it "
-                "nothing to promise. Choose privacy=dp_sgd."
+                "nothing to promise. Choose privacy=dp_sgd, or privacy=none for the upper bound."
             )
         mode.max_grad_norm = max_grad_norm
         return mode
@@ -160,7 +190,7 @@ class Pipeline:
 
     def _callbacks(self, folder: Path, resume: bool, label: str) -> list[Any]:
         tuning: dict[str, Any] = {"tuning_note": self.tuning_note, "tuning_data": self.tuning_data}
-        return stage_callbacks(folder, resume=resume, label=label, **tuning)
+        return stage_callbacks(folder, resume=resume, label=label, trial_of=self._parts.trial_of, **tuning)
 
     def _trainer(self, steps: int) -> Callable[..., Any]:
         return lambda **settings: self._parts.make_trainer(max_steps=steps, **settings)
@@ -217,7 +247,7 @@ class Pipeline:
         metrics = {METRIC_NAMES[m]: Interval(*values) for m, values in result["intervals"].items()}
         return RowResult(system=label, metrics=metrics, privacy=privacy_line(card))
 
-    def _train_generator(self, folder: Path, resume: bool, privacy: DPSGD) -> dict[str, Any]:
+    def _train_generator(self, folder: Path, resume: bool, privacy: DPSGD | NoPrivacy) -> dict[str, Any]:
         model = self.make_generator(privacy=privacy)
         return train(
             model,

@@ -80,7 +80,7 @@ def tell(
 
 
 def _artefacts(folder: Path) -> list[Artefact]:
-    return [
+    found = [
         Artefact("DP query generator", str(folder / "generator" / "model")),
         Artefact("its privacy card", str(folder / "generator" / "privacy_card.html")),
         Artefact("its ledger", str(folder / "generator" / "privacy_ledger.jsonl")),
@@ -89,3 +89,4 @@ def _artefacts(folder: Path) -> list[Artefact]:
         Artefact("retriever trained directly under DP", str(folder / "direct" / "model")),
         Artefact("results", str(folder / "results.json")),
     ]
+    return [artefact for artefact in found if Path(artefact.path).exists()]

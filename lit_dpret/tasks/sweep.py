@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import get_args
 
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.errors import ConfigurationError, WorkerError
+from lit_dpret.errors import ConfigurationError, LitDpretError, WorkerError
 from lit_dpret.privacy.budget import PrivacyBudget, require_choice
 from lit_dpret.privacy.card_tuning import TuningData
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.dataset_total import compose_across_runs
+from lit_dpret.privacy.dataset_total import Total, compose_across_runs
 from lit_dpret.privacy.modes import CoupledMode
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.sweeps import SweepFile, SweepFolder, Trial, run_trials
@@ -75,7 +75,7 @@ class Sweep:
                 _say(f"given back; the data set holds epsilon {total.epsilon:.4g} of {total.total_eps:g}")
             return {"trials": float(len(trials))}
         if ledger is not None:
-            total = ledger.hold(sweep.id, sweep.places, name=str(sweep.folder))
+            total = self._hold(ledger, sweep)
             _say(
                 f"{len(trials)} trials, {len(sweep.places)} private runs: together epsilon "
                 f"{sweep.facts['planned']['epsilon']:.4g} at delta {total.delta:.3g}; the data set then holds "
@@ -96,15 +96,26 @@ class Sweep:
             )
         return {"trials": float(len(outcome.done)), **({} if report.epsilon is None else {"epsilon": report.epsilon})}
 
+    def _hold(self, ledger: DatasetLedger, sweep: SweepFolder) -> Total:
+        """Reserve all trials; a new sweep that is refused leaves no plan behind, so that another limit can be tried."""
+        try:
+            return ledger.hold(sweep.id, sweep.places, name=str(sweep.folder))
+        except LitDpretError:
+            if self._new:
+                (sweep.folder / SWEEP).unlink(missing_ok=True)
+            raise
+
     # -- the plan ------------------------------------------------------------------------------
 
     def _planned(self, parts: Parts, trials: Sequence[Trial]) -> SweepFolder:
         """The sweep as it was planned, now or by an earlier call."""
         if (parts.run_dir / SWEEP).exists():
             sweep = SweepFolder.read(parts.run_dir)
-            sweep.require(self.file)
+            sweep.require(self.file, self.dataset_ledger, self.total_eps, self.metric_data)
+            self._new = False
             return sweep
         self._without_privacy = 0
+        self._new = True
         plans: list[PlannedFit] = []
         known: dict[str, list[PlannedFit]] = {}
         with ProgressLine("planning trials") as progress:

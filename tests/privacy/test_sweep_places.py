@@ -51,6 +51,7 @@ def test_a_sweep_that_does_not_fit_is_refused_with_how_much_of_it_would_and_noth
     limit = (cost(*[fit()] * 3) + cost(*[fit()] * 4)) / 2
     with pytest.raises(BudgetExceededError, match=r"8 private runs.*The first 3 of them fit"):
         ledger(tmp_path, limit).hold("s", [fit()] * 8, name="sweep")
+    assert not (tmp_path / "data.jsonl").exists()
     begin(ledger(tmp_path, limit), "other", fit(40.0))
     before = (tmp_path / "data.jsonl").read_bytes()
     with pytest.raises(BudgetExceededError, match="epsilon"):

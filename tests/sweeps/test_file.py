@@ -116,7 +116,7 @@ def test_every_sweep_that_is_shipped_composes_in_every_trial(path: Path) -> None
     with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
         for trial in {trial for trial, _ in shown.values()}:
             cfg = compose("train", overrides=["run_dir=run", *file.fixed, *trial.overrides])
-            assert cfg.task._target_ in ("lit_dpret.tasks.Fit", "lit_dpret.tasks.Pipeline")
+            assert cfg.task._target_ in ("lit_dpret.tasks.Fit", "lit_dpret.tasks.FitScored", "lit_dpret.tasks.Pipeline")
     assert "trial_of=${envvar:LIT_DPRET_SWEEP}" in file.command
 
 

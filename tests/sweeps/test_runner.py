@@ -127,10 +127,13 @@ def test_an_interruption_ends_the_trial_too(tmp_path: Path) -> None:
 
 def test_another_file_does_not_go_on_with_a_planned_sweep(tmp_path: Path) -> None:
     made, file = sweep(tmp_path, "ok")
-    made.require(file)
+    made.require(file, None, None, "public")
+    for changed in ((tmp_path / "ledger", None, "public"), (None, 3.0, "public"), (None, None, "private")):
+        with pytest.raises(ResumeError, match="was planned with"):
+            made.require(file, *changed)
     (tmp_path / "sweep.yaml").write_text((tmp_path / "sweep.yaml").read_text().replace("1.0", "3.0"), encoding="utf-8")
     with pytest.raises(ResumeError, match="another file"):
-        SweepFolder.read(made.folder).require(SweepFile.read(tmp_path / "sweep.yaml"))
+        SweepFolder.read(made.folder).require(SweepFile.read(tmp_path / "sweep.yaml"), None, None, "public")
 
 
 def test_the_report_names_the_best_trial_and_that_nothing_private_was_spent(tmp_path: Path) -> None:

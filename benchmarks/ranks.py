@@ -1,0 +1,140 @@
+"""Synthesis and encoding by two ranks beside one: the same work, one thread each, in turns.
+
+    python benchmarks/ranks.py
+
+Small models, so that it ends in minutes; what is compared is how the work is shared out, not how fast a model is. Each
+turn is a job of its own; timed is the work alone, from the first group to the last. The ratio cannot come near one
+half where other programs want the same cores: the load of the machine is written down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+OUT = Path(__file__).resolve().parent / "results" / "ranks_cpu.json"
+
+
+def synthesize(folder: Path, passages: dict[str, str], out: Path) -> float:
+    from lit_dpret.crew import crew_here
+    from lit_dpret.generation.writer import synthesize as write
+
+    begun: list[float] = []
+    with crew_here() as crew:
+        write(
+            folder / "generator", passages, out, passages_are_public=True, group_size=16, min_new_tokens=16,
+            max_new_tokens=16, crew=crew, progress=lambda done, total: begun.append(time.monotonic()),
+        )  # fmt: skip
+    return begun[-1] - begun[0]
+
+
+def encode(folder: Path, passages: dict[str, str], out: Path) -> float:
+    from lit_dpret.crew import crew_here
+    from lit_dpret.indexing import encode_folder
+
+    begun: list[float] = []
+    with crew_here() as crew:
+        start = time.monotonic()
+        encode_folder(
+            "minilm", passages, out, batch_size=8, crew=crew,
+            progress=lambda done, total: begun.append(time.monotonic()),
+        )  # fmt: skip
+    return begun[-1] - start
+
+
+JOBS: dict[str, Callable[[Path, dict[str, str], Path], float]] = {"synthesize": synthesize, "encode": encode}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--passages", type=int, default=384)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--job", nargs=3, metavar=("JOB", "FOLDER", "OUT"), help="one rank of one job")
+    arguments = parser.parse_args()
+    if arguments.job:
+        job, folder, out = arguments.job
+        torch.set_num_threads(1)
+        passages = json.loads((Path(folder) / "passages.json").read_text(encoding="utf-8"))
+        print(JOBS[job](Path(folder), passages, Path(out)))
+        return 0
+    results: dict[str, Any] = {
+        "machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__,
+        "passages": arguments.passages, "load_before": os.getloadavg(), "jobs": {},
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder, arguments.passages)
+        for job in JOBS:
+            rounds = [{world: timed(job, folder, world, turn) for world in (1, 2)} for turn in range(arguments.rounds)]
+            ratios = [times[2] / times[1] for times in rounds]
+            results["jobs"][job] = {"seconds": rounds, "ratio": statistics.median(ratios), "ratios": ratios}
+            print(f"{job}: two ranks take {statistics.median(ratios):.2f} of the time of one ({ratios})")
+    results["load_after"] = os.getloadavg()
+    arguments.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def prepare(folder: Path, count: int) -> None:
+    """Passages of InsuranceQA, and the small public T5 with a card that promises nothing."""
+    from lit_dpret.datamodules import InsuranceQADataModule
+    from lit_dpret.modules import OptimizerSpec, QueryGenerator
+    from lit_dpret.privacy.card import build_card, subject_of, write_card
+    from lit_dpret.privacy.ledger import PrivacyLedger
+    from lit_dpret.privacy.modes import NoPrivacy
+    from lit_dpret.privacy.releases import NonPrivateRelease
+
+    data = InsuranceQADataModule()
+    data.setup("predict")
+    passages = dict(list(data.public_passages().items())[:count])
+    (folder / "passages.json").write_text(json.dumps(passages), encoding="utf-8")
+    module = QueryGenerator(
+        privacy=NoPrivacy(), optimizer=OptimizerSpec(name="adam", lr=1e-3), pretrained="public_t5",
+        max_passage_length=96, max_query_length=32,
+    )  # fmt: skip
+    made = module.save_model(folder / "generator")
+    files = [path for path in made.rglob("*") if path.is_file()]
+    with PrivacyLedger.open(folder / "privacy_ledger.jsonl") as ledger:
+        ledger.append("plan", run_id="r", attempt=0, mode="none", plan=None)
+        release = NonPrivateRelease(label="none").to_dict()
+        ledger.append("intent", attempt=0, step=0, release=release, state_hash=None, sum_tag=None)
+        records = ledger.records
+    subject = subject_of("weights", "generator", files, root=made)
+    write_card(build_card(ledger_records=records, subject=subject, plan=None, tuning={"data": "none"}), made)
+
+
+def timed(job: str, folder: Path, world: int, turn: int) -> float:
+    """Seconds of work, as the first rank saw them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    out = folder / f"{job}-{world}-{turn}"
+    ranks = []
+    for rank in range(world):
+        environment = os.environ | {
+            "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+        }  # fmt: skip
+        words = [sys.executable, __file__, "--job", job, str(folder), str(out)]
+        ranks.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True))
+    told = [rank.communicate()[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        raise RuntimeError(f"{job} on {world} ranks failed")
+    return float(told[0].splitlines()[-1])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,121 @@
+"""`task=fit_scored`: train a query generator, and score it by BLEU on queries that it was not trained on.
+
+A search for settings needs a number to compare trials by. For a generator the papers take BLEU on validation
+queries. Whose queries those are decides what the number may do: of public or synthetic queries it is anybody's; of
+private ones it is a measure of people's queries that no epsilon of this run covers, so it stays in the run folder,
+for its owner alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import torch
+
+from lit_dpret.callbacks import ProgressLine
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.generation.groups import canonical_groups, draw_group, fixed_arithmetic
+from lit_dpret.generation.sampler import Decoding
+from lit_dpret.modules.generator_folder import load_generator
+from lit_dpret.privacy.budget import require_choice
+from lit_dpret.privacy.start import MODEL_FOLDER
+from lit_dpret.tasks.fit import Fit
+from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks.synthesize import public_sample
+from lit_dpret.textsim.bleu import corpus_bleu, references_by_passage
+from lit_dpret.textsim.extra import need
+
+Whose = Literal["public", "synthetic", "private"]
+BLEU = "val/bleu"
+
+
+class FitScored(Fit):
+    """Train as ``task=fit`` does, then draw a query for passages of a validation split and compare.
+
+    Args:
+        data: Whose the validation queries are: ``public``, ``synthetic`` or ``private``; has to be said.
+        datamodule: Holds them; null for the run's own.
+        split: Which of its splits.
+        max_passages: Score on a sample of so many of its passages, by hash of id; null for all.
+        top_p: Nucleus.
+        temperature: Divides the logits.
+        group_size: Passages decoded together.
+        min_free_mb: Refuse to start with less free disk.
+
+    Raises:
+        ConfigurationError: ``data`` is not said, a number is out of range, or sacrebleu is missing.
+    """
+
+    def __init__(
+        self,
+        *,
+        data: Whose | None = None,
+        datamodule: Any = None,
+        split: str = "dev",
+        max_passages: int | None = 500,
+        top_p: float = 0.8,
+        temperature: float = 1.0,
+        group_size: int = 64,
+        min_free_mb: float = 200,
+    ) -> None:
+        super().__init__(min_free_mb=min_free_mb)
+        if data is None:
+            raise ConfigurationError(
+                "task.data=null: say whose the validation queries are. public and synthetic cost nothing; a score on "
+                "private ones stays in the run folder, and choosing settings by it has a cost (docs/sweeps.md)."
+            )
+        require_choice("task.data", data, get_args(Whose))
+        for knob, value in (("max_passages", max_passages), ("group_size", group_size)):
+            if value is not None and value < 1:
+                raise ConfigurationError(f"task.{knob}={value} must be at least 1.")
+        need("sacrebleu")  # before hours of training
+        self.data, self.datamodule, self.split, self.max_passages = data, datamodule, split, max_passages
+        self.decoding = {"top_p": top_p, "temperature": temperature}
+        self.group_size = group_size
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Train, score; the loggers learn the score unless it is of private queries."""
+        held = self._held_out(parts)  # read first: a split that is missing is refused before the training
+        loggers = parts.make_loggers()
+        result = super().run(replace(parts, make_loggers=lambda: loggers))
+        score = self._bleu(parts, held)
+        if self.data != "private":
+            for logger in loggers:
+                logger.log_metrics({BLEU: score})
+        return {**result, BLEU: score}
+
+    def _held_out(self, parts: Parts) -> tuple[dict[str, str], dict[str, list[str]]]:
+        """Passages with validation queries, and those queries."""
+        data = parts.make_datamodule() if self.datamodule is None else self.datamodule
+        data.prepare_data()
+        data.setup("test")
+        queries, qrels = data.evaluation_set(self.split)
+        asked: dict[str, list[str]] = {}
+        for query, judged in qrels.items():
+            for passage, grade in judged.items():
+                if grade > 0:
+                    asked.setdefault(passage, []).append(queries[query])
+        if not asked:
+            raise DataError(f"task.split={self.split} has no query with a passage, so there is nothing to score on.")
+        texts = data.public_passages()
+        return public_sample({name: texts[name] for name in asked}, self.max_passages), asked
+
+    def _bleu(self, parts: Parts, held: tuple[dict[str, str], dict[str, list[str]]]) -> float:
+        passages, asked = held
+        generator = load_generator(parts.run_dir / MODEL_FOLDER)
+        place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        generator.model.to(place)
+        decoding = Decoding(
+            top_p=self.decoding["top_p"], temperature=self.decoding["temperature"], top_k=None,
+            max_new_tokens=generator.contract.max_query_length, min_new_tokens=1,
+        )  # fmt: skip
+        made: list[tuple[str, str]] = []
+        groups = canonical_groups(generator.codec, passages, self.group_size)
+        with fixed_arithmetic(1), ProgressLine("drawing validation queries") as progress:
+            for group in groups:
+                drawn = draw_group(generator, {name: passages[name] for name in group}, 1, parts.seed, decoding)
+                made += [(query.passage_id, query.text) for query in drawn]
+                progress(len(made), len(passages))
+        references = references_by_passage([passage for passage, _ in made], asked)
+        return corpus_bleu([text for _, text in made], references).score
