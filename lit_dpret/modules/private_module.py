@@ -25,6 +25,7 @@ from lit_dpret.errors import ConfigurationError, DeviceMemoryError, UnsupportedM
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.checkpointed import Checkpointed
+from lit_dpret.modules.master_weights import gradient_slot
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.physical_batches import PhysicalBatches
 from lit_dpret.privacy.guard import Guard, uncounted
@@ -114,7 +115,8 @@ class PrivateModule(Checkpointed):
         if batch.last:
             self._ranks.together(self._refuse_shortage)
             try:
-                self._logical_step(guard, batch.attempt, batch.step)
+                with _wide_defaults():
+                    self._logical_step(guard, batch.attempt, batch.step)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -190,7 +192,7 @@ class PrivateModule(Checkpointed):
             return
         self.before_batch(batch)
         self._refuse_coupled_loss(batch.rows)
-        with self._replayable_dropout(seed):
+        with self._replayable_dropout(seed), _wide_defaults():
             self.privacy.contribute(self, batch)
 
     def before_batch(self, batch: UnitBatch) -> None:
@@ -203,12 +205,13 @@ class PrivateModule(Checkpointed):
         permit = guard.authorise(attempt, step, units, sums)
         update = self.privacy.privatize(sums, attempt=permit.attempt, step=permit.step, salt=permit.salt)
         del sums
-        for name, parameter in self.named_parameters():
-            if name in update.gradients:
-                parameter.grad = update.gradients[name]
         optimizer = self.optimizers()
         if isinstance(optimizer, list):
             raise ConfigurationError(f"{type(self).__name__} must have exactly one optimizer.")
+        for name, parameter in self.named_parameters():
+            if name in update.gradients:
+                slot = gradient_slot(optimizer, parameter)
+                slot.grad = update.gradients[name].to(slot.dtype)
         guard.record(permit, update)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -321,6 +324,17 @@ class PrivateModule(Checkpointed):
                 "and choose a mode for coupled losses.",
                 trap="T11",
             )
+
+
+@contextmanager
+def _wide_defaults() -> Iterator[None]:
+    """New tensors in float32: under ``precision=bf16-true`` Lightning makes bfloat16 the type of what is not told."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.promote_types(before, torch.float32))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _leaves(rows: Any) -> list[Any]:

@@ -206,7 +206,7 @@ class GaussianMode(PrivacyMode):
         gradients: dict[str, Tensor] = {}
         weakest = std
         squares, coordinates = 0.0, 0
-        for name, parameter in trainable(self._module).items():
+        for name in trainable(self._module):
             total = sums[name]
             noise = self._stream.normal(
                 total.shape,
@@ -221,7 +221,7 @@ class GaussianMode(PrivacyMode):
             added = float((noised - total).double().pow(2).sum())
             weakest = min(weakest, _believed_std(added, total.numel(), std))
             squares, coordinates = squares + added, coordinates + total.numel()
-            gradients[name] = noised.div_(self._plan.denominator).to(parameter.dtype)
+            gradients[name] = noised.div_(self._plan.denominator)  # no narrower than the sum
         weakest = min(weakest, _believed_std(squares, coordinates, std))
         return Update(gradients, weakest, self._plan.sensitivity, self._plan.denominator)
 
