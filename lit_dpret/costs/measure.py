@@ -14,6 +14,7 @@ import torch
 
 from lit_dpret.costs.live_bytes import LiveBytes
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.modules.master_weights import gradient_slot
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -124,7 +125,8 @@ class _Step:
         gradients = self._mode.privatize(self._mode.take(), attempt=0, step=0).gradients
         for name, parameter in self._module.named_parameters():
             if name in gradients:
-                parameter.grad = gradients[name]
+                slot = gradient_slot(self._optimizer, parameter)
+                slot.grad = gradients[name].to(slot.dtype)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 

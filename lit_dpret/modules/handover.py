@@ -14,6 +14,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from lit_dpret.modules.master_weights import gradient_slot
 from lit_dpret.privacy.ranks import Ranks
 
 
@@ -34,7 +35,7 @@ class Handover(Protocol):
     def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """The sums over all ranks, in float32 or wider: what this rank has to noise of them."""
 
-    def give(self, gradients: Mapping[str, Tensor]) -> None:
+    def give(self, gradients: Mapping[str, Tensor], optimizer: object) -> None:
         """Put noised gradients, whole or in the pieces of ``add_up``, where the optimizer's next step takes them."""
 
 
@@ -59,7 +60,8 @@ class GradHandover:
         self._ranks.sum_(sums)
         return sums
 
-    def give(self, gradients: Mapping[str, Tensor]) -> None:
+    def give(self, gradients: Mapping[str, Tensor], optimizer: object) -> None:
         for name, parameter in self._module.named_parameters():
             if name in gradients:
-                parameter.grad = gradients[name].to(parameter.dtype)
+                slot = gradient_slot(optimizer, parameter)
+                slot.grad = gradients[name].to(slot.dtype)

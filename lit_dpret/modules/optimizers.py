@@ -24,6 +24,7 @@ from torch import nn
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.adam_bc import DPAdamBC
+from lit_dpret.modules.master_weights import MasterWeights, needs_masters
 from lit_dpret.privacy.budget import require_choice
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -118,6 +119,8 @@ class OptimizerSpec:
     def build(self, parameters: Iterable[nn.Parameter], *, steps: int, noise_std: float = 0.0) -> Any:
         """The optimizer, or the pair (optimizer, scheduler) that Lightning understands.
 
+        Parameters in half precision are optimized as float32 copies (`lit_dpret.modules.master_weights`).
+
         Args:
             parameters: Those without ``requires_grad`` are left out.
             steps: Planned logical steps; 0 where unknown.
@@ -130,7 +133,11 @@ class OptimizerSpec:
         chosen = [parameter for parameter in parameters if parameter.requires_grad]
         if not chosen:
             raise ConfigurationError("The model has no trainable parameter: nothing would be learnt.")
-        optimizer = OPTIMIZERS[self.name](chosen, **self._options(noise_std))
+
+        def make(weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+            return OPTIMIZERS[self.name](weights, **self._options(noise_std))
+
+        optimizer = MasterWeights(chosen, make) if needs_masters(chosen) else make(chosen)
         if self.schedule == "constant" and self.warmup_steps == 0:
             return optimizer
         if self.schedule != "constant" and steps <= 0:

@@ -175,7 +175,8 @@ class PrivateModule(Checkpointed):
         if batch.last:
             self._ranks.together(self._refuse_shortage)
             try:
-                self._logical_step(guard, batch.attempt, batch.step)
+                with _wide_defaults():
+                    self._logical_step(guard, batch.attempt, batch.step)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -241,7 +242,7 @@ class PrivateModule(Checkpointed):
             return
         self.before_batch(batch)
         self._refuse_coupled_loss(batch.rows)
-        with self._replayable_dropout(seed):
+        with self._replayable_dropout(seed), _wide_defaults():
             self.privacy.contribute(self, batch)
         cut(self.device)
 
@@ -260,10 +261,10 @@ class PrivateModule(Checkpointed):
         del sums
         if self._handover.in_parts:  # each rank saw the noise of its own parts
             update = replace(update, noise_std=min(self._ranks.gather(update.noise_std)))
-        self._handover.give(update.gradients)
         optimizer = self.optimizers()
         if isinstance(optimizer, list):
             raise ConfigurationError(f"{type(self).__name__} must have exactly one optimizer.")
+        self._handover.give(update.gradients, optimizer)
         guard.record(permit, update)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -386,6 +387,17 @@ class PrivateModule(Checkpointed):
                 "and choose a mode for coupled losses.",
                 trap="T11",
             )
+
+
+@contextmanager
+def _wide_defaults() -> Iterator[None]:
+    """New tensors in float32: under ``precision=bf16-true`` Lightning makes bfloat16 the type of what is not told."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.promote_types(before, torch.float32))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _leaves(rows: Any) -> list[Any]:

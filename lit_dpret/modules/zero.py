@@ -89,7 +89,7 @@ class _Stage12:
     def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         return self._pieces.add_up(sums)
 
-    def give(self, gradients: Mapping[str, Tensor]) -> None:
+    def give(self, gradients: Mapping[str, Tensor], optimizer: object) -> None:
         for index, places in enumerate(self._places):
             master = self._zero.single_partition_of_fp32_groups[index]
             if self._zero.cpu_offload:
@@ -143,7 +143,7 @@ class _Stage3:
                  for name, total in sums.items()}  # fmt: skip
         return self._pieces.add_up(whole)
 
-    def give(self, gradients: Mapping[str, Tensor]) -> None:
+    def give(self, gradients: Mapping[str, Tensor], optimizer: object) -> None:
         for index, parts in enumerate(self._groups):
             master = self._zero.fp32_partitioned_groups_flat[index]
             device = self._zero.device if not gradients else next(iter(gradients.values())).device

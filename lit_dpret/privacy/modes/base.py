@@ -172,13 +172,15 @@ class PlainGradients(PrivacyMode):
         for name, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
                 total = self._sums.get(name)
-                self._sums[name] = gradient.detach() if total is None else total + gradient
+                wide = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32))
+                self._sums[name] = wide if total is None else total + wide
         self.counts.units += int(torch.bincount(unit_ids[mask[unit_ids]]).count_nonzero())
 
     def take(self) -> dict[str, Tensor]:
         sums, self._sums = self._sums, {}
         for name, parameter in trainable(self._module).items():
-            sums.setdefault(name, torch.zeros_like(parameter))
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            sums.setdefault(name, torch.zeros_like(parameter, dtype=wide, requires_grad=False))
         return sums
 
     def _drop_sums(self) -> None:

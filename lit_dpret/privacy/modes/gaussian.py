@@ -217,7 +217,7 @@ class GaussianMode(PrivacyMode):
         gradients: dict[str, Tensor] = {}
         squares: list[Tensor] = []
         held: list[int] = []  # how many coordinates of each parameter are noised by this process
-        for name, parameter in trainable(self._module).items():
+        for name in trainable(self._module):
             if starts is not None and name not in sums:
                 continue  # other ranks have it
             total, start = place_of(sums[name]) if starts is None else (sums[name], starts[name])
@@ -234,8 +234,8 @@ class GaussianMode(PrivacyMode):
             noised = total + noise
             squares.append((noised - total).double().pow(2).sum())
             held.append(total.numel())
-            noised.div_(self._plan.denominator)
-            gradients[name] = like(sums[name], noised.to(parameter.dtype)) if starts is None else noised
+            noised.div_(self._plan.denominator)  # no narrower than the sum
+            gradients[name] = like(sums[name], noised) if starts is None else noised
         for device in {gradient.device for gradient in gradients.values()}:
             cut(device)
         measured = list(zip(read(squares), held, strict=True))

@@ -1,0 +1,137 @@
+"""Weights in bfloat16, their updates in float32: exact up to the last rounding, through a checkpoint as well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stand_ins import Regression, dp, fit
+from tiny_generator import generator
+
+from lit_dpret.modules import OptimizerSpec
+from lit_dpret.modules.master_weights import MasterWeights, gradient_slot, needs_masters
+from lit_dpret.privacy.budget import PrivacyBudget
+from lit_dpret.privacy.clipping import make_engine
+from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.plan import PrivacyPlan
+
+OPTIMIZERS: list[dict[str, Any]] = [
+    {"name": "sgd", "lr": 0.1, "momentum": 0.9}, {"name": "adam", "lr": 1e-3}, {"name": "adafactor", "lr": 1e-2},
+]  # fmt: skip
+
+
+def gradients(step: int, shape: torch.Size) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(step)) * 1e-3
+
+
+def take(optimizer: Any, weight: torch.nn.Parameter, steps: range) -> None:
+    for step in steps:
+        slot = gradient_slot(optimizer, weight)
+        slot.grad = gradients(step, weight.shape).to(slot.dtype)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("settings", OPTIMIZERS, ids=lambda settings: settings["name"])
+def test_the_masters_are_what_float32_training_gives_and_the_weights_are_the_masters_rounded(
+    settings: dict[str, Any],
+) -> None:
+    start = torch.randn(6, 5, generator=torch.Generator().manual_seed(9)).bfloat16()
+    wide, half = torch.nn.Parameter(start.float()), torch.nn.Parameter(start.clone())
+    reference, optimizer = (OptimizerSpec(**settings).build([p], steps=0) for p in (wide, half))
+    assert isinstance(optimizer, MasterWeights) and not isinstance(reference, MasterWeights)
+    take(reference, wide, range(20))
+    take(optimizer, half, range(20))
+    master = optimizer.state_dict()["state"][0]["master"]
+    assert torch.equal(master, wide) and torch.equal(half, wide.bfloat16()) and half.dtype == torch.bfloat16
+    assert half.grad is None and gradient_slot(optimizer, half).grad is None
+
+
+def test_updates_too_small_for_bfloat16_add_up_in_the_master() -> None:
+    weight = torch.nn.Parameter(torch.ones(4).bfloat16())
+    optimizer = OptimizerSpec(name="sgd", lr=1.0).build([weight], steps=0)
+    for _ in range(100):
+        gradient_slot(optimizer, weight).grad = torch.full((4,), 1e-3)
+        optimizer.step()
+    assert torch.equal(weight, torch.full((4,), 0.9).bfloat16())
+    alone = torch.ones(4).bfloat16()
+    for _ in range(100):
+        alone -= torch.full((4,), 1e-3).bfloat16()
+    assert torch.equal(alone, torch.ones(4).bfloat16()), "without a master nothing would have been learnt"
+
+
+@pytest.mark.parametrize("settings", OPTIMIZERS, ids=lambda settings: settings["name"])
+def test_a_checkpoint_brings_the_masters_back_bit_for_bit(settings: dict[str, Any], tmp_path: Path) -> None:
+    ends = []
+    for interrupted in (False, True):
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 30).view(6, 5).bfloat16())
+        optimizer = OptimizerSpec(**settings).build([weight], steps=0)
+        take(optimizer, weight, range(5))
+        if interrupted:
+            torch.save({"weight": weight.detach(), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint")
+            kept = torch.load(tmp_path / "checkpoint", weights_only=True)
+            weight = torch.nn.Parameter(kept["weight"])
+            optimizer = OptimizerSpec(**settings).build([weight], steps=0)
+            optimizer.load_state_dict(kept["optimizer"])
+        take(optimizer, weight, range(5, 10))
+        ends.append((optimizer.state_dict()["state"][0]["master"], weight))
+    assert torch.equal(ends[0][0], ends[1][0]) and torch.equal(ends[0][1], ends[1][1])
+
+
+def test_a_private_run_in_bf16_true_keeps_float32_masters_through_a_resume(tmp_path: Path) -> None:
+    whole, cut = (Regression(privacy=dp(tmp_path, noise_seed=1), dropout=0.0) for _ in range(2))
+    cut.load_state_dict(whole.state_dict())
+    start = {name: value.clone() for name, value in whole.state_dict().items()}
+    fit(tmp_path / "whole", whole, steps=6, precision="bf16-true")
+    again = Regression(privacy=dp(tmp_path, noise_seed=1), dropout=0.0)
+    fit(tmp_path / "cut", cut, steps=6, precision="bf16-true")
+    last = torch.load(tmp_path / "cut" / "checkpoints" / "last.ckpt", weights_only=True)
+    masters = [state["master"] for state in last["optimizer_states"][0]["state"].values()]
+    assert len(masters) == len(start) and {m.dtype for m in masters} == {torch.float32}
+    assert {value.dtype for value in last["state_dict"].values()} == {torch.bfloat16}
+    for master, value in zip(masters, last["state_dict"].values(), strict=True):
+        assert torch.equal(master.bfloat16(), value) and not torch.equal(master, value.float())
+    fit(tmp_path / "cut", again, steps=6, resume=True, precision="bf16-true")
+    for name, value in whole.state_dict().items():
+        assert value.dtype == torch.bfloat16 and not torch.equal(value.float(), start[name])
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_noised_gradients_of_bfloat16_weights_are_float32(tmp_path: Path) -> None:
+    module = Regression(privacy=dp(tmp_path)).bfloat16()
+    plan = PrivacyPlan.build(
+        PrivacyBudget(eps=3.0, delta=1e-3), sampling="poisson", steps=1, max_grad_norm=1.0, n_public=100,
+        expected_batch_size=10, noise_multiplier=5.0,
+    )  # fmt: skip
+    module.privacy.attach(module, plan, KeyedStream(b"0" * 32, "x"))
+    update = module.privacy.privatize(module.privacy.take(), attempt=0, step=0)
+    assert {gradient.dtype for gradient in update.gradients.values()} == {torch.float32}
+    assert not torch.equal(update.gradients["net.0.weight"], update.gradients["net.0.weight"].bfloat16().float())
+    assert needs_masters(module.parameters())
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("lora", [None, {"r": 2, "target_modules": ["q", "v"]}], ids=["full", "lora"])
+def test_checkpointing_changes_no_norm_and_no_sum_also_in_bfloat16_with_dropout(half: bool, lora: Any) -> None:
+    """Activations are computed again under the same dropout masks, or norms and sums would be of another function."""
+    found = []
+    for checkpointing in (False, True):
+        module = generator(dropout=0.3, gradient_checkpointing=checkpointing, lora=lora)
+        for name, parameter in module.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.constant_(parameter, 0.1)
+        module = module.bfloat16() if half else module
+        engine = make_engine("ghost", module, max_grad_norm=0.5)
+        rows = module.longest_rows(3)
+        torch.manual_seed(5)
+        stats = engine.add(lambda m=module, r=rows: m.per_row_loss(r), torch.arange(3), torch.ones(3).bool())  # type: ignore[misc]
+        found.append((stats.norms, engine.take()))
+    (norms, sums), (again, sums_again) = found
+    torch.testing.assert_close(norms, again, rtol=1e-5 if not half else 1e-2, atol=0)
+    assert bool((norms > 0).all()) and {total.dtype for total in sums.values()} == {torch.float32}
+    for (name, total), other in zip(sums.items(), sums_again.values(), strict=True):
+        torch.testing.assert_close(total, other, rtol=1e-3 if half else 1e-5, atol=1e-3 if half else 1e-6, msg=name)
+    whole = torch.cat([total.flatten().double() for total in sums.values()])
+    assert whole.norm() <= 3 * 0.5 * (1 + 1e-6)
