@@ -19,7 +19,6 @@ from lightning.pytorch.callbacks import Callback
 from lit_dpret.callbacks.planning import PlannedRun, plan_run
 from lit_dpret.callbacks.refusals import refuse_broken_claims, refuse_replaced_sampler
 from lit_dpret.callbacks.strategies import keep_the_sampler, strategy_name
-from lit_dpret.callbacks.zero_settings import settle_zero
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.card import LEDGER_NAME
 from lit_dpret.privacy.dataset_account import DatasetAccount
@@ -139,8 +138,6 @@ class PrivacyAccountant(Callback):
         self._gate = SharedGate(own, stream=stream, run_id=run_id, sampler=self.sampler, ranks=ranks)
         data.attach(self.sampler, UnitCollator(module.collate_rows, data.rows_per_unit))
         keep_the_sampler(trainer)
-        if strategy_name(trainer) == "deepspeed":
-            settle_zero(trainer.strategy, data.physical_batch_size)
         ranks.together(lambda: mode.attach(pl_module, self.plan, stream))
         module.receive_guard(self._gate)
 

@@ -104,7 +104,9 @@ class PrivacyCard(Callback):
         note_protocols(accountant.ledger, self.audit_protocols)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        Ranks.here().share(lambda: self._write(trainer, pl_module, finished=True))
+        module: Any = pl_module
+        with module.assembled():
+            Ranks.here().share(lambda: self._write(trainer, pl_module, finished=True))
         self._written = True
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -185,7 +185,9 @@ class RetrievalEvaluation(Callback):
             return
         done = batch.step + 1
         if done % self.every_n_steps == 0 or done == _planned_steps(trainer):
-            self.last = Ranks.here().share(lambda: self._evaluate(trainer, pl_module, done))
+            module: Any = pl_module
+            with module.whole():
+                self.last = Ranks.here().share(lambda: self._evaluate(trainer, pl_module, done))
             found = {f"{self.prefix}/{name}": mean for name, mean in self.last.means.items()}
             for logger in trainer.loggers:
                 logger.log_metrics(found, step=done)

@@ -16,7 +16,6 @@ from lit_dpret.privacy.strategies import STRATEGIES, strategy
 _ROWS = {
     "SingleDeviceStrategy": "one_device",
     "ModelParallelStrategy": "fsdp",
-    "DeepSpeedStrategy": "deepspeed",
     "XLAStrategy": "xla",
     "SingleDeviceXLAStrategy": "xla",
 }
@@ -46,6 +45,10 @@ def strategy_name(trainer: L.Trainer) -> str:
     """The name of the Trainer's row in `lit_dpret.privacy.strategies`."""
     found: Any = trainer.strategy
     name = type(found).__name__
+    if type(found).__module__ == "lit_dpret.modules.zero_strategy" and name == "ZeroStrategy":
+        return "deepspeed"
+    if name == "DeepSpeedStrategy":
+        return "plain_deepspeed"
     if not type(found).__module__.startswith(("lightning.pytorch.", "pytorch_lightning.")):
         return "custom"
     if name == "DDPStrategy":

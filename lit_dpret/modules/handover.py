@@ -33,6 +33,9 @@ class Handover(Protocol):
     def give(self, gradients: Mapping[str, Tensor]) -> None:
         """Put noised gradients, whole or in the pieces of ``add_up``, where the optimizer's next step takes them."""
 
+    def assembled(self, *, here: bool) -> AbstractContextManager[object]:
+        """Inside, the module of a rank that says ``here`` has its master weights, whole, for writing it."""
+
 
 class GradHandover:
     """Gradients go into ``.grad``, whole on every rank.
@@ -48,6 +51,9 @@ class GradHandover:
         self._module, self._ranks = module, ranks
 
     def whole(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def assembled(self, *, here: bool) -> AbstractContextManager[object]:
         return nullcontext()
 
     def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:

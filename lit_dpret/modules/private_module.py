@@ -15,7 +15,7 @@ a reducer of its own can take them another way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,6 @@ from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.modules.checkpointed import Checkpointed
 from lit_dpret.modules.handover import GradHandover, Handover
 from lit_dpret.modules.optimizers import OptimizerSpec
-from lit_dpret.modules.zero import is_engine, zero_handover
 from lit_dpret.privacy.guard import Guard, uncounted
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
 from lit_dpret.privacy.ranks import Ranks
@@ -107,11 +106,22 @@ class PrivateModule(Checkpointed):
         """Called where somebody else than ``.grad`` takes the gradients, after `receive_guard` and before a step."""
         self._handover = handover
 
+    @property
+    def in_shards(self) -> bool:
+        """Whether this process finishes and keeps a part of each parameter only."""
+        return self._handover.starts is not None
+
+    def whole(self) -> AbstractContextManager[object]:
+        """Within it, every rank can run the module; all ranks enter it."""
+        return self._handover.whole()
+
+    def assembled(self) -> AbstractContextManager[object]:
+        """Within it, rank 0 can write the module with its master weights; all ranks enter it."""
+        return self._handover.assembled(here=self._ranks.is_first)
+
     def on_train_start(self) -> None:
         if self._guard is None:
             raise uncounted(type(self).__name__)
-        if is_engine(self.trainer.model):
-            self.receive_handover(zero_handover(self.trainer.model, self, self._ranks))
 
     def training_step(self, batch: UnitBatch, batch_idx: int) -> None:
         guard = self._guard

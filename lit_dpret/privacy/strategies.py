@@ -51,6 +51,12 @@ STRATEGIES: tuple[Strategy, ...] = (
         "Each rank clips its units; the clipped sums are added up in float32 or wider, each coordinate on the rank "
         "that keeps its master weight; that rank adds its noise, once; DeepSpeed's optimizer takes what is finished.",
     ),
+    Strategy(
+        "plain_deepspeed",
+        "",
+        {EVERY_MODE: "its checkpoints are folders of pickles, which a kill can leave half written, and nothing tells "
+                     "a module who takes its gradients; lit_dpret.modules.zero_strategy.ZeroStrategy does both"},
+    ),
     Strategy("xla", "", {EVERY_MODE: _NOT_BUILT}),
     Strategy(
         "ddp_spawn",
