@@ -16,6 +16,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from lit_dpret.callbacks.agreement import require_agreement
 from lit_dpret.callbacks.planning import PlannedRun, plan_run
 from lit_dpret.callbacks.refusals import refuse_broken_claims, refuse_replaced_sampler
 from lit_dpret.callbacks.strategies import keep_the_sampler, strategy_name
@@ -121,11 +122,13 @@ class PrivacyAccountant(Callback):
         mode: Any = getattr(module, "privacy", None)
         data: Any = getattr(trainer, "datamodule", None)
         self.run_dir = self.run_dir or Path(trainer.default_root_dir)
-        planned = ranks.together(lambda: self._planned(trainer, module, data))
-        planned = ranks.share(lambda: planned)
+        own_plan = ranks.together(lambda: self._planned(trainer, module, data))
+        planned = ranks.share(lambda: own_plan)
         self.plan, self.planned_steps = planned.plan, planned.steps
         self._in_dataset = getattr(mode, "dataset_ledger", None) is not None
         secret = ranks.share(lambda: self._secret(mode))
+        agreed = KeyedStream(secret, "agreement")
+        require_agreement(trainer, module, data, planned=own_plan, stream=agreed, ranks=ranks)
         run_id = ranks.share(lambda: self._open(module, data, planned, secret))
         stream = self._run.stream if ranks.is_first else KeyedStream(secret, run_id, secure_rng=mode.secure_rng)
         self.sampler = planned.sampler(data, stream, ranks=ranks)
@@ -231,6 +234,7 @@ class PrivacyAccountant(Callback):
         if self._begun:
             return
         self._begun = True
+        self._refuse_other_checkpoints()
         self._ranks.share(lambda: self._refuse_unknown_start(trainer))
         wrapped: Any = pl_module.optimizers()
         optimizer = wrapped.optimizer if hasattr(wrapped, "optimizer") else wrapped
@@ -240,6 +244,15 @@ class PrivacyAccountant(Callback):
         world = self._ranks.world_size  # a sum over another number of ranks has other last bits
         self._gate.begin(self._restored, (lambda: state_hash(pl_module, optimizer, world)) if replays else None)
         self._ranks.share(self._reserve)
+
+    def _refuse_other_checkpoints(self) -> None:
+        found = self._ranks.gather(self._restored)
+        for rank, position in enumerate(found):
+            if position != found[0]:
+                raise ResumeError(
+                    f"Rank {rank} went on from another checkpoint than rank 0: all must read the same file. Put the "
+                    "run folder where every machine of the job sees it."
+                )
 
     def _refuse_unknown_start(self, trainer: L.Trainer) -> None:
         if self._restored is None and self._run.intents and trainer.global_step > 0:

@@ -34,6 +34,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lit_dpret import rank_watch
 from lit_dpret.errors import ConfigurationError, LitDpretError
+from lit_dpret.privacy.ranks import lost_rank
 from lit_dpret.tasks import Fit
 from lit_dpret.tasks.parts import Parts, model_folder
 from lit_dpret.tasks.silo_command import silo_command
@@ -241,6 +242,8 @@ def explain(error: BaseException) -> str | None:
             return f"{cause.filename}: {cause.strerror}. Choose another hydra.run.dir, or mend the permissions."
         if isinstance(cause, RuntimeError) and "PytorchStreamWriter" in str(cause):
             return "a checkpoint could not be written (is the disk full?). Free space, then resume=true."
+        if (lost := lost_rank(cause)) is not None:
+            return str(lost)
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return _explain_composition(error)
     return None

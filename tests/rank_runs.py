@@ -62,16 +62,25 @@ def told(folder: Path, rank: int) -> dict[str, Any]:
 def fit(folder: Path, rank: int, world: int, *, module: str = "regression", mode: dict[str, Any] | None = None,
         data: dict[str, Any] | None = None, steps: int = 6, resume: bool = False, replay: str = "never",
         dropout: float = 0.0, shifted: bool = False, doom: dict[str, Any] | None = None,
-        trainer: dict[str, Any] | None = None, module_settings: dict[str, Any] | None = None) -> dict[str, Any]:  # fmt: skip
+        trainer: dict[str, Any] | None = None, module_settings: dict[str, Any] | None = None,
+        other: dict[str, Any] | None = None, patience: float | None = None) -> dict[str, Any]:  # fmt: skip
     """A fit whose noise is keyed by the step alone; the weights of each rank come back.
 
-    ``shifted`` begins with other weights on every rank. ``doom`` ends one rank at a moment: see `Doom`.
+    ``shifted`` begins with other weights on every rank. ``doom`` ends one rank at a moment (`doomed`). ``other`` are
+    arguments that only the last of several ranks gets. ``patience``: seconds for which ranks wait for a stuck one.
     """
+    if other is not None and rank == world - 1 > 0:
+        changed: dict[str, Any] = {
+            "module": module, "mode": mode, "data": data, "steps": steps, "resume": resume, "replay": replay,
+            "dropout": dropout, "trainer": trainer, "module_settings": module_settings,
+        }  # fmt: skip
+        return fit(folder, rank, world, doom=doom, shifted=shifted, **changed | other)
     import lightning as L
     import stand_ins
     import torch
 
     from lit_dpret.callbacks import PrivacyAccountant
+    from lit_dpret.callbacks.strategies import ddp_strategy
     from lit_dpret.privacy import gate as gate_module
     from lit_dpret.privacy import run as run_module
 
@@ -89,7 +98,9 @@ def fit(folder: Path, rank: int, world: int, *, module: str = "regression", mode
         with torch.no_grad():
             for parameter in made.parameters():
                 parameter.add_(rank)
-    settings = {"strategy": "ddp", "devices": world} if world > 1 else {}
+    settings: dict[str, Any] = {"strategy": "ddp", "devices": world} if world > 1 else {}
+    if patience is not None:
+        settings["strategy"] = ddp_strategy(timeout_minutes=patience / 60)
     runner = stand_ins.fit(
         folder, made, source, steps=steps, resume=resume,
         accountant=PrivacyAccountant(run_dir=folder, resume=resume, eps_log_points=1, replay=replay),
@@ -243,7 +254,7 @@ def shared(folder: Path, rank: int, world: int) -> dict[str, Any]:
 
 
 def one_rank(line: dict[str, Any], rank: int, port: int) -> int:
-    from lit_dpret.errors import LitDpretError
+    from lit_dpret.cli import explain
 
     world, folder = int(line["world"]), Path(line["folder"])
     if world > 1:
@@ -257,11 +268,12 @@ def one_rank(line: dict[str, Any], rank: int, port: int) -> int:
     try:
         seen = globals()[line["job"]](folder, rank, world, **line["given"])
         status = 0
-    except LitDpretError as error:
-        seen, status = {"error": type(error).__name__, "text": str(error)}, REFUSED
     except BaseException as error:
-        traceback.print_exc()
-        seen, status = {"error": type(error).__name__, "text": str(error)}, CRASHED
+        told_to_user = explain(error)
+        if told_to_user is None:
+            traceback.print_exc()
+        seen = {"error": type(error).__name__, "text": told_to_user or str(error)}
+        status = CRASHED if told_to_user is None else REFUSED
     place.write_text(json.dumps(seen), encoding="utf-8")
     return status
 
@@ -283,7 +295,7 @@ def serve() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     import stand_ins  # noqa: F401  (imported before the fork)
 
-    from lit_dpret.tasks import fit  # noqa: F401
+    from lit_dpret import cli  # noqa: F401
 
     for text in sys.stdin:
         line, port = json.loads(text), _free_port()

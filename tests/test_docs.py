@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lit_dpret.callbacks.traps import TRAPS, Trap
+from lit_dpret.privacy.strategies import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -39,3 +40,10 @@ def test_no_page_or_report_holds_a_path_of_the_machine_that_made_it() -> None:
 def test_a_name_that_is_imported_in_a_page_exists(page: Path) -> None:
     for line in re.findall(r"^from lit_dpret.* import .*$", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
         exec(line, {})
+
+
+def test_the_page_on_several_processes_holds_the_table_that_a_fit_refuses_by() -> None:
+    page = (ROOT / "docs" / "several_processes.md").read_text(encoding="utf-8")
+    modes = ["dp_sgd", "public_passages", "batch_clip", "per_example_duplicated", "logit_dp", "synthetic", "none"]
+    assert {path.stem for path in (ROOT / "configs" / "privacy").glob("*.yaml")} == set(modes)
+    assert markdown_table(modes) in page

@@ -51,6 +51,17 @@ def zero_fit(folder: Path, rank: int, world: int, *, zero: dict[str, Any] | None
             super().__init__(**settings)
             self.float()
 
+    make = rank_runs.make_module
+
+    def make_module(kind: str, *args: Any, **settings: Any) -> tuple[Any, Any]:
+        made, source = make("t5" if kind == "lora" else kind, *args, **settings)
+        if kind == "lora":
+            from peft import LoraConfig, get_peft_model
+
+            made.model = get_peft_model(made.model, LoraConfig(r=2, target_modules=["q", "v"], lora_dropout=0.0))
+        return made, source
+
+    rank_runs.make_module = make_module
     pair_stand_ins.Pairs = Pairs  # type: ignore[misc]
     pair_stand_ins._numbers = lambda texts: numbers(texts).float()
 
@@ -74,12 +85,15 @@ def keeper(masters: dict[str, Any]) -> Any:
     class Keeper(Callback):
         def on_fit_end(self, trainer: Any, module: Any) -> None:
             for name, parameter in module.named_parameters():
-                whole = master_of(parameter) if parameter.requires_grad else parameter.detach()
-                masters[name] = whole.flatten().to(torch.float32).tolist()
+                if parameter.requires_grad:
+                    masters[name] = master_of(parameter).flatten().to(torch.float32).tolist()
             if getattr(trainer.strategy, "handover", None) is not None:
                 state = trainer.strategy.handover.optimizer_state()
-                found = {f"state {key} {name}": value.flatten().tolist()
-                         for key, whole in state.get("states", {}).items() for name, value in whole.items()}  # fmt: skip
+                found = {
+                    f"{key} {name}": value.flatten().tolist()
+                    for key, whole in state.get("states", {}).items()
+                    for name, value in whole.items()
+                }
                 masters["momenta"] = [x for _, value in sorted(found.items()) for x in value]
                 masters["steps"] = [x for values in state.get("numbers", {}).values() for x in values]
 

@@ -214,6 +214,14 @@ class PairModule(PrivateModule):
         if self._takes_whole_batches and stage == "fit" and self.trainer.world_size > 1:
             raise self._cut(f"trainer.devices: {self.trainer.world_size} processes share each logical batch")
 
+        negatives = getattr(self, "_negatives", None)
+        in_batch = None if negatives is None else negatives.of_rows.in_batch
+        if stage == "fit" and self.trainer.world_size > 1 and in_batch is not None and in_batch.gather:
+            raise ConfigurationError(
+                "model.negatives.in_batch.gather=true waits for rows of every process in each pass, and a draw "
+                "may leave a process without any: the job would hang. Set it to false, or train in a loop of your own."
+            )
+
     def training_step(self, batch: UnitBatch, batch_idx: int) -> None:
         if self._takes_whole_batches and not (batch.last and batch.part == 0):
             raise self._cut(f"A logical batch was cut into physical batches of {len(batch.mask)} units")

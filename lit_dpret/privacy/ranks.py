@@ -28,7 +28,25 @@ BUCKET = 25_000_000
 #: How long a rank waits for what another one decides or writes (an export, a card); a dead process is noticed at once.
 PATIENCE = timedelta(hours=2)
 
-_made: dict[Any, tuple[Any, Any]] = {}
+# What gloo and NCCL say of a peer that is gone or too late; gloo raises it as a bare RuntimeError.
+_BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "TCPStore",
+           "Broken pipe")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Process groups beside the default one.
+
+    On a SIGTERM Lightning broadcasts in the default group from within its signal handler, at any moment: that must
+    not be taken for a part of a sum.
+    """
+
+    sums: Any
+    quick: Any
+    patient: Any
+
+
+_made: dict[Any, _Groups] = {}
 
 
 @dataclass(frozen=True)
@@ -76,17 +94,17 @@ class Ranks:
         """
         if self.world_size == 1:
             return
-        with _noticing_death():
-            sums, decisions = _groups()
+        with noticing_death():
+            groups = _groups()
             for bucket in _buckets([tensors[name] for name in sorted(tensors)]):
                 wide = torch.promote_types(bucket[0].dtype, torch.float32)
                 flat = torch.cat([tensor.detach().reshape(-1).to(wide) for tensor in bucket])
-                dist.all_reduce(flat, group=sums)
+                dist.all_reduce(flat, group=groups.sums)
                 totals = torch.split(flat, [tensor.numel() for tensor in bucket])
                 for tensor, total in zip(bucket, totals, strict=True):
                     tensor.detach().copy_(total.view_as(tensor))
             if counts is not None:
-                dist.all_reduce(counts, group=decisions)
+                dist.all_reduce(counts, group=groups.quick)
 
     def sum_rows(self, rows: Tensor) -> Tensor:
         """Add matrices up over all ranks; each rank gets its own row of the total.
@@ -103,8 +121,8 @@ class Ranks:
         if self.world_size == 1:
             return rows[0]
         total = torch.empty_like(rows[0])
-        with _noticing_death():
-            dist.reduce_scatter(total, list(rows), group=_groups()[0])
+        with noticing_death():
+            dist.reduce_scatter(total, list(rows), group=_groups().sums)
         return total
 
     def gather_rows(self, row: Tensor) -> Tensor | None:
@@ -121,14 +139,14 @@ class Ranks:
         """
         if self.world_size == 1:
             return row.detach().cpu()[None]
-        with _noticing_death():
-            group = _groups()[0]
+        with noticing_death():
+            group = _groups().sums
             sent = row.detach().to(torch.device("cuda")) if dist.get_backend(group) == "nccl" else row.detach().cpu()
             told = [torch.empty_like(sent) for _ in range(self.world_size)] if self.is_first else None
             dist.gather(sent, told, dst=0, group=group)
         return None if told is None else torch.stack([each.cpu() for each in told])
 
-    def share(self, work: Callable[[], T]) -> T:
+    def share(self, work: Callable[[], T], *, quick: bool = False) -> T:
         """Let rank 0 do ``work`` and hand every rank its result, or its error.
 
         Guarantees:
@@ -137,9 +155,10 @@ class Ranks:
 
         Args:
             work: Its result is pickled; it may be secret within the job.
+            quick: Whether the others wait no longer for it than for a sum; else they wait for an export, say.
 
         Raises:
-            WorkerError: Another rank is gone, or the error cannot be sent as it is.
+            WorkerError: Another rank is gone or stuck, or the error cannot be sent as it is.
         """
         if self.world_size == 1:
             return work()
@@ -151,8 +170,9 @@ class Ranks:
             except BaseException as error:
                 own = error
                 answer = [(False, sendable(error))]
-        with _noticing_death():
-            dist.broadcast_object_list(answer, src=0, group=_groups()[1])
+        with noticing_death():
+            groups = _groups()
+            dist.broadcast_object_list(answer, src=0, group=groups.quick if quick else groups.patient)
         if own is not None:
             raise own
         done, result = answer[0]
@@ -199,8 +219,8 @@ class Ranks:
         if self.world_size == 1:
             return [value]
         told: list[Any] = [None] * self.world_size
-        with _noticing_death():
-            dist.all_gather_object(told, value, group=_groups()[1])
+        with noticing_death():
+            dist.all_gather_object(told, value, group=_groups().patient)
         return told
 
     def barrier(self) -> None:
@@ -219,32 +239,44 @@ def sendable(error: BaseException) -> BaseException:
     return WorkerError(f"{type(error).__name__}: {error}")
 
 
+def lost_rank(error: BaseException) -> WorkerError | None:
+    """What a broken connection between ranks means, in words; None for any other error."""
+    if not isinstance(error, RuntimeError) or isinstance(error, WorkerError):
+        return None
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if not (isinstance(error, dist.DistError) or any(word in reason for word in _BROKEN)):
+        return None
+    return WorkerError(
+        "Another process of this job ended or stopped answering, so this one ends too; what that one said stands "
+        "above or in its own log. The ledger holds every step that was granted: the same command with resume=true "
+        f"goes on from the last checkpoint. ({reason})"
+    )
+
+
 @contextmanager
-def _noticing_death() -> Iterator[None]:
+def noticing_death() -> Iterator[None]:
     """Say in words what a broken connection to another rank means."""
     try:
         yield
-    except RuntimeError as error:  # gloo raises it bare, NCCL as dist.DistBackendError
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise WorkerError(
-            "Another process of this job ended or stopped answering, so this one ends too; what that one said stands "
-            "above or in its own log. The ledger holds every step that was granted: the same command with resume=true "
-            f"goes on from the last checkpoint. ({reason})"
-        ) from error
+    except RuntimeError as error:
+        lost = lost_rank(error)
+        if lost is None:
+            raise
+        raise lost from error
 
 
-def _groups() -> tuple[Any, Any]:
-    """The process groups for sums and for decisions, beside the default one.
-
-    On a SIGTERM Lightning broadcasts in the default group from within its signal handler, at any moment, which must
-    not be taken for a part of a sum. And a decision may wait for an export, much longer than a sum may take.
-    """
+def _groups() -> _Groups:
+    """The process groups of this job, made at the first word that ranks exchange."""
     world = dist.group.WORLD
     if world not in _made:
         _made.clear()
-        _made[world] = (dist.new_group(timeout=_timeout_of(world)), dist.new_group(backend="gloo", timeout=PATIENCE))
-    found: tuple[Any, Any] = _made[world]
-    return found
+        timeout = _timeout_of(world)
+        _made[world] = _Groups(
+            sums=dist.new_group(timeout=timeout),
+            quick=dist.new_group(backend="gloo", timeout=timeout),
+            patient=dist.new_group(backend="gloo", timeout=PATIENCE),
+        )
+    return _made[world]
 
 
 def _timeout_of(group: Any) -> timedelta | None:

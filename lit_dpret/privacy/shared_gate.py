@@ -80,15 +80,15 @@ class SharedGate:
 
     def require_budget(self, step: int) -> None:
         """As `ReleaseGate.require_budget`."""
-        self.ranks.share(lambda: self.own.require_budget(step))
+        self.ranks.share(lambda: self.own.require_budget(step), quick=True)
 
     def authorise(self, attempt: int, step: int, units: int, sums: dict[str, Tensor]) -> Permit:
         """As `ReleaseGate.authorise`; ``units`` and ``sums`` are those of all ranks together."""
-        return self.ranks.share(lambda: self.own.authorise(attempt, step, units, sums))
+        return self.ranks.share(lambda: self.own.authorise(attempt, step, units, sums), quick=True)
 
     def record(self, permit: Permit, update: Update) -> None:
         """As `ReleaseGate.record`."""
-        self.ranks.share(lambda: self.own.record(permit, update))
+        self.ranks.share(lambda: self.own.record(permit, update), quick=True)
         self.steps_done = permit.step + 1
 
     def share_epsilon(self) -> float:

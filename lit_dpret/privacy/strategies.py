@@ -6,7 +6,7 @@ prints it. A strategy that is in no row is refused, because nobody has shown wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 #: Stands for every privacy mode in `Strategy.refused`.
@@ -77,3 +77,30 @@ def strategy(name: str) -> Strategy:
     """The row of that name; the one of ``custom`` where there is none."""
     rows = {row.name: row for row in STRATEGIES}
     return rows.get(name, rows["custom"])
+
+
+def markdown_table(modes: Sequence[str]) -> str:
+    """The table for a reader: a row for each strategy, a column for each privacy mode, and the reasons below it.
+
+    A mode is ``yes``, a number that stands for the reason against it, or ``yes`` with the numbers of the engines that
+    are refused.
+    """
+    reasons: list[str] = []
+
+    def number(reason: str) -> str:
+        if reason not in reasons:
+            reasons.append(reason)
+        return f"[{reasons.index(reason) + 1}]"
+
+    def cell(row: Strategy, mode: str) -> str:
+        against = row.reason_against(mode)
+        if against is not None:
+            return number(against)
+        engines = {k.split("/")[1]: number(r) for k, r in row.refused.items() if k.startswith(f"{mode}/")}
+        return "; ".join(["yes", *(f"{engine} {mark}" for engine, mark in engines.items())])
+
+    lines = [f"| `trainer.strategy` | {' | '.join(f'`{mode}`' for mode in modes)} |", "| --- " * (len(modes) + 1) + "|"]
+    lines += [f"| {row.name} | {' | '.join(cell(row, mode) for mode in modes)} |" for row in STRATEGIES]
+    lines += ["", *(f"[{i}] {reason[:1].upper()}{reason[1:]}." for i, reason in enumerate(reasons, 1))]
+    how = [f"* **{row.name}**: {row.how}" for row in STRATEGIES if row.how]
+    return "\n".join([*lines, "", *how])

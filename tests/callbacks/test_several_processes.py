@@ -74,3 +74,30 @@ def test_two_ranks_make_the_update_and_the_ledger_of_one(given: dict[str, Any], 
     assert one["eps"] == first["eps"] == second["eps"] and first["global_step"] == given.get("steps", 6)
     assert one["loss"] == pytest.approx(first["loss"]) and first["loss"] == second["loss"]
     assert ledger(tmp_path / "1") == ledger(tmp_path / "2")
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"data": {"content": "b"}}, "data set"),
+        ({"data": {"physical_batch_size": 3}}, "plan and way of batching"),
+        ({"mode": {"name": "dp_sgd", "max_grad_norm": 2.0}}, "privacy setting and plan"),
+        ({"steps": 7}, "number of steps and plan"),
+        ({"module_settings": {"lr": 0.1}}, "optimizer"),
+        ({"module": "pairs", "mode": {"name": "dp_sgd"}}, "model"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_rank_that_was_started_otherwise_is_refused_by_all_before_a_ledger_is_begun(
+    other: dict[str, Any], named: str, server: Server, tmp_path: Path
+) -> None:
+    assert server.run("fit", tmp_path / "run", other=other, timeout=60) == [2, 2]
+    for rank in (0, 1):
+        assert f"Rank 1 of 2 is about to train with another {named}" in told(tmp_path / "run", rank)["text"]
+    assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
+
+
+def test_ranks_that_begin_with_other_weights_train_those_of_rank_0(server: Server, tmp_path: Path) -> None:
+    assert server.run("fit", tmp_path / "same") == [0, 0]
+    assert server.run("fit", tmp_path / "shifted", shifted=True) == [0, 0]
+    assert told(tmp_path / "shifted", 1)["weights"] == told(tmp_path / "same", 0)["weights"]
