@@ -22,7 +22,6 @@ from lit_dpret.callbacks.physical_batch import fit_physical_batch
 from lit_dpret.callbacks.planning import PlannedRun, plan_run
 from lit_dpret.callbacks.refusals import refuse_broken_claims, refuse_replaced_sampler
 from lit_dpret.callbacks.strategies import keep_the_sampler, note_sigterm_quietly, strategy_name
-from lit_dpret.callbacks.zero_settings import settle_zero
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.card import LEDGER_NAME
 from lit_dpret.privacy.dataset_account import DatasetAccount
@@ -156,8 +155,6 @@ class PrivacyAccountant(Callback):
         data.attach(self.sampler, UnitCollator(module.collate_rows, data.rows_per_unit, shape=shape))
         keep_the_sampler(trainer)
         place_early(trainer, pl_module)
-        if strategy_name(trainer) == "deepspeed":
-            settle_zero(trainer.strategy, data.physical_batch_size)
         ranks.together(lambda: mode.attach(pl_module, self.plan, stream))
         module.receive_guard(self._gate)
 

@@ -19,7 +19,6 @@ from lit_dpret.privacy.strategies import STRATEGIES, strategy
 _ROWS = {
     "SingleDeviceStrategy": "one_device",
     "ModelParallelStrategy": "fsdp",
-    "DeepSpeedStrategy": "deepspeed",
     "SingleDeviceXLAStrategy": "xla",
     "XLAStrategy": "xla_fork",
 }
@@ -53,6 +52,10 @@ def strategy_name(trainer: L.Trainer) -> str:
         return "fsdp"
     if type(found) is XLAProcesses:
         return "xla_processes"
+    if type(found).__module__ == "lit_dpret.modules.zero_strategy" and name == "ZeroStrategy":
+        return "deepspeed"
+    if name == "DeepSpeedStrategy":
+        return "plain_deepspeed"
     if not type(found).__module__.startswith(("lightning.pytorch.", "pytorch_lightning.")):
         return "custom"
     if name == "DDPStrategy":

@@ -1,61 +1,16 @@
 """Settings of DeepSpeed under which a private step is shown, and the refusal of all others.
 
 DeepSpeed is told what to do by a nested dict with some two hundred keys, many of which change what a gradient is:
-they compress it, clip it, skip it or build another optimizer. So the keys that are let through are listed, each with
-the values that are. Three more are set here, because Lightning cannot know them.
+they compress it, clip it, skip it or build another optimizer. So the keys that are let through are listed here, and
+everything else is refused by its name.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from datetime import timedelta
-from importlib.util import find_spec
 from typing import Any
 
-from lightning.pytorch.strategies import DeepSpeedStrategy
-
 from lit_dpret.errors import ConfigurationError
-
-
-def zero_strategy(
-    *,
-    stage: int = 2,
-    offload_optimizer: bool = False,
-    offload_parameters: bool = False,
-    timeout_minutes: float = 5.0,
-    **settings: Any,
-) -> DeepSpeedStrategy:
-    """Lightning's DeepSpeed strategy, with the settings that a private step is shown under.
-
-    Args:
-        stage: 1 and 2 divide master weights, optimizer state, finished gradients and noise over the ranks; 3 the
-            parameters too, which each rank gathers while it clips.
-        offload_optimizer: Keep master weights and optimizer state in host memory, and step there.
-        offload_parameters: Under stage 3, keep parameters in host memory too.
-        timeout_minutes: How long ranks wait for one that is stuck.
-        settings: Of `lightning.pytorch.strategies.DeepSpeedStrategy`.
-
-    Raises:
-        ConfigurationError: DeepSpeed is not installed, or a value is out of range.
-    """
-    if find_spec("deepspeed") is None:
-        raise ConfigurationError("trainer=deepspeed needs DeepSpeed. Run: pip install 'lit-dpret[deepspeed]'")
-    if stage not in (1, 2, 3):
-        raise ConfigurationError(f"trainer.strategy.stage={stage} is not 1, 2 or 3; trainer=ddp divides nothing.")
-    if offload_parameters and stage != 3:
-        raise ConfigurationError(
-            f"trainer.strategy.offload_parameters=true needs stage 3: under stage {stage} every rank keeps them whole."
-        )
-    if not (math.isfinite(timeout_minutes) and timeout_minutes > 0):
-        raise ConfigurationError(f"trainer.strategy.timeout_minutes={timeout_minutes} is not a positive number.")
-    return DeepSpeedStrategy(
-        stage=stage,
-        offload_optimizer=offload_optimizer,
-        offload_parameters=offload_parameters,
-        timeout=timedelta(minutes=timeout_minutes),
-        **settings,
-    )
 
 
 def refuse_zero_settings(strategy: Any, optimizer: Any) -> None:
@@ -93,19 +48,6 @@ def refuse_zero_settings(strategy: Any, optimizer: Any) -> None:
             "model.optimizer.name=adafactor averages over rows and columns, and ZeRO shows an optimizer flat parts of "
             "parameters without any: it would be another optimizer. Choose adam, adamw, adam_bc or sgd, or trainer=ddp."
         )
-
-
-def settle_zero(strategy: Any, physical_batch_size: int) -> None:
-    """Set what Lightning cannot know.
-
-    Args:
-        strategy: A `DeepSpeedStrategy` that was not refused, before its ``setup``.
-        physical_batch_size: DeepSpeed's word for speed alone: nothing is divided by it.
-    """
-    strategy.config.setdefault("train_micro_batch_size_per_gpu", physical_batch_size)
-    strategy.config.setdefault("gradient_clipping", 0.0)  # DeepSpeed's own default is 1
-    strategy.config.setdefault("zero_force_ds_cpu_optimizer", False)  # the module's optimizer, offloaded or not
-    strategy.config.setdefault("zero_allow_untested_optimizer", True)
 
 
 _CLIPS = (

@@ -1,8 +1,4 @@
-"""Tiny private runs under DeepSpeed on CPUs, each rank a process: the jobs of `rank_runs`, and those below.
-
-Lightning lets its DeepSpeed strategy run on CUDA alone. That check is taken out here; everything behind it (the
-strategy, DeepSpeed's engine, its optimizers and its checkpoints) is what runs on GPUs, over gloo.
-"""
+"""Tiny private runs under DeepSpeed on CPUs, each rank a process: the jobs of `rank_runs`, and those below."""
 
 from __future__ import annotations
 
@@ -27,23 +23,13 @@ class ZeroServer(rank_runs.Server):
 
 
 def prepare() -> None:
-    """Let Lightning's DeepSpeed strategy run on CPUs, and keep DeepSpeed from compiling kernels."""
+    """Import once what every rank needs, and keep DeepSpeed from talking and from compiling kernels."""
     import logging
 
     import deepspeed
-    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
-    from lightning.pytorch.strategies import deepspeed as strategy_module
 
     deepspeed.utils.logging.logger.setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    DeepSpeedStrategy.setup_environment = DDPStrategy.setup_environment
-    strategy_module._validate_device_index_selection = lambda devices: None
-    initialize = deepspeed.initialize
-
-    def without_index(*, args: Any, **given: Any) -> Any:  # a CPU is torch.device("cpu"), of no index
-        return initialize(args=None, **given)
-
-    deepspeed.initialize = without_index
 
 
 # -- jobs: each runs on every rank ---------------------------------------------------------------
@@ -52,11 +38,32 @@ def prepare() -> None:
 def zero_fit(folder: Path, rank: int, world: int, *, zero: dict[str, Any] | None = None, precision: str = "32-true",
              **given: Any) -> dict[str, Any]:  # fmt: skip
     """`rank_runs.fit`, under ZeRO where ``zero`` says how; the master weights of the end come back, in float32."""
+    import pair_stand_ins
     import stand_ins
-    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    from lit_dpret.modules.zero_strategy import ZeroStrategy
 
     masters: dict[str, Any] = {}
-    plain = stand_ins.fit
+    plain, numbers = stand_ins.fit, pair_stand_ins._numbers
+
+    class Pairs(pair_stand_ins.Pairs):  # DeepSpeed knows no float64
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            self.float()
+
+    make = rank_runs.make_module
+
+    def make_module(kind: str, *args: Any, **settings: Any) -> tuple[Any, Any]:
+        made, source = make("t5" if kind == "lora" else kind, *args, **settings)
+        if kind == "lora":
+            from peft import LoraConfig, get_peft_model
+
+            made.model = get_peft_model(made.model, LoraConfig(r=2, target_modules=["q", "v"], lora_dropout=0.0))
+        return made, source
+
+    rank_runs.make_module = make_module
+    pair_stand_ins.Pairs = Pairs  # type: ignore[misc]
+    pair_stand_ins._numbers = lambda texts: numbers(texts).float()
 
     def fit(*args: Any, extra: list[Any] | None = None, **settings: Any) -> Any:
         return plain(*args, extra=[*(extra or []), keeper(masters)], **settings)
@@ -64,8 +71,10 @@ def zero_fit(folder: Path, rank: int, world: int, *, zero: dict[str, Any] | None
     stand_ins.fit = fit
     trainer: dict[str, Any] = {"precision": precision}
     if zero is not None:
-        trainer |= {"strategy": DeepSpeedStrategy(**zero), "devices": world}
-    return rank_runs.fit(folder, rank, world, trainer=trainer, **given) | {"weights": masters}
+        trainer |= {"strategy": ZeroStrategy(**zero), "devices": world}
+    seen = rank_runs.fit(folder, rank, world, trainer=trainer, **given)
+    found = {key: masters.pop(key, []) for key in ("momenta", "steps")}
+    return seen | {"weights": masters} | found
 
 
 def keeper(masters: dict[str, Any]) -> Any:
@@ -74,10 +83,19 @@ def keeper(masters: dict[str, Any]) -> Any:
     from lightning.pytorch.callbacks import Callback
 
     class Keeper(Callback):
-        def on_train_end(self, trainer: Any, module: Any) -> None:
+        def on_fit_end(self, trainer: Any, module: Any) -> None:
             for name, parameter in module.named_parameters():
-                whole = master_of(parameter) if parameter.requires_grad else parameter.detach()
-                masters[name] = whole.flatten().to(torch.float32).tolist()
+                if parameter.requires_grad:
+                    masters[name] = master_of(parameter).flatten().to(torch.float32).tolist()
+            if getattr(trainer.strategy, "handover", None) is not None:
+                state = trainer.strategy.handover.optimizer_state()
+                found = {
+                    f"{key} {name}": value.flatten().tolist()
+                    for key, whole in state.get("states", {}).items()
+                    for name, value in whole.items()
+                }
+                masters["momenta"] = [x for _, value in sorted(found.items()) for x in value]
+                masters["steps"] = [x for values in state.get("numbers", {}).values() for x in values]
 
     return Keeper()
 

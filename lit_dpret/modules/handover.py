@@ -30,13 +30,19 @@ class Handover(Protocol):
         """At which flat index of its parameter each flat tensor of ``add_up`` begins; None for shaped ones."""
 
     def whole(self) -> AbstractContextManager[object]:
-        """Inside, every parameter is whole on every rank, and stays the same object."""
+        """Inside, every parameter is whole on every rank, and stays the same object; afterwards it is as before."""
+
+    def clipping(self) -> AbstractContextManager[object]:
+        """As ``whole``, around each physical batch; parameters may stay whole until ``add_up``."""
 
     def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """The sums over all ranks, in float32 or wider: what this rank has to noise of them."""
 
     def give(self, gradients: Mapping[str, Tensor], optimizer: object) -> None:
         """Put noised gradients, whole or in the pieces of ``add_up``, where the optimizer's next step takes them."""
+
+    def assembled(self, *, here: bool) -> AbstractContextManager[object]:
+        """Inside, the module of a rank that says ``here`` has its master weights, whole, for writing it."""
 
 
 class GradHandover:
@@ -54,6 +60,12 @@ class GradHandover:
         self._module, self._ranks = module, ranks
 
     def whole(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def clipping(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def assembled(self, *, here: bool) -> AbstractContextManager[object]:
         return nullcontext()
 
     def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ a reducer of its own can take them another way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,6 @@ from lit_dpret.modules.checkpointed import Checkpointed
 from lit_dpret.modules.handover import GradHandover, Handover
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.physical_batches import PhysicalBatches, memory_advice
-from lit_dpret.modules.zero import is_engine, zero_handover
 from lit_dpret.privacy.guard import Guard, uncounted
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
 from lit_dpret.privacy.ranks import Ranks
@@ -127,19 +126,7 @@ class PrivateModule(Checkpointed):
 
             compute = torch.bfloat16 if str(self.trainer.precision) == "bf16-mixed" else None
             self._shards = Shards(self, self.device_mesh["data_parallel"], compute_dtype=compute)
-
-    @property
-    def in_shards(self) -> bool:
-        """Whether this process holds a part of each parameter only."""
-        return self._shards is not None
-
-    def whole(self) -> AbstractContextManager[None]:
-        """Within it, every rank can run the module; all ranks enter it."""
-        return nullcontext() if self._shards is None else self._shards.whole()
-
-    def assembled(self) -> AbstractContextManager[None]:
-        """Within it, rank 0 can write the module with its master weights; all ranks enter it."""
-        return nullcontext() if self._shards is None else self._shards.assembled(here=self._ranks.is_first)
+            self.receive_handover(self._shards.handover(Ranks.here()))
 
     def _planned_steps(self) -> int:
         return self.trainer.max_steps if self.trainer.max_steps > 0 else 0
@@ -148,7 +135,8 @@ class PrivateModule(Checkpointed):
         """Called by the accountant once plan, mode and ledger are ready; nothing of an earlier fit is left then."""
         self._guard = guard
         self._ranks = Ranks.here()
-        self._handover = GradHandover(self, self._ranks)
+        kept = self._shards  # of an earlier fit, whose parameters stay cut up
+        self._handover = GradHandover(self, self._ranks) if kept is None else kept.handover(self._ranks)
         self._physical.begin()
         self._shortage = None
         self._batches_seen, self._loss_sum = 0, 0.0
@@ -158,19 +146,28 @@ class PrivateModule(Checkpointed):
         """Called where somebody else than ``.grad`` takes the gradients, after `receive_guard` and before a step."""
         self._handover = handover
 
+    @property
+    def in_shards(self) -> bool:
+        """Whether this process finishes and keeps a part of each parameter only."""
+        return self._handover.in_parts
+
+    def whole(self) -> AbstractContextManager[object]:
+        """Within it, every rank can run the module; all ranks enter it."""
+        return self._handover.whole()
+
+    def assembled(self) -> AbstractContextManager[object]:
+        """Within it, rank 0 can write the module with its master weights; all ranks enter it."""
+        return self._handover.assembled(here=self._ranks.is_first)
+
     def on_train_start(self) -> None:
         if self._guard is None:
             raise uncounted(type(self).__name__)
-        if self._shards is not None:
-            self.receive_handover(self._shards.handover(self._ranks))
-        elif is_engine(self.trainer.model):
-            self.receive_handover(zero_handover(self.trainer.model, self, self._ranks))
 
     def training_step(self, batch: UnitBatch, batch_idx: int) -> None:
         guard = self._guard
         if guard is None:
             raise uncounted(type(self).__name__)
-        with self._handover.whole():
+        with self._handover.clipping():
             self._add(batch)
         if batch.last:
             self._ranks.together(self._refuse_shortage)

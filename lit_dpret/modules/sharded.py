@@ -177,8 +177,14 @@ class _ShardHandover(GradHandover):
         self._shards = shards
 
     def whole(self) -> AbstractContextManager[object]:
+        return self._shards.whole()
+
+    def clipping(self) -> AbstractContextManager[object]:
         self._shards.gather()
         return nullcontext()
+
+    def assembled(self, *, here: bool) -> AbstractContextManager[object]:
+        return self._shards.assembled(here=here)
 
     def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         self._shards.scatter()

@@ -19,23 +19,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.modules.handover import Handover
+from lit_dpret.errors import ConfigurationError, ResumeError, UnsupportedModelError
 from lit_dpret.privacy.pieces import Piece, Pieces
 from lit_dpret.privacy.ranks import Ranks
 
 
-def is_engine(model: object) -> bool:
-    """Whether a Trainer's model is an engine of DeepSpeed."""
-    return any(base.__name__ == "DeepSpeedEngine" for base in type(model).__mro__)
-
-
-def zero_handover(engine: Any, module: nn.Module, ranks: Ranks) -> Handover:
+def zero_handover(engine: Any, module: nn.Module, ranks: Ranks) -> ZeroHandover:
     """Who takes the gradients of ``module`` for a DeepSpeed engine; called by all ranks.
 
     Args:
@@ -58,77 +53,253 @@ def zero_handover(engine: Any, module: nn.Module, ranks: Ranks) -> Handover:
     )
 
 
-class _Stage12:
-    """Stages 1 and 2: parameters are whole, a flat partition of the master weights of each group is here."""
+@dataclass(frozen=True)
+class _Group:
+    """One group of parameters as DeepSpeed flattens it on this rank.
+
+    Attributes:
+        master: The flat float32 parameter that the wrapped optimizer knows.
+        places: Where in it the piece of each parameter begins, by name.
+        held: How many elements the piece of each parameter takes in it, padding included.
+    """
+
+    master: Tensor
+    places: Mapping[str, int]
+    held: Mapping[str, int]
+
+
+class ZeroHandover:
+    """What all stages have in common: pieces of parameters in flat tensors.
+
+    Args:
+        engine: DeepSpeed's.
+        module: What it trains.
+        ranks: Its data-parallel ranks.
+        groups: The groups of the optimizer.
+        own: The pieces of this rank.
+        shapes: Of every trained parameter, whole.
+    """
+
+    def __init__(self, engine: Any, module: nn.Module, ranks: Ranks, groups: list[_Group], own: list[Piece],
+                 shapes: Mapping[str, torch.Size]) -> None:  # fmt: skip
+        self._zero, self._module, self._ranks = engine.optimizer, module, ranks
+        self._groups, self._shapes = groups, dict(shapes)
+        self._pieces = Pieces.agree(own, {name: shape.numel() for name, shape in shapes.items()}, ranks)
+
+    @property
+    def starts(self) -> Mapping[str, int] | None:
+        return self._pieces.starts
 
     in_parts = True
-
-    def __init__(self, engine: Any, module: nn.Module, ranks: Ranks) -> None:
-        self._zero = engine.optimizer
-        sizes = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
-        names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
-        self._places: list[dict[str, tuple[int, int]]] = []
-        own: list[Piece] = []
-        for group in self._zero.bit16_groups:
-            places: dict[str, tuple[int, int]] = {}
-            for parameter in group:
-                name = _name_of(parameter, names)
-                mapping = parameter._hp_mapping
-                if mapping is not None:
-                    lp, hp = mapping.lp_fragment_address, mapping.hp_fragment_address
-                    own.append(Piece(name, int(lp.start), int(lp.numel)))
-                    places[name] = (int(hp.start), int(hp.numel))
-                    _refuse_other_values(name, mapping.hp_fragment, parameter.detach().flatten()[own[-1].start :])
-            self._places.append(places)
-        self._pieces = Pieces.agree(own, sizes, ranks)
-        self.starts: Mapping[str, int] | None = self._pieces.starts
 
     def whole(self) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def clipping(self) -> AbstractContextManager[object]:
+        return self.whole()
+
     def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        return self._pieces.add_up(sums)
+        # Under stage 3, a sum that no unit touched was made in the shape of a parameter that is not here now.
+        whole = {name: total if total.shape == self._shapes[name] else total.new_zeros(self._shapes[name])
+                 for name, total in sums.items()}  # fmt: skip
+        return self._pieces.add_up(whole)
 
     def give(self, gradients: Mapping[str, Tensor], optimizer: object) -> None:
-        for index, places in enumerate(self._places):
-            master = self._zero.single_partition_of_fp32_groups[index]
-            if self._zero.cpu_offload:
-                flat = master.grad.zero_()
+        device = next((gradient.device for gradient in gradients.values()), self._groups[0].master.device)
+        for index, group in enumerate(self._groups):
+            flat = group.master.grad
+            if not self._offloads or flat is None:
+                flat = torch.zeros(group.master.shape, dtype=group.master.dtype, device=device)
+            flat.zero_()
+            for name, place in group.places.items():
+                if name in gradients:
+                    flat[place : place + len(gradients[name])].copy_(gradients[name])
+            if not self._offloads:
+                self._zero.averaged_gradients[index] = self._laid_out(group, flat)
+
+    @property
+    def _offloads(self) -> bool:
+        raise NotImplementedError
+
+    def _laid_out(self, group: _Group, flat: Tensor) -> list[Tensor]:
+        return [flat]
+
+    # -- what a checkpoint and an export need ------------------------------------------------
+
+    def masters(self) -> dict[str, Tensor]:
+        """Whole master weights by name, on rank 0, on the CPU; nothing on the others. Called by all ranks."""
+        whole = self._pieces.collect(self._parts([group.master for group in self._groups]))
+        return {name: flat.view(self._shapes[name]) for name, flat in whole.items()}
+
+    def load_masters(self, whole: Mapping[str, Tensor]) -> None:
+        """Put whole weights where master weights and parameters are.
+
+        Raises:
+            ResumeError: They are of another model.
+        """
+        self._refuse_others(whole, "weights")
+        with torch.no_grad():
+            self._lay([group.master for group in self._groups], whole)
+            self._load_parameters(whole)
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The state of the wrapped optimizer, whole, by name, on rank 0; nothing on the others. Called by all ranks."""
+        states = [self._state_of(group) for group in self._groups]
+        keys = sorted(set().union(*self._ranks.gather({key for state in states for key in state})))
+        found: dict[str, Any] = {"groups": self._settings(), "states": {}, "numbers": {}}
+        for key in keys:
+            values: list[Any] = [state.get(key) for state in states]
+            flat = [isinstance(v, Tensor) and v.dim() > 0 and v.shape == g.master.shape
+                    for v, g in zip(values, self._groups, strict=True)]  # fmt: skip
+            if all(flat):
+                found["states"][key] = self._pieces.collect(self._parts(values))
             else:
-                device = next(iter(gradients.values())).device if gradients else master.device
-                flat = torch.zeros(int(self._zero.partition_size[index]), dtype=master.dtype, device=device)
-                self._zero.averaged_gradients[index] = [flat]
-            for name, (start, count) in places.items():
-                flat[start : start + count].copy_(gradients[name])
+                found["numbers"][key] = [None if value is None else float(value) for value in values]
+        return found if self._ranks.is_first else {}
+
+    def load_optimizer_state(self, found: Mapping[str, Any]) -> None:
+        """Give the wrapped optimizer the state that `optimizer_state` found, on any number of ranks.
+
+        Raises:
+            ResumeError: It is of another model or optimizer.
+        """
+        if set(found) != {"groups", "states", "numbers"} or len(found["groups"]) != len(self._groups):
+            raise ResumeError("The checkpoint's optimizer state is not one of trainer=deepspeed for this model.")
+        for whole in found["states"].values():
+            self._refuse_others(whole, "optimizer state")
+        wrapped = self._zero.optimizer
+        for group, settings in zip(wrapped.param_groups, found["groups"], strict=True):
+            group.update(settings)
+        for index, group in enumerate(self._groups):
+            state = wrapped.state[group.master]
+            for key in found["states"]:
+                state[key] = torch.zeros_like(group.master)
+            for key, values in found["numbers"].items():
+                dtype = torch.float64 if _wide(wrapped) else torch.float32
+                state[key] = None if values[index] is None else torch.tensor(values[index], dtype=dtype)
+        for key, whole in found["states"].items():
+            self._lay([wrapped.state[group.master][key] for group in self._groups], whole)
+
+    @contextmanager
+    def assembled(self, *, here: bool) -> Iterator[None]:
+        """The master weights, whole and on the CPU, in the module of the rank that says ``here`` (rank 0)."""
+        whole = self.masters()
+        with self.whole():
+            frozen = {name: p.detach().cpu().clone() for name, p in self._module.named_parameters()
+                      if here and name not in self._shapes}  # fmt: skip
+        values = whole | frozen
+        places = [
+            (layer, local, parameter)
+            for layer in self._module.modules()
+            for local, parameter in layer._parameters.items()
+            if parameter is not None
+        ]
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        made = {name: nn.Parameter(value, requires_grad=name in self._shapes) for name, value in values.items()}
+        try:
+            for layer, local, parameter in places if here else ():
+                layer._parameters[local] = made[names[id(parameter)]]
+            yield
+        finally:
+            for layer, local, parameter in places if here else ():
+                layer._parameters[local] = parameter
+
+    def _parts(self, flats: list[Tensor]) -> dict[str, Tensor]:
+        """The own pieces out of one flat tensor per group."""
+        found: dict[str, Tensor] = {}
+        for group, flat in zip(self._groups, flats, strict=True):
+            for name, place in group.places.items():
+                if name in self._pieces.own:
+                    found[name] = flat.detach()[place : place + self._pieces.own[name].count]
+        return found
+
+    def _lay(self, flats: list[Tensor], whole: Mapping[str, Tensor]) -> None:
+        """The reverse: own pieces of whole tensors into one flat tensor per group."""
+        own = self._pieces.take(whole)
+        for group, flat in zip(self._groups, flats, strict=True):
+            for name, place in group.places.items():
+                if name in own:
+                    flat.data[place : place + len(own[name])].copy_(own[name])
+
+    def _load_parameters(self, whole: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._module.named_parameters():
+            if name in whole:
+                parameter.data.copy_(whole[name])
+
+    def _state_of(self, group: _Group) -> dict[str, Any]:
+        found: dict[str, Any] = self._zero.optimizer.state.get(group.master, {})
+        return found
+
+    def _settings(self) -> list[dict[str, Any]]:
+        groups = self._zero.optimizer.param_groups
+        return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+    def _refuse_others(self, whole: Mapping[str, Tensor], what: str) -> None:
+        wrong = [
+            name for name, shape in self._shapes.items() if name not in whole or whole[name].numel() != shape.numel()
+        ]
+        if wrong:
+            raise ResumeError(
+                f"The checkpoint's {what} are of another model: {wrong[0]} is missing or of another shape."
+            )
 
 
-class _Stage3:
-    """Stage 3: of every parameter, and of its master weights, each rank has an equal part."""
-
-    in_parts = True
+class _Stage12(ZeroHandover):
+    """Stages 1 and 2: parameters are whole, a flat partition of the master weights of each group is here."""
 
     def __init__(self, engine: Any, module: nn.Module, ranks: Ranks) -> None:
-        self._zero = engine.optimizer
+        zero = engine.optimizer
+        names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+        groups: list[_Group] = []
+        own: list[Piece] = []
+        for index, parameters in enumerate(zero.bit16_groups):
+            places: dict[str, int] = {}
+            held: dict[str, int] = {}
+            for parameter in parameters:
+                name, mapping = _name_of(parameter, names), parameter._hp_mapping
+                if mapping is not None:
+                    lp, hp = mapping.lp_fragment_address, mapping.hp_fragment_address
+                    own.append(Piece(name, int(lp.start), int(lp.numel)))
+                    places[name], held[name] = int(hp.start), int(hp.numel)
+                    _refuse_other_values(name, mapping.hp_fragment, parameter.detach().flatten()[int(lp.start) :])
+            groups.append(_Group(zero.single_partition_of_fp32_groups[index], places, held))
+        shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
+        super().__init__(engine, module, ranks, groups, own, shapes)
+
+    @property
+    def _offloads(self) -> bool:
+        return bool(self._zero.cpu_offload)
+
+
+class _Stage3(ZeroHandover):
+    """Stage 3: of every parameter, and of its master weights, each rank has an equal part."""
+
+    def __init__(self, engine: Any, module: nn.Module, ranks: Ranks) -> None:
+        zero = engine.optimizer
         # What ZeRO writes on a parameter, no type knows of.
         everything: list[tuple[str, Any]] = [(n, p) for n, p in module.named_parameters() if hasattr(p, "ds_id")]
-        self._parameters = [parameter for _, parameter in everything]
-        self._shapes = {name: torch.Size(p.ds_shape) for name, p in everything if p.requires_grad}
-        names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+        names = {id(p): name for name, p in everything if p.requires_grad}
+        groups: list[_Group] = []
         own: list[Piece] = []
-        self._groups: list[list[tuple[str, int]]] = []
-        for group in self._zero.fp16_groups:
-            parts: list[tuple[str, int]] = []
-            for parameter in group:
-                name, held = _name_of(parameter, names), int(parameter.ds_tensor.numel())
-                start = held * ranks.rank
-                own.append(Piece(name, start, max(0, min(held, int(parameter.ds_numel) - start))))
-                parts.append((name, held))
-            self._groups.append(parts)
-        self._pieces = Pieces.agree(own, {name: shape.numel() for name, shape in self._shapes.items()}, ranks)
+        for index, parameters in enumerate(zero.fp16_groups):
+            places: dict[str, int] = {}
+            held: dict[str, int] = {}
+            for parameter in parameters:
+                name, size = _name_of(parameter, names), int(parameter.ds_tensor.numel())
+                start = size * ranks.rank
+                own.append(Piece(name, start, max(0, min(size, int(parameter.ds_numel) - start))))
+                places[name], held[name] = sum(held.values()), size
+            groups.append(_Group(zero.fp32_partitioned_groups_flat[index], places, held))
+        shapes = {name: torch.Size(p.ds_shape) for name, p in everything if p.requires_grad}
+        self._parameters = [parameter for _, parameter in everything]
+        super().__init__(engine, module, ranks, groups, own, shapes)
         # They would give a layer's parameters up after its forward pass, of which the clipping pass needs all at once.
-        for hook in (*self._zero.parameter_offload.forward_hooks, *self._zero.parameter_offload.backward_hooks):
+        for hook in (*zero.parameter_offload.forward_hooks, *zero.parameter_offload.backward_hooks):
             hook.remove()
-        self.starts: Mapping[str, int] | None = self._pieces.starts
+
+    @property
+    def _offloads(self) -> bool:
+        return bool(self._zero.offload_optimizer)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -137,26 +308,19 @@ class _Stage3:
         with deepspeed.zero.GatheredParameters(self._parameters):
             yield
 
-    def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        # A sum that no unit touched was made in the shape of a parameter that is not here now.
-        whole = {name: total if total.shape == self._shapes[name] else total.new_zeros(self._shapes[name])
-                 for name, total in sums.items()}  # fmt: skip
-        return self._pieces.add_up(whole)
+    def _laid_out(self, group: _Group, flat: Tensor) -> list[Tensor]:
+        return [flat[place : place + group.held[name]] for name, place in group.places.items()]
 
-    def give(self, gradients: Mapping[str, Tensor], optimizer: object) -> None:
-        for index, parts in enumerate(self._groups):
-            master = self._zero.fp32_partitioned_groups_flat[index]
-            device = self._zero.device if not gradients else next(iter(gradients.values())).device
-            found: list[Tensor] = []
-            for name, held in parts:
-                padded = torch.zeros(held, dtype=master.dtype, device=device)
-                if name in gradients:
-                    padded[: len(gradients[name])] = gradients[name]
-                found.append(padded)
-            if self._zero.offload_optimizer:
-                master.grad.copy_(torch.cat(found))
-            else:
-                self._zero.averaged_gradients[index] = found
+    def _load_parameters(self, whole: Mapping[str, Tensor]) -> None:
+        own = self._pieces.take({name: value for name, value in whole.items() if name in self._shapes})
+        parameters: dict[str, Any] = dict(self._module.named_parameters())
+        for name, part in own.items():
+            parameters[name].ds_tensor.data[: len(part)].copy_(part)
+
+
+def _wide(optimizer: Any) -> bool:
+    """Whether an optimizer counts its steps in float64."""
+    return type(optimizer).__name__ == "DPAdamBC"
 
 
 def _name_of(parameter: nn.Parameter, names: Mapping[int, str]) -> str:

@@ -45,7 +45,7 @@ class Pieces:
     """
 
     def __init__(self, layout: Sequence[Sequence[Piece]], sizes: Mapping[str, int], ranks: Ranks) -> None:
-        self.ranks = ranks
+        self.ranks, self.sizes = ranks, dict(sizes)
         self._layout = [[piece for piece in pieces if piece.count] for pieces in layout]
         self._refuse_holes(sizes)
         self.own = {piece.name: piece for piece in self._layout[ranks.rank]}
@@ -93,6 +93,41 @@ class Pieces:
             kept.copy_(self.ranks.sum_rows(sent)[: len(kept)])
         ends = accumulate(piece.count for piece in self.own.values())
         return {name: own[end - piece.count : end] for end, (name, piece) in zip(ends, self.own.items(), strict=True)}
+
+    def collect(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Bring what each rank has of some flat tensors together on rank 0; the reverse of `take`.
+
+        Args:
+            own: The own pieces, flat, by name, all of one type; called by all ranks.
+
+        Returns:
+            Whole flat tensors by name, on the CPU, on rank 0; nothing on the others.
+
+        Raises:
+            WorkerError: Another rank is gone.
+        """
+        kinds = set().union(*self.ranks.gather({tensor.dtype for tensor in own.values()}))
+        dtype = next(iter(kinds)) if len(kinds) == 1 else torch.float32
+        row = torch.cat([torch.empty(0, dtype=dtype), *(own[name].detach().cpu().to(dtype) for name in self.own)])
+        longest = max(sum(piece.count for piece in pieces) for pieces in self._layout)
+        width = max(1, BUCKET // self.ranks.world_size)
+        whole = (
+            {name: torch.empty(size, dtype=dtype) for name, size in self.sizes.items()} if self.ranks.is_first else {}
+        )
+        for first in range(0, longest, width):
+            part = row[first : first + width]
+            count = min(width, longest - first)
+            told = self.ranks.gather_rows(torch.cat([part, part.new_zeros(count - len(part))]))
+            for pieces, line in zip(self._layout, [] if told is None else told, strict=False):
+                for place, name, where in _between(pieces, first, first + count):
+                    whole[name][where] = line[place : place + where.stop - where.start]
+        return whole
+
+    def take(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The own pieces of whole tensors, flat, by name."""
+        return {
+            name: whole[name].reshape(-1)[piece.start : piece.start + piece.count] for name, piece in self.own.items()
+        }
 
     def _refuse_holes(self, sizes: Mapping[str, int]) -> None:
         found: dict[str, list[Piece]] = {name: [] for name in sizes}

@@ -127,6 +127,27 @@ class Ranks:
             dist.reduce_scatter(total, list(rows), group=_groups().sums)
         return total
 
+    def gather_rows(self, row: Tensor) -> Tensor | None:
+        """What each rank gave, by rank, on rank 0; None on the others.
+
+        Args:
+            row: ``(n,)``; the same length and type on every rank.
+
+        Returns:
+            ``(world size, n)``, on the CPU.
+
+        Raises:
+            WorkerError: Another rank is gone.
+        """
+        if self.world_size == 1:
+            return row.detach().cpu()[None]
+        with noticing_death():
+            group = _groups().sums
+            sent = row.detach().to(torch.device("cuda")) if dist.get_backend(group) == "nccl" else row.detach().cpu()
+            told = [torch.empty_like(sent) for _ in range(self.world_size)] if self.is_first else None
+            dist.gather(sent, told, dst=0, group=group)
+        return None if told is None else torch.stack([each.cpu() for each in told])
+
     def share(self, work: Callable[[], T], *, quick: bool = False) -> T:
         """Let rank 0 do ``work`` and hand every rank its result, or its error.
 

@@ -36,7 +36,6 @@ class Strategy:
         return None
 
 
-_NOT_BUILT = "it is not built yet"
 _VALUE_DEPENDENT = "its shapes, or its branches, follow from values, and XLA would compile each of them anew"
 
 _ON_XLA = {
@@ -78,6 +77,12 @@ STRATEGIES: tuple[Strategy, ...] = (
         "",
         {EVERY_MODE: "a forked process is a copy of one that may hold open ledgers, and what its callbacks learn is "
                      "lost with it"},
+    ),
+    Strategy(
+        "plain_deepspeed",
+        "",
+        {EVERY_MODE: "its checkpoints are folders of pickles, which a kill can leave half written, and nothing tells "
+                     "a module who takes its gradients; lit_dpret.modules.zero_strategy.ZeroStrategy does both"},
     ),
     Strategy(
         "ddp_spawn",

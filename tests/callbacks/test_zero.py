@@ -35,6 +35,12 @@ MODES: dict[str, dict[str, Any]] = {
     "fewer units than ranks": {"data": SPARSE | {"size": 1, "sample_rate": 0.5}},
     "vmap, per layer": {"mode": {"name": "dp_sgd", "engine": "vmap", "clip_groups": "per_layer"}},
     "loop": {"mode": {"name": "dp_sgd", "engine": "loop"}, "data": SPARSE},
+    "opacus": {"mode": {"name": "dp_sgd", "engine": "opacus"}, "data": SPARSE},
+    "public_passages": {"module": "frozen", "data": {"expected_batch_size": None, "sample_rate": 0.3},
+                        "mode": {"name": "public_passages", "max_grad_norm": 0.1, "pool_size": 5}},
+    "per_example_duplicated": {"module": "pairs", "data": COUPLED | {"sample_rate": 0.4},
+                               "mode": {"name": "per_example_duplicated", "max_grad_norm": 0.1, "sub_batches": 3}},
+    "T5 with LoRA": {"module": "lora", "data": SPARSE},
     "logit_dp": {"module": "pairs", "data": COUPLED,
                  "mode": {"name": "logit_dp", "max_logit_grad_norm": 0.1, "sub_batches": 3}},
     "batch_clip": {"module": "pairs", "data": COUPLED,
@@ -110,3 +116,40 @@ def test_the_engine_steps_on_what_it_is_given_unrounded(
     for rank in range(3):
         seen = told(tmp_path, rank)
         assert seen["worst"] < 1e-6 and seen["here"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_checkpoint_holds_everything_whole_for_any_stage_and_any_number_of_ranks(
+    precision: str, server: ZeroServer, tmp_path: Path
+) -> None:
+    given = {"module": "t5", "data": SPARSE, "steps": 4, "precision": precision}
+    folder = tmp_path / "run"
+    assert server.run("zero_fit", folder, world=2, zero=STAGES["stage 2"], **given) == [0, 0]
+    first = told(folder, 0)
+    assert len(first["momenta"]) == 2 * len(weights(first)) and set(first["steps"]) == {4.0}
+    checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert {value.dtype for value in checkpoint["state_dict"].values()} == {torch.float32}
+    for world, stage in ((1, "stage 3"), (3, "stage 1"), (2, "stage 3, all in host memory")):
+        # All steps are made: it ends with what it read.
+        statuses = server.run("zero_fit", folder, world=world, zero=STAGES[stage], resume=True, **given)
+        assert statuses == [0] * world
+        again = told(folder, 0)
+        assert again["weights"] == first["weights"] and again["global_step"] == 4
+        assert again["momenta"] == first["momenta"] and set(again["steps"]) == {4.0}
+
+
+@pytest.mark.slow
+def test_a_run_whose_rank_was_killed_goes_on_with_another_number_of_ranks(server: ZeroServer, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    given = {"module": "t5", "data": SPARSE, "steps": 6}
+    doom = {"whose": 1, "at": 4, "how": "kill"}
+    survivor, killed = server.run("zero_fit", folder, world=2, zero=STAGES["stage 3"], doom=doom, **given)
+    assert killed == -9 and survivor != 0
+    spent = [record for record in ledger(folder) if record["kind"] == "intent"]
+    assert len(spent) >= 4
+    assert server.run("zero_fit", folder, world=3, zero=STAGES["stage 2"], resume=True, **given) == [0, 0, 0]
+    records = ledger(folder)
+    assert [r for r in records if r["kind"] == "intent"][: len(spent)] == spent
+    assert {r["step"] for r in records if r["kind"] == "release"} == set(range(6))
+    assert records[-1]["kind"] == "end" and told(folder, 0)["global_step"] == 6

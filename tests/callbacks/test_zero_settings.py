@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from lit_dpret.callbacks.zero_settings import refuse_zero_settings, settle_zero, zero_strategy
+from lit_dpret.callbacks.zero_settings import refuse_zero_settings
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.optimizers import OptimizerSpec
+from lit_dpret.modules.zero_strategy import ZeroStrategy
 
 
 def strategy(zero: dict[str, Any] | None = None, **config: Any) -> Any:
@@ -68,10 +69,22 @@ def test_a_setting_that_is_not_shown_is_refused_by_its_name(config: dict[str, An
     assert named in str(refusal.value)
 
 
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_deepspeeds_own_clipping_of_the_sum_is_off_unless_it_is_asked_for() -> None:
-    found = strategy()
-    settle_zero(found, physical_batch_size=7)
-    assert found.config["gradient_clipping"] == 0.0 and found.config["train_micro_batch_size_per_gpu"] == 7
+    found = ZeroStrategy(stage=1)
+    assert found.config["gradient_clipping"] == 0.0
+    refuse_zero_settings(found, OptimizerSpec(name="adam"))
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [({"stage": 0}, "stage=0"), ({"stage": 2, "offload_parameters": True}, "offload_parameters"),
+     ({"timeout_minutes": 0}, "timeout_minutes=0")],
+)  # fmt: skip
+def test_a_strategy_out_of_range_is_refused(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        ZeroStrategy(**settings)
 
 
 def test_an_optimizer_that_averages_over_rows_is_refused_on_flat_parts() -> None:
@@ -82,4 +95,4 @@ def test_an_optimizer_that_averages_over_rows_is_refused_on_flat_parts() -> None
 @pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
 def test_a_run_without_deepspeed_says_how_to_install_it() -> None:
     with pytest.raises(ConfigurationError, match="pip install"):
-        zero_strategy()
+        ZeroStrategy()
