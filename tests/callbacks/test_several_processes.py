@@ -131,6 +131,6 @@ def test_the_ledger_of_the_data_set_counts_a_run_once_however_many_ranks_it_has(
         mode = {"name": "dp_sgd", "dataset_ledger": str(path), "total_eps": 60.0}
         assert server.run("fit", tmp_path / f"{world}", world=world, mode=mode) == [0] * world
         lines = path.read_text(encoding="utf-8").splitlines()
-        left_out = {*_OWN, "name", "heads", "head"}
-        found.append([{k: v for k, v in json.loads(line).items() if k not in left_out} for line in lines])
+        kept = ("seq", "kind", "eps", "total_eps", "charged", "planned", "spent", "releases")
+        found.append([{k: v for k, v in json.loads(line).items() if k in kept} for line in lines])
     assert found[0] == found[1] and len(found[0]) > 1
