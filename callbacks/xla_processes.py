@@ -17,7 +17,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.strategies import SingleDeviceXLAStrategy
+from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError
@@ -57,17 +57,17 @@ class XLAProcesses(SingleDeviceXLAStrategy):
         settings.setdefault("device", 0)
         super().__init__(**settings)
 
-    @property
+    @property  # type: ignore[override]
     def world_size(self) -> int:
         """Processes of the job."""
         return int(os.environ["WORLD_SIZE"])
 
-    @property
+    @property  # type: ignore[override]
     def global_rank(self) -> int:
         """This one of them."""
         return int(os.environ["RANK"])
 
-    @property
+    @property  # type: ignore[override]
     def local_rank(self) -> int:
         """This one of those of its machine."""
         return int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
@@ -82,7 +82,7 @@ class XLAProcesses(SingleDeviceXLAStrategy):
         return self.global_rank == 0
 
     def setup_environment(self) -> None:
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=self.timeout)
         super().setup_environment()

@@ -67,8 +67,8 @@ def tuning_facts(
         chosen |= {"epsilon": value}
     elif sweep is not None:
         text, limit = f"{text} {_of_sweep(sweep)}", sweep.get("total_eps")
-        covered = sweep.get("without_privacy") == 0 and sweep.get("planned") is not None and limit is not None
-        if chosen["data"] == "private" and covered:
+        covered = sweep.get("without_privacy") == 0 and sweep.get("planned") is not None
+        if chosen["data"] == "private" and covered and limit is not None:
             accounted, chosen = True, chosen | {"epsilon": limit}
             text = _summed(sweep, limit)
     if chosen["note"]:
