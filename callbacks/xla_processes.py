@@ -57,18 +57,18 @@ class XLAProcesses(SingleDeviceXLAStrategy):
         settings.setdefault("device", 0)
         super().__init__(**settings)
 
-    @property  # type: ignore[override]
-    def world_size(self) -> int:
+    @property
+    def world_size(self) -> int:  # type: ignore[override]
         """Processes of the job."""
         return int(os.environ["WORLD_SIZE"])
 
-    @property  # type: ignore[override]
-    def global_rank(self) -> int:
+    @property
+    def global_rank(self) -> int:  # type: ignore[override]
         """This one of them."""
         return int(os.environ["RANK"])
 
-    @property  # type: ignore[override]
-    def local_rank(self) -> int:
+    @property
+    def local_rank(self) -> int:  # type: ignore[override]
         """This one of those of its machine."""
         return int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
 
