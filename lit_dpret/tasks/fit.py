@@ -133,9 +133,9 @@ def train(
     trainer: L.Trainer = make_trainer(
         default_root_dir=str(run_dir), callbacks=callbacks, logger=[MetricsFile(run_dir), *loggers]
     )
+    refuse_broken_claims(trainer, module, datamodule)  # before any data is read; the accountant asks again
     if not several_ranks:
         refuse_several_ranks(trainer)
-    refuse_broken_claims(trainer, module, datamodule)  # before any data is read; the accountant asks again
     ranks = _meet(trainer)
     ranks.in_turn(datamodule.prepare_data)
     ranks.together(lambda: datamodule.setup("fit"))
