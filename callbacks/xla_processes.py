@@ -17,7 +17,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.strategies import SingleDeviceXLAStrategy
+from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError
@@ -51,38 +51,21 @@ class XLAProcesses(SingleDeviceXLAStrategy):
                 "know which one it is. Start the command by torchrun --nproc_per_node=DEVICES, or take trainer=tpu."
             )
         self.timeout = timedelta(minutes=timeout_minutes)
-        os.environ.setdefault("TPU_VISIBLE_CHIPS", str(self.local_rank))
+        local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        os.environ.setdefault("TPU_VISIBLE_CHIPS", str(local_rank))
         for name, value in _ALONE.items():
             os.environ.setdefault(name, value)
         settings.setdefault("device", 0)
         super().__init__(**settings)
-
-    @property
-    def world_size(self) -> int:
-        """Processes of the job."""
-        return int(os.environ["WORLD_SIZE"])
-
-    @property
-    def global_rank(self) -> int:
-        """This one of them."""
-        return int(os.environ["RANK"])
-
-    @property
-    def local_rank(self) -> int:
-        """This one of those of its machine."""
-        return int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-
-    @property
-    def node_rank(self) -> int:
-        """Its machine."""
-        return int(os.environ.get("GROUP_RANK", 0))
+        self.global_rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.local_rank, self.node_rank = local_rank, int(os.environ.get("GROUP_RANK", 0))
 
     @property
     def is_global_zero(self) -> bool:
         return self.global_rank == 0
 
     def setup_environment(self) -> None:
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=self.timeout)
         super().setup_environment()
