@@ -20,7 +20,7 @@ from lit_dpret.callbacks.agreement import require_agreement
 from lit_dpret.callbacks.fixed_shapes import place_early, shape_of_batches, tie_again
 from lit_dpret.callbacks.planning import PlannedRun, plan_run
 from lit_dpret.callbacks.refusals import refuse_broken_claims, refuse_replaced_sampler
-from lit_dpret.callbacks.strategies import keep_the_sampler
+from lit_dpret.callbacks.strategies import keep_the_sampler, note_sigterm_quietly
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.card import LEDGER_NAME
 from lit_dpret.privacy.dataset_account import DatasetAccount
@@ -226,6 +226,7 @@ class PrivacyAccountant(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         refuse_replaced_sampler(trainer.train_dataloader, self.sampler)
+        note_sigterm_quietly(trainer)
         self._begin(trainer, pl_module)
         if self._gate.steps_done < self.planned_steps:
             self._gate.require_budget(self._gate.steps_done)

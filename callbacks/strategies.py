@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -85,3 +87,22 @@ def keep_the_sampler(trainer: L.Trainer) -> None:
     connector: Any = getattr(trainer, "_accelerator_connector", None)
     if hasattr(connector, "use_distributed_sampler"):
         connector.use_distributed_sampler = False
+
+
+def note_sigterm_quietly(trainer: L.Trainer) -> None:
+    """On several ranks, have a SIGTERM noted and passed on, and nothing sent from within its handler.
+
+    Lightning's handler broadcasts. A rank that is interrupted there waits for one that waits for its sum, and the job
+    ends by a timeout instead of after the step.
+    """
+    connector: Any = getattr(trainer, "_signal_connector", None)
+    if trainer.world_size == 1 or connector is None or threading.current_thread() is not threading.main_thread():
+        return
+
+    def note(signum: int, frame: Any) -> None:
+        launcher: Any = trainer.strategy.launcher
+        if not connector.received_sigterm and launcher is not None:
+            launcher.kill(signum)
+        connector.received_sigterm = True
+
+    signal.signal(signal.SIGTERM, note)

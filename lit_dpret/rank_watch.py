@@ -30,7 +30,7 @@ _HOW_TO_GO_ON = (
 def begin() -> None:
     """Join the watch: as the process that starts the others, or as one of those."""
     if is_started_by_launcher():
-        threading.Thread(target=_watch_launcher, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_watch_launcher, daemon=True).start()
         return
     os.environ[LAUNCHER] = str(os.getpid())
     log = logging.getLogger(_LIGHTNINGS_WATCH)
@@ -42,7 +42,13 @@ def begin() -> None:
 
 def is_started_by_launcher() -> bool:
     """Whether Lightning started this process as a further rank of a command of ours."""
-    return os.environ.get(LAUNCHER) == str(os.getppid()) and os.environ.get("LOCAL_RANK", "0") != "0"
+    by_others = "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ
+    return LAUNCHER in os.environ and os.environ.get("LOCAL_RANK", "0") != "0" and not by_others
+
+
+def _launcher_lives() -> bool:
+    """Whether it does; it may be gone before this process came so far as to ask."""
+    return os.environ.get(LAUNCHER) == str(os.getppid())
 
 
 def world_size() -> int:
@@ -57,8 +63,8 @@ def wait_for_launcher(*, at_most: float = 30.0) -> None:
     """Let the first process finish what it tells and writes; it would be killed as soon as this one is gone."""
     if not is_started_by_launcher():
         return
-    launcher, end = os.getppid(), time.monotonic() + at_most
-    while os.getppid() == launcher and time.monotonic() < end:
+    end = time.monotonic() + at_most
+    while _launcher_lives() and time.monotonic() < end:
         time.sleep(0.05)
 
 
@@ -88,11 +94,11 @@ class _LostRank(logging.Handler):
         sys.stderr.flush()
 
 
-def _watch_launcher(launcher: int) -> None:
+def _watch_launcher() -> None:
     """End this process soon after the one that started it; the main thread gets time to say it better."""
-    while os.getppid() == launcher:
+    while _launcher_lives():
         time.sleep(0.5)
-    time.sleep(10.0)
+    time.sleep(5.0)
     sys.stderr.write(f"error: the first process of this job ended, so this one ends too. {_HOW_TO_GO_ON}\n")
     sys.stderr.flush()
     os._exit(2)

@@ -171,7 +171,7 @@ def carded(base: type, folder: Path, data: dict[str, Any]) -> Any:
 
 
 def doomed(rank: int, *, whose: int, at: int, how: str = "kill", where: str = "batch") -> Any:
-    """A callback that ends rank ``whose`` in logical step ``at``, or ``where`` it is ``setup``."""
+    """A callback that ends rank ``whose`` (-1: every one) in logical step ``at``, or ``where`` it is ``setup``."""
     from lightning.pytorch.callbacks import Callback
 
     class Doom(Callback):
@@ -180,7 +180,7 @@ def doomed(rank: int, *, whose: int, at: int, how: str = "kill", where: str = "b
                 self.end()
 
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-            if where == "batch" and rank == whose and batch.step == at:
+            if where == "batch" and whose in (rank, -1) and batch.step == at:
                 self.end()
 
         def end(self) -> None:
@@ -188,6 +188,9 @@ def doomed(rank: int, *, whose: int, at: int, how: str = "kill", where: str = "b
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "hang":
                 time.sleep(3600)
+            if how == "sigterm":
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
             raise {"memory": MemoryError, "interrupt": KeyboardInterrupt}.get(how, RuntimeError)(f"rank {rank} {how}")
 
     return Doom()

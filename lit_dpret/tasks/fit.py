@@ -133,12 +133,9 @@ def train(
     trainer: L.Trainer = make_trainer(
         default_root_dir=str(run_dir), callbacks=callbacks, logger=[MetricsFile(run_dir), *loggers]
     )
-    if trainer.world_size > 1 and not several_ranks:
-        raise ConfigurationError(
-            f"trainer.devices and num_nodes make {trainer.world_size} processes, and this task trains in one: its "
-            "other stages would be repeated by each. Set trainer=cpu or trainer=gpu; task=fit trains on several."
-        )
     refuse_broken_claims(trainer, module, datamodule)  # before any data is read; the accountant asks again
+    if not several_ranks:
+        refuse_several_ranks(trainer)
     ranks = _meet(trainer)
     ranks.in_turn(datamodule.prepare_data)
     ranks.together(lambda: datamodule.setup("fit"))
@@ -158,6 +155,19 @@ def train(
         weights_only=True,
     )
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def refuse_several_ranks(trainer: L.Trainer) -> None:
+    """Refuse a Trainer of several processes for a task that trains among other things.
+
+    Raises:
+        ConfigurationError: It has several.
+    """
+    if trainer.world_size > 1:
+        raise ConfigurationError(
+            f"trainer.devices and num_nodes make {trainer.world_size} processes, and this task trains in one: its "
+            "other stages would be repeated by each. Set trainer=cpu or trainer=gpu; task=fit trains on several."
+        )
 
 
 def _meet(trainer: L.Trainer) -> Ranks:

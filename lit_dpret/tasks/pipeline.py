@@ -32,7 +32,7 @@ from lit_dpret.report.table import RowResult
 from lit_dpret.retrieval.runs import EvaluationResult
 from lit_dpret.retrieval.statistics import Interval
 from lit_dpret.tasks.consistency import KEPT, as_round_trip, check_round_trip
-from lit_dpret.tasks.fit import train
+from lit_dpret.tasks.fit import refuse_several_ranks, train
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.pipeline_report import tell
 from lit_dpret.tasks.retriever_stage import stage_callbacks, train_retriever
@@ -104,6 +104,7 @@ class Pipeline:
     def run(self, parts: Parts) -> dict[str, float]:
         """Run every stage that is not done yet; returns the headline numbers."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
+        refuse_several_ranks(parts.make_trainer(logger=False))
         L.seed_everything(parts.seed, verbose=False)
         self._parts = parts
         self._trips: dict[str, dict[str, Any]] = {}

@@ -78,6 +78,19 @@ def test_a_rank_that_is_stuck_ends_the_job_after_the_timeout(whose: int, server:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("whose", [-1, 0, 1])
+def test_a_sigterm_ends_the_job_after_the_step_and_it_goes_on(whose: int, server: Server, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    doom = {"whose": whose, "at": 3, "how": "sigterm"}
+    statuses = server.run("fit", folder, replay="auto", steps=STEPS, doom=doom, timeout=60)
+    assert 0 not in statuses and -9 not in statuses, "the job went on, or had to be killed"
+    assert {told(folder, rank)["error"] for rank in (0, 1)} <= {"SIGTERMException", "WorkerError"}
+    assert granted(folder) == [(0, step) for step in range(4)]
+    assert server.run("fit", folder, replay="auto", steps=STEPS, resume=True) == [0, 0]
+    assert sorted(set(granted(folder))) == [(0, step) for step in range(STEPS)]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "error"), [("memory", "MemoryError"), ("error", "RuntimeError")])
 def test_a_rank_that_fails_alone_takes_the_others_with_it(how: str, error: str, server: Server, tmp_path: Path) -> None:
     lose(server, tmp_path / "run", whose=1, at=3, how=how)

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from cards import LAW, Run, make_plan
 from rank_runs import Server, told
+
+from lit_dpret.privacy.card import subject_of, write_card
 
 # What differs between any two runs: the moment, what is hashed over it, and bits of sums that were added in turn.
 _OWN = {"time", "hash", "prev", "nonce", "update_hash", "state_hash", "sum_tag"}
@@ -101,3 +104,33 @@ def test_ranks_that_begin_with_other_weights_train_those_of_rank_0(server: Serve
     assert server.run("fit", tmp_path / "same") == [0, 0]
     assert server.run("fit", tmp_path / "shifted", shifted=True) == [0, 0]
     assert told(tmp_path / "shifted", 1)["weights"] == told(tmp_path / "same", 0)["weights"]
+
+
+@pytest.mark.slow
+def test_training_on_released_data_is_the_same_on_two_ranks(server: Server, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    made.mkdir()
+    (made / "queries.jsonl").write_text("{}\n", encoding="utf-8")
+    subject = subject_of("dataset", "synthetic queries", [made / "queries.jsonl"], root=made)
+    earlier = Run(made, make_plan(LAW)).train()
+    write_card(earlier.card(subject=subject), made)
+    earlier.ledger.close()
+    for world in (1, 2):
+        given = {"mode": {"name": "synthetic"}, "data": SPARSE | {"card": str(made)}}
+        assert server.run("fit", tmp_path / f"{world}", world=world, **given) == [0] * world
+    one, two = told(tmp_path / "1", 0), told(tmp_path / "2", 1)
+    assert (weights(one) - weights(two)).abs().max() < 1e-5
+    assert ledger(tmp_path / "1") == ledger(tmp_path / "2")
+
+
+@pytest.mark.slow
+def test_the_ledger_of_the_data_set_counts_a_run_once_however_many_ranks_it_has(server: Server, tmp_path: Path) -> None:
+    found = []
+    for world in (1, 2):
+        path = tmp_path / f"all{world}.jsonl"
+        mode = {"name": "dp_sgd", "dataset_ledger": str(path), "total_eps": 60.0}
+        assert server.run("fit", tmp_path / f"{world}", world=world, mode=mode) == [0] * world
+        lines = path.read_text(encoding="utf-8").splitlines()
+        kept = ("seq", "kind", "eps", "total_eps", "charged", "planned", "spent", "releases")
+        found.append([{k: v for k, v in json.loads(line).items() if k in kept} for line in lines])
+    assert found[0] == found[1] and len(found[0]) > 1
