@@ -11,6 +11,8 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.fixed_shape import FixedShape
 from lit_dpret.privacy.xla import cut, is_lazy, use_full_precision
 
+Shared = list[list[str]]
+
 
 def shape_of_batches(trainer: L.Trainer, module: Any, data: Any) -> FixedShape | None:
     """The shape that every physical batch is filled up to; None where a batch is as large as what was drawn.
@@ -45,16 +47,27 @@ def refuse_changing_shapes(trainer: L.Trainer, module: Any) -> None:
         )
 
 
-def place_early(trainer: L.Trainer, module: L.LightningModule) -> None:
+def place_early(trainer: L.Trainer, module: L.LightningModule) -> Shared:
     """Move the module to its XLA device before anybody looks at its parameters, and have products computed in full.
 
     There, unlike on a GPU, moving makes new parameters, and unties those that are shared. Lightning, which does this
     later, then finds everything in place.
+
+    Returns:
+        The names of the parameters that are shared, for `tie_again`: when the training is over, Lightning moves the
+        module back to the CPU, and unties them.
     """
     device = trainer.strategy.root_device
-    if is_lazy(device):
-        shared = find_shared_parameters(module)
-        module.to(device)
-        set_shared_parameters(module, shared)
-        use_full_precision(device)
-        cut(device)
+    if not is_lazy(device):
+        return []
+    shared: Any = find_shared_parameters(module)  # lists of names, though it is declared as names
+    module.to(device)
+    set_shared_parameters(module, shared)
+    use_full_precision(device)
+    cut(device)
+    return list(shared)
+
+
+def tie_again(module: L.LightningModule, shared: Shared) -> None:
+    """Share parameters as they were before the training; those of a name hold the same values."""
+    set_shared_parameters(module, shared)

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.callbacks.agreement import require_agreement
-from lit_dpret.callbacks.fixed_shapes import place_early, shape_of_batches
+from lit_dpret.callbacks.fixed_shapes import place_early, shape_of_batches, tie_again
 from lit_dpret.callbacks.physical_batch import fit_physical_batch
 from lit_dpret.callbacks.planning import PlannedRun, plan_run
 from lit_dpret.callbacks.refusals import refuse_broken_claims, refuse_replaced_sampler
@@ -154,7 +154,7 @@ class PrivacyAccountant(Callback):
         mode.fixed_shapes = shape is not None
         data.attach(self.sampler, UnitCollator(module.collate_rows, data.rows_per_unit, shape=shape))
         keep_the_sampler(trainer)
-        place_early(trainer, pl_module)
+        self._shared = place_early(trainer, pl_module)
         ranks.together(lambda: mode.attach(pl_module, self.plan, stream))
         module.receive_guard(self._gate)
 
@@ -346,6 +346,8 @@ class PrivacyAccountant(Callback):
         if not self._ended and hasattr(self, "_gate"):
             self._begin(trainer, pl_module)
             self.on_train_end(trainer, pl_module)
+        if hasattr(self, "_shared"):
+            tie_again(pl_module, self._shared)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if not hasattr(self, "_run"):  # nothing was opened yet, or this rank holds no ledger

@@ -51,31 +51,14 @@ class XLAProcesses(SingleDeviceXLAStrategy):
                 "know which one it is. Start the command by torchrun --nproc_per_node=DEVICES, or take trainer=tpu."
             )
         self.timeout = timedelta(minutes=timeout_minutes)
-        os.environ.setdefault("TPU_VISIBLE_CHIPS", str(self.local_rank))
+        local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        os.environ.setdefault("TPU_VISIBLE_CHIPS", str(local_rank))
         for name, value in _ALONE.items():
             os.environ.setdefault(name, value)
         settings.setdefault("device", 0)
         super().__init__(**settings)
-
-    @property
-    def world_size(self) -> int:  # type: ignore[override]
-        """Processes of the job."""
-        return int(os.environ["WORLD_SIZE"])
-
-    @property
-    def global_rank(self) -> int:  # type: ignore[override]
-        """This one of them."""
-        return int(os.environ["RANK"])
-
-    @property
-    def local_rank(self) -> int:  # type: ignore[override]
-        """This one of those of its machine."""
-        return int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-
-    @property
-    def node_rank(self) -> int:
-        """Its machine."""
-        return int(os.environ.get("GROUP_RANK", 0))
+        self.global_rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.local_rank, self.node_rank = local_rank, int(os.environ.get("GROUP_RANK", 0))
 
     @property
     def is_global_zero(self) -> bool:

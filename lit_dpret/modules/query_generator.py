@@ -37,6 +37,7 @@ from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.sampling import Row
+from lit_dpret.privacy.xla import on_host
 
 LossNormalisation = Literal["mean", "sum"]
 IGNORED = -100
@@ -238,7 +239,8 @@ class QueryGenerator(PrivateModule):
         Raises:
             StorageError: The folder cannot be written, or holds something that is no generator.
         """
-        return save_generator(folder, cast(PreTrainedModel, without_adapters(self.model)), self.codec)
+        with on_host(self.model):
+            return save_generator(folder, cast(PreTrainedModel, without_adapters(self.model)), self.codec)
 
     @staticmethod
     def load_model(folder: str | Path) -> GeneratorModel:

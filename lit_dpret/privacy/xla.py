@@ -10,11 +10,12 @@ the noise, and after the update. On every other device these functions do next t
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def is_lazy(device: torch.device) -> bool:
@@ -52,6 +53,30 @@ def fetch(tensors: Iterable[Tensor]) -> list[Tensor]:
     """XLA tensors on the host, by one transfer."""
     _torch_xla()
     return list(importlib.import_module("_XLAC")._xla_get_cpu_tensors([tensor.detach() for tensor in tensors]))
+
+
+@contextmanager
+def on_host(module: nn.Module) -> Iterator[None]:
+    """A module with the values of its XLA tensors on the CPU, to be written to a file; afterwards it is as before."""
+    places = [
+        (store, name, tensor)
+        for part in module.modules()
+        for store in (part._parameters, part._buffers)
+        for name, tensor in store.items()
+        if tensor is not None and is_lazy(tensor.device)
+    ]
+    copies: dict[int, Tensor] = {}
+    try:
+        for store, name, tensor in places:
+            if id(tensor) not in copies:  # what is shared stays shared
+                value = tensor.detach().cpu()
+                shared = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+                copies[id(tensor)] = shared
+            store[name] = copies[id(tensor)]  # type: ignore[assignment]
+        yield
+    finally:
+        for store, name, tensor in places:
+            store[name] = tensor  # type: ignore[assignment]
 
 
 def seed(device: torch.device, number: int) -> None:

@@ -22,8 +22,9 @@ sys.path.insert(0, str(TESTS))
 
 from tiny_generator import copy_pairs, generator  # noqa: E402
 
-from lit_dpret.callbacks import PrivacyAccountant  # noqa: E402
+from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard  # noqa: E402
 from lit_dpret.callbacks.xla_processes import XLAProcesses  # noqa: E402
+from lit_dpret.modules.query_generator import QueryGenerator  # noqa: E402
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy  # noqa: E402
 from lit_dpret.privacy.sampling import Draw  # noqa: E402
 
@@ -105,7 +106,8 @@ def run(folder: Path, *, device: str, steps: int = 4, private: bool = True, rows
         accelerator="tpu" if device == "xla" else "cpu", devices=1, max_steps=steps, max_epochs=-1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
         use_distributed_sampler=False, default_root_dir=str(folder),
-        callbacks=[accountant, *([compilations] if device == "xla" else [])], **settings_of_trainer,
+        callbacks=[accountant, PrivacyCard(run_dir=folder), *([compilations] if device == "xla" else [])],
+        **settings_of_trainer,
     )  # fmt: skip
     data = Pairs(rows_per_unit=rows_per_unit, expected=expected, physical=physical)
     fitter.fit(module, datamodule=data)
@@ -113,8 +115,13 @@ def run(folder: Path, *, device: str, steps: int = 4, private: bool = True, rows
     tied = module.model.get_input_embeddings().weight is module.model.get_output_embeddings().weight
     own = folder / "privacy_ledger.jsonl"
     lines = own.read_text(encoding="utf-8").splitlines() if own.exists() else []
+    exported = {}
+    if (folder / "model").exists():
+        model = QueryGenerator.load_model(folder / "model").model
+        exported = {name: p.detach().double().flatten().tolist() for name, p in model.named_parameters()}
     return {
         "weights": weights,
+        "exported": exported,
         "tied": tied,
         "ledger": [json.loads(line) for line in lines],
         "compilations": compilations.seen,

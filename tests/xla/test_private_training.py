@@ -65,6 +65,13 @@ def test_it_makes_the_updates_of_the_cpu(runs: Any) -> None:
     assert largest_gap(on_cpu["weights"], on_xla["weights"]) < 1e-5
 
 
+def test_the_model_that_it_exports_is_the_one_that_it_trained(runs: Any) -> None:
+    told = runs[1]
+    assert told["exported"] and all(
+        told["exported"][name.removeprefix("model.")] == weights for name, weights in told["weights"].items()
+    )
+
+
 def test_it_writes_the_ledger_of_the_cpu(runs: Any) -> None:
     changing = {"time", "hash", "prev"}
     on_cpu, on_xla = ([{k: v for k, v in line.items() if k not in changing} for line in r["ledger"]] for r in runs)

@@ -102,8 +102,8 @@ class UnitRows:
         of_unit = [row for row, slot in enumerate(slots) if real[slot]]
         facts = {"has_rows": bool(of_unit), "one_unit": len(set(slots)) == 1, "fixed": fixed}
         if fixed:
-            groups: tuple[RowGroup, ...] = (_every_slot(slots, len(real), device),)
-            return cls(unit_ids.long().to(device), mask.to(device), groups, **facts)
+            whole = (_every_slot(slots, len(real), device),)
+            return cls(unit_ids.long().to(device), mask.to(device), whole, **facts)
         rows_of: dict[int, list[int]] = {}
         for row in of_unit:
             rows_of.setdefault(slots[row], []).append(row)
