@@ -7,6 +7,7 @@ from lit_dpret.callbacks.privacy_accountant import PrivacyAccountant
 from lit_dpret.callbacks.privacy_card import PrivacyCard
 from lit_dpret.callbacks.progress import ProgressLine, StepProgress
 from lit_dpret.callbacks.retrieval_evaluation import RetrievalEvaluation
+from lit_dpret.callbacks.throughput import Throughput
 
 __all__ = [
     "Examination",
@@ -18,5 +19,6 @@ __all__ = [
     "ProgressLine",
     "RetrievalEvaluation",
     "StepProgress",
+    "Throughput",
     "examine",
 ]

@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "canaries": {"errors", "whole_file", "privacy", "audit", "datamodules", "generation", "modules", "encoders"},
     "vision": {"errors", "evaluation_mode"},
     "report": {"errors", "whole_file", "retrieval", "privacy", "textsim"},
-    "callbacks": {"errors", "privacy", "progress", "retrieval", "report", "audit", "canaries"},
+    "callbacks": {"errors", "privacy", "progress", "retrieval", "report", "audit", "canaries", "memory", "costs"},
     "federated": {
         "errors", "whole_file", "privacy", "retrieval", "encoders", "losses", "negatives", "modules", "datamodules",
         "callbacks", "progress", "report", "generation",
