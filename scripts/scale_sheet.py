@@ -176,7 +176,8 @@ runs slices of one and three layers of the real width there, and adds their time
 
 The paper's setting: 384 + 128 tokens, batch {BATCH}, Adam, bfloat16 weights with float32 copies, activations computed
 again. *Lasting* is weights, copies and Adam's moments; beside them lie the sum of clipped gradients, and in an update
-the noised gradients. Bytes of a row are an estimate (`lit_dpret.costs.memory.COPIES`).
+the noised gradients. Bytes of a row are an estimate that was held against T5-small alone (`COPIES` in
+`lit_dpret/costs/memory.py`).
 
 {table(["model", "weights", "TFLOP a row", "lasting", "sum", "peak of an update", "a row"], counted_rows())}
 
