@@ -172,6 +172,12 @@ utilisation; a real one may well differ by a factor of two either way. Ask for y
 
 runs slices of one and three layers of the real width there, and adds their times and bytes up.
 
+Three settings belong to large runs. `datamodule.physical_batch_size=auto` finds how many units fit before the first
+release, on random rows of full length; no claim depends on the answer. A step that runs out of memory all the same
+begins again in smaller batches: its draw is keyed by the step, its sum is forgotten before any noise, and it is charged
+once. `trainer.precision=bf16-true` keeps bfloat16 weights and float32 copies, which take the noised gradient in
+float32. `callbacks=with_throughput` tells speed on the terminal and in no file, because times depend on private texts.
+
 ## One private step (counted)
 
 The paper's setting: 384 + 128 tokens, batch {BATCH}, Adam, bfloat16 weights with float32 copies, activations computed
