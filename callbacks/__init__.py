@@ -7,6 +7,7 @@ from lit_dpret.callbacks.privacy_accountant import PrivacyAccountant
 from lit_dpret.callbacks.privacy_card import PrivacyCard
 from lit_dpret.callbacks.progress import ProgressLine, StepProgress
 from lit_dpret.callbacks.retrieval_evaluation import RetrievalEvaluation
+from lit_dpret.callbacks.throughput import Throughput
 from lit_dpret.callbacks.wandb_logger import PublicWandbLogger
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "PublicWandbLogger",
     "RetrievalEvaluation",
     "StepProgress",
+    "Throughput",
     "examine",
 ]

@@ -44,7 +44,9 @@ ALLOWED: dict[str, set[str]] = {
     "canaries": {"errors", "whole_file", "privacy", "audit", "datamodules", "generation", "modules", "encoders"},
     "vision": {"errors", "evaluation_mode"},
     "report": {"errors", "whole_file", "retrieval", "privacy", "textsim"},
-    "callbacks": {"errors", "memory", "privacy", "progress", "retrieval", "report", "audit", "canaries", "sweeps"},
+    "callbacks": {
+        "errors", "memory", "privacy", "progress", "retrieval", "report", "audit", "canaries", "costs", "sweeps",
+    },
     "federated": {
         "errors", "whole_file", "privacy", "retrieval", "encoders", "losses", "negatives", "modules", "datamodules",
         "callbacks", "progress", "report", "generation",

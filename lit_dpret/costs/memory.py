@@ -7,7 +7,7 @@ update is made, there are the weights, the states, the sum, the noised gradients
 The largest of these is the peak.
 
 Bytes of weights, sums and states are counted. Bytes of a row are measured on slices (`lit_dpret.costs.slices`), or
-estimated from the number of values by `COPIES`, which were fitted to such measurements. Tensors are counted: what an
+estimated from the number of values by `COPIES`. Tensors are counted: what an
 allocator keeps beside them (fragments, blocks rounded up, libraries) is not.
 """
 
@@ -23,6 +23,8 @@ STATES = {"adam": 2, "adamw": 2, "adam_bc": 2, "sgd": 1, "adafactor": 0}
 # Of the parameter that is noised: noise and noised sum, and the noise as it was added, in float64, and its squares.
 _NOISE = 28
 
+# Set by hand on T5-small at 384/128 tokens in float32: 4 percent above what its slices held, and some 20 percent above
+# with checkpointing. Other widths, and bfloat16 (taken for half), were not held against a measurement.
 #: Copies of each value of a linear layer, of an attention weight and of a logit that a row holds at the peak.
 COPIES = {"plain": (1.2, 3.4, 3.4), "checkpointing": (0.9, 0.5, 3.4)}
 

@@ -16,6 +16,7 @@ from stand_ins import Regression, dp, fit
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import OptimizerSpec
+from lit_dpret.modules.adam_bc import DPAdamBC
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
 from lit_dpret.privacy.noise import KeyedStream
@@ -218,7 +219,9 @@ def test_adam_bc_is_not_built_before_the_noise_is_known() -> None:
 def test_adam_bc_refuses_parameters_in_which_the_difference_is_rounding() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
     with pytest.raises(ConfigurationError, match="bfloat16"):
-        OptimizerSpec(name="adam_bc").build([parameter], steps=1, noise_std=1.0)
+        DPAdamBC([parameter], lr=1e-3, noise_std=1.0)
+    built = OptimizerSpec(name="adam_bc").build([parameter], steps=1, noise_std=1.0)
+    assert {each.dtype for each in built.inner.param_groups[0]["params"]} == {torch.float32}, "it works on the copies"
 
 
 @pytest.mark.parametrize(
