@@ -131,11 +131,11 @@ class ZeroStrategy(DeepSpeedStrategy):
     # -- checkpoints: one file ---------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Master weights and buffers, whole, on rank 0."""
-        masters = self._own().masters()
+        """What the module's own ``state_dict`` holds, with master weights, whole, on rank 0."""
         module: Any = self.lightning_module
-        buffers = dict(module.named_buffers()) if masters else {}
-        return masters | {name: value.detach().cpu() for name, value in buffers.items()}
+        with self._own().assembled(here=self.is_global_zero):
+            state = module.state_dict() if self.is_global_zero else {}
+        return {name: value.detach().cpu() for name, value in state.items()}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._own().optimizer_state()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from rank_runs import told
+from safetensors.torch import load_file
 from zero_runs import ZeroServer
 
 pytestmark = pytest.mark.skipif(
@@ -153,3 +157,28 @@ def test_a_run_whose_rank_was_killed_goes_on_with_another_number_of_ranks(server
     assert [r for r in records if r["kind"] == "intent"][: len(spent)] == spent
     assert {r["step"] for r in records if r["kind"] == "release"} == set(range(6))
     assert records[-1]["kind"] == "end" and told(folder, 0)["global_step"] == 6
+
+
+@pytest.mark.slow
+def test_a_command_leaves_one_folder_of_the_master_weights_and_a_checkpoint_that_needs_no_deepspeed(
+    tmp_path: Path,
+) -> None:
+    rows = [{"query": f"what is number {i}", "passage": f"number {i} is a number after {i - 1}"} for i in range(40)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    settings = [
+        "trainer=deepspeed", "trainer.strategy.stage=3", "trainer.accelerator=cpu", "trainer.devices=2",
+        "trainer.precision=bf16-mixed", "trainer.max_steps=3", "privacy.noise_multiplier=5.0", "datamodule=pairs",
+        f"datamodule.pairs={tmp_path / 'log.jsonl'}", "datamodule.expected_batch_size=8",
+        "datamodule.physical_batch_size=8", "model.max_passage_length=16", "model.max_query_length=8",
+        f"hydra.run.dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "lit_dpret", *settings]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    model = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert model and all(torch.equal(checkpoint[f"model.{name}"], value) for name, value in model.items())
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in model.values()), "not the masters"
+    card = json.loads((tmp_path / "run" / "privacy_card.json").read_text(encoding="utf-8"))
+    assert card["claim"]["epsilon"] > 0
