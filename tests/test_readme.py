@@ -10,16 +10,21 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
+from lit_dpret.cli import with_task
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TESTS = "pytest -q -n 2"
 DOCS = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "howto").glob("*.md")])
 PAGES = [README, *(page.read_text(encoding="utf-8") for page in DOCS)]
+WHOLE_LINES = [re.sub(r"\\\n\s*", "", page) for page in PAGES]  # a command may go on in the next line
 
 
 def commands() -> list[str]:
     """What follows ``python train.py`` in an indented line of a page."""
-    found = [part for page in PAGES for part in re.findall(r"^    .*?python train\.py (.*)$", page, flags=re.MULTILINE)]
+    found = [
+        part for page in WHOLE_LINES for part in re.findall(r"^    .*?python train\.py (.*)$", page, flags=re.MULTILINE)
+    ]
     return list(dict.fromkeys(part.split("&&")[0].strip() for part in found))
 
 
@@ -38,7 +43,7 @@ def test_the_readme_shows_the_main_commands() -> None:
 
 @pytest.mark.parametrize("command", commands())
 def test_a_shown_command_composes(command: str) -> None:
-    overrides = [o for o in shlex.split(command) if not o.startswith(("hydra.", "-"))]
+    overrides = [o for o in with_task(shlex.split(command)) if not o.startswith(("hydra.", "-"))]
     with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
         cfg = compose("train", overrides=["run_dir=run", *overrides])
     assert OmegaConf.to_container(cfg, resolve=True)

@@ -1,7 +1,8 @@
 """Accelerators by name, as their makers describe them; none of these numbers was measured here.
 
-Peak rates are of dense bfloat16 products with float32 accumulation. What share of it a private step reaches is not
-known before it ran: `UTILISATION` is an assumption, and every prediction that rests on it says so.
+Peak rates are of dense bfloat16 products with float32 accumulation, from memory of the makers' data sheets: look them
+up before you buy by them. What share of it a private step reaches is not known before it ran: `UTILISATION` is an
+assumption, and every prediction that rests on it says so.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from lit_dpret.errors import ConfigurationError
 
 UTILISATION = 0.3
-"""Assumed: model FLOP utilisation of a private step on a GPU. Public reports of DP training lie between 0.2 and 0.5."""
+"""Assumed: model FLOP utilisation of a private step on a GPU. Nothing supports it but that it is far from the peak."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Bytes:
         gradients: The noised gradients, float32, while the update is made.
         noise: Of the largest parameter, while it is drawn and measured.
         checked_row: What one row holds in a batch in which the engine checks itself.
-        gathered: Weights of other ranks that a forward pass needs at once, where they are sharded.
+        gathered: Weights that are gathered while batches are clipped, where they are sharded.
         row: What one row of the physical batch holds.
         rows: Rows of the physical batch.
     """

@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lit_dpret.callbacks.planning import planned_steps
+from lit_dpret.costs.prediction import check_devices, predict
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.modes import CoupledMode, GaussianMode
 from lit_dpret.privacy.plan import PrivacyPlan, describe_plan, format_plan
@@ -47,6 +48,9 @@ class Plan:
         epochs: The length of the run in passes, instead of ``trainer.max_steps``.
         measure: Run a few batches of random token ids through the clipping engine, for time and memory: of the model
             (``true``), or of slices of it (``slices``), from which those of the whole are told.
+        device: Also predict time and memory on accelerators of that name (`lit_dpret.costs.devices`); null: do not.
+        world_size: How many of them.
+        strategy: ``ddp``, ``fsdp``, ``zero1``, ``zero2`` or ``zero3``.
         plot: Draw ``plan.png``; null draws it where matplotlib is installed.
 
     Raises:
@@ -59,6 +63,9 @@ class Plan:
         units: int | None = None,
         epochs: float | None = None,
         measure: bool | Literal["slices"] = False,
+        device: str | None = None,
+        world_size: int = 1,
+        strategy: str = "ddp",
         plot: bool | None = None,
     ) -> None:
         if units is not None and (isinstance(units, bool) or not isinstance(units, int) or units < 1):
@@ -67,11 +74,18 @@ class Plan:
             raise ConfigurationError(f"task.epochs={epochs} must be a positive number.")
         if not isinstance(measure, bool) and measure != "slices":
             raise ConfigurationError(f"task.measure={measure} must be true, false or slices.")
+        if device is not None:
+            check_devices(device, world_size, strategy)
+        elif (world_size, strategy) != (1, "ddp"):
+            raise ConfigurationError(
+                f"task.world_size={world_size} and task.strategy={strategy} are of a prediction: name task.device too."
+            )
         if not isinstance(plot, bool) and plot is not None:
             raise ConfigurationError(f"task.plot={plot} must be true or false.")
         self.units = units
         self.epochs = epochs
         self.measure = measure
+        self.device, self.world_size, self.strategy = device, world_size, strategy
         self.plot = can_draw() if plot is None else plot
 
     def run(self, parts: Parts) -> dict[str, float]:
@@ -115,9 +129,13 @@ class Plan:
             outline = parts.make_outline(privacy=mode)
             costs = {"estimate": estimate(outline, plan, device, precision=precision)}
         except LitDpretError as error:
-            if self.measure:
+            if self.measure or self.device:
                 raise
             return {"why": str(error)}
+        if self.device is not None:
+            costs["prediction"] = predict(
+                outline, batch=plan.denominator, device=self.device, world=self.world_size, strategy=self.strategy
+            )
         if self.measure == "slices":
             costs["slices"] = from_slices(outline, plan, device, precision=precision, progress=progress)
         elif self.measure:

@@ -140,6 +140,8 @@ def format_cost(costs: Mapping[str, Any]) -> str:
         if (found := costs.get(name)) is not None:
             shown = [duration(found["seconds_per_step"]), duration(found["seconds_of_run"]), size(found["bytes"])]
             lines.append(f"  {name:<14}" + "".join(f"{text:>12}" for text in shown))
+    if (told := costs.get("prediction")) is not None:
+        lines += _predicted(told)
     rate = f"{facts['flops_per_second_of_products'] / 1e9:.3g} GFLOP/s"
     lines += [
         f"  Estimated from {facts['parameters']:,} weights and the {rate} that products of",
@@ -148,6 +150,19 @@ def format_cost(costs: Mapping[str, Any]) -> str:
         + ("" if len(costs) > 1 else " Closer: task.measure=slices, or true"),
     ]
     return "\n".join(lines)
+
+
+def _predicted(told: Mapping[str, Any]) -> list[str]:
+    """The prediction for other accelerators, with what it rests on."""
+    where = f"{told['world_size']} x {told['device']}, {told['strategy']}"
+    held = size(told["bytes_lasting"] + told["bytes_gathered"] + told["bytes_of_sum"])
+    if not told["rows_that_fit"]:
+        return [f"  On {where}: does not fit ({size(told['bytes_while_updating'])} on each in an update)."]
+    return [
+        f"  Predicted, not measured, on {where}: {duration(told['seconds_per_step'])} a step, {held} on",
+        f"  each while clipping, {told['rows_that_fit']} rows at once. Assumes {told['assumed_utilisation']:g} of "
+        "the peak; no messages, no noise.",
+    ]
 
 
 def _facts(outline: GeneratorOutline, plan: PrivacyPlan, device: torch.device) -> dict[str, Any]:

@@ -109,7 +109,9 @@ def test_a_command_that_does_not_tell_its_trial_of_the_sweep_is_refused(tmp_path
 def test_an_interruption_ends_the_trial_too(tmp_path: Path) -> None:
     made, _ = sweep(tmp_path, "slow")
     code = (
-        "import sys; from lit_dpret.sweeps import *; f = SweepFile.read(sys.argv[1]); "
+        # Under a shell that runs the tests in the background, an interruption would be ignored from the start.
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from lit_dpret.sweeps import *; f = SweepFile.read(sys.argv[1]); "
         "run_trials(SweepFolder.read(sys.argv[2]), f, f.trials(), offline=True)"
     )
     runner = subprocess.Popen(

@@ -17,7 +17,7 @@ from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.accounting import epsilon
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases, noise_keys
-from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
 from lit_dpret.privacy.verification import verify_chain
 from lit_dpret.tasks import Pipeline
 
@@ -112,6 +112,6 @@ def test_an_interrupted_pipeline_goes_on_where_it_was_and_spends_nothing_twice(t
     assert len(keys) == len(set(keys)) == STEPS
 
 
-def test_a_pipeline_without_a_promise_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="privacy=dp_sgd"):
-        pipeline().run(parts(tmp_path, privacy=NoPrivacy))
+def test_a_pipeline_with_another_promise_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="privacy=synthetic leaves it nothing to promise"):
+        pipeline().run(parts(tmp_path, make_privacy=SyntheticData))
