@@ -93,7 +93,7 @@ def one_rank(way: str, stage: int, bf16: bool) -> dict[str, Any]:
                 for name, piece in pieces.items():
                     piece += noise[name].flatten()[starts[name] : starts[name] + len(piece)]
                     drawn += len(piece)
-                handover.give(pieces)
+                handover.give(pieces, engine.optimizer)
             else:
                 if way == "shares":
                     finished = {name: world * (own[name] + share[ranks.rank][name]) for name in shapes}

@@ -140,7 +140,7 @@ def handed(folder: Path, rank: int, world: int, *, zero: dict[str, Any], bf16: b
     for _ in range(steps):
         # Each rank adds 1/world of it: what comes out of add_up is the gradient.
         whole = {name: torch.randn(p.shape, generator=coins) for name, p in alone.named_parameters()}
-        handover.give(handover.add_up({name: value / world for name, value in whole.items()}))
+        handover.give(handover.add_up({name: value / world for name, value in whole.items()}), engine.optimizer)
         engine.step()
         for name, parameter in alone.named_parameters():
             parameter.grad = whole[name]
