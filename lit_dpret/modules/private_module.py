@@ -170,7 +170,7 @@ class PrivateModule(Checkpointed):
         with self._handover.clipping():
             self._add(batch)
         if batch.last:
-            self._ranks.together(self._refuse_shortage)
+            self._ranks.together(self._refuse_shortage, quick=True)
             try:
                 with _wide_defaults():
                     self._logical_step(guard, batch.attempt, batch.step)
@@ -257,7 +257,7 @@ class PrivateModule(Checkpointed):
         update = self.privacy.privatize(sums, attempt=permit.attempt, step=permit.step, salt=permit.salt, **parts)
         del sums
         if self._handover.in_parts:  # each rank saw the noise of its own parts
-            update = replace(update, noise_std=min(self._ranks.gather(update.noise_std)))
+            update = replace(update, noise_std=min(self._ranks.gather(update.noise_std, quick=True)))
         optimizer = self.optimizers()
         if isinstance(optimizer, list):
             raise ConfigurationError(f"{type(self).__name__} must have exactly one optimizer.")

@@ -184,8 +184,12 @@ class Ranks:
         found: T = result
         return found
 
-    def together(self, work: Callable[[], T]) -> T:
+    def together(self, work: Callable[[], T], *, quick: bool = False) -> T:
         """Let every rank do ``work``; where it fails on one of them, all raise the error of the lowest such rank.
+
+        Args:
+            work: What each rank does.
+            quick: As in `share`.
 
         Returns:
             What it gave on this rank.
@@ -198,7 +202,7 @@ class Ranks:
             result = work()
         except BaseException as error:
             own = error
-        told = self.gather(None if own is None else sendable(own))
+        told = self.gather(None if own is None else sendable(own), quick=quick)
         if own is not None and not any(told[: self.rank]):
             raise own
         for rank, failure in enumerate(told):
@@ -216,13 +220,14 @@ class Ranks:
         self.share(lambda: own.append(work()))
         return own[0] if self.is_first else work()
 
-    def gather(self, value: Any) -> list[Any]:
-        """What each rank gave, by rank, on every rank."""
+    def gather(self, value: Any, *, quick: bool = False) -> list[Any]:
+        """What each rank gave, by rank, on every rank; ``quick`` as in `share`."""
         if self.world_size == 1:
             return [value]
         told: list[Any] = [None] * self.world_size
         with noticing_death():
-            dist.all_gather_object(told, value, group=_groups().patient)
+            groups = _groups()
+            dist.all_gather_object(told, value, group=groups.quick if quick else groups.patient)
         return told
 
     def barrier(self) -> None:

@@ -106,7 +106,7 @@ class SharedGate:
         if self.ranks.world_size == 1:
             return
         tag = sample_tag(self.stream, sums) if self._whole else ""
-        if len(set(self.ranks.gather((attempt, step, units, tag)))) > 1:
+        if len(set(self.ranks.gather((attempt, step, units, tag), quick=True))) > 1:
             raise LedgerError(
                 f"The ranks do not hold the same sum for step {step}, and each would put the same noise under its own: "
                 "sums and counts have to be added up over all ranks before the guard is asked "
