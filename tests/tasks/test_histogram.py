@@ -121,10 +121,9 @@ def test_the_chosen_queries_come_closer_to_the_histogram_and_carry_its_claim(
     facts = card["generation"]["filters"][-1]
     assert card["environment"]["hardware"].startswith("cpu") and card["environment"]["precision"] == "float32"
     kept = len((folder / "queries.jsonl").read_text().splitlines())
-    # Shares of three bins are multiples of 1 / kept, so no choice is sure to come nearer than this; the noise may have put
-    # the histogram nearer to all queries by chance.
-    granularity = 3 / (2 * kept)
-    assert facts["distance_after"] <= granularity
+    granularity = 3 / (2 * kept)  # shares of three bins are multiples of 1 / kept
+    nobody_wrote = float(ReleasedHistogram.read(histogram).target[2])  # queries of the third bin: noise alone is in it
+    assert facts["distance_after"] <= nobody_wrote + granularity
     assert facts["uses_private_data"] is False and facts["histogram_card_sha256"] == card_sha256(histogram)
     assert card["claim"]["epsilon"] == read_card(histogram)["claim"]["epsilon"]
     assert card["claim"]["epsilon"] > read_card(chain / "made" / "synthetic")["claim"]["epsilon"]
