@@ -34,7 +34,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_dpret import rank_watch
-from lit_dpret.configuration import CONFIG_MODULE, format_choices
+from lit_dpret.configuration import CONFIG_MODULE, format_choices, names
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.ranks import lost_rank
 from lit_dpret.tasks import Fit, TrialOf
@@ -251,7 +251,7 @@ def with_task(arguments: list[str]) -> list[str]:
     """
     if not arguments or "=" in arguments[0] or arguments[0][:1] in "-+~":
         return arguments
-    tasks = _options("task")
+    tasks = names("task")
     if arguments[0] not in tasks:
         words = ", ".join([*tasks, "list", "silo"])
         raise ConfigurationError(f"{arguments[0]!r} is neither a setting (name=value) nor a task: {words}.")
@@ -335,7 +335,7 @@ def _explain_composition(error: BaseException) -> str:
     choice = re.search(r"Could not find '([^']+)/([^']+)'", text)
     if choice:
         group, name = choice.groups()
-        return f"{group}={name} does not exist. Choose one of {', '.join(_options(group))}."
+        return f"{group}={name} does not exist. Choose one of {', '.join(names(group))}."
     if text.startswith("Error in call to target") and error.__cause__ is not None:  # what a constructor choked on
         where, cause = re.search(r"full_key: (\S+)", text), " ".join(str(error.__cause__).split())
         return (
@@ -359,13 +359,6 @@ def _explain_unknown_key(key: str) -> str:
         return f"{key} is not a setting."
     where = f"of {group}" if group else "at the top"
     return f"{key} is not a setting: there is no {name!r} {where}. Settings {where}: {', '.join(known) or 'none'}."
-
-
-def _options(group: str) -> list[str]:
-    from importlib.resources import files
-
-    folder = files(CONFIG_MODULE).joinpath(group)
-    return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
 
 
 def _shown_overrides() -> list[str]:

@@ -63,6 +63,12 @@ def groups() -> list[str]:
     return sorted(part.name for part in folder.iterdir() if part.is_dir() and not part.name.startswith("_"))
 
 
+def names(group: str) -> list[str]:
+    """The names of the choices of a group."""
+    folder = files(CONFIG_MODULE).joinpath(group)
+    return sorted(part.name.removesuffix(".yaml") for part in folder.iterdir() if part.name.endswith(".yaml"))
+
+
 def choices(group: str) -> list[Choice]:
     """The choices of a group, by name.
 
@@ -72,8 +78,7 @@ def choices(group: str) -> list[Choice]:
     if group not in groups():
         raise ConfigurationError(f"{group!r} is no group of settings. There are: {', '.join(groups())}.")
     folder = files(CONFIG_MODULE).joinpath(group)
-    found = sorted((part for part in folder.iterdir() if part.name.endswith(".yaml")), key=lambda part: part.name)
-    return [_read(group, part.name.removesuffix(".yaml"), part.read_text(encoding="utf-8")) for part in found]
+    return [_read(group, name, folder.joinpath(f"{name}.yaml").read_text(encoding="utf-8")) for name in names(group)]
 
 
 def top_level() -> Choice:

@@ -17,6 +17,7 @@ rounded apart is no post-processing of the noised sum.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ class _Group:
     held: Mapping[str, int]
 
 
-class ZeroHandover:
+class ZeroHandover(ABC):
     """What all stages have in common: pieces of parameters in flat tensors.
 
     Args:
@@ -118,8 +119,9 @@ class ZeroHandover:
                 self._zero.averaged_gradients[index] = self._laid_out(group, flat)
 
     @property
+    @abstractmethod
     def _offloads(self) -> bool:
-        raise NotImplementedError
+        """Whether the optimizer steps in host memory."""
 
     def _laid_out(self, group: _Group, flat: Tensor) -> list[Tensor]:
         return [flat]
