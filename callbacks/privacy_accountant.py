@@ -312,11 +312,18 @@ class PrivacyAccountant(Callback):
             self._ranks.share(self._keep_covered)
         every = max(1, -(-self.planned_steps // max(1, self.eps_log_points)))
         done = batch.step + 1
+        if (fraction := self._gate.clip_fraction) is not None:
+            self._tell(trainer, {"privacy/clip_fraction": fraction}, done)
         if done % every == 0 or done == self.planned_steps:
-            metrics = {"privacy/eps_spent": self._gate.share_epsilon(), "privacy/delta": self.plan.budget.delta}
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=done)
-            trainer.callback_metrics["privacy/eps_spent"] = torch.tensor(metrics["privacy/eps_spent"])
+            spent = {"privacy/eps_spent": self._gate.share_epsilon(), "privacy/delta": self.plan.budget.delta}
+            self._tell(trainer, spent, done)
+
+    @staticmethod
+    def _tell(trainer: L.Trainer, metrics: dict[str, float], step: int) -> None:
+        """Log public numbers by logical step: how many physical batches there were may be private."""
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=step)
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Where the number of physical batches tells the size of each draw, or that of the data set: hide it."""

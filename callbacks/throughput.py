@@ -1,5 +1,7 @@
 """How fast a run is: tokens per second and the share of the device's peak, said on the terminal.
 
+Beside them stands the share of units that were clipped, where the privacy mode releases it under noise.
+
 How long a step takes depends on how long its private texts are, and how many were drawn. Times are therefore told to
 whoever watches the run and written nowhere: not to a logger, the ledger or the card. What they are divided into is
 public: the expected batch at full lengths, never the tokens of the batch.
@@ -21,7 +23,10 @@ from lit_dpret.errors import ConfigurationError
 
 
 class Throughput(Callback):
-    """Seconds per step, tokens per second at full lengths, model FLOP utilisation, and when the run will be over.
+    """Seconds per step, tokens per second at full lengths, model FLOP utilisation, clipping, and when the run is over.
+
+    The share of clipped units is the mean of what the steps since the last line released, and is told only under
+    ``privacy.clip_fraction_budget``: it is read from what was logged, never from the gradients.
 
     Args:
         every: Logical steps between two lines.
@@ -51,9 +56,11 @@ class Throughput(Callback):
         self._peak = None if device is None else accelerator(device)
         self._clock = clock
         self._begun, self._steps = 0.0, 0
+        self._clipped: list[float] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._begun, self._steps = self._clock(), 0
+        self._clipped.clear()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -61,9 +68,14 @@ class Throughput(Callback):
         if not getattr(batch, "last", True):
             return
         self._steps += 1
+        if (clipped := trainer.callback_metrics.get("privacy/clip_fraction")) is not None:
+            self._clipped.append(float(clipped))
         if self._steps % self.every:
             return
         found = self.rates(trainer, pl_module, (self._clock() - self._begun) / self._steps)
+        if self._clipped:
+            found["clip_fraction"] = sum(self._clipped) / len(self._clipped)
+            self._clipped.clear()
         if trainer.is_global_zero:
             sys.stderr.write(f"{_line(found, self._peak.source if self._peak else '')}\n")
             sys.stderr.flush()
@@ -90,6 +102,8 @@ def _line(found: dict[str, float], source: str) -> str:
         parts.append(f"{found['tokens_per_second']:,.0f} tokens/s at full lengths and the expected batch")
     if "model_flop_utilisation" in found:
         parts.append(f"{found['model_flop_utilisation']:.1%} of the peak ({source})")
+    if "clip_fraction" in found:
+        parts.append(f"{found['clip_fraction']:.0%} of the units clipped (noised)")
     if "seconds_left" in found:
         parts.append(f"{found['seconds_left'] / 60:.3g} min left")
     return "speed: " + ", ".join(parts)

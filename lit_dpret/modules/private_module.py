@@ -252,7 +252,7 @@ class PrivateModule(Checkpointed):
         self._losses.clear()
         self._add_up_counts()
         units, starts = self.privacy.counts.units, self._handover.starts
-        permit = guard.authorise(attempt, step, units, sums)
+        permit = guard.authorise(attempt, step, units, sums | self.privacy.beside())
         parts = {} if starts is None else {"starts": starts}
         update = self.privacy.privatize(sums, attempt=permit.attempt, step=permit.step, salt=permit.salt, **parts)
         del sums

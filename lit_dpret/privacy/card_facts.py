@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from lit_dpret.errors import LedgerError, UnsupportedAccountingError
-from lit_dpret.privacy import accounting
+from lit_dpret.privacy import accounting, clip_fraction
 from lit_dpret.privacy.budget import AccountantName
 from lit_dpret.privacy.card_environment import version_of
 from lit_dpret.privacy.ceilings import attack_ceilings
@@ -164,8 +164,12 @@ def _bound_assumption(plan: PrivacyPlan) -> Assumption:
             f"The bins are public, and neighbours differ by at most {moved:.6g} in the counts.", "unverified"
         )
     if coupling is None:
+        counted = ", and the count of clipped units, which is released with it, by one" * bool(
+            plan.clip_fraction_budget
+        )
         return Assumption(
-            f"One unit moves the sum of a step by at most the clipping bound (engine: {plan.engine}).", "unverified"
+            f"One unit moves the sum of a step by at most the clipping bound (engine: {plan.engine}){counted}.",
+            "unverified",
         )
     text = f"One unit moves the sum of a step by at most {plan.sensitivity:g}: {coupling.describe(plan.max_grad_norm)}"
     if coupling.claim == "refuted":
@@ -357,6 +361,13 @@ def mechanism_facts(records: Sequence[Record], plan: PrivacyPlan | None, release
             "empty_batches": "add noise, take their step and are counted",
             "n_public": plan.n_public,
         }
+        if plan.clip_fraction_budget:
+            facts["clip_fraction"] = {
+                "budget": plan.clip_fraction_budget,
+                "standard_deviation": clip_fraction.deviation(
+                    plan.noise_multiplier, share=plan.clip_fraction_budget, denominator=plan.denominator
+                ),
+            }
         if plan.coupling is not None:
             facts["coupling"] = asdict(plan.coupling) | {
                 "text": plan.coupling.describe(plan.max_grad_norm),

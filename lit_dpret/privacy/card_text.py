@@ -125,7 +125,18 @@ def _mechanism_sentence(card: Card) -> str:
         f"Training made {done} noisy step{'' if done == 1 else 's'}{size}. Batches were drawn so: "
         f"{mechanism['law_text']}. {_bounded(card)}, and "
         f"Gaussian noise of standard deviation {_n(mechanism['noise_std'])} (noise multiplier "
-        f"{_n(mechanism['noise_multiplier'])}) was added to the sum once."
+        f"{_n(mechanism['noise_multiplier'])}) was added to the sum once.{_counted(mechanism)}"
+    )
+
+
+def _counted(mechanism: Mapping[str, Any]) -> str:
+    """What else each step let out; nothing in a card that does not say."""
+    counted = mechanism.get("clip_fraction")
+    if counted is None:
+        return ""
+    return (
+        " The share of clipped gradients was let out with each step, under the same noise (standard deviation "
+        f"{_n(counted['standard_deviation'])}), and the epsilon covers it."
     )
 
 

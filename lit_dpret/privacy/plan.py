@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, get_args
 
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.accounting import Accountant, calibrate_noise, check_supported, choose_cap
 from lit_dpret.privacy.budget import AccountantName, Neighbours, PrivacyBudget, require_choice
 from lit_dpret.privacy.coupling import Coupling, holds_under
@@ -34,7 +35,7 @@ from lit_dpret.privacy.releases import (
 __all__ = ["SAMPLINGS", "PrivacyPlan", "describe_plan", "format_plan"]
 
 # Fields that the first plans did not have. A new field goes here, and its default is what was done before it.
-_ADDED = ("clip_groups", "max_units_per_user", "coupling")
+_ADDED = ("clip_groups", "max_units_per_user", "coupling", "clip_fraction_budget")
 
 SAMPLINGS = ("truncated_poisson", "poisson", "fixed_size", "shuffle", "full_batch")
 
@@ -64,6 +65,8 @@ class PrivacyPlan:
             where nothing is declared. It changes no step, and is what the user-level epsilon is for.
         coupling: Who sees whom under a loss that couples units, and what ``max_grad_norm`` bounds then;
             None where it bounds the gradient of one unit, which depends on no other.
+        clip_fraction_budget: The share of a step's budget that pays for the count of clipped units; 0 where none is
+            released. ``sensitivity`` covers it.
 
     Raises:
         ConfigurationError: A value is out of range; the message names it.
@@ -85,6 +88,7 @@ class PrivacyPlan:
     n_public: int | None = None
     max_units_per_user: int | None = None
     coupling: Coupling | None = None
+    clip_fraction_budget: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("noise_multiplier", "max_grad_norm", "sensitivity", "denominator"):
@@ -101,6 +105,22 @@ class PrivacyPlan:
         require_choice("privacy.clip_groups", self.clip_groups, ("flat", "per_layer"))
         if self.max_units_per_user is not None:
             check_max_units(self.max_units_per_user)
+        if self.clip_fraction_budget != 0:
+            self._check_clip_fraction()
+
+    def _check_clip_fraction(self) -> None:
+        clip_fraction.check_budget(self.clip_fraction_budget)
+        if self.coupling is not None:
+            raise ConfigurationError(
+                f"privacy.clip_fraction_budget={self.clip_fraction_budget:g} counts units, and under "
+                f"privacy={self.mode} no gradient of a single unit is clipped. Set it to null."
+            )
+        needed = clip_fraction.sensitivity(self.max_grad_norm, self.clip_fraction_budget)
+        if self.sensitivity < needed * (1 - 1e-12):
+            raise ConfigurationError(
+                f"sensitivity={self.sensitivity:g} does not cover the count of clipped units that "
+                f"privacy.clip_fraction_budget={self.clip_fraction_budget:g} releases: it takes {needed:g}."
+            )
 
     @classmethod
     def build(
@@ -117,6 +137,7 @@ class PrivacyPlan:
         cap: int | None = None,
         clip: str = "abadi",
         clip_groups: str = "flat",
+        clip_fraction_budget: float = 0.0,
         accountant: AccountantName = "pld",
         engine: str = "ghost",
         mode: str = "dp_sgd",
@@ -145,6 +166,7 @@ class PrivacyPlan:
             cap: Largest batch under ``truncated_poisson``; None to have it chosen.
             clip: ``abadi`` or ``automatic``.
             clip_groups: ``flat`` or ``per_layer``.
+            clip_fraction_budget: The share of a step's budget for the count of clipped units; 0 for none.
             accountant: ``pld``, ``rdp`` or ``prv``.
             engine: The clipping engine.
             mode: The privacy mode.
@@ -162,6 +184,8 @@ class PrivacyPlan:
             if n_public < 1:
                 raise ConfigurationError("The data set has no unit: nothing can be planned.")
             budget.check_delta(n_public)
+        if clip_fraction_budget != 0:
+            clip_fraction.check_budget(clip_fraction_budget)
         law = _law(sampling, budget=budget, n=n_public, sample_rate=sample_rate, batch=expected_batch_size, cap=cap)
         counter = Accountant(delta=budget.delta, neighbours=budget.neighbours, name=accountant)
         uncapped = isinstance(law, Poisson) and sampling == "truncated_poisson"
@@ -197,7 +221,7 @@ class PrivacyPlan:
             steps=steps,
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
-            sensitivity=max_grad_norm,
+            sensitivity=clip_fraction.sensitivity(max_grad_norm, clip_fraction_budget),
             denominator=_denominator(law, budget, n_public, expected_batch_size),
             physical_batch_size=physical_batch_size,
             clip=clip,
@@ -207,6 +231,7 @@ class PrivacyPlan:
             mode=mode,
             n_public=n_public,
             max_units_per_user=max_units_per_user,
+            clip_fraction_budget=clip_fraction_budget,
         )
 
     @property

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.matrix import OTHER_BOUND
 
 WIDTH = 80
@@ -60,7 +62,7 @@ def _claim(facts: Mapping[str, Any]) -> list[str]:
 def _bound(plan: Mapping[str, Any], shared: str) -> list[str]:
     coupling = plan.get("coupling")
     if coupling is None:
-        return [f"  clipping bound       {plan['max_grad_norm']:g} ({plan['clip']}{shared})"]
+        return [f"  clipping bound       {plan['max_grad_norm']:g} ({plan['clip']}{shared})", *_clip_fraction(plan)]
     proved = {"proved": "", "declared": ", as declared for this loss", "refuted": ", which is NOT PROVED"}
     return [
         f"  clipping bound       {plan['max_grad_norm']:g} on each {coupling['bounded'].replace('_', '-')}",
@@ -70,6 +72,18 @@ def _bound(plan: Mapping[str, Any], shared: str) -> list[str]:
             "  sub-batches          ",
         ),
     ]
+
+
+def _clip_fraction(plan: Mapping[str, Any]) -> Sequence[str]:
+    share = plan.get("clip_fraction_budget")
+    if not share:
+        return []
+    seen = clip_fraction.deviation(plan["noise_multiplier"], share=share, denominator=plan["denominator"])
+    return _paragraph(
+        f"released with standard deviation {seen:.2g} each step, for {1 / math.sqrt(1 - share) - 1:.2%} more noise on "
+        "the gradient",
+        "  share of clipped     ",
+    )
 
 
 def _matrix(facts: Mapping[str, Any]) -> list[str]:

@@ -40,6 +40,7 @@ class SharedGate:
     Attributes:
         attempt: The attempt that the next step belongs to.
         steps_done: Logical steps made so far.
+        clip_fraction: What the last step released of how many units were clipped; None where it released nothing.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class SharedGate:
         self._own, self._run_id, self._sampler = gate, run_id, sampler
         self._whole = whole
         self._told: float | None = None
+        self.clip_fraction: float | None = None
         if gate is not None:
             self.attempt, self.steps_done = gate.attempt, gate.steps_done
 
@@ -117,6 +119,7 @@ class SharedGate:
         """As `ReleaseGate.record`."""
         self.ranks.share(lambda: self.own.record(permit, update), quick=True)
         self.steps_done = permit.step + 1
+        self.clip_fraction = update.clip_fraction
 
     def share_epsilon(self) -> float:
         """Epsilon spent so far, asked for by all ranks."""

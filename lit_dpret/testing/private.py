@@ -119,6 +119,8 @@ def assert_private(
         n_public=None,
         expected_batch_size=inputs.units,
         clip=mode.clip,
+        clip_groups=mode.clip_groups,
+        clip_fraction_budget=mode.clip_fraction_budget or 0.0,
         engine=mode.engine,
         mode=mode.name,
     )

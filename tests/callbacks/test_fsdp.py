@@ -46,13 +46,17 @@ def weights(seen: dict[str, Any]) -> torch.Tensor:
 
 
 def test_shards_make_the_update_and_the_ledger_of_one_process(server: Server, tmp_path: Path) -> None:
+    mode = {"name": "dp_sgd", "clip_fraction_budget": 0.1}
     for world in (1, 2):
-        assert server.run("shard_jobs:fit", tmp_path / f"{world}", world=world, data=SPARSE, steps=12) == [0] * world
+        given = {"data": SPARSE, "steps": 12, "mode": mode}
+        assert server.run("shard_jobs:fit", tmp_path / f"{world}", world=world, **given) == [0] * world
     one, first, second = (told(tmp_path / name, rank) for name, rank in (("1", 0), ("2", 0), ("2", 1)))
     assert first["weights"] == second["weights"]
     assert (weights(one) - weights(first)).abs().max() < 1e-5
     assert one["eps"] == first["eps"] == second["eps"] and first["global_step"] == 12
     assert ledger(tmp_path / "1") == ledger(tmp_path / "2")
+    told_by = [(tmp_path / name / "metrics.jsonl").read_text(encoding="utf-8") for name in "12"]
+    assert told_by[0].count("privacy/clip_fraction") == 12 and told_by[0] == told_by[1]
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:

@@ -30,6 +30,11 @@ def ledger(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if k not in _OWN} for line in lines]
 
 
+def clip_fractions(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line["privacy/clip_fraction"] for line in lines if "privacy/clip_fraction" in line]
+
+
 def weights(seen: dict[str, Any]) -> torch.Tensor:
     return torch.cat([torch.tensor(v, dtype=torch.float64) for _, v in sorted(seen["weights"].items())])
 
@@ -46,6 +51,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dp_sgd, opacus", {"mode": {"name": "dp_sgd", "engine": "opacus"}, "data": SPARSE}),
     ("dp_sgd, loop", {"mode": {"name": "dp_sgd", "engine": "loop", "clip": "automatic"}, "data": SPARSE}),
     ("dp_sgd, T5 with tied weights", {"module": "t5", "data": SPARSE | {"sample_rate": 0.1}, "steps": 4}),
+    ("dp_sgd, share of clipped units", {"mode": {"name": "dp_sgd", "clip_fraction_budget": 0.1}, "data": SPARSE}),
     ("batch_clip", {"module": "pairs", "data": COUPLED,
                     "mode": {"name": "batch_clip", "max_grad_norm": 0.1, "sub_batches": 3}}),
     ("per_example_duplicated", {"module": "pairs", "data": COUPLED | {"sample_rate": 0.4},
@@ -61,7 +67,14 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-FAST = ("dp_sgd", "dp_sgd, all rows of a unit", "logit_dp", "public_passages", "none, sub-batches")
+FAST = (
+    "dp_sgd",
+    "dp_sgd, all rows of a unit",
+    "dp_sgd, share of clipped units",
+    "logit_dp",
+    "public_passages",
+    "none, sub-batches",
+)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +90,9 @@ def test_two_ranks_make_the_update_and_the_ledger_of_one(given: dict[str, Any], 
     assert one["eps"] == first["eps"] == second["eps"] and first["global_step"] == given.get("steps", 6)
     assert one["loss"] == pytest.approx(first["loss"]) and first["loss"] == second["loss"]
     assert ledger(tmp_path / "1") == ledger(tmp_path / "2")
+    shares = clip_fractions(tmp_path / "1")
+    assert shares == clip_fractions(tmp_path / "2")
+    assert bool(shares) == ("clip_fraction_budget" in given.get("mode", {}))
 
 
 @pytest.mark.parametrize(

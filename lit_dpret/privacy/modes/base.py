@@ -35,12 +35,14 @@ class Update:
         noise_std: The standard deviation of the noise that was really added to the sum.
         sensitivity: How far one unit can move the sum (L2).
         denominator: What the noised sum was divided by.
+        clip_fraction: The noised share of units that were clipped, where the plan pays for it.
     """
 
     gradients: dict[str, Tensor]
     noise_std: float
     sensitivity: float
     denominator: float
+    clip_fraction: float | None = None
 
 
 @dataclass
@@ -107,6 +109,10 @@ class PrivacyMode(ABC):
     @abstractmethod
     def take(self) -> dict[str, Tensor]:
         """The sums of the logical step by parameter name, before noise; starts the next step."""
+
+    def beside(self) -> dict[str, Tensor]:
+        """Further coordinates of the sum of the logical step, from the counts over all ranks; noised by `privatize`."""
+        return {}
 
     def forget(self) -> None:
         """Drop what was added since the logical step began, a half-added batch included; the step begins again."""

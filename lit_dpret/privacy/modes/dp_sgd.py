@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, get_args
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.budget import AccountantName, Neighbours, Unit, require_choice
 from lit_dpret.privacy.clipping import ClipGroups, ClipStats, make_engine
 from lit_dpret.privacy.modes.gaussian import GaussianMode
@@ -33,6 +34,8 @@ class DPSGD(GaussianMode):
     Guarantees:
         - Removing one unit, or replacing its queries by nothing, moves the sum of a step by at
           most ``max_grad_norm`` before noise, however the parameters are grouped for clipping.
+        - With ``clip_fraction_budget=f`` each unit also adds one bit, whether it was clipped, and gradient and bit
+          together move the sum by at most ``max_grad_norm / sqrt(1 - f)``.
         - What `GaussianMode` guarantees.
 
     Args:
@@ -49,6 +52,8 @@ class DPSGD(GaussianMode):
         clip_groups: ``flat`` clips the gradient of all parameters together to C = ``max_grad_norm``;
             ``per_layer`` that of each of the model's K layers to C/sqrt(K), which bounds all
             together by C too (He et al. 2023, 2212.01539). The noise is the same.
+        clip_fraction_budget: The share of each step's budget, above 0 and at most 0.1, that pays for releasing
+            the noised share of units that were clipped (`lit_dpret.privacy.clip_fraction`); null releases none.
         secure_rng: Draw the noise from SHAKE-256 instead of PyTorch's generator.
         secret_file: Where the noise secret lies; null for the user's state folder.
         dataset_ledger: The file in which all runs on this data set add up; null for none. The path
@@ -78,6 +83,7 @@ class DPSGD(GaussianMode):
         engine: Engine = "ghost",
         clip: Clip = "abadi",
         clip_groups: ClipGroups = "flat",
+        clip_fraction_budget: float | None = None,
         secure_rng: bool = False,
         secret_file: str | Path | None = None,
         dataset_ledger: str | Path | None = None,
@@ -108,9 +114,12 @@ class DPSGD(GaussianMode):
         self.engine = engine
         self.clip = clip
         self.clip_groups: ClipGroups = clip_groups
+        if clip_fraction_budget is not None:
+            clip_fraction.check_budget(clip_fraction_budget)
+        self.clip_fraction_budget = clip_fraction_budget
 
     def plan(self, request: SamplingRequest, *, units: int, steps: int, module: Any = None) -> PrivacyPlan:
-        """The plan of ``steps`` logical steps; the sensitivity is ``max_grad_norm``, whatever is trained."""
+        """The plan of ``steps`` logical steps; the sensitivity follows from the settings alone, whatever is trained."""
         return self._build_plan(
             request,
             units=units,
@@ -118,6 +127,7 @@ class DPSGD(GaussianMode):
             max_grad_norm=self.max_grad_norm,
             clip=self.clip,
             clip_groups=self.clip_groups,
+            clip_fraction_budget=self.clip_fraction_budget or 0.0,
             engine=self.engine,
         )
 

@@ -14,10 +14,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
+import torch
 from scipy.stats import chi2
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.budget import AccountantName, Neighbours, PrivacyBudget, Unit, require_choice
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.groups import check_max_units
@@ -39,6 +41,8 @@ class GaussianMode(PrivacyMode):
         - The noised sum is divided by a public constant, never by the realised batch size.
         - The noise reported for a step is the noise that was measured in it: less than planned is
           reported as less.
+        - Where the plan pays for the share of clipped units, its count is one more coordinate of the sum and gets the
+          same noise; of the counts nothing else is let out.
         - A forward pass of private rows that writes a parameter or a buffer is refused (`StateWatch`).
 
     Args:
@@ -203,6 +207,18 @@ class GaussianMode(PrivacyMode):
             )
         return self._plan.noise_std / self._plan.denominator
 
+    def beside(self) -> dict[str, Tensor]:
+        plan = self._plan
+        if not plan.clip_fraction_budget:
+            return {}
+        value = clip_fraction.coordinate(
+            self.counts.clipped,
+            self.counts.units,
+            max_grad_norm=plan.max_grad_norm,
+            share=plan.clip_fraction_budget,
+        )
+        return {clip_fraction.NAME: torch.tensor(value, dtype=torch.float64)}
+
     def privatize(
         self,
         sums: dict[str, Tensor],
@@ -212,6 +228,7 @@ class GaussianMode(PrivacyMode):
         salt: str = "",
         starts: Mapping[str, int] | None = None,
     ) -> Update:
+        beside = self.beside()
         self.counts = StepCounts()
         std = self._plan.noise_std
         gradients: dict[str, Tensor] = {}
@@ -236,12 +253,25 @@ class GaussianMode(PrivacyMode):
             held.append(total.numel())
             noised.div_(self._plan.denominator)  # no narrower than the sum
             gradients[name] = like(sums[name], noised) if starts is None else noised
+        fraction = None
+        for name, total in beside.items():  # on every rank the same, from the counts of all
+            noise = self._stream.normal(
+                total.shape, attempt=attempt, step=step, parameter=name, salt=salt, dtype=total.dtype
+            ).mul_(std)
+            squares.append(noise.double().pow(2).sum())
+            held.append(total.numel())
+            fraction = clip_fraction.estimate(
+                float(total + noise),
+                max_grad_norm=self._plan.max_grad_norm,
+                share=self._plan.clip_fraction_budget,
+                denominator=self._plan.denominator,
+            )
         for device in {gradient.device for gradient in gradients.values()}:
             cut(device)
         measured = list(zip(read(squares), held, strict=True))
         measured.append((sum(added for added, _ in measured), sum(held)))
         weakest = min(std, *(_believed_std(added, count, std) for added, count in measured))
-        return Update(gradients, weakest, self._plan.sensitivity, self._plan.denominator)
+        return Update(gradients, weakest, self._plan.sensitivity, self._plan.denominator, fraction)
 
 
 @lru_cache(maxsize=4096)

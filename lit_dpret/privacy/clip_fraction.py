@@ -1,0 +1,79 @@
+r"""The share of units whose gradient was clipped, as one more coordinate of the sum that is noised anyway.
+
+How often clipping bites says whether ``max_grad_norm`` is set well, and it is a function of private gradients: it must
+not be logged as it is. Andrew et al. (1905.03871, section 2) give the count noise of its own and account for both
+together. Here it is a coordinate of the sum itself (as in McMahan et al., 1812.06210), so that there is one mechanism,
+one sensitivity and one noise, and no accountant has to know of it.
+
+With ``f`` the share of the budget and ``C`` the clipping bound, unit i adds, beside its clipped gradient,
+
+.. math:: s (2 b_i - 1), \quad s = C \sqrt{f / (1 - f)},
+
+where ``b_i`` is 1 if its norm was above C and else 0. The squared norm of both together is at most
+:math:`C^2 + s^2 = C^2 / (1 - f)`, so the sum has sensitivity :math:`C / \sqrt{1 - f}`, for a unit that is emptied,
+added or removed, and twice that for one that is replaced. Noise of ``sigma`` times that sensitivity goes into every
+coordinate: a gradient pays for the count with :math:`1 / \sqrt{1 - f}` times the noise (0.5 percent for f = 0.01), and
+the share of clipped units is seen with standard deviation :math:`\sigma / (2 B \sqrt{f})`, B the public size of a
+batch.
+"""
+
+from __future__ import annotations
+
+import math
+
+from lit_dpret.errors import ConfigurationError
+
+NAME = "clip fraction"
+"""The coordinate's name among the sums of a step; no parameter's name has a space."""
+
+MOST = 0.1
+"""More than this share of the budget for a diagnostic is taken for a mistake."""
+
+
+def check_budget(share: float) -> None:
+    """Refuse a share that is no number in (0, `MOST`].
+
+    Raises:
+        ConfigurationError: Naming ``privacy.clip_fraction_budget``.
+    """
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= MOST:
+        raise ConfigurationError(
+            f"privacy.clip_fraction_budget={share!r} is not a number above 0 and at most {MOST:g}: the share of a "
+            "step's budget that goes to the count of clipped units. Take 0.01, or null to release no count."
+        )
+
+
+def sensitivity(max_grad_norm: float, share: float) -> float:
+    """How far one unit moves the sum (L2), the count included; ``max_grad_norm`` where ``share`` is 0.
+
+    Example:
+        >>> sensitivity(0.6, 0.0)
+        0.6
+        >>> round(sensitivity(0.6, 0.1), 6)
+        0.632456
+    """
+    return max_grad_norm / math.sqrt(1 - share)
+
+
+def _scale(max_grad_norm: float, share: float) -> float:
+    """What one unit adds or takes away, in the units of the gradient: ``s``."""
+    return max_grad_norm * math.sqrt(share / (1 - share))
+
+
+def coordinate(clipped: int, units: int, *, max_grad_norm: float, share: float) -> float:
+    """The coordinate of a sum over ``units`` units of which ``clipped`` had a norm above the bound."""
+    return _scale(max_grad_norm, share) * (2 * clipped - units)
+
+
+def estimate(noised: float, *, max_grad_norm: float, share: float, denominator: float) -> float:
+    """The share of clipped units that a noised coordinate speaks of; noise may bring it below 0 or above 1.
+
+    Unbiased for a batch of ``denominator`` units; that a batch holds more or fewer shifts it as well, by half of the
+    difference at most.
+    """
+    return (1 + noised / (_scale(max_grad_norm, share) * denominator)) / 2
+
+
+def deviation(noise_multiplier: float, *, share: float, denominator: float) -> float:
+    """Standard deviation of the noise in `estimate`; public."""
+    return noise_multiplier / (2 * denominator * math.sqrt(share))
