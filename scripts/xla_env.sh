@@ -11,7 +11,7 @@ folder="${1:-.xla-venv}"
 "${PYTHON:-python3}" -m venv "$folder"
 . "$folder/bin/activate"
 pip install -q --upgrade pip
-pip install -q -e ".[tpu]" pytest
+pip install -q -e ".[tpu]" pytest pytest-xdist
 export PJRT_DEVICE=CPU OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 python -c "import torch, torch_xla; print('torch', torch.__version__, 'on', torch_xla.device())"
 pytest -q tests/xla
