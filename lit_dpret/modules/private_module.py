@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -251,8 +251,9 @@ class PrivateModule(Checkpointed):
         self._loss_sum += sum(read(self._losses))
         self._losses.clear()
         self._add_up_counts()
+        sums |= self.privacy.beside()
         units, starts = self.privacy.counts.units, self._handover.starts
-        permit = guard.authorise(attempt, step, units, sums | self.privacy.beside())
+        permit = guard.authorise(attempt, step, units, sums)
         parts = {} if starts is None else {"starts": starts}
         update = self.privacy.privatize(sums, attempt=permit.attempt, step=permit.step, salt=permit.salt, **parts)
         del sums
@@ -277,11 +278,10 @@ class PrivateModule(Checkpointed):
         if self._ranks.world_size == 1:
             return
         counts = self.privacy.counts
-        found = torch.tensor([counts.units, counts.clipped, counts.non_finite, self._loss_sum], dtype=torch.float64)
+        found = torch.tensor([*astuple(counts), self._loss_sum], dtype=torch.float64)
         self._ranks.sum_({}, found)
-        units, clipped, non_finite = (round(float(count)) for count in found[:3])
-        self.privacy.counts = StepCounts(units, clipped, non_finite)
-        self._loss_sum = float(found[3])
+        *summed, self._loss_sum = found.tolist()
+        self.privacy.counts = StepCounts(*(round(count) for count in summed))
 
     def unit_loss(self, batch: UnitBatch) -> Callable[[], Tensor]:
         """A function that runs the forward pass and returns one loss per row, ``(rows,)``.

@@ -164,13 +164,10 @@ def _bound_assumption(plan: PrivacyPlan) -> Assumption:
             f"The bins are public, and neighbours differ by at most {moved:.6g} in the counts.", "unverified"
         )
     if coupling is None:
-        counted = ", and the count of clipped units, which is released with it, by one" * bool(
-            plan.clip_fraction_budget
-        )
-        return Assumption(
-            f"One unit moves the sum of a step by at most the clipping bound (engine: {plan.engine}){counted}.",
-            "unverified",
-        )
+        bound = "the clipping bound"
+        if plan.clip_fraction_budget:
+            bound = f"{plan.sensitivity:g}, its clipped gradient and its place in the count of clipped units together"
+        return Assumption(f"One unit moves the sum of a step by at most {bound} (engine: {plan.engine}).", "unverified")
     text = f"One unit moves the sum of a step by at most {plan.sensitivity:g}: {coupling.describe(plan.max_grad_norm)}"
     if coupling.claim == "refuted":
         return Assumption(f"{text}. That number is refuted: there are data that exceed it.", False)

@@ -136,7 +136,8 @@ def _counted(mechanism: Mapping[str, Any]) -> str:
         return ""
     return (
         " The share of clipped gradients was let out with each step, under the same noise (standard deviation "
-        f"{_n(counted['standard_deviation'])}), and the epsilon covers it."
+        f"{_n(counted['standard_deviation'])}). Gradient and count of one unit together move the sum by at most "
+        f"{_n(mechanism['sensitivity'])}, to which the noise multiplier refers, so the epsilon covers both."
     )
 
 

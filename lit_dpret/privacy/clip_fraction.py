@@ -9,8 +9,9 @@ With ``f`` the share of the budget and ``C`` the clipping bound, unit i adds, be
 
 .. math:: s (2 b_i - 1), \quad s = C \sqrt{f / (1 - f)},
 
-where ``b_i`` is 1 if its norm was above C and else 0. The squared norm of both together is at most
-:math:`C^2 + s^2 = C^2 / (1 - f)`, so the sum has sensitivity :math:`C / \sqrt{1 - f}`, for a unit that is emptied,
+where ``b_i`` is 1 if its norm was above C and else 0. A unit without a gradient adds nothing: one that was emptied
+keeps its place in a batch, and must not be told from one that is not there. The squared norm of both together is at
+most :math:`C^2 + s^2 = C^2 / (1 - f)`, so the sum has sensitivity :math:`C / \sqrt{1 - f}`, for a unit that is emptied,
 added or removed, and twice that for one that is replaced. Noise of ``sigma`` times that sensitivity goes into every
 coordinate: a gradient pays for the count with :math:`1 / \sqrt{1 - f}` times the noise (0.5 percent for f = 0.01), and
 the share of clipped units is seen with standard deviation :math:`\sigma / (2 B \sqrt{f})`, B the public size of a
@@ -23,8 +24,8 @@ import math
 
 from lit_dpret.errors import ConfigurationError
 
-NAME = "clip fraction"
-"""The coordinate's name among the sums of a step; no parameter's name has a space."""
+NAME = "..clip_fraction"
+"""The coordinate's name among the sums of a step; no part of a parameter's name is empty."""
 
 MOST = 0.1
 """More than this share of the budget for a diagnostic is taken for a mistake."""
@@ -60,18 +61,23 @@ def _scale(max_grad_norm: float, share: float) -> float:
     return max_grad_norm * math.sqrt(share / (1 - share))
 
 
-def coordinate(clipped: int, units: int, *, max_grad_norm: float, share: float) -> float:
-    """The coordinate of a sum over ``units`` units of which ``clipped`` had a norm above the bound."""
-    return _scale(max_grad_norm, share) * (2 * clipped - units)
+def coordinate(clipped: int, within: int, *, max_grad_norm: float, share: float) -> float:
+    """The coordinate of ``clipped`` units with a norm above the bound and ``within`` units with another above 0."""
+    return _scale(max_grad_norm, share) * (clipped - within)
 
 
 def estimate(noised: float, *, max_grad_norm: float, share: float, denominator: float) -> float:
     """The share of clipped units that a noised coordinate speaks of; noise may bring it below 0 or above 1.
 
-    Unbiased for a batch of ``denominator`` units; that a batch holds more or fewer shifts it as well, by half of the
-    difference at most.
+    Unbiased for a batch in which ``denominator`` units have a gradient; more or fewer shift it, by half of the
+    difference at most: towards a half where units lack rows.
     """
     return (1 + noised / (_scale(max_grad_norm, share) * denominator)) / 2
+
+
+def coordinate_of(fraction: float, *, max_grad_norm: float, share: float, denominator: float) -> float:
+    """The noised coordinate that `estimate` made ``fraction`` of: what was released, as it was noised."""
+    return (2 * fraction - 1) * _scale(max_grad_norm, share) * denominator
 
 
 def deviation(noise_multiplier: float, *, share: float, denominator: float) -> float:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from lit_dpret.errors import LedgerError
+from lit_dpret.privacy.clip_fraction import NAME
 from lit_dpret.privacy.fingerprints import sample_tag
 from lit_dpret.privacy.gate import ReleaseGate
 from lit_dpret.privacy.guard import Permit
@@ -108,7 +109,8 @@ class SharedGate:
         if self.ranks.world_size == 1:
             return
         tag = sample_tag(self.stream, sums) if self._whole else ""
-        if len(set(self.ranks.gather((attempt, step, units, tag), quick=True))) > 1:
+        counted = float(sums.get(NAME, 0.0))  # every rank has it whole, and noises it
+        if len(set(self.ranks.gather((attempt, step, units, tag, counted), quick=True))) > 1:
             raise LedgerError(
                 f"The ranks do not hold the same sum for step {step}, and each would put the same noise under its own: "
                 "sums and counts have to be added up over all ranks before the guard is asked "

@@ -34,10 +34,11 @@ def check_noise_of_empty_steps(probe: Probe) -> float:
     """
     std = probe.plan.noise_std
     squares: dict[str, Tensor] = {}
-    steps, entries, axes, twins = Correlation(), Correlation(), Correlation(), Correlation()
+    steps, entries, axes, twins, besides = (Correlation() for _ in range(5))
     previous: Noise | None = None
     for step in range(DRAWS):
-        noise = _noise(probe, probe.step([], step=step))
+        made = probe.step([], step=step)
+        noise = _noise(probe, made)
         for name, values in noise.items():
             squares[name] = squares.get(name, 0) + values.square()
             flat = values.flatten()
@@ -50,8 +51,11 @@ def check_noise_of_empty_steps(probe: Probe) -> float:
         if previous is not None:
             for name in noise:
                 steps.add(noise[name], previous[name])
+            for name in made.beside:  # one number among many: its own noise would not show among theirs
+                besides.add(noise[name], previous[name])
         previous = noise
-    steps.check("two steps get the same noise, or noise that depends on that of the step before")
+    for found in (steps, besides):
+        found.check("two steps get the same noise, or noise that depends on that of the step before")
     entries.check("neighbouring coordinates of one parameter get correlated noise")
     axes.check("the rows of one parameter get correlated noise")
     twins.check("two parameters of equal shape get correlated noise")
@@ -147,7 +151,7 @@ def _check_deviation(squares: Noise, draws: int, std: float, where: str = "") ->
 def _check_keys(probe: Probe) -> None:
     """Another attempt, or another sum in the same step, must get other noise."""
     coordinates = sum(p.numel() for p in probe.parameters.values())
-    draws = min(DRAWS, 1 + DRAWS // coordinates)
+    draws = DRAWS if probe.step([]).beside else min(DRAWS, 1 + DRAWS // coordinates)
     pairs: dict[str, Callable[[int], Step]] = {
         "a repeated step of another attempt gets the same noise": lambda step: probe.step([], step=step, attempt=1),
         "the same step over another sum (another salt) gets the same noise": lambda step: probe.step(
@@ -155,9 +159,13 @@ def _check_keys(probe: Probe) -> None:
         ),
     }
     for what, other in pairs.items():
-        found = Correlation()
+        found, besides = Correlation(), Correlation()
         for step in range(draws):
-            first, second = _noise(probe, probe.step([], step=step)), _noise(probe, other(step))
+            made = probe.step([], step=step)
+            first, second = _noise(probe, made), _noise(probe, other(step))
             for name in first:
                 found.add(first[name], second[name])
+            for name in made.beside:
+                besides.add(first[name], second[name])
         found.check(what)
+        besides.check(what)

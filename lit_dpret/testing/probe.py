@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, PrivacyViolation, UnsupportedModelError
 from lit_dpret.modules.private_module import PrivateModule
+from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.guard import Permit
 from lit_dpret.privacy.modes import PrivacyMode, Update
 from lit_dpret.privacy.noise import KeyedStream
@@ -81,9 +82,17 @@ class Inputs:
         rows = module.collate_rows(self.rows) if isinstance(self.rows, list) else self.rows
         return Inputs(rows, self.unit_ids)
 
-    def collate(self, module: PrivateModule, units: Sequence[int], weights: Mapping[int, float]) -> tuple[Any, Tensor]:
-        """The rows of ``units`` (a unit may come twice) with their weights, and each row's slot ``(rows,)``."""
+    def collate(
+        self, module: PrivateModule, units: Sequence[int], weights: Mapping[int, float], emptied: Sequence[int] = ()
+    ) -> tuple[Any, Tensor]:
+        """The rows of ``units`` (a unit may come twice) with their weights, and each row's slot ``(rows,)``.
+
+        Slots that are ``emptied`` have none; where that leaves no row at all, there are no rows: None.
+        """
         index = [(self.unit_ids == unit).nonzero().flatten() for unit in units]
+        index = [rows[:0] if slot in emptied else rows for slot, rows in enumerate(index)]
+        if not sum(map(len, index)):
+            return None, torch.zeros(0, dtype=torch.long)
         chosen = torch.cat(index)
         slots = torch.cat([torch.full_like(rows, slot) for slot, rows in enumerate(index)])
         if isinstance(self.rows, list):
@@ -107,15 +116,17 @@ class Step:
         sums: What the guard was shown: the clipped sums before noise.
         gradients: What the optimizer found in ``.grad``.
         denominator: The public constant of the plan.
+        beside: What else was released, as coordinates of the noised sum.
     """
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     denominator: float = 1.0
+    beside: dict[str, Tensor] = field(default_factory=dict)
 
     def noised_sums(self) -> dict[str, Tensor]:
-        """The gradients times the denominator, in float64."""
-        return {name: g.double() * self.denominator for name, g in self.gradients.items()}
+        """The gradients times the denominator, and what was released beside them, in float64."""
+        return {name: g.double() * self.denominator for name, g in self.gradients.items()} | self.beside
 
     def noise(self) -> dict[str, Tensor]:
         """What was added to the sums, in float64."""
@@ -157,7 +168,7 @@ class Probe:
 
     def step(
         self, units: Sequence[int], *, step: int = 0, attempt: int = 0, salt: str = "", size: int | None = None,
-        masked: Sequence[int] = (),
+        masked: Sequence[int] = (), emptied: Sequence[int] = (),
     ) -> Step:  # fmt: skip
         """One logical step over ``units``.
 
@@ -168,13 +179,16 @@ class Probe:
             salt: Keys the noise.
             size: Units per physical batch; None puts all in one.
             masked: Slots that hold rows but are not real: they must contribute nothing.
+            emptied: Slots that are real but hold no rows, as a unit that was replaced by nothing.
 
         Raises:
             PrivacyViolation: The step was refused, or was not taken exactly once.
         """
         self._step, self._count, self.salt, self.attempt = Step(denominator=self.plan.denominator), 0, salt, attempt
         try:
-            for index, batch in enumerate(self._batches(units, step, attempt, size or max(len(units), 1), masked)):
+            for index, batch in enumerate(
+                self._batches(units, step, attempt, size or max(len(units), 1), masked, emptied)
+            ):
                 self.module.training_step(batch.to(self.module.device), index)
         except UnsupportedModelError as error:
             raise PrivacyViolation(f"refused: {error}") from error
@@ -184,14 +198,15 @@ class Probe:
         return self._step
 
     def _batches(
-        self, units: Sequence[int], step: int, attempt: int, size: int, masked: Sequence[int]
+        self, units: Sequence[int], step: int, attempt: int, size: int, masked: Sequence[int], emptied: Sequence[int]
     ) -> Iterator[UnitBatch]:
         if not units:
             none = torch.zeros(0, dtype=torch.long)
             yield UnitBatch(None, none, torch.zeros(1, dtype=torch.bool), step, 0, True, attempt)
         for part, first in enumerate(range(0, len(units), size)):
             chosen = units[first : first + size]
-            rows, slots = self.inputs.collate(self.module, chosen, self.weights)
+            blank = [slot for slot in range(len(chosen)) if first + slot in emptied]
+            rows, slots = self.inputs.collate(self.module, chosen, self.weights, blank)
             mask = torch.tensor([first + slot not in masked for slot in range(len(chosen))])
             yield UnitBatch(rows, slots, mask, step, part, first + size >= len(units), attempt)
 
@@ -203,7 +218,15 @@ class Probe:
         return Permit(attempt, step, self.salt)
 
     def record(self, permit: Permit, update: Update) -> None:
-        """Nothing is recorded."""
+        """Keep what was released beside the gradients, as the coordinate that it was made of."""
+        if update.clip_fraction is not None:
+            noised = clip_fraction.coordinate_of(
+                update.clip_fraction,
+                max_grad_norm=self.plan.max_grad_norm,
+                share=self.plan.clip_fraction_budget,
+                denominator=self.plan.denominator,
+            )
+            self._step.beside = {clip_fraction.NAME: torch.tensor(noised, dtype=torch.float64)}
 
     def take(self) -> None:
         """Keep what an optimizer would have been handed."""

@@ -41,7 +41,8 @@ def quiet_weights(probe: Probe, units: Sequence[int]) -> dict[int, float]:
         weight = 1.0
         for _ in range(40):
             probe.weights = {unit: weight}
-            share = norm(probe.step([unit]).sums) / probe.bound
+            sums = probe.step([unit]).sums
+            share = norm({name: sums[name] for name in probe.parameters}) / probe.bound
             if 0.2 <= share <= 0.8:
                 found[unit] = weight
                 break
@@ -63,7 +64,7 @@ def quiet_weights(probe: Probe, units: Sequence[int]) -> dict[int, float]:
 
 
 def check_sensitivity(probe: Probe, quiet: dict[int, float]) -> tuple[float, int]:
-    """Removing or replacing one loud unit, everything else equal.
+    """Removing, emptying or replacing one loud unit, everything else equal.
 
     Returns:
         The largest difference of two sums over the bound, and the unit it was found with.
@@ -80,6 +81,8 @@ def check_sensitivity(probe: Probe, quiet: dict[int, float]) -> tuple[float, int
         for size in (None, 2):
             whole = probe.step(everybody, size=size)
             share = _moved(probe, whole, probe.step(without, size=size), 1, f"without unit {unit}")
+            emptied = probe.step(everybody, size=size, emptied=[unit])
+            share = max(share, _moved(probe, whole, emptied, 1, f"with unit {unit} replaced by nothing"))
             if share > worst:
                 worst, which = share, unit
         replaced = [other if u == unit else u for u in everybody]

@@ -6,23 +6,25 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from scipy.stats import chi2
-from stand_ins import KillAt, Killed, Numbers, Regression, Words, dp, fit
+from stand_ins import KillAt, Killed, Line, Numbers, Regression, Words, dp, fit
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.callbacks.throughput import Throughput
 from lit_dpret.errors import ConfigurationError, PrivacyViolation
 from lit_dpret.privacy import clip_fraction
-from lit_dpret.privacy.budget import PrivacyBudget
+from lit_dpret.privacy.budget import Neighbours, PrivacyBudget
 from lit_dpret.privacy.card_check import verify_card
 from lit_dpret.privacy.card_file import read_card
-from lit_dpret.privacy.modes import DPSGD, StepCounts
+from lit_dpret.privacy.modes import DPSGD, PublicPassages, StepCounts, Update, gaussian
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan, describe_plan, format_plan
+from lit_dpret.privacy.sampling import Draw, UnitCollator
 from lit_dpret.testing import assert_private
 
 SHARE = 0.1
@@ -36,14 +38,17 @@ def plan(share: float = SHARE, **changes: Any) -> PrivacyPlan:
     return PrivacyPlan.build(clip_fraction_budget=share, **settings | changes)
 
 
-def attached(stream: str = "run", **changes: Any) -> DPSGD:
+def attached() -> DPSGD:
     mode = DPSGD(eps=2.0)
-    mode.attach(torch.nn.Linear(3, 1), plan(**changes), KeyedStream(b"k" * 32, stream))
+    mode.attach(torch.nn.Linear(3, 1), plan(), KeyedStream(b"k" * 32, "run"))
     return mode
 
 
-def no_gradients() -> dict[str, torch.Tensor]:
-    return {"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}
+def privatized(mode: DPSGD, *, clipped: int, within: int, step: int = 0, **key: Any) -> Update:
+    """The update of a step with those counts and no gradient."""
+    mode.counts = StepCounts(units=clipped + within, clipped=clipped, within=within)
+    sums = {"weight": torch.zeros(1, 3), "bias": torch.zeros(1)} | mode.beside()
+    return mode.privatize(sums, **{"attempt": 0, "step": step, "salt": "s"} | key)
 
 
 def logged(folder: Path) -> dict[int, float]:
@@ -58,13 +63,13 @@ def test_a_unit_moves_gradient_and_count_together_by_the_sensitivity_and_no_more
     bound, least = plan().sensitivity, math.inf
     for norm in torch.linspace(0, 3, 301).tolist():
         clipped = norm > 0.7
-        count = clip_fraction.coordinate(int(clipped), 1, max_grad_norm=0.7, share=SHARE)
+        count = clip_fraction.coordinate(int(clipped), int(not clipped), max_grad_norm=0.7, share=SHARE)
         moved = math.hypot(min(norm, 0.7), count)
         assert moved <= bound * (1 + 1e-12)
         least = min(least, bound - moved)
     assert least < 1e-12, "the bound is reached, so it is not wider than it has to be"
     assert bound == pytest.approx(0.7 / math.sqrt(0.9))
-    both = [clip_fraction.coordinate(b, 1, max_grad_norm=0.7, share=SHARE) for b in (0, 1)]
+    both = [clip_fraction.coordinate(b, 1 - b, max_grad_norm=0.7, share=SHARE) for b in (0, 1)]
     assert math.hypot(1.4, both[1] - both[0]) == pytest.approx(2 * bound), "a unit that is replaced: twice that"
 
 
@@ -91,8 +96,7 @@ def test_the_noise_in_the_share_is_what_the_sensitivity_asks_for_and_new_every_t
     mode, count = attached(), 400
     seen = []
     for step in range(count):
-        mode.counts = StepCounts(units=100, clipped=30)
-        update = mode.privatize(no_gradients(), attempt=0, step=step, salt="s")
+        update = privatized(mode, clipped=30, within=70, step=step)
         assert update.clip_fraction is not None and update.noise_std == mode._plan.noise_std
         seen.append((update.clip_fraction, float(update.gradients["bias"])))
     errors, gradients = torch.tensor(seen, dtype=torch.float64).unbind(1)
@@ -101,24 +105,85 @@ def test_the_noise_in_the_share_is_what_the_sensitivity_asks_for_and_new_every_t
     assert chi2.ppf(1e-6, count) < squares < chi2.ppf(1 - 1e-6, count)
     assert abs(float(torch.corrcoef(torch.stack([errors, gradients]))[0, 1])) < 5 / math.sqrt(count)
     assert len(set(errors.tolist())) == count
-    once = []
-    for attempt, salt in ((0, "s"), (1, "s"), (0, "t"), (0, "s")):
-        mode.counts = StepCounts(units=100, clipped=30)
-        once.append(mode.privatize(no_gradients(), attempt=attempt, step=0, salt=salt).clip_fraction)
+    keys = ((0, "s"), (1, "s"), (0, "t"), (0, "s"))
+    once = [privatized(mode, clipped=30, within=70, attempt=a, salt=salt).clip_fraction for a, salt in keys]
     assert once[0] == once[3] == seen[0][0] and len(set(once)) == 3
 
 
 def test_a_share_without_noise_is_reported_as_noise_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    mode = attached()
     real = KeyedStream.normal
 
     def silent(self: KeyedStream, shape: torch.Size, **key: Any) -> torch.Tensor:
-        drawn = real(self, shape, **key)
-        return drawn * 0 if key["parameter"] == clip_fraction.NAME else drawn
+        return real(self, shape, **key) * (key["parameter"] != clip_fraction.NAME)
 
     monkeypatch.setattr(KeyedStream, "normal", silent)
-    mode.counts = StepCounts(units=10, clipped=3)
-    assert mode.privatize(no_gradients(), attempt=0, step=0).noise_std == 0.0
+    assert privatized(attached(), clipped=3, within=7).noise_std == 0.0
+
+
+def test_what_the_noise_of_the_count_was_is_not_read_with_what_lies_on_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(gaussian, "read", lambda tensors: read.append(len(tensors)) or [float(t) for t in tensors])
+    privatized(attached(), clipped=3, within=7)
+    assert read == [2], "the two parameters of the module, and nothing of the host"
+
+
+def test_a_count_that_the_guard_was_not_shown_is_not_released() -> None:
+    mode = attached()
+    mode.counts = StepCounts(units=10, clipped=3, within=7)
+    with pytest.raises(ConfigurationError, match=r"add privacy\.beside\(\) to the sums"):
+        mode.privatize({"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}, attempt=0, step=0)
+
+
+def summed(mode: DPSGD, units: list[bool], neighbours: Neighbours) -> tuple[dict[str, torch.Tensor], PrivacyPlan]:
+    """The sums of one physical batch of units that have rows or none; equal weights and numbers each time."""
+    torch.manual_seed(0)
+    module = Regression(privacy=mode, dropout=0.0)
+    module.takes_public_passages = True  # type: ignore[assignment]
+    agreed = plan(budget=PrivacyBudget(eps=2.0, delta=1e-5, neighbours=neighbours), max_grad_norm=mode.max_grad_norm,
+                  engine=mode.engine, clip=mode.clip, clip_groups=mode.clip_groups, mode=mode.name)  # fmt: skip
+    stream = KeyedStream(b"k" * 32, "run")
+    mode.attach(module, agreed, stream)
+    module.receive_guard(SimpleNamespace(stream=stream, attempt=0))
+    mode.candidates = "pool"  # type: ignore[misc]
+    items = [
+        (Draw(unit, 0, 0, unit == len(units) - 1), [Line(f"q{unit}", f"{unit}", f"p{unit}", "1", frozenset())] * rows)
+        for unit, rows in enumerate(units)
+    ]
+    module._contribute(UnitCollator(module.collate_rows)(items), 0)
+    return mode.take() | mode.beside(), agreed
+
+
+def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return math.sqrt(sum(float((a[name].double() - b[name].double()).square().sum()) for name in a))
+
+
+MECHANISMS: dict[str, tuple[type[DPSGD], dict[str, Any]]] = {
+    **{f"{engine}, {groups}, {clip}": (DPSGD, {"engine": engine, "clip_groups": groups, "clip": clip})
+       for engine in ("ghost", "vmap", "opacus", "loop") for groups in ("flat", "per_layer")
+       for clip in ("abadi", "automatic")},
+    **{f"full pool, {at} at once": (PublicPassages, {"passage_gradient": "full", "units_at_once": at}) for at in (1, 2, 8)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(MECHANISMS))
+@pytest.mark.parametrize("bound", [1e-3, 1e3])
+def test_no_unit_moves_the_sum_further_whether_it_is_emptied_or_taken_out(name: str, bound: float) -> None:
+    kind, settings = MECHANISMS[name]
+
+    def of(units: list[bool], neighbours: Neighbours) -> tuple[dict[str, torch.Tensor], PrivacyPlan]:
+        chosen = {"eps": 2.0, "max_grad_norm": bound, "clip_fraction_budget": SHARE} | settings
+        return summed(kind(**chosen), units, neighbours)
+
+    for company in ([], [False] * 5, [True] * 3, [True, False, True, False]):
+        whole, agreed = of([*company, True], "zero_out")
+        emptied, _ = of([*company, False], "zero_out")
+        without, _ = of(company, "add_or_remove") if company else (emptied, agreed)
+        for neighbour in (emptied, without):
+            moved = apart(whole, neighbour) / agreed.sensitivity
+            assert moved <= 1 + 1e-5
+            assert bound > 1 or moved > 0.99, "clipping and the count are put to the test"
 
 
 @pytest.mark.parametrize("clip_groups", ["flat", "per_layer"])
@@ -161,7 +226,7 @@ def test_a_run_tells_the_share_under_noise_and_its_ledger_and_card_stand_for_it(
         "budget": SHARE,
         "standard_deviation": pytest.approx(0.04743, rel=1e-3),
     }
-    assert "count of clipped units" in json.dumps(card) and "share of clipped gradients" in (
+    assert "in the count of clipped units together" in json.dumps(card) and "share of clipped gradients" in (
         folder / "privacy_card.md"
     ).read_text(encoding="utf-8")
     assert verify_card(card, folder / "privacy_ledger.jsonl", folder=folder) == []

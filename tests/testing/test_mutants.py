@@ -12,6 +12,7 @@ from stand_ins import Words
 from torch import Tensor
 
 from lit_dpret.modules.private_module import PrivateModule
+from lit_dpret.privacy.clip_fraction import NAME
 from lit_dpret.privacy.clipping import base, ghost
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.noise import KeyedStream
@@ -250,6 +251,43 @@ def test_a_mutant_fails_at_what_it_breaks(name: str, monkeypatch: Patch) -> None
     mutate(monkeypatch)
     with pytest.raises(PrivacyViolation, match=words):
         Words().check()
+
+
+def count_alone(change: Callable[..., Any]) -> Callable[[Patch], None]:
+    """Only the noise of the count of clipped units is another one."""
+
+    def mutant(self: Any, shape: torch.Size, **key: Any) -> Tensor:
+        return change(self, shape, **key) if key["parameter"] == NAME else normal(self, shape, **key)
+
+    return lambda patch: patch.setattr(KeyedStream, "normal", mutant)
+
+
+def blank_units_count(patch: Patch) -> None:
+    """A unit without rows is told from one that is not there: the sum moves by more than one unit's part."""
+    stats = base.ClippedSum.stats
+
+    def mutant(self: Any, norms: Tensor, batch: Any) -> Any:
+        found = stats(self, norms, batch)
+        return replace(found, within=batch.real.sum() - found.clipped)
+
+    patch.setattr(base.ClippedSum, "stats", mutant)
+
+
+COUNT_MUTANTS: dict[str, tuple[Callable[[Patch], None], str]] = {
+    "no noise": (count_alone(lambda *a, **k: normal(*a, **k) * 0), "clip_fraction got less"),
+    "half the noise": (count_alone(lambda *a, **k: normal(*a, **k) / 2), "clip_fraction got noise of"),
+    "the same at every step": (count_alone(lambda *a, **k: normal(*a, **{**k, "step": 0})), "two steps get the same"),
+    "the same for two sums": (count_alone(lambda *a, **k: normal(*a, **{**k, "salt": ""})), "another sum"),
+    "blank units count": (blank_units_count, "sensitivity: .* replaced by nothing"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(COUNT_MUTANTS))
+def test_a_mutant_of_the_count_of_clipped_units_fails_at_what_it_breaks(name: str, monkeypatch: Patch) -> None:
+    mutate, words = COUNT_MUTANTS[name]
+    mutate(monkeypatch)
+    with pytest.raises(PrivacyViolation, match=words):
+        Words(clip_fraction_budget=0.1).check()
 
 
 @pytest.mark.parametrize("engine", ["ghost", "loop"])

@@ -38,11 +38,13 @@ class ClipStats:
             slot, and whatever came out (NaN, infinity) for a unit that was dropped.
         clipped: How many units had a norm above ``max_grad_norm``; per layer, how many had one in
             any layer above that layer's bound. A count on the device: to read it is to wait for it.
+        within: How many units had a gradient within the bound. A unit without rows has none, and is in no count.
         non_finite: How many units were dropped because their loss or gradient was not finite; the same.
     """
 
     norms: Tensor
     clipped: Tensor
+    within: Tensor
     non_finite: Tensor
 
 
@@ -203,7 +205,7 @@ class ClippedSum(ABC):
         batch = UnitRows.build(unit_ids, mask, device=device, fixed=self.fixed_shapes)
         if not batch.has_rows:
             none = torch.zeros((), dtype=torch.long, device=device)
-            return ClipStats(norms=torch.zeros(batch.units, device=device), clipped=none, non_finite=none)
+            return ClipStats(norms=torch.zeros(batch.units, device=device), clipped=none, within=none, non_finite=none)
         with torch.enable_grad():
             return self._add(row_loss, batch)
 
@@ -253,9 +255,11 @@ class ClippedSum(ABC):
     def stats(self, norms: Tensor, batch: UnitRows) -> ClipStats:
         """Count what happened to the real units, from norms of ``(groups, units)``."""
         kept = (self.factors(norms) > 0).any(0)
+        above = (norms > self.bound).any(0)
         return ClipStats(
             norms=torch.linalg.vector_norm(norms, dim=0),
-            clipped=(kept & (norms > self.bound).any(0) & batch.real).sum(),
+            clipped=(kept & above & batch.real).sum(),
+            within=(kept & ~above & (norms > 0).any(0) & batch.real).sum(),
             non_finite=(~kept & batch.real).sum(),
         )
 

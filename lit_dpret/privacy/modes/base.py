@@ -52,6 +52,7 @@ class StepCounts:
     units: int = 0
     clipped: int = 0
     non_finite: int = 0
+    within: int = 0
 
 
 class PrivacyMode(ABC):
@@ -111,7 +112,10 @@ class PrivacyMode(ABC):
         """The sums of the logical step by parameter name, before noise; starts the next step."""
 
     def beside(self) -> dict[str, Tensor]:
-        """Further coordinates of the sum of the logical step, from the counts over all ranks; noised by `privatize`."""
+        """Further coordinates of the sum of the logical step, after `take`, from the counts over all ranks.
+
+        Whoever drives a mode puts them among the sums, for the guard and for `privatize`, which noises them.
+        """
         return {}
 
     def forget(self) -> None:
@@ -135,7 +139,7 @@ class PrivacyMode(ABC):
         """Turn the sums into the update: noise once, then divide by a public constant.
 
         Args:
-            sums: By parameter name, over all ranks.
+            sums: By parameter name, over all ranks, with what stands `beside` them.
             attempt: Keys the noise.
             step: The logical step.
             salt: A tag of what the noise is added to.

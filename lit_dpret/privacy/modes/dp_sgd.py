@@ -34,8 +34,8 @@ class DPSGD(GaussianMode):
     Guarantees:
         - Removing one unit, or replacing its queries by nothing, moves the sum of a step by at
           most ``max_grad_norm`` before noise, however the parameters are grouped for clipping.
-        - With ``clip_fraction_budget=f`` each unit also adds one bit, whether it was clipped, and gradient and bit
-          together move the sum by at most ``max_grad_norm / sqrt(1 - f)``.
+        - With ``clip_fraction_budget=f`` a unit also adds plus or minus a constant, clipped or not, and nothing where
+          it has no gradient; both together move the sum by at most ``max_grad_norm / sqrt(1 - f)``.
         - What `GaussianMode` guarantees.
 
     Args:
@@ -160,9 +160,10 @@ class DPSGD(GaussianMode):
         self._stats.append(stats)
 
     def take(self) -> dict[str, Tensor]:
-        found = read([count for stats in self._stats for count in (stats.clipped, stats.non_finite)])
-        self.counts.clipped += sum(found[::2])
-        self.counts.non_finite += sum(found[1::2])
+        found = read([count for stats in self._stats for count in (stats.clipped, stats.non_finite, stats.within)])
+        self.counts.clipped += sum(found[::3])
+        self.counts.non_finite += sum(found[1::3])
+        self.counts.within += sum(found[2::3])
         self._stats.clear()
         return self._clipper.take()
 

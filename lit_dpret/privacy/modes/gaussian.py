@@ -213,7 +213,7 @@ class GaussianMode(PrivacyMode):
             return {}
         value = clip_fraction.coordinate(
             self.counts.clipped,
-            self.counts.units,
+            self.counts.within,
             max_grad_norm=plan.max_grad_norm,
             share=plan.clip_fraction_budget,
         )
@@ -228,7 +228,7 @@ class GaussianMode(PrivacyMode):
         salt: str = "",
         starts: Mapping[str, int] | None = None,
     ) -> Update:
-        beside = self.beside()
+        counted = self._counted(sums)
         self.counts = StepCounts()
         std = self._plan.noise_std
         gradients: dict[str, Tensor] = {}
@@ -253,25 +253,36 @@ class GaussianMode(PrivacyMode):
             held.append(total.numel())
             noised.div_(self._plan.denominator)  # no narrower than the sum
             gradients[name] = like(sums[name], noised) if starts is None else noised
+        for device in {gradient.device for gradient in gradients.values()}:
+            cut(device)
+        measured = list(zip(read(squares), held, strict=True))
         fraction = None
-        for name, total in beside.items():  # on every rank the same, from the counts of all
-            noise = self._stream.normal(
-                total.shape, attempt=attempt, step=step, parameter=name, salt=salt, dtype=total.dtype
-            ).mul_(std)
-            squares.append(noise.double().pow(2).sum())
-            held.append(total.numel())
+        if counted is not None:  # on every rank the same, from the counts of all
+            added = std * float(self._stream.normal(
+                counted.shape, attempt=attempt, step=step, parameter=clip_fraction.NAME, salt=salt, dtype=torch.float64
+            ))  # fmt: skip
+            measured.append((added**2, 1))
             fraction = clip_fraction.estimate(
-                float(total + noise),
+                float(counted) + added,
                 max_grad_norm=self._plan.max_grad_norm,
                 share=self._plan.clip_fraction_budget,
                 denominator=self._plan.denominator,
             )
-        for device in {gradient.device for gradient in gradients.values()}:
-            cut(device)
-        measured = list(zip(read(squares), held, strict=True))
-        measured.append((sum(added for added, _ in measured), sum(held)))
-        weakest = min(std, *(_believed_std(added, count, std) for added, count in measured))
+        measured.append((sum(square for square, _ in measured), sum(count for _, count in measured)))
+        weakest = min(std, *(_believed_std(square, count, std) for square, count in measured))
         return Update(gradients, weakest, self._plan.sensitivity, self._plan.denominator, fraction)
+
+    def _counted(self, sums: Mapping[str, Tensor]) -> Tensor | None:
+        """The coordinate of the clipped units among the sums; None where the plan pays for none."""
+        if not self._plan.clip_fraction_budget:
+            return None
+        if clip_fraction.NAME not in sums:
+            raise ConfigurationError(
+                f"privacy.clip_fraction_budget={self._plan.clip_fraction_budget:g} releases a count with each "
+                "step, and the training loop did not show it to the guard: add privacy.beside() to the sums after "
+                "privacy.take(), or set it to null."
+            )
+        return sums[clip_fraction.NAME]
 
 
 @lru_cache(maxsize=4096)
