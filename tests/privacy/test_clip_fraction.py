@@ -120,7 +120,7 @@ def test_a_share_without_noise_is_reported_as_noise_that_is_missing(monkeypatch:
     assert privatized(attached(), clipped=3, within=7).noise_std == 0.0
 
 
-def test_what_the_noise_of_the_count_was_is_not_read_with_what_lies_on_a_device(
+def test_the_noise_of_the_count_is_not_read_with_what_lies_on_a_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read: list[int] = []
@@ -163,7 +163,8 @@ MECHANISMS: dict[str, tuple[type[DPSGD], dict[str, Any]]] = {
     **{f"{engine}, {groups}, {clip}": (DPSGD, {"engine": engine, "clip_groups": groups, "clip": clip})
        for engine in ("ghost", "vmap", "opacus", "loop") for groups in ("flat", "per_layer")
        for clip in ("abadi", "automatic")},
-    **{f"full pool, {at} at once": (PublicPassages, {"passage_gradient": "full", "units_at_once": at}) for at in (1, 2, 8)},
+    **{f"full pool, {at} at once": (PublicPassages, {"passage_gradient": "full", "units_at_once": at})
+       for at in (1, 2, 8)},
 }  # fmt: skip
 
 
@@ -183,7 +184,9 @@ def test_no_unit_moves_the_sum_further_whether_it_is_emptied_or_taken_out(name: 
         for neighbour in (emptied, without):
             moved = apart(whole, neighbour) / agreed.sensitivity
             assert moved <= 1 + 1e-5
-            assert bound > 1 or moved > 0.99, "clipping and the count are put to the test"
+            # automatic clipping keeps below its bound by a share that depends on the norm
+            least = 0.9 if settings.get("clip") == "automatic" else 0.99
+            assert bound > 1 or moved > least, "clipping and the count are put to the test"
 
 
 @pytest.mark.parametrize("clip_groups", ["flat", "per_layer"])

@@ -275,7 +275,7 @@ def blank_units_count(patch: Patch) -> None:
 
 COUNT_MUTANTS: dict[str, tuple[Callable[[Patch], None], str]] = {
     "no noise": (count_alone(lambda *a, **k: normal(*a, **k) * 0), "clip_fraction got less"),
-    "half the noise": (count_alone(lambda *a, **k: normal(*a, **k) / 2), "clip_fraction got noise of"),
+    "half the noise": (count_alone(lambda *a, **k: normal(*a, **k) / 2), "clip_fraction got less"),
     "the same at every step": (count_alone(lambda *a, **k: normal(*a, **{**k, "step": 0})), "two steps get the same"),
     "the same for two sums": (count_alone(lambda *a, **k: normal(*a, **{**k, "salt": ""})), "another sum"),
     "blank units count": (blank_units_count, "sensitivity: .* replaced by nothing"),
