@@ -87,6 +87,11 @@ def compare(server: ZeroServer, runs: Path, stage: str, given: dict[str, Any]) -
     assert (weights(one) - weights(first)).abs().max() < 1e-5
     assert one["eps"] == first["eps"] == second["eps"] and first["global_step"] == 5
     assert ledger(runs / "one") == ledger(runs / stage)
+    alone, shared = (
+        [line for line in (runs / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines() if "clip_" in line]
+        for name in ("one", stage)
+    )
+    assert alone == shared and len(alone) == 5 * ("clip_fraction_budget" in given.get("mode", {}))
 
 
 FAST = ("stage 2", "stage 3, all in host memory")
