@@ -137,6 +137,20 @@ def refuse_uncut_optimizer(trainer: L.Trainer, module: Any) -> None:
         )
 
 
+def refuse_half_shards(trainer: L.Trainer) -> None:
+    """Refuse shards in half precision, beside which the optimizer would keep float32 copies that no checkpoint holds.
+
+    Raises:
+        ConfigurationError: Naming the precision under which the shards are these copies.
+    """
+    if strategy_name(trainer) == "fsdp" and str(trainer.precision) == "bf16-true":
+        raise ConfigurationError(
+            "trainer.precision=bf16-true keeps bfloat16 weights beside float32 copies, and under trainer=fsdp the "
+            "checkpoint of shards does not hold the copies. Set trainer.precision=bf16-mixed: the shards are the "
+            "float32 copies then, and what is gathered to compute with is bfloat16, in less memory."
+        )
+
+
 def keep_the_sampler(trainer: L.Trainer) -> None:
     """Tell a Trainer that its training batches are dealt to the ranks already.
 

@@ -202,8 +202,6 @@ class PrivateModule(Checkpointed):
     @property
     def may_split(self) -> bool:
         """Whether the units of a physical batch may be taken apart: not where they are compared with each other."""
-        if any(hasattr(parameter, "full_tensor") for parameter in self.parameters()):
-            return False  # every forward pass gathers the shards: all ranks must make equally many
         return self.privacy.sub_batches is None and not self.coupled_loss
 
     def _add_piece(self, batch: UnitBatch, piece: int) -> None:
