@@ -37,8 +37,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "bf16": ({}, "bf16-true"),
 }
 PARTS = ("slices", "measurement", "times", "estimate", "measurement_with_holes")
-CASES = [f"small:{rows}:{label}" for rows in (2, 4) for label in SETTINGS]
-CASES[4:4] = ["base:1:full", "base:2:lora"]
+CASES = [
+    "small:2:lora", "small:2:checkpointing", "small:2:bf16", "base:1:full", "base:2:lora", "small:2:full",
+    "small:4:full", "small:4:lora",
+]  # fmt: skip
 MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "65536"}
 
 
@@ -78,7 +80,7 @@ def one(name: str, what: str) -> dict[str, Any]:
     """A prediction of a case, a real step, or times of both in turn, in this process."""
     import torch
 
-    from lit_dpret.tasks.plan_cost import estimate, from_slices, measure
+    from lit_dpret.tasks.plan_cost import estimate, measure
 
     torch.set_num_threads(1)
     case, cpu = Case(name), torch.device("cpu")
@@ -86,10 +88,28 @@ def one(name: str, what: str) -> dict[str, Any]:
         return times(case)
     if what.startswith("measurement"):
         return measure(case.model(*case.layers), case.plan, cpu)
-    predict = {"estimate": estimate, "slices": from_slices}[what]
-    found = predict(case.outline, case.plan, cpu, precision=case.precision)
-    found.pop("slices", None)
-    return found
+    if what == "slices":
+        return memory(case)
+    return estimate(case.outline, case.plan, cpu, precision=case.precision)
+
+
+def memory(case: Case) -> dict[str, Any]:
+    """The bytes that slices tell; their times come in turn with real ones."""
+    import torch
+
+    from lit_dpret.costs.measure import held_bytes
+    from lit_dpret.costs.slices import SLICES, Part, bytes_of, taken_apart
+
+    cpu = torch.device("cpu")
+    parts = [Part(0.0, held_bytes(case.model(*layers), case.plan, cpu)) for layers in SLICES]
+    base, encoder, decoder = taken_apart(parts)
+    held = (base + encoder * case.layers[0] + decoder * case.layers[1]).held
+    half = case.precision == "bf16-true"
+    found = bytes_of(case.outline, half=half, rows=case.rows, clipped=held.clipped, checked=held.checked)
+    return {
+        "bytes": found.peak, "bytes_while_clipping": found.clipping, "bytes_while_updating": found.updating,
+        "bytes_per_row": found.row,
+    }  # fmt: skip
 
 
 def times(case: Case) -> dict[str, Any]:
@@ -181,8 +201,8 @@ def main() -> None:
     if asked.table:
         print(table(results["cases"]))
         return
-    for what in PARTS:
-        for case in CASES:
+    for case in CASES:
+        for what in PARTS:
             found = results["cases"].setdefault(case, {})
             if not case.startswith(asked.only) or (what in found and not asked.only):
                 continue

@@ -137,17 +137,19 @@ def refuse_uncut_optimizer(trainer: L.Trainer, module: Any) -> None:
         )
 
 
-def refuse_half_shards(trainer: L.Trainer) -> None:
-    """Refuse shards in half precision, beside which the optimizer would keep float32 copies that no checkpoint holds.
+def refuse_second_masters(trainer: L.Trainer) -> None:
+    """Refuse half precision with float32 copies in the optimizer where the strategy keeps such copies itself.
 
     Raises:
-        ConfigurationError: Naming the precision under which the shards are these copies.
+        ConfigurationError: Naming the precision under which there is one copy.
     """
-    if strategy_name(trainer) == "fsdp" and str(trainer.precision) == "bf16-true":
+    name = strategy_name(trainer)
+    if name in ("fsdp", "deepspeed") and str(trainer.precision) == "bf16-true":
+        copies = "its shards are float32" if name == "fsdp" else "ZeRO divides them"
         raise ConfigurationError(
-            "trainer.precision=bf16-true keeps bfloat16 weights beside float32 copies, and under trainer=fsdp the "
-            "checkpoint of shards does not hold the copies. Set trainer.precision=bf16-mixed: the shards are the "
-            "float32 copies then, and what is gathered to compute with is bfloat16, in less memory."
+            "trainer.precision=bf16-true keeps float32 copies of bfloat16 weights in the optimizer, and "
+            f"trainer={name} keeps such copies itself ({copies}): it would find neither its parameters nor whole "
+            "states there. Set trainer.precision=bf16-mixed, under which it computes in bfloat16 as well."
         )
 
 

@@ -8,7 +8,7 @@ whatever it does to a layer is in the answer, at the rates at which this machine
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -104,7 +104,7 @@ def measure_slices(
         ConfigurationError: The model cannot be sliced.
     """
     work_of(outline)  # refuses what is no encoder-decoder model
-    found = {}
+    found = []
     for encoder, decoder in SLICES:
         progress(f"{encoder} + {decoder} layers of {outline.name}")
         module = slice_of(outline, encoder, decoder)
@@ -113,12 +113,17 @@ def measure_slices(
         piece = module.outlined
         measured = measure_step(module, plan, device, rows=rows, autocast=precision == "bf16-mixed")
         held = held_bytes(module, plan, device, autocast=precision == "bf16-mixed")
-        found[encoder, decoder] = Part(measured.batch, held), measured.update / piece.trained
+        found.append((Part(measured.batch, held), measured.update / piece.trained))
         del module
-    (small, update), (more_encoder, _), (more_decoder, _) = found.values()
-    each_encoder, each_decoder = _each(small, more_encoder), _each(small, more_decoder)
-    base = small + (each_encoder + each_decoder) * -1.0
-    return Slices(rows, base, each_encoder, each_decoder, update, str(device), precision)
+    base, encoder_layer, decoder_layer = taken_apart([part for part, _ in found])
+    return Slices(rows, base, encoder_layer, decoder_layer, found[0][1], str(device), precision)
+
+
+def taken_apart(parts: Sequence[Part]) -> tuple[Part, Part, Part]:
+    """What is there once, and what a layer of the encoder and of the decoder adds, from the parts of `SLICES`."""
+    small, more_encoder, more_decoder = parts
+    encoder_layer, decoder_layer = _each(small, more_encoder), _each(small, more_decoder)
+    return small + (encoder_layer + decoder_layer) * -1.0, encoder_layer, decoder_layer
 
 
 def bytes_of(

@@ -206,7 +206,7 @@ def test_adafactor_is_refused_because_it_looks_at_whole_rows_and_columns(tmp_pat
         refuse(tmp_path, ShardingStrategy(), OptimizerSpec(name="adafactor"))
 
 
-def test_bfloat16_shards_are_refused_because_their_float32_copies_would_be_in_no_checkpoint(tmp_path: Path) -> None:
+def test_float32_copies_in_the_optimizer_are_refused_beside_those_that_the_shards_are(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"trainer\.precision=bf16-true.*Set trainer\.precision=bf16-mixed"):
         refuse(tmp_path, ShardingStrategy(), OptimizerSpec(name="adam"), precision="bf16-true")
     refuse(tmp_path, ShardingStrategy(), OptimizerSpec(name="adam"), precision="bf16-mixed")
