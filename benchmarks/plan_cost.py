@@ -1,11 +1,19 @@
-"""Hold `task=plan`'s predictions against real private steps of T5-small and T5-base shapes, in one run.
+"""Hold `task=plan`'s predictions against real private steps of T5-small and T5-base shapes.
 
-    python benchmarks/plan_cost.py                     every case below
-    python benchmarks/plan_cost.py --only small:2      cases whose name begins so
+    python benchmarks/plan_cost.py                     every case below that is not in the results
+    python benchmarks/plan_cost.py --only small:2      cases whose name begins so, again
+    python benchmarks/plan_cost.py --table             the results so far, as a table
 
-Weights are random, ids are random, lengths are 384 and 128. Each real step runs in a process of its own, whose memory
-is read from the kernel with glibc told to hand freed memory back at once (it keeps up to some hundred MB otherwise).
-Results are added to benchmarks/results/plan_cost_cpu.json case by case, so that an interrupted run goes on.
+Weights are random, ids are random, lengths are 384 and 128.
+
+*Memory* of a real step is what the kernel says of a process of its own. glibc keeps holes between small blocks, most
+where many activations are small (LoRA), and a GPU's allocator keeps other ones. So the measured process hands freed
+blocks back at once (blocks of 64 KiB and more are mapped one by one), and ``measurement_with_holes`` is the same step
+with glibc as it is.
+
+*Time* is processor time of one thread, of slices and whole model in turn in one process, several rounds; medians of the
+rounds are compared. Results go to benchmarks/results/plan_cost_cpu.json part by part, so that an interrupted run goes
+on.
 """
 
 from __future__ import annotations
@@ -16,97 +24,195 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "plan_cost_cpu.json"
+ROUNDS = 3
 LORA = {"lora": {"r": 16, "lora_alpha": 32, "target_modules": ["q", "v"]}}
-CASES: dict[str, tuple[str, int, dict[str, Any], str]] = {
-    f"{size}:{rows}:{label}": (f"google-t5/t5-{size}", rows, settings, precision)
-    for size in ("small", "base")
-    for rows in (2, 4)
-    for label, settings, precision in (
-        ("full", {}, "32-true"),
-        ("checkpointing", {"gradient_checkpointing": True}, "32-true"),
-        ("lora", LORA, "32-true"),
-        ("bf16", {}, "bf16-true"),
-    )
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "full": ({}, "32-true"),
+    "checkpointing": ({"gradient_checkpointing": True}, "32-true"),
+    "lora": (LORA, "32-true"),
+    "bf16": ({}, "bf16-true"),
 }
+PARTS = ("slices", "measurement", "times", "estimate", "measurement_with_holes")
+CASES = [
+    "small:2:lora", "small:2:checkpointing", "small:2:bf16", "base:1:full", "base:2:lora", "small:2:full",
+    "small:4:full", "small:4:lora",
+]  # fmt: skip
+MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "65536"}
 
 
-def plan_of(rows: int) -> Any:
-    from lit_dpret.privacy.budget import PrivacyBudget
-    from lit_dpret.privacy.plan import PrivacyPlan
+class Case:
+    """One model and the plan of its steps."""
 
-    return PrivacyPlan.build(
-        PrivacyBudget(eps=3.0, delta=1e-5), sampling="poisson", steps=60, max_grad_norm=0.1, n_public=10_000,
-        expected_batch_size=64, noise_multiplier=5.0, physical_batch_size=rows,
-    )  # fmt: skip
+    def __init__(self, name: str) -> None:
+        from lit_dpret.modules import OptimizerSpec
+        from lit_dpret.modules.outline import GeneratorOutline
+        from lit_dpret.privacy.budget import PrivacyBudget
+        from lit_dpret.privacy.plan import PrivacyPlan
+
+        size, rows, label = name.split(":")
+        self.rows = int(rows)
+        settings, self.precision = SETTINGS[label]
+        self.outline = GeneratorOutline.of_settings(
+            optimizer=OptimizerSpec(), pretrained=f"google-t5/t5-{size}", **settings
+        )
+        self.plan = PrivacyPlan.build(
+            PrivacyBudget(eps=3.0, delta=1e-5), sampling="poisson", steps=60, max_grad_norm=0.1, n_public=10_000,
+            expected_batch_size=64, noise_multiplier=5.0, physical_batch_size=self.rows,
+        )  # fmt: skip
+        config: Any = self.outline.model.config
+        self.layers = int(config.num_layers), int(config.num_decoder_layers)
+
+    def model(self, encoder: int, decoder: int) -> Any:
+        """The model with so many layers."""
+        import torch
+
+        from lit_dpret.costs.slices import slice_of
+
+        module = slice_of(self.outline, encoder, decoder)
+        return module.to(torch.bfloat16) if self.precision == "bf16-true" else module
 
 
-def one(case: str, what: str) -> dict[str, Any]:
-    """The prediction of a case, or the real step, in this process."""
+def one(name: str, what: str) -> dict[str, Any]:
+    """A prediction of a case, a real step, or times of both in turn, in this process."""
     import torch
 
-    from lit_dpret.modules import OptimizerSpec
-    from lit_dpret.modules.outline import GeneratorOutline
-    from lit_dpret.modules.query_generator import QueryGenerator
-    from lit_dpret.privacy.modes import DPSGD
-    from lit_dpret.tasks.plan_cost import estimate, from_slices, measure
+    from lit_dpret.tasks.plan_cost import estimate, measure
 
     torch.set_num_threads(1)
-    name, rows, settings, precision = CASES[case]
-    plan, cpu = plan_of(rows), torch.device("cpu")
-    outline = GeneratorOutline.of_settings(optimizer=OptimizerSpec(), pretrained=name, **settings)
-    if what == "estimate":
-        return estimate(outline, plan, cpu, precision=precision)
+    case, cpu = Case(name), torch.device("cpu")
+    if what == "times":
+        return times(case)
+    if what.startswith("measurement"):
+        return measure(case.model(*case.layers), case.plan, cpu)
     if what == "slices":
-        return from_slices(outline, plan, cpu, precision=precision)
-    shape = {k: v for k, v in outline.model.config.to_dict().items() if k in ("d_model", "d_kv", "d_ff", "num_layers",
-             "num_decoder_layers", "num_heads", "vocab_size")}  # fmt: skip
-    module = QueryGenerator(
-        privacy=DPSGD(eps=3.0), optimizer=OptimizerSpec(), pretrained=None, config=shape, tokenizer="public_t5",
-        max_passage_length=384, max_query_length=128, **settings,
-    )  # fmt: skip
-    if precision == "bf16-true":
-        module.to(torch.bfloat16)
-    return measure(module, plan, cpu)
+        return memory(case)
+    return estimate(case.outline, case.plan, cpu, precision=case.precision)
 
 
-def apart(case: str, what: str) -> dict[str, Any]:
+def memory(case: Case) -> dict[str, Any]:
+    """The bytes that slices tell; their times come in turn with real ones."""
+    import torch
+
+    from lit_dpret.costs.measure import held_bytes
+    from lit_dpret.costs.slices import SLICES, Part, bytes_of, taken_apart
+
+    cpu = torch.device("cpu")
+    parts = [Part(0.0, held_bytes(case.model(*layers), case.plan, cpu)) for layers in SLICES]
+    base, encoder, decoder = taken_apart(parts)
+    held = (base + encoder * case.layers[0] + decoder * case.layers[1]).held
+    half = case.precision == "bf16-true"
+    found = bytes_of(case.outline, half=half, rows=case.rows, clipped=held.clipped, checked=held.checked)
+    return {
+        "bytes": found.peak, "bytes_while_clipping": found.clipping, "bytes_while_updating": found.updating,
+        "bytes_per_row": found.row,
+    }  # fmt: skip
+
+
+def times(case: Case) -> dict[str, Any]:
+    """Processor seconds of a batch and of an update, told by slices and real, in every round."""
+    import torch
+
+    from lit_dpret.costs.measure import TrialStep, seconds
+    from lit_dpret.costs.slices import SLICES
+
+    cpu = torch.device("cpu")
+    whole = TrialStep(case.model(*case.layers), case.plan, cpu)
+    whole.clip(case.rows)
+    whole.update()  # makes the optimizer's states
+    whole.clip(case.rows)
+    rounds = []
+    for _ in range(ROUNDS):
+        slices = []
+        for layers in SLICES:
+            module = case.model(*layers)
+            step = TrialStep(module, case.plan, cpu)
+            step.clip(case.rows)
+            batch = seconds(lambda step=step: step.clip(case.rows), cpu)  # type: ignore[misc]
+            slices.append((batch, seconds(step.update, cpu) / module.outlined.trained))
+            del step, module
+        (small, rate), (encoder, _), (decoder, _) = slices
+        rounds.append({
+            "told_batch": small + sum(
+                (more - small) / 2 * (count - 1) for more, count in zip((encoder, decoder), case.layers, strict=True)
+            ),
+            "told_update": rate * case.outline.trained,
+            "batch": seconds(lambda: whole.clip(case.rows), cpu),
+            "update": seconds(whole.update, cpu),
+        })  # fmt: skip
+        whole.clip(case.rows)
+    found = {key: median(each[key] for each in rounds) for key in rounds[0]}
+    batches = case.plan.denominator / case.rows
+    told, real = (batches * found[f"{who}batch"] + found[f"{who}update"] for who in ("told_", ""))
+    return {"rounds": rounds, **found, "told_step": told, "step": real}
+
+
+def apart(name: str, what: str, environment: dict[str, str]) -> dict[str, Any]:
     """The same in a process of its own."""
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
-    command = [sys.executable, __file__, "--one", case, what]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    command = [sys.executable, __file__, "--one", name, what]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{name} {what}: {done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def ratios(told: dict[str, Any], real: dict[str, Any]) -> dict[str, float]:
-    names = ("seconds_of_batch", "seconds_of_update", "seconds_per_step", "bytes", "bytes_while_clipping")
-    return {name: told[name] / real[name] for name in names if name in told}
+def ratios(found: dict[str, Any]) -> dict[str, float]:
+    """What was told over what is, as far as both are known."""
+    slices, real, timed = (found.get(what, {}) for what in ("slices", "measurement", "times"))
+    estimate, plain = found.get("estimate", {}), found.get("measurement_with_holes", {})
+    pairs = {
+        "bytes": (slices.get("bytes"), real.get("bytes")),
+        "bytes_while_clipping": (slices.get("bytes_while_clipping"), real.get("bytes_while_clipping")),
+        "bytes_while_updating": (slices.get("bytes_while_updating"), real.get("bytes_while_updating")),
+        "bytes_over_those_with_holes": (slices.get("bytes"), plain.get("bytes")),
+        "batch": (timed.get("told_batch"), timed.get("batch")),
+        "update": (timed.get("told_update"), timed.get("update")),
+        "step": (timed.get("told_step"), timed.get("step")),
+        "bytes_estimated": (estimate.get("bytes"), real.get("bytes")),
+        "step_estimated": (estimate.get("seconds_per_step"), timed.get("step")),
+    }
+    return {name: told / measured for name, (told, measured) in pairs.items() if told and measured}
+
+
+def table(cases: dict[str, Any]) -> str:
+    """Predicted over measured, a row for each case."""
+    names = ("bytes", "step", "bytes_over_those_with_holes", "bytes_estimated", "step_estimated")
+    lines = [["case", *names], ["---"] * (1 + len(names))]
+    for case, found in cases.items():
+        told = found["predicted_over_measured"]
+        lines.append([case, *(f"{told[name]:.2f}" if name in told else "" for name in names)])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="")
+    parser.add_argument("--table", action="store_true")
     parser.add_argument("--one", nargs=2)
     asked = parser.parse_args()
     if asked.one:
         print(json.dumps(one(*asked.one)))
         return
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"cases": {}}
-    for case in (each for each in CASES if each.startswith(asked.only) and each not in results["cases"]):
-        load = os.getloadavg()[0]
-        found = {what: apart(case, what) for what in ("slices", "measurement", "estimate")}
-        results["cases"][case] = {
-            "load": load,
-            **found,
-            "predicted_over_measured": {
-                what: ratios(found[what], found["measurement"]) for what in ("slices", "estimate")
-            },
-        }
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        print(case, json.dumps(results["cases"][case]["predicted_over_measured"]), flush=True)
+    if asked.table:
+        print(table(results["cases"]))
+        return
+    for case in CASES:
+        for what in PARTS:
+            found = results["cases"].setdefault(case, {})
+            if not case.startswith(asked.only) or (what in found and not asked.only):
+                continue
+            before = os.getloadavg()[0]
+            found[what] = apart(case, what, MAPPED if what == "measurement" else {})
+            found[what]["load"] = [before, os.getloadavg()[0]]
+            found["predicted_over_measured"] = ratios(found)
+            whole = {name: each for name, each in results["cases"].items() if each}
+            RESULTS.write_text(json.dumps({"cases": whole}, indent=1) + "\n", encoding="utf-8")
+            print(case, what, json.dumps(found["predicted_over_measured"]), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lit_dpret.memory import give_back_memory, is_out_of_memory
 from lit_dpret.privacy.coupling import largest_batch
 from lit_dpret.privacy.modes.base import trainable
 from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.placement import place_of
 from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.privacy.sampling import UnitBatch
 
@@ -68,28 +70,43 @@ def _find(trainer: L.Trainer, module: Any, data: Any, planned: PlannedRun) -> in
             f"datamodule.physical_batch_size=auto tries batches of the longest rows, and {type(module).__name__} does "
             "not say what these are: implement longest_rows(count), or give a number."
         )
-    if strategy_name(trainer) not in ("one_device", "ddp"):
+    strategy, device = strategy_name(trainer), trainer.strategy.root_device
+    if strategy not in ("one_device", "ddp", "fsdp"):
         raise ConfigurationError(
-            f"datamodule.physical_batch_size=auto cannot try batches under trainer.strategy={strategy_name(trainer)}, "
-            "where weights are sharded after this point. Give a number (task=plan estimates one)."
+            f"datamodule.physical_batch_size=auto cannot try batches under trainer.strategy={strategy}, which places "
+            "weights and states after this point: a try would not hold what a step holds. Give a number (task=plan "
+            "estimates one)."
         )
-    device = trainer.strategy.root_device
-    module = trainer.precision_plugin.convert_module(module)
-    module.to(device)
+    if strategy == "fsdp":
+        module.configure_model()  # cuts the parameters up, as it would a moment later
+    else:
+        module = trainer.precision_plugin.convert_module(module)
+        module.to(device)
+    beside = sum(_STATES * 4 * _here(p) + _copy_of(p) for p in trainable(module).values())
+    with module.whole():
+        most = _most(module, data, planned, device)
+        return largest_that_fits(
+            partial(_try, trainer, module, beside if device.type != "cpu" else 0, device),
+            most=most,
+            room=_room if device.type == "cpu" else lambda: None,
+        )
+
+
+def _most(module: Any, data: Any, planned: PlannedRun, device: torch.device) -> int:
+    """How many rows to try at the most, the mode being attached for it."""
     # Never the run's own streams: what is drawn here must say nothing about the run.
     module.privacy.attach(module, planned.plan, KeyedStream(secrets.token_bytes(32), "physical_batch_size"))
     # What is found is published: where the number of units is private, it must not be the bound.
     drawn = largest_batch(planned.law, module.privacy.public_units(data.n_units)) or data.expected_batch_size or MOST
-    most = min(MOST if device.type != "cpu" else MOST_ON_CPU, drawn)
+    return min(MOST if device.type != "cpu" else MOST_ON_CPU, drawn)
 
-    def attempt(size: int) -> None:
-        beside = sum(_STATES * 4 * p.numel() + _copy_of(p) for p in trainable(module).values())
-        held = torch.empty(beside if device.type != "cpu" else 0, dtype=torch.uint8, device=device)
-        with trainer.precision_plugin.train_step_context():
-            module.rehearse([_batch(module.longest_rows(size), size, device)])
-        del held
 
-    return largest_that_fits(attempt, most=most, room=_room if device.type == "cpu" else lambda: None)
+def _try(trainer: L.Trainer, module: Any, beside: int, device: torch.device, size: int) -> None:
+    """Clip so many rows and forget the sum, as much memory being taken as the optimizer's states will take."""
+    held = torch.empty(beside, dtype=torch.uint8, device=device)
+    with trainer.precision_plugin.train_step_context():
+        module.rehearse([_batch(module.longest_rows(size), size, device)])
+    del held
 
 
 def largest_that_fits(
@@ -142,6 +159,11 @@ def _fits(attempt: Callable[[int], None], size: int) -> bool:
 def _batch(rows: Any, size: int, device: torch.device) -> UnitBatch:
     ids = torch.arange(size)
     return UnitBatch(rows, ids, torch.ones(size, dtype=torch.bool), step=0, part=0, last=True).to(device)
+
+
+def _here(parameter: torch.Tensor) -> int:
+    """How many of its values this process keeps."""
+    return place_of(parameter.detach())[0].numel()
 
 
 def _copy_of(parameter: torch.Tensor) -> int:

@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import (
 from lit_dpret.callbacks.fixed_shapes import refuse_changing_shapes
 from lit_dpret.callbacks.strategies import (
     refuse_parted_sums,
+    refuse_second_masters,
     refuse_uncut_optimizer,
     refuse_unsupported,
     strategy_name,
@@ -164,6 +165,7 @@ def _is_counted(run: Candidate) -> None:
 def _shown_strategy(run: Candidate) -> None:
     refuse_unsupported(run.trainer, run.module.privacy)
     refuse_uncut_optimizer(run.trainer, run.module)
+    refuse_second_masters(run.trainer)
     refuse_parted_sums(run.trainer, run.module)
     if strategy_name(run.trainer) == "deepspeed":
         refuse_zero_settings(run.trainer.strategy, getattr(run.module, "optimizer_spec", None))

@@ -137,6 +137,22 @@ def refuse_uncut_optimizer(trainer: L.Trainer, module: Any) -> None:
         )
 
 
+def refuse_second_masters(trainer: L.Trainer) -> None:
+    """Refuse half precision with float32 copies in the optimizer where the strategy keeps such copies itself.
+
+    Raises:
+        ConfigurationError: Naming the precision under which there is one copy.
+    """
+    name = strategy_name(trainer)
+    if name in ("fsdp", "deepspeed") and str(trainer.precision) == "bf16-true":
+        copies = "its shards are float32" if name == "fsdp" else "ZeRO divides them"
+        raise ConfigurationError(
+            "trainer.precision=bf16-true keeps float32 copies of bfloat16 weights in the optimizer, and "
+            f"trainer={name} keeps such copies itself ({copies}): it would find neither its parameters nor whole "
+            "states there. Set trainer.precision=bf16-mixed, under which it computes in bfloat16 as well."
+        )
+
+
 def keep_the_sampler(trainer: L.Trainer) -> None:
     """Tell a Trainer that its training batches are dealt to the ranks already.
 

@@ -17,6 +17,48 @@ def fit(folder: Path, rank: int, world: int, *, trainer: dict[str, Any] | None =
     return found
 
 
+def short_of_memory(folder: Path, rank: int, world: int, **given: Any) -> dict[str, Any]:
+    """`rank_runs.short_of_memory`, in shards."""
+    import rank_runs
+
+    strategy = {"strategy": ShardingStrategy(), "devices": world}
+    found: dict[str, Any] = rank_runs.short_of_memory(folder, rank, world, trainer=strategy, **given)
+    return found
+
+
+def find_size(
+    folder: Path, rank: int, world: int, *, room: list[int], told: int | None = None, **given: Any
+) -> dict[str, Any]:
+    """A fit that finds how many rows fit, of which ``room`` says so on each rank, or that is ``told`` it."""
+    import stand_ins
+    import torch
+
+    real = stand_ins.Regression
+    tried: list[int] = []
+
+    class Growing(real):  # type: ignore[misc, valid-type]
+        def longest_rows(self, count: int) -> dict[str, Any]:
+            return {"inputs": torch.full((count, 4), 0.5), "target": torch.zeros(count)}
+
+        def per_row_loss(self, rows: dict[str, Any]) -> Any:
+            if torch.is_grad_enabled():
+                if bool((rows["inputs"] == 0.5).all()):
+                    tried.append(len(rows["target"]))
+                if len(rows["target"]) > room[rank]:
+                    raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().per_row_loss(rows)
+
+    class Finding(stand_ins.Numbers):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            self.finds_physical_batch_size = told is None
+
+    stand_ins.Regression, stand_ins.Numbers = Growing, Finding  # type: ignore[misc]
+    data = {"sampling": "poisson"} | ({} if told is None else {"physical_batch_size": told})
+    found = fit(folder, rank, world, data=data, **given)
+    return found | {"tried": tried}
+
+
 def generate(
     folder: Path, rank: int, world: int, *, sharded: bool = True, steps: int = 4, resume: bool = False,
     privacy: dict[str, Any] | None = None, model: dict[str, Any] | None = None, precision: str = "32-true",

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lit_dpret.costs.devices import ACCELERATORS, accelerator
-from lit_dpret.costs.memory import step_bytes
+from lit_dpret.costs.memory import Line, step_bytes
 from lit_dpret.costs.sharding import STRATEGIES, on_each_device, rows_that_fit
 from lit_dpret.errors import ConfigurationError
 
-WHOLE = step_bytes(weights=3000, trained=1000, largest=10, optimizer="adam", row=70, rows=4, half=True)
+ROWS = (Line(0, 70),)
+WHOLE = step_bytes(weights=3000, trained=1000, largest=10, optimizer="adam", rows=4, clipped=ROWS, half=True)
 
 
 def test_a_step_holds_the_larger_of_clipping_and_updating() -> None:
     assert (WHOLE.weights, WHOLE.masters, WHOLE.states, WHOLE.sums) == (6000, 4000, 8000, 4000)
     assert WHOLE.clipping == 18_000 + 4000 + 4 * 70
     assert WHOLE.updating == 18_000 + 4000 + 4000 and WHOLE.peak == WHOLE.updating
-    checked = step_bytes(weights=10, trained=10, largest=1, optimizer="sgd", row=70, rows=4, checked_row=100)
-    assert checked.clipping == 40 + 40 + 400
+    of_ten = {"weights": 10, "trained": 10, "largest": 1, "optimizer": "sgd", "clipped": ROWS}
+    lines = (Line(0, 100), Line(200, 10))  # while the graph is gone through again, and while parameters are compared
+    for rows, least in ((1, 210), (2, 220), (4, 400)):
+        checked = step_bytes(rows=rows, checked=lines, **of_ten)  # type: ignore[arg-type]
+        assert checked.clipping == 40 + 40 + least and checked.row == 70
+
+
+def test_the_phase_of_a_batch_that_takes_most_depends_on_the_rows() -> None:
+    lines = (Line(1000, 1), Line(0, 100))
+    part = step_bytes(weights=10, trained=1, largest=1, optimizer="sgd", rows=2, clipped=lines)
+    assert part.clipping == part.lasting + 4 + 1002 and part.row == 1
+    assert replace(part, rows=20).clipping == part.lasting + 4 + 2000 and replace(part, rows=20).row == 100
 
 
 @pytest.mark.parametrize(("strategy", "divided"), [
@@ -44,7 +57,8 @@ def test_sharded_weights_are_whole_while_a_batch_is_clipped_and_so_is_the_sum() 
 def test_rows_fill_what_is_left_and_are_none_where_nothing_is() -> None:
     assert rows_that_fit(WHOLE, 40_000) == 128  # 36,000 less 22,000 is room for 200, and 128 is a power of two
     assert rows_that_fit(WHOLE, 28_000) == 0, "the update alone takes 26,000, more than nine tenths"
-    assert rows_that_fit(step_bytes(weights=10, trained=1, largest=1, optimizer="sgd", row=5, rows=1), 45) == 0
+    small = step_bytes(weights=10, trained=1, largest=1, optimizer="sgd", rows=1, clipped=(Line(0, 5),))
+    assert rows_that_fit(small, 45) == 0
 
 
 def test_unknown_names_are_refused_by_their_knob() -> None:

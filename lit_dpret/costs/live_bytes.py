@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lit_dpret.privacy.clipping.phases import PREFIX
+
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the storages that operations make while it is active, until nothing refers to them any more.
@@ -20,14 +22,21 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         now: Bytes alive that were made since the beginning.
         peak: The most there were at once.
+        peaks: The most there were at once inside of each phase of clipping (`lit_dpret.privacy.clipping.phases`).
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
+        self.peaks: dict[str, int] = {}
+        self._inside: list[str] = []
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.profiler._record_function_enter_new.default:
+            self._inside.append(args[0])
+        elif func is torch.ops.profiler._record_function_exit._RecordFunction and self._inside:
+            self._inside.pop()
         given = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         made = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(made):
@@ -43,6 +52,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known.add(key)
         self.now += size
         self.peak = max(self.peak, self.now)
+        for name in self._inside:
+            if name.startswith(PREFIX):
+                phase = name.removeprefix(PREFIX)
+                self.peaks[phase] = max(self.peaks.get(phase, 0), self.now)
         weakref.finalize(storage, self._gone, key, size)
 
     def _gone(self, key: int, size: int) -> None:

@@ -7,19 +7,26 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import add
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lit_dpret.costs.live_bytes import LiveBytes
+from lit_dpret.costs.memory import Line
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.master_weights import gradient_slot
+from lit_dpret.privacy.clipping.phases import PHASES
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 
 TIMED_BATCHES = 2
+
+# Of the batches whose tensors are counted. In a slice of one layer embeddings weigh more than in the whole model: with
+# fewer rows their gradients, not the activations, would set the peak of the pass in which the engine checks itself.
+_COUNTED_ROWS = (4, 6)
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ def measure_step(
         ConfigurationError: This machine does not say how much memory a process takes.
     """
     base = resident(device) - (_bytes_of(module) if device.type == "cpu" else 0)
-    step = _Step(module, plan, device, autocast)
+    step = TrialStep(module, plan, device, autocast=autocast)
     first = seconds(lambda: step.clip(rows), device)
     step.update()
     step.attach()  # a batch in which the engine checks itself comes again where the pattern of calls changes
@@ -79,31 +86,63 @@ def measure_step(
 
 @dataclass(frozen=True)
 class Held:
-    """What a physical batch makes and holds at once, in bytes of tensors.
+    """What the phases of a physical batch make and hold at once, in bytes of tensors, in the order of `PHASES`.
 
     Attributes:
-        row: For each row, the sum of clipped gradients being there already.
-        checked_row: The same in a batch in which the engine checks itself, the first one of a run.
+        clipped: The sum of clipped gradients being there already.
+        checked: In a batch in which the engine checks itself, the first one of a run, which also makes the sum.
     """
 
-    row: float
-    checked_row: float
+    clipped: tuple[Line, ...]
+    checked: tuple[Line, ...]
+
+    def __add__(self, other: Held) -> Held:
+        return Held(*(tuple(map(add, *both)) for both in zip(self._both(), other._both(), strict=True)))
+
+    def __mul__(self, factor: float) -> Held:
+        return Held(*(tuple(line * factor for line in lines) for lines in self._both()))
+
+    def _both(self) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
+        return self.clipped, self.checked
 
 
 def held_bytes(module: Any, plan: PrivacyPlan, device: torch.device, *, autocast: bool = False) -> Held:
-    """Measure what clipping holds; tensors are counted, not pages of the process."""
-    checked = []
-    for rows in (3, 4):  # with fewer rows the check is not what takes most
-        step = _Step(module, plan, device, autocast)
-        checked.append(made_bytes(lambda rows=rows, step=step: step.clip(rows), device))  # type: ignore[misc]
-    plain = made_bytes(lambda: step.clip(4), device)
-    return Held(row=plain / 4, checked_row=checked[1] - checked[0])
+    """Count what clipping holds, phase by phase, from batches of two sizes; tensors, not pages of the process."""
+    TrialStep(module, plan, device, autocast=autocast).clip(1)  # what is made once and kept is not of a batch
+    found: list[tuple[dict[str, int], dict[str, int]]] = []
+    for rows in _COUNTED_ROWS:
+        step = TrialStep(module, plan, device, autocast=autocast)
+        first, later = LiveBytes(), LiveBytes()
+        with first:
+            step.clip(rows)
+        with later:
+            step.clip(rows)
+        found.append((first.peaks, later.peaks))
+    (checked, clipped), (more_checked, more_clipped) = found
+    return Held(clipped=_lines(clipped, more_clipped), checked=_lines(checked, more_checked))
 
 
-class _Step:
-    """One module in training, without data, ledger or Trainer."""
+def _lines(few: dict[str, int], many: dict[str, int]) -> tuple[Line, ...]:
+    """The straight lines through the peaks of each phase; nothing for one that did not come."""
+    low, high = _COUNTED_ROWS
+    found = []
+    for name in PHASES:
+        row = (many.get(name, 0) - few.get(name, 0)) / (high - low)
+        found.append(Line(few.get(name, 0) - low * row, row))
+    return tuple(found)
 
-    def __init__(self, module: Any, plan: PrivacyPlan, device: torch.device, autocast: bool) -> None:
+
+class TrialStep:
+    """One module in training on random rows, without data, ledger or Trainer.
+
+    Args:
+        module: The model to train; its weights are changed.
+        plan: For the engine, the bound and the noise.
+        device: Where to run.
+        autocast: Under bfloat16 autocast.
+    """
+
+    def __init__(self, module: Any, plan: PrivacyPlan, device: torch.device, *, autocast: bool = False) -> None:
         self._module, self._plan, self._device, self._autocast = module.to(device), plan, device, autocast
         self.attach()
         built = module.optimizer_spec.build(
@@ -112,16 +151,19 @@ class _Step:
         self._optimizer: Any = built[0][0] if isinstance(built, tuple) else built
 
     def attach(self) -> None:
+        """Begin anew: the next batch is one in which the engine checks itself, and there is no sum."""
         self._mode = DPSGD(eps=self._plan.budget.eps)
         self._mode.attach(self._module, self._plan, KeyedStream(os.urandom(32), run_id="costs"))
 
     def clip(self, rows: int) -> None:
+        """Add the clipped gradients of a physical batch of so many rows."""
         batch = {name: values.to(self._device) for name, values in self._module.longest_rows(rows).items()}
         units = torch.arange(rows, device=self._device)
         with torch.autocast(self._device.type, dtype=torch.bfloat16) if self._autocast else nullcontext():
             self._mode.add(lambda: self._module.per_row_loss(batch), units, torch.ones_like(units, dtype=torch.bool))
 
     def update(self) -> None:
+        """Noise the sum and step the optimizer."""
         gradients = self._mode.privatize(self._mode.take(), attempt=0, step=0).gradients
         for name, parameter in self._module.named_parameters():
             if name in gradients:
@@ -129,19 +171,6 @@ class _Step:
                 slot.grad = gradients[name].to(slot.dtype)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-
-
-def made_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """The most bytes of tensors that ``work`` makes and holds at once."""
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        work()
-        return int(torch.cuda.max_memory_allocated(device)) - before
-    counted = LiveBytes()
-    with counted:
-        work()
-    return counted.peak
 
 
 def seconds_per_normal(device: torch.device) -> float:

@@ -1,14 +1,15 @@
 """Bytes of a private step, by what has to be there at the same time.
 
-While batches are clipped, there are the weights, the optimizer's states, the sum of clipped gradients, and for each
-row of the physical batch what the clipping engine holds until the norms are known. In the first batch, and where the
-pattern of calls changes, the engine goes through the graph once more to check itself, and holds more. While the
-update is made, there are the weights, the states, the sum, the noised gradients, and the noise of one parameter.
-The largest of these is the peak.
+While batches are clipped, there are the weights, the optimizer's states, the sum of clipped gradients, and what the
+phases of clipping hold (`lit_dpret.privacy.clipping.phases`), each so much for each row of the physical batch and so
+much whatever the rows are. In the first batch, and where the pattern of calls changes, the engine goes through the
+graph once more to check itself: it holds more for each row, then autograd's gradient of every trained weight, and of
+one parameter at a time a copy in float64. While the update is made, there are the weights, the states, the sum, the
+noised gradients, and the noise of one parameter. The largest of these is the peak.
 
-Bytes of weights, sums and states are counted. Bytes of a row are measured on slices (`lit_dpret.costs.slices`), or
+Bytes of weights, sums and states are counted. Those of the phases are measured on slices (`lit_dpret.costs.slices`), or
 estimated from the number of values by `COPIES`. Tensors are counted: what an
-allocator keeps beside them (fragments, blocks rounded up, libraries) is not.
+allocator keeps beside them (holes, blocks rounded up, libraries) is not.
 """
 
 from __future__ import annotations
@@ -29,6 +30,31 @@ _NOISE = 28
 COPIES = {"plain": (1.2, 3.4, 3.4), "checkpointing": (0.9, 0.5, 3.4)}
 
 
+#: Bytes of a row in a batch in which the engine checks itself, over those in another one; set by hand as well.
+CHECKED = 1.3
+
+# Of each weight of the parameter whose gradient is compared with autograd's.
+_IN_FLOAT64 = 8
+
+
+@dataclass(frozen=True)
+class Line:
+    """Bytes that a phase holds at its peak: ``fixed``, and ``row`` for each row of the physical batch."""
+
+    fixed: float
+    row: float
+
+    def __add__(self, other: Line) -> Line:
+        return Line(self.fixed + other.fixed, self.row + other.row)
+
+    def __mul__(self, factor: float) -> Line:
+        return Line(factor * self.fixed, factor * self.row)
+
+    def at(self, rows: int) -> int:
+        """Bytes with so many rows."""
+        return round(self.fixed + rows * self.row)
+
+
 @dataclass(frozen=True)
 class Bytes:
     """The parts of the peak, on one device.
@@ -40,10 +66,11 @@ class Bytes:
         sums: The sum of clipped gradients, float32.
         gradients: The noised gradients, float32, while the update is made.
         noise: Of the largest parameter, while it is drawn and measured.
-        checked_row: What one row holds in a batch in which the engine checks itself.
-        gathered: Weights that are gathered while batches are clipped, where they are sharded.
-        row: What one row of the physical batch holds.
+        clipped: What the phases of a batch hold beside the sum.
+        checked: The same of a batch in which the engine checks itself, the first of a run or of a resumed one, beside
+            which there is no sum yet.
         rows: Rows of the physical batch.
+        gathered: Weights that are gathered while batches are clipped, where they are sharded.
     """
 
     weights: int
@@ -52,9 +79,9 @@ class Bytes:
     sums: int
     gradients: int
     noise: int
-    row: int
+    clipped: tuple[Line, ...]
+    checked: tuple[Line, ...]
     rows: int
-    checked_row: int = 0
     gathered: int = 0
 
     @property
@@ -65,8 +92,13 @@ class Bytes:
     @property
     def clipping(self) -> int:
         """The peak while batches are clipped, the first one included."""
-        checked = max(self.rows * self.checked_row, self.sums + self.gradients + self.row if self.checked_row else 0)
-        return self.lasting + self.gathered + max(self.sums + self.rows * self.row, checked)
+        checked = max((line.at(self.rows) for line in self.checked), default=0)
+        return self.lasting + self.gathered + max(self.sums + max(line.at(self.rows) for line in self.clipped), checked)
+
+    @property
+    def row(self) -> int:
+        """What each further row takes in the phase of a batch that takes most."""
+        return round(max(self.clipped, key=lambda line: line.at(self.rows)).row)
 
     @property
     def updating(self) -> int:
@@ -85,10 +117,10 @@ def step_bytes(
     trained: int,
     largest: int,
     optimizer: str,
-    row: int,
     rows: int,
+    clipped: tuple[Line, ...],
+    checked: tuple[Line, ...] = (),
     half: bool = False,
-    checked_row: int = 0,
 ) -> Bytes:
     """The bytes of a step on one device that holds everything.
 
@@ -97,10 +129,10 @@ def step_bytes(
         trained: How many are trained.
         largest: Weights of the largest trained parameter.
         optimizer: Its name.
-        row: Bytes of a row.
         rows: Rows of a physical batch.
+        clipped: What the phases of a batch hold.
+        checked: What they hold in a batch in which the engine checks itself.
         half: Weights in bfloat16, with float32 copies of the trained ones in the optimizer.
-        checked_row: Bytes of a row in a batch in which the engine checks itself.
     """
     return Bytes(
         weights=(2 if half else 4) * weights,
@@ -109,14 +141,18 @@ def step_bytes(
         sums=4 * trained,
         gradients=4 * trained,
         noise=_NOISE * largest,
-        row=row,
+        clipped=clipped,
+        checked=checked,
         rows=rows,
-        checked_row=checked_row,
     )
 
 
-def estimated_row(work: Work, *, checkpointing: bool, half: bool = False) -> int:
-    """Bytes of a row, from the number of values and `COPIES`."""
+def estimated_lines(
+    work: Work, *, trained: int, largest: int, checkpointing: bool, half: bool = False
+) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
+    """What the phases of a batch hold, and of one in which the engine checks itself: from the number of values."""
     linear, attention, logits = COPIES["checkpointing" if checkpointing else "plain"]
-    values = linear * work.linear_values + attention * work.scores + logits * work.logits
-    return round((2 if half else 4) * values)
+    size = 2 if half else 4
+    row = size * (linear * work.linear_values + attention * work.scores + logits * work.logits)
+    gradients = Line(size * trained + _IN_FLOAT64 * largest, size * work.linear_values)
+    return (Line(0, row),), (Line(0, CHECKED * row), gradients)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from lit_dpret.costs.devices import UTILISATION, accelerator
-from lit_dpret.costs.memory import Bytes, estimated_row
+from lit_dpret.costs.memory import Bytes
 from lit_dpret.costs.sharding import check_sharding, on_each_device, rows_that_fit
-from lit_dpret.costs.slices import bytes_of
+from lit_dpret.costs.slices import estimated_bytes
 from lit_dpret.costs.work import Work, work_of
 from lit_dpret.modules.outline import GeneratorOutline
 
@@ -58,5 +58,4 @@ def check_devices(device: str, world: int, strategy: str) -> None:
 
 def bytes_on_one(outline: GeneratorOutline, work: Work, rows: int = 1) -> Bytes:
     """The bytes of a step on one device that holds everything, in bfloat16 with float32 copies."""
-    row = estimated_row(work, checkpointing=outline.gradient_checkpointing, half=True)
-    return bytes_of(outline, half=True, rows=rows, row=row, checked_row=1.3 * row)
+    return estimated_bytes(outline, work, half=True, rows=rows)

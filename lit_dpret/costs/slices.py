@@ -8,15 +8,15 @@ whatever it does to a layer is in the answer, at the rates at which this machine
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from lit_dpret.costs.measure import held_bytes, measure_step
-from lit_dpret.costs.memory import Bytes, step_bytes
-from lit_dpret.costs.work import work_of
+from lit_dpret.costs.measure import Held, held_bytes, measure_step
+from lit_dpret.costs.memory import Bytes, Line, estimated_lines, step_bytes
+from lit_dpret.costs.work import Work, work_of
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.modules import OptimizerSpec, QueryGenerator
 from lit_dpret.modules.model_loading import PUBLIC_T5
@@ -27,6 +27,9 @@ from lit_dpret.privacy.plan import PrivacyPlan
 _MORE = 3
 """Layers of the larger slices; a difference of two layers is told more exactly than one of one."""
 
+SLICES = ((1, 1), (_MORE, 1), (1, _MORE))
+"""Layers of encoder and decoder of each slice."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -34,19 +37,17 @@ class Part:
 
     Attributes:
         seconds: Of a physical batch of the rows that were measured.
-        row: Bytes held for each row.
-        checked_row: The same in a batch in which the engine checks itself.
+        held: Bytes that the phases of a batch hold.
     """
 
     seconds: float
-    row: float
-    checked_row: float
+    held: Held
 
     def __add__(self, other: Part) -> Part:
-        return Part(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Part(self.seconds + other.seconds, self.held + other.held)
 
     def __mul__(self, factor: float) -> Part:
-        return Part(*(factor * value for value in astuple(self)))
+        return Part(factor * self.seconds, self.held * factor)
 
 
 @dataclass(frozen=True)
@@ -103,51 +104,74 @@ def measure_slices(
         ConfigurationError: The model cannot be sliced.
     """
     work_of(outline)  # refuses what is no encoder-decoder model
-    found = {}
-    for encoder, decoder in ((1, 1), (_MORE, 1), (1, _MORE)):
+    found = []
+    for encoder, decoder in SLICES:
         progress(f"{encoder} + {decoder} layers of {outline.name}")
-        module = _slice(outline, encoder, decoder)
+        module = slice_of(outline, encoder, decoder)
         if precision == "bf16-true":
             module.to(torch.bfloat16)
         piece = module.outlined
         measured = measure_step(module, plan, device, rows=rows, autocast=precision == "bf16-mixed")
         held = held_bytes(module, plan, device, autocast=precision == "bf16-mixed")
-        found[encoder, decoder] = Part(measured.batch, held.row, held.checked_row), measured.update / piece.trained
+        found.append((Part(measured.batch, held), measured.update / piece.trained))
         del module
-    (small, update), (more_encoder, _), (more_decoder, _) = found.values()
-    each_encoder, each_decoder = _each(small, more_encoder), _each(small, more_decoder)
-    base = small + (each_encoder + each_decoder) * -1.0
-    return Slices(rows, base, each_encoder, each_decoder, update, str(device), precision)
+    base, encoder_layer, decoder_layer = taken_apart([part for part, _ in found])
+    return Slices(rows, base, encoder_layer, decoder_layer, found[0][1], str(device), precision)
 
 
-def bytes_of(outline: GeneratorOutline, *, half: bool, rows: int, row: float, checked_row: float) -> Bytes:
+def taken_apart(parts: Sequence[Part]) -> tuple[Part, Part, Part]:
+    """What is there once, and what a layer of the encoder and of the decoder adds, from the parts of `SLICES`."""
+    small, more_encoder, more_decoder = parts
+    encoder_layer, decoder_layer = _each(small, more_encoder), _each(small, more_decoder)
+    return small + (encoder_layer + decoder_layer) * -1.0, encoder_layer, decoder_layer
+
+
+def bytes_of(
+    outline: GeneratorOutline, *, half: bool, rows: int, clipped: tuple[Line, ...], checked: tuple[Line, ...]
+) -> Bytes:
     """The bytes of a step of this model.
 
     Args:
         outline: The model.
         half: Weights in bfloat16, with float32 copies in the optimizer.
         rows: Of a physical batch.
-        row: Bytes that each holds.
-        checked_row: The same in a batch in which the engine checks itself.
+        clipped: What the phases of a batch hold.
+        checked: What they hold in a batch in which the engine checks itself.
     """
     return step_bytes(
         weights=outline.parameters,
         trained=outline.trained,
         largest=outline.largest,
         optimizer=outline.optimizer,
-        row=round(row),
-        checked_row=round(checked_row),
         rows=rows,
+        clipped=clipped,
+        checked=checked,
         half=half,
     )
+
+
+def estimated_bytes(outline: GeneratorOutline, work: Work, *, half: bool, rows: int) -> Bytes:
+    """The same with what the phases hold estimated, for which nothing has to run."""
+    clipped, checked = estimated_lines(
+        work,
+        trained=outline.trained,
+        largest=outline.largest,
+        checkpointing=outline.gradient_checkpointing,
+        half=half,
+    )
+    return bytes_of(outline, half=half, rows=rows, clipped=clipped, checked=checked)
 
 
 def _each(small: Part, large: Part) -> Part:
     return (large + small * -1.0) * (1 / (_MORE - 1))
 
 
-def _slice(outline: GeneratorOutline, encoder: int, decoder: int) -> QueryGenerator:
-    """The model with so many layers and random weights."""
+def slice_of(outline: GeneratorOutline, encoder: int, decoder: int) -> QueryGenerator:
+    """The model with so many layers and random weights.
+
+    Raises:
+        ConfigurationError: The model cannot be sliced.
+    """
     config = outline.model.config.to_dict()  # type: ignore[operator, union-attr]
     names = ("num_layers", "num_decoder_layers") if "num_layers" in config else ("encoder_layers", "decoder_layers")
     known = {key: value for key, value in config.items() if key in _SHAPE}

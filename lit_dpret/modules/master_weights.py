@@ -3,12 +3,14 @@
 A bfloat16 weight has eight bits: an update of less than about 0.4 percent of it is rounded away, and a noised update
 is mostly such. So the optimizer works on float32 copies (*masters*), fed with the noised gradient in float32, and the
 weights are the masters, rounded, after each step (Micikevicius et al. 2018, 1710.03740, section 3.1). Rounding is
-post-processing of the noised update: no claim depends on it.
+post-processing of the noised update: no claim depends on it. What is kept is the masters: a checkpoint's weights, and
+the folder that is written of the model, are float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,6 +56,11 @@ class MasterWeights(torch.optim.Optimizer):
     def gradient_slot(self, parameter: nn.Parameter) -> nn.Parameter:
         """Whose ``grad`` the noised gradient of ``parameter`` belongs into."""
         return self._of.get(id(parameter), parameter)
+
+    def masters(self) -> dict[int, nn.Parameter]:
+        """The float32 copies, by the identity of the parameter in half precision that each is the master of."""
+        both = zip(self._trained, self._masters, strict=True)
+        return {id(own): master for own, master in both if own is not master}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -102,3 +109,49 @@ def gradient_slot(optimizer: Any, parameter: nn.Parameter) -> nn.Parameter:
     inner = getattr(optimizer, "optimizer", optimizer)  # Lightning wraps optimizers
     found: nn.Parameter = inner.gradient_slot(parameter) if isinstance(inner, MasterWeights) else parameter
     return found
+
+
+def keep_masters(state: dict[str, Any], module: nn.Module, optimizers: Iterable[Any]) -> None:
+    """Put the masters in a state dict of ``module`` in place of the weights that are rounded from them.
+
+    Loaded into a module in half precision they are rounded as before; loaded into one in float32 nothing is lost.
+    """
+    masters = _masters(optimizers)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in state and id(parameter) in masters:
+            state[name] = masters[id(parameter)].detach()
+
+
+@contextmanager
+def in_float32(module: nn.Module, optimizers: Iterable[Any]) -> Iterator[None]:
+    """Inside, a module that is trained by masters holds them, on the CPU; so that it can be written.
+
+    Weights in half precision that are not trained are float32 inside as well: adapters are merged into them.
+    """
+    masters = _masters(optimizers)
+    places = [
+        (layer, name, parameter)
+        for layer in (module.modules() if masters else ())
+        for name, parameter in layer._parameters.items()
+        if parameter is not None and parameter.dtype in HALF
+    ]
+    wide = {
+        id(parameter): nn.Parameter(
+            masters.get(id(parameter), parameter).detach().to("cpu", torch.float32),
+            requires_grad=parameter.requires_grad,
+        )
+        for _, _, parameter in places
+    }
+    try:
+        for layer, name, parameter in places:
+            layer._parameters[name] = wide[id(parameter)]
+        yield
+    finally:
+        for layer, name, parameter in places:
+            layer._parameters[name] = parameter
+
+
+def _masters(optimizers: Iterable[Any]) -> dict[int, nn.Parameter]:
+    """The master of each parameter that has one, by the parameter's identity."""
+    inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
+    return {key: master for each in inner if isinstance(each, MasterWeights) for key, master in each.masters().items()}

@@ -102,8 +102,8 @@ def memory_advice(may_split: bool) -> str:
             "(model.lora)."
         )
     return (
-        "It is never taken apart, because its units are compared with each other or its weights are sharded: raise "
-        "privacy.sub_batches, set model.grad_cache_rows, or lower datamodule.physical_batch_size."
+        "It is never taken apart, because its units are compared with each other: raise privacy.sub_batches, set "
+        "model.grad_cache_rows, or lower datamodule.physical_batch_size."
     )
 
 

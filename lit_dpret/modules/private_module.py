@@ -27,6 +27,7 @@ from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.checkpointed import Checkpointed
 from lit_dpret.modules.handover import GradHandover, Handover
+from lit_dpret.modules.master_weights import in_float32, keep_masters
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.physical_batches import PhysicalBatches, memory_advice
 from lit_dpret.privacy.guard import Guard, uncounted
@@ -155,9 +156,16 @@ class PrivateModule(Checkpointed):
         """Within it, every rank can run the module; all ranks enter it."""
         return self._handover.whole()
 
-    def assembled(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def assembled(self) -> Iterator[None]:
         """Within it, rank 0 can write the module with its master weights; all ranks enter it."""
-        return self._handover.assembled(here=self._ranks.is_first)
+        optimizers = self.trainer.optimizers if self._ranks.is_first else ()
+        with self._handover.assembled(here=self._ranks.is_first), in_float32(self, optimizers):
+            yield
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        keep_masters(checkpoint["state_dict"], self, self.trainer.optimizers)
 
     def on_train_start(self) -> None:
         if self._guard is None:
@@ -202,8 +210,6 @@ class PrivateModule(Checkpointed):
     @property
     def may_split(self) -> bool:
         """Whether the units of a physical batch may be taken apart: not where they are compared with each other."""
-        if any(hasattr(parameter, "full_tensor") for parameter in self.parameters()):
-            return False  # every forward pass gathers the shards: all ranks must make equally many
         return self.privacy.sub_batches is None and not self.coupled_loss
 
     def _add_piece(self, batch: UnitBatch, piece: int) -> None:

@@ -1,7 +1,7 @@
 """Noise and coins that nobody can replay without the secret, and that the run itself never reuses.
 
 Every random number that a privacy claim rests on comes from a *keyed stream*: a generator whose
-seed is a hash of (secret, purpose, run, attempt, step, parameter, shard). Two different keys give
+seed is a hash of (secret, purpose, run, attempt, step, parameter). Two different keys give
 independent streams, the same key gives the same numbers, and without the secret the numbers
 cannot be computed. The experiment seed, which is logged and published, plays no part.
 
@@ -46,6 +46,10 @@ BLOCK = 1 << 16
 NOISE_STREAM = 2
 """How keys become noise: 1 drew a parameter at once, 2 in blocks. Whatever changes a number raises it: a ledger says
 which one drew its noise, and no step is repeated under another one."""
+
+# Of the key since stream 1, where it told shares of several ranks apart; no strategy adds shares, and without it every
+# number would be another one.
+_WHOLE = 0
 
 SHAKE = "SHAKE-256"
 PHILOX = "Philox (NumPy), keyed; not cryptographic"
@@ -162,7 +166,6 @@ class KeyedStream:
         step: int,
         parameter: str,
         salt: str = "",
-        shard: int = 0,
         start: int = 0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
@@ -182,7 +185,6 @@ class KeyedStream:
             step: The logical step.
             parameter: Its name.
             salt: A tag of what the noise is added to.
-            shard: Whose share of the noise it is, where several ranks add one each.
             start: The flat index, in the parameter, of the first coordinate of ``shape``.
             device: Where the noise is wanted.
             dtype: Of the sum; float64 gets float64, all else float32.
@@ -193,7 +195,7 @@ class KeyedStream:
         draw = _shake_normal if self.secure_rng else _philox_normal
 
         def fill(block: int) -> None:
-            seed = self._digest("noise", attempt, step, parameter, shard, salt, block)
+            seed = self._digest("noise", attempt, step, parameter, _WHOLE, salt, block)
             begin = block * BLOCK
             first, last = max(begin, start), min(begin + BLOCK, start + count)
             target = drawn[first - start : last - start]

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from lit_dpret.costs.measure import measure_step, product_rate, seconds_per_normal
-from lit_dpret.costs.memory import estimated_row
-from lit_dpret.costs.slices import bytes_of, measure_slices
+from lit_dpret.costs.slices import bytes_of, estimated_bytes, measure_slices
 from lit_dpret.costs.work import Work, work_of
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import QueryGenerator
@@ -49,8 +48,7 @@ def estimate(
     rows = plan.physical_batch_size
     slowest = _product_seconds(work, min(rows, 4), device, half=precision.startswith("bf16") and device.type != "cpu")
     update = _UPDATE * seconds_per_normal(device) * outline.trained
-    row = estimated_row(work, checkpointing=outline.gradient_checkpointing, half=half)
-    found = bytes_of(outline, half=half, rows=rows, row=row, checked_row=round(1.3 * row))
+    found = estimated_bytes(outline, work, half=half, rows=rows)
     return {
         "kind": "estimate",
         **_facts(outline, plan, device),
@@ -59,7 +57,7 @@ def estimate(
         **_seconds(OVERHEAD * slowest * rows, update, plan),
         "bytes": found.peak,
         "bytes_without_rows": found.lasting + found.sums,
-        "bytes_per_row": row,
+        "bytes_per_row": found.row,
     }
 
 
@@ -79,7 +77,9 @@ def from_slices(
     work, rows = work_of(outline), plan.physical_batch_size
     slices = measure_slices(outline, plan, device, rows=rows, precision=precision, progress=progress)
     whole = slices.whole(work.encoder_layers, work.decoder_layers)
-    found = bytes_of(outline, half=precision == "bf16-true", rows=rows, row=whole.row, checked_row=whole.checked_row)
+    held = whole.held
+    half = precision == "bf16-true"
+    found = bytes_of(outline, half=half, rows=rows, clipped=held.clipped, checked=held.checked)
     return {
         "kind": "from slices",
         **_facts(outline, plan, device),
@@ -88,7 +88,7 @@ def from_slices(
         "bytes": found.peak,
         "bytes_while_clipping": found.clipping,
         "bytes_while_updating": found.updating,
-        "bytes_per_row": round(whole.row),
+        "bytes_per_row": found.row,
         "slices": slices.to_dict(),
     }
 

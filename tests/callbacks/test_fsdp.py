@@ -210,10 +210,38 @@ def test_adafactor_is_refused_because_it_looks_at_whole_rows_and_columns(tmp_pat
         refuse(tmp_path, ShardingStrategy(), OptimizerSpec(name="adafactor"))
 
 
-def refuse(folder: Path, strategy: Any, optimizer: OptimizerSpec) -> None:
+def test_float32_copies_in_the_optimizer_are_refused_beside_those_that_the_shards_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"trainer\.precision=bf16-true.*Set trainer\.precision=bf16-mixed"):
+        refuse(tmp_path, ShardingStrategy(), OptimizerSpec(name="adam"), precision="bf16-true")
+    refuse(tmp_path, ShardingStrategy(), OptimizerSpec(name="adam"), precision="bf16-mixed")
+
+
+def test_a_rank_that_ran_out_of_memory_begins_its_step_again_in_smaller_batches(server: Server, tmp_path: Path) -> None:
+    """Parameters are whole while gradients are clipped, so that a rank may make more passes than another one."""
+    data = {"sample_rate": 0.1, "expected_batch_size": None, "physical_batch_size": 4}
+    assert server.run("shard_jobs:fit", tmp_path / "whole", data=data) == [0, 0]
+    assert server.run("shard_jobs:short_of_memory", tmp_path / "short", data=data, at=3, always=False) == [0, 0]
+    short, other = told(tmp_path / "short", 1), told(tmp_path / "short", 0)
+    assert short["calls"] > 3 and short["weights"] == other["weights"]
+    assert distance(short, told(tmp_path / "whole", 0)) < 1e-5
+    assert ledger(tmp_path / "whole") == ledger(tmp_path / "short")
+
+
+def test_the_size_that_fits_is_found_in_shards_and_is_that_of_the_rank_with_the_least_room(
+    server: Server, tmp_path: Path
+) -> None:
+    assert server.run("shard_jobs:find_size", tmp_path / "found", room=[11, 5], steps=3) == [0, 0]
+    assert server.run("shard_jobs:find_size", tmp_path / "told", room=[99, 99], told=4, steps=3) == [0, 0]
+    found, least = (told(tmp_path / "found", rank) for rank in (0, 1))
+    assert found["tried"] == [1, 2, 4, 8, 16] and least["tried"] == [1, 2, 4, 8]
+    assert ledger(tmp_path / "found") == ledger(tmp_path / "told"), "one plan, of physical batches of 4"
+    assert found["weights"] == least["weights"] == told(tmp_path / "told", 0)["weights"]
+
+
+def refuse(folder: Path, strategy: Any, optimizer: OptimizerSpec, **settings: Any) -> None:
     module = Regression(privacy=dp(folder), optimizer=optimizer)
     runner = L.Trainer(
         accelerator="cpu", devices=2, strategy=strategy, max_steps=2, max_epochs=-1, logger=False,
-        callbacks=[PrivacyAccountant(run_dir=folder)], enable_checkpointing=False,
+        callbacks=[PrivacyAccountant(run_dir=folder)], enable_checkpointing=False, **settings,
     )  # fmt: skip
     refuse_broken_claims(runner, module, Numbers())

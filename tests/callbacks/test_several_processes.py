@@ -95,6 +95,28 @@ def test_two_ranks_make_the_update_and_the_ledger_of_one(given: dict[str, Any], 
     assert bool(shares) == ("clip_fraction_budget" in given.get("mode", {}))
 
 
+def test_two_ranks_keep_the_float32_masters_of_bfloat16_weights_and_go_on_from_them(
+    server: Server, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"data": SPARSE | {"sample_rate": 0.2}, "trainer": {"precision": "bf16-true"}}
+    masters = []
+    for world in (1, 2):
+        assert server.run("fit", tmp_path / f"{world}", world=world, **given) == [0] * world
+        kept = torch.load(tmp_path / f"{world}" / "checkpoints" / "last.ckpt", weights_only=True)
+        masters.append(torch.cat([value.flatten() for value in kept["state_dict"].values()]))
+    assert masters[0].dtype == torch.float32 and not torch.equal(masters[0], masters[0].bfloat16().float())
+    assert ledger(tmp_path / "1") == ledger(tmp_path / "2")
+    assert (masters[0] - masters[1]).abs().max() < 1e-4, "gradients are of bfloat16 weights, a rounding apart"
+    assert server.run("fit", tmp_path / "2", world=2, resume=True, **given) == [0, 0]
+    first, second = (told(tmp_path / "2", rank) for rank in (0, 1))
+    assert (
+        first["weights"] == second["weights"]
+        and ledger(tmp_path / "1") == ledger(tmp_path / "2")[: len(ledger(tmp_path / "1"))]
+    )
+    read = torch.cat([torch.tensor(first["weights"][name]).flatten() for name in kept["state_dict"]])
+    assert torch.equal(read, masters[1].bfloat16().float()), "all steps are made: it ends with what it read"
+
+
 @pytest.mark.parametrize(
     ("other", "named"),
     [

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lit_dpret.callbacks.strategies import refuse_second_masters
 from lit_dpret.callbacks.zero_settings import refuse_zero_settings
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.optimizers import OptimizerSpec
@@ -90,6 +91,14 @@ def test_a_strategy_out_of_range_is_refused(settings: dict[str, Any], named: str
 def test_an_optimizer_that_averages_over_rows_is_refused_on_flat_parts() -> None:
     with pytest.raises(ConfigurationError, match=r"model\.optimizer\.name=adafactor"):
         refuse_zero_settings(strategy(), OptimizerSpec(name="adafactor"))
+
+
+def test_float32_copies_in_the_optimizer_are_refused_beside_those_of_zero() -> None:
+    trainer: Any = SimpleNamespace(strategy=object.__new__(ZeroStrategy), precision="bf16-true")
+    with pytest.raises(ConfigurationError, match=r"precision=bf16-true.*trainer=deepspeed.*precision=bf16-mixed"):
+        refuse_second_masters(trainer)
+    trainer.precision = "bf16-mixed"
+    refuse_second_masters(trainer)
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")

@@ -11,7 +11,7 @@ from stand_ins import Regression, dp, fit
 from tiny_generator import generator
 
 from lit_dpret.modules import OptimizerSpec
-from lit_dpret.modules.master_weights import MasterWeights, gradient_slot, needs_masters
+from lit_dpret.modules.master_weights import MasterWeights, gradient_slot, in_float32, keep_masters, needs_masters
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.clipping import make_engine
 from lit_dpret.privacy.noise import KeyedStream
@@ -90,13 +90,47 @@ def test_a_private_run_in_bf16_true_keeps_float32_masters_through_a_resume(tmp_p
     last = torch.load(tmp_path / "cut" / "checkpoints" / "last.ckpt", weights_only=True)
     masters = [state["master"] for state in last["optimizer_states"][0]["state"].values()]
     assert len(masters) == len(start) and {m.dtype for m in masters} == {torch.float32}
-    assert {value.dtype for value in last["state_dict"].values()} == {torch.bfloat16}
-    for master, value in zip(masters, last["state_dict"].values(), strict=True):
-        assert torch.equal(master.bfloat16(), value) and not torch.equal(master, value.float())
-    fit(tmp_path / "cut", again, steps=6, resume=True, precision="bf16-true")
+    for master, value, own in zip(masters, last["state_dict"].values(), cut.parameters(), strict=True):
+        assert torch.equal(master, value) and torch.equal(own, master.bfloat16()) and not torch.equal(own, master)
+    runner = fit(tmp_path / "cut", again, steps=6, resume=True, precision="bf16-true")  # all steps are made
+    kept = [state["master"] for state in runner.optimizers[0].state_dict()["state"].values()]
+    assert all(map(torch.equal, kept, masters)) and all(map(torch.equal, again.parameters(), cut.parameters()))
     for name, value in whole.state_dict().items():
         assert value.dtype == torch.bfloat16 and not torch.equal(value.float(), start[name])
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_what_is_written_of_a_module_is_float32_the_masters_and_what_is_not_trained(tmp_path: Path) -> None:
+    module = generator(lora={"r": 2, "target_modules": ["q", "v"]}).bfloat16()
+    optimizer = OptimizerSpec(name="sgd", lr=1e-3).build(module.parameters(), steps=0)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for number, parameter in enumerate(trained):
+        gradient_slot(optimizer, parameter).grad = gradients(number, parameter.shape)
+    optimizer.step()
+    before = dict(module.named_parameters())
+    with in_float32(module, [optimizer]):
+        inside = dict(module.named_parameters())
+        state = dict(module.state_dict())
+        assert {p.dtype for p in inside.values()} == {torch.float32} and inside.keys() == before.keys()
+        tied = module.model.get_input_embeddings().weight
+        assert any(p is tied for p in inside.values()) and len(inside) < len(state), "tied weights stay tied"
+    assert all(p is before[name] for name, p in module.named_parameters())
+    rounded = {name for name, p in inside.items() if not torch.equal(p, before[name].float())}
+    assert rounded == {name for name, p in before.items() if p.requires_grad}
+    assert all(torch.equal(p.bfloat16(), before[name]) for name, p in inside.items())
+    kept = dict(module.state_dict())
+    keep_masters(kept, module, [optimizer])
+    assert all(torch.equal(kept[name], state[name]) for name in rounded)
+    assert {kept[name].dtype for name in kept.keys() - rounded} == {torch.bfloat16}
+
+
+def test_a_relative_bias_over_many_positions_passes_the_check_in_bfloat16() -> None:
+    """Autograd sums its gradient over 256 * 256 places, of which bfloat16 loses most; the check asks for float32."""
+    module = generator(max_passage_length=256, dropout=0.0).bfloat16()
+    engine = make_engine("ghost", module, max_grad_norm=0.5)
+    rows = module.longest_rows(2)
+    stats = engine.add(lambda: module.per_row_loss(rows), torch.arange(2), torch.ones(2).bool())
+    assert bool((stats.norms > 0).all()) and all(total.dtype == torch.float32 for total in engine.take().values())
 
 
 def test_noised_gradients_of_bfloat16_weights_are_float32(tmp_path: Path) -> None:

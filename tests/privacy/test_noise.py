@@ -37,7 +37,6 @@ def test_the_same_key_gives_the_same_noise_and_any_other_key_unrelated_noise(sec
         draw(stream, step=1),
         draw(stream, attempt=1),
         draw(stream, parameter="v"),
-        draw(stream, shard=1),
         draw(KeyedStream(SECRET, "other", secure_rng=secure)),
         draw(KeyedStream(bytes(32), "run", secure_rng=secure)),
     ]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from pair_stand_ins import Pairs, data_module
+from safetensors.torch import load_file
 from stand_ins import fit
 from tiny_models import tiny_bert, tiny_tokenizer
 
@@ -50,20 +51,42 @@ def base(folder: Path) -> str:
     return str(folder / "base")
 
 
-def trained(folder: Path, mode: PrivacyMode, **settings: Any) -> DualEncoder:
+def trained(folder: Path, mode: PrivacyMode, *, precision: str = "32-true", **settings: Any) -> DualEncoder:
     module = DualEncoder(
         privacy=mode, optimizer=OptimizerSpec(lr=0.05), encoder=base(folder), temperature=1.0, max_query_length=6,
         max_passage_length=8, **settings,
     )  # fmt: skip
     data = data_module(folder / "data", **SAMPLING)
-    fit(folder / "run", module, data, steps=4, extra=[PrivacyCard(), KeepTheSecondStep()])
+    fit(folder / "run", module, data, steps=4, extra=[PrivacyCard(), KeepTheSecondStep()], precision=precision)
     return module
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.rglob("*.safetensors"))
+    return {f"{f.relative_to(folder)} {name}": value for f in files for name, value in load_file(f).items()}
 
 
 def private(folder: Path) -> PublicPassages:
     return PublicPassages(
         eps=3.0, delta=1e-3, noise_multiplier=20.0, max_grad_norm=0.1, pool_size=5, secret_file=folder / "secret"
     )
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora": {"r": 2, "target_modules": ["query"]}}], ids=["full", "lora"])
+def test_a_run_in_bfloat16_leaves_and_exports_one_folder_of_its_float32_masters(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    trained(tmp_path, private(tmp_path), precision="bf16-true", **settings)
+    Export(checkpoint=tmp_path / "run").run(parts(tmp_path / "out"))
+    left, exported = (weights_in(tmp_path / name / "model") for name in ("run", "out"))
+    assert left.keys() == exported.keys()
+    assert all(torch.equal(value, exported[name]) and value.dtype == torch.float32 for name, value in left.items())
+    checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    masters = [state["master"] for state in checkpoint["optimizer_states"][0]["state"].values()]
+    if not settings:
+        written = {(value.shape, float(value.double().sum())) for value in left.values()}
+        assert {(master.shape, float(master.double().sum())) for master in masters} <= written
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in left.values())
 
 
 @pytest.mark.parametrize("settings", [{}, {"towers": "separate", "lora": {"r": 2, "target_modules": ["query"]}}])

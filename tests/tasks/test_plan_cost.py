@@ -13,13 +13,15 @@ import torch
 from tiny_generator import generator
 
 from lit_dpret.costs.live_bytes import LiveBytes
-from lit_dpret.costs.measure import held_bytes
+from lit_dpret.costs.measure import TrialStep
+from lit_dpret.costs.slices import measure_slices
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import OptimizerSpec, QueryGenerator
 from lit_dpret.privacy.budget import PrivacyBudget
+from lit_dpret.privacy.clipping.phases import PHASES
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.tasks.plan_cost import FACTOR, estimate, format_cost, from_slices, measure
+from lit_dpret.tasks.plan_cost import FACTOR, estimate, format_cost, measure
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -105,16 +107,24 @@ def test_a_measurement_is_of_the_planned_rows_and_lengths() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only")
-@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointing"])
-def test_bytes_of_a_row_add_up_over_layers_to_those_of_the_whole_model(settings: dict[str, Any]) -> None:
-    """What is linear in the layers is told exactly from slices; bytes are counted, so this holds to the last tensor."""
+@pytest.mark.parametrize(("settings", "half"), [
+    ({}, False), ({"gradient_checkpointing": True}, False), ({"lora": {"r": 2, "target_modules": ["q", "v"]}}, False),
+    ({}, True),
+], ids=["plain", "checkpointing", "lora", "bfloat16"])  # fmt: skip
+def test_bytes_of_the_phases_add_up_over_layers_to_those_of_the_whole_model(
+    settings: dict[str, Any], half: bool
+) -> None:
+    """Bytes are counted, and linear in layers and rows, so that slices tell those of any model and batch."""
     whole = new_t5(5, 32, passage=20, query=6, **settings)
-    told = from_slices(whole.outlined, plan(), CPU)
-    held = held_bytes(whole, plan(), CPU)
-    assert told["bytes_per_row"] == pytest.approx(held.row, rel=0.01)
-    slices = told["slices"]
-    each = [slices[name]["row"] for name in ("base", "encoder_layer", "decoder_layer")]
-    assert min(each) > 0 and told["seconds_per_step"] > 0 and told["bytes"] > 0
+    slices = measure_slices(whole.outlined, plan(), CPU, rows=4, precision="bf16-true" if half else "32-true")
+    told = slices.whole(5, 5).held
+    step = TrialStep(whole.bfloat16() if half else whole, plan(), CPU)
+    for lines in (told.checked, told.clipped):
+        with LiveBytes() as counted:
+            step.clip(6)
+        assert max(line.at(6) for line in lines) == pytest.approx(counted.peak, rel=0.02)
+        for phase, line in zip(PHASES, lines, strict=True):
+            assert line.at(6) == pytest.approx(counted.peaks.get(phase, 0), rel=0.1), phase
 
 
 def test_bytes_are_counted_while_something_refers_to_them() -> None:

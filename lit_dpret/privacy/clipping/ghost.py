@@ -37,6 +37,7 @@ from lit_dpret.privacy.clipping.contributions import (
 )
 from lit_dpret.privacy.clipping.gradients import Layout, contributions_of
 from lit_dpret.privacy.clipping.groups import ClipGroups
+from lit_dpret.privacy.clipping.phases import phase
 from lit_dpret.privacy.clipping.recorder import Recorder, Use, uncompiled
 from lit_dpret.privacy.clipping.rules import WAYS_OUT, Plan, make_plan, refuse_functional_use
 from lit_dpret.privacy.clipping.units import UnitRows
@@ -151,17 +152,19 @@ class GhostClipping(ClippedSum):
     def _add(self, row_loss: RowLoss, batch: UnitRows) -> ClipStats:
         losses, contributions = self._recorded(row_loss, batch)
         with torch.no_grad(), torch.autocast(losses.device.type, enabled=False), full_precision():
-            written = self._write_out(contributions, batch)
-            norms, doubtful = self._norms(contributions, written, losses, batch)
-            factors = torch.where(batch.real, self.factors(norms), 0)
-            with self._all_or_nothing():
+            with phase("norms"):
+                written = self._write_out(contributions, batch)
+                norms, doubtful = self._norms(contributions, written, losses, batch)
+                factors = torch.where(batch.real, self.factors(norms), 0)
+            with phase("sum"), self._all_or_nothing():
                 self._add_up(contributions, written, factors, doubtful, batch)
         return self.stats(norms, batch)
 
     def _recorded(self, row_loss: RowLoss, batch: UnitRows) -> tuple[Tensor, Contributions]:
         """The losses, detached, and what their recorded calls contribute."""
         with uncompiled(), Recorder(self._plan()) as recorder:
-            losses = row_loss()
+            with phase("forward"):
+                losses = row_loss()
             recorder.recording = False
             check_losses(losses, batch.rows)
             with torch.autocast(losses.device.type, enabled=False):
@@ -216,9 +219,10 @@ class GhostClipping(ClippedSum):
         edges = [*(use.edge for use in uses), *map(get_gradient_edge, self.parameters.values())]
         real = torch.where(batch.row_is_real(), losses, torch.zeros_like(losses))
         due = self._audit.may_be_due(uses, losses, batch)
-        found: Sequence[Tensor | None] = torch.autograd.grad(
-            real.sum(), edges, allow_unused=True, retain_graph=due or keep
-        )
+        with phase("backward"):
+            found: Sequence[Tensor | None] = torch.autograd.grad(
+                real.sum(), edges, allow_unused=True, retain_graph=due or keep
+            )
         refuse_functional_use(list(self.parameters), found[len(uses) :])
         grads = self._shaped(uses, found)
         refuse_lost_gradients(uses, grads, losses)
@@ -235,7 +239,7 @@ class GhostClipping(ClippedSum):
         tolerance = tolerance_of(g for g in (*grads, *self.parameters.values()) if g is not None)
         aliases = [(use.site.parameters[local], alias) for use in uses for local, alias in use.aliases.items()]
         leaves = [alias for _, alias in aliases]
-        with self._audit.watching(uses, grads, batch) as layouts:
+        with phase("check_backward"), self._audit.watching(uses, grads, batch) as layouts:
             found: list[Tensor | None] = list(
                 torch.autograd.grad(weighted, leaves, allow_unused=True, retain_graph=keep)
             )
@@ -249,7 +253,8 @@ class GhostClipping(ClippedSum):
             if reference.shape != self.parameters[name].shape:  # a scale, which had a batch axis
                 reference = reference.flatten(0, -2).sum(0)
             references[name] = references[name].add_(reference) if name in references else reference
-        self._audit.check_parameters(contributions, references, batch, tolerance)
+        with phase("check_parameters"):
+            self._audit.check_parameters(contributions, references, batch, tolerance)
         return contributions
 
     @torch.no_grad()

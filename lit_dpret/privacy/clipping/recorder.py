@@ -154,6 +154,8 @@ class Recorder:
             aliases = {local: _alias(site, p, value) for local, p in own.items() if p is not None}
             with swapped(site.module, aliases):
                 output = original(value)
+            if site.kind == "relative_bias":
+                output = output.to(site.module.get_parameter("weight").dtype)
             self._record_call(site, value, output, aliases)
             return output
 
@@ -316,4 +318,8 @@ def _alias(site: Site, parameter: Tensor, value: Tensor) -> Tensor:
             )
         shape = (value.shape[0], *[1] * (value.dim() - 2), *parameter.shape)
         return parameter.detach().expand(shape).requires_grad_()
+    if site.kind == "relative_bias":
+        # Autograd sums its gradient over all pairs of positions, of which bfloat16 loses most; as the reference of the
+        # audit it has to be summed in float32. The looked-up values are rounded back, which changes none of them.
+        return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32)).requires_grad_()
     return parameter.detach().requires_grad_()
