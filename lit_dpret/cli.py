@@ -96,9 +96,9 @@ def build_parts(cfg: DictConfig) -> Parts:
 
 
 def _composed(cfg: DictConfig, overrides: Sequence[str]) -> ComposedRun:
-    """Another run with ``overrides``; nothing of the run that asks goes into it but the folder."""
+    """Another run with ``overrides``; of the run that asks only the folder goes into it, where they name none."""
     folder = str(cfg.run_dir).replace("\\", "\\\\").replace("'", "\\'")
-    wanted = [*overrides, f"run_dir='{folder}'"]
+    wanted = [f"run_dir='{folder}'", *overrides]
     if GlobalHydra.instance().is_initialized():
         other = compose("train", overrides=wanted)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import io
 import json
@@ -13,8 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, esc, md, to_html, to_markdown
+from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
 from lit_dpret.report.paper_004 import COLUMNS
+from lit_dpret.report.picture import Picture
 from lit_dpret.retrieval.seeds import seed_interval
 from lit_dpret.retrieval.statistics import Interval
 from lit_dpret.whole_file import write_whole
@@ -104,23 +104,6 @@ class StudyPage:
     notes: Sequence[str] = ()
     command: str = ""
     promise: str = ""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A PNG: within the page in HTML, beside it in Markdown."""
-
-    path: Path
-    says: str
-
-    def html(self) -> str:
-        data = base64.b64encode(self.path.read_bytes()).decode()
-        return (
-            f'<figure><img src="data:image/png;base64,{data}" alt="{esc(self.says)}" style="max-width:100%"></figure>'
-        )
-
-    def markdown(self) -> str:
-        return f"![{md(self.says)}]({self.path.name})"
 
 
 def with_reach(interval: Interval) -> str:

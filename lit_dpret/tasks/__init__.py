@@ -30,6 +30,7 @@ from lit_dpret.tasks.ranker import Ranker
 from lit_dpret.tasks.search import Search
 from lit_dpret.tasks.second_task import SecondTask
 from lit_dpret.tasks.similarity import Similarity
+from lit_dpret.tasks.suite import Suite, SuitePart
 from lit_dpret.tasks.sweep import Sweep
 from lit_dpret.tasks.synthesize import Synthesize
 from lit_dpret.tasks.trial import TrialOf
@@ -69,6 +70,8 @@ __all__ = [
     "Search",
     "SecondTask",
     "Similarity",
+    "Suite",
+    "SuitePart",
     "Sweep",
     "Synthesize",
     "TrialOf",
