@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.report.paper_002_items import PAPER_002
+from lit_dpret.report.paper_004_items import PAPER_004
 from lit_dpret.report.reproduction import Paper
 
-PAPERS = {paper.name: paper for paper in (PAPER_002,)}
+PAPERS = {paper.name: paper for paper in (PAPER_002, PAPER_004)}
 
 
 def paper_of(name: str) -> Paper:

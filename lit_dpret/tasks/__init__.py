@@ -18,6 +18,7 @@ from lit_dpret.tasks.federated_study import FederatedStudy
 from lit_dpret.tasks.filter import Filter
 from lit_dpret.tasks.fit import Fit
 from lit_dpret.tasks.fit_scored import FitScored
+from lit_dpret.tasks.hard_negatives import HardNegatives
 from lit_dpret.tasks.histogram import Histogram
 from lit_dpret.tasks.index import Index
 from lit_dpret.tasks.inversion import Inversion
@@ -58,6 +59,7 @@ __all__ = [
     "Filter",
     "Fit",
     "FitScored",
+    "HardNegatives",
     "Histogram",
     "Index",
     "Inversion",

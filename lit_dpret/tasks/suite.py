@@ -37,6 +37,7 @@ class SuitePart:
         after: Parts whose own run folders it reads.
         run_in: The folder of its run inside the suite's; null for one of its name. Parts of one folder share work.
         results: Of its run folder, the folder that the page is made from.
+        taken: A folder with the results of an earlier run, shown in the part's place.
     """
 
     settings: Sequence[str]
@@ -47,6 +48,7 @@ class SuitePart:
     after: Sequence[str] = ()
     run_in: str | None = None
     results: str = "."
+    taken: str | None = None
 
 
 class Suite:
@@ -62,7 +64,6 @@ class Suite:
         parts: The runs, by name, in order.
         data: Folders and files that parts read, by name; null for what is not there.
         only: Names of the parts to run; null for all. Those that are done already are shown as well.
-        taken: For a part, the folder with results of an earlier run, shown in its place.
         report_only: Run nothing; write the page of what is finished or taken.
         note: Said on the page.
         min_free_mb: Refuse to start with less free disk.
@@ -78,23 +79,24 @@ class Suite:
         parts: Mapping[str, SuitePart],
         data: Mapping[str, str | None] | None = None,
         only: Sequence[str] | None = None,
-        taken: Mapping[str, str] | None = None,
         report_only: bool = False,
         note: str = "",
         min_free_mb: float = 500,
     ) -> None:
         self.paper = paper_of(paper)
-        self.parts, self.data, self.taken = dict(parts), dict(data or {}), dict(taken or {})
+        self.parts, self.data = dict(parts), dict(data or {})
+        self.taken = {name: part.taken for name, part in self.parts.items() if part.taken is not None}
         self.only = list(self.parts if only is None else only)
         self.report_only, self.note, self.min_free_mb = report_only, note, min_free_mb
         _known("task.only", self.only, self.parts)
-        _known("task.taken", self.taken, self.parts)
         for place, (name, part) in enumerate(self.parts.items()):
             _known(f"task.parts.{name}.needs", part.needs, self.data)
             _known(f"task.parts.{name}.after", part.after, list(self.parts)[:place])
         for name, folder in self.taken.items():
             if not Path(folder).is_dir():
-                raise ConfigurationError(f"task.taken.{name}={folder} is no folder. Name that of earlier results.")
+                raise ConfigurationError(
+                    f"task.parts.{name}.taken={folder} is no folder. Name that of earlier results."
+                )
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Every part that is not done yet; returns how many items of the paper are shown, and how many are not.
