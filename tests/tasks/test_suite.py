@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from lit_dpret.report import papers
 from lit_dpret.report.paper_002 import METRICS
 from lit_dpret.report.reproduction import Item, Paper
 from lit_dpret.report.variant_runs import write_runs
-from lit_dpret.tasks import Suite, SuitePart
+from lit_dpret.tasks import SecondTask, Suite, SuitePart
 from lit_dpret.tasks.parts import ComposedRun, Parts
 
 
@@ -185,7 +185,7 @@ def test_earlier_results_stand_in_for_a_part_and_nothing_is_run_for_a_report(tmp
     assert ran == [] and found["items"][0]["blocks"][0]["rows"] == [[0.25, 0.5]]
     assert found["parts"][0]["taken"] and str(earlier) in found["parts"][0]["command"]
     assert "only results were taken" in found["items"][1]["reason"]
-    with pytest.raises(ConfigurationError, match="no part in .* is finished"):
+    with pytest.raises(ConfigurationError, match=r"no part in .* is finished"):
         suite(report_only=True).run(parts(tmp_path / "other", ran))
 
 
@@ -260,3 +260,85 @@ def test_figures_and_tables_of_paper_002_are_made_of_stored_runs(tmp_path: Path)
             assert blocks and all(block.markdown() and block.html() for block in blocks), item.number
     table = next(item for item in papers.paper_of("paper_002").items if item.number == "Table 3, embedding net")
     assert table.show is not None and "0.250 / 0.173" in table.show(results, tmp_path / "x.png")[0].markdown()
+
+
+def more(part: str, *settings: str) -> str:
+    return f"task.parts.{part}.more={json.dumps(list(settings))}"
+
+
+@pytest.mark.slow
+def test_paper_002_on_a_dozen_images_is_interrupted_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = tiny_images.parquet(tmp_path / "images")
+    small = ["task.seeds=[0]", "task.epochs=1", "task.batch_size=4", "task.held_out_images=6", "task.held_out_group=3",
+             "task.only=[non_private]"]  # fmt: skip
+    words = ["experiment=paper_002", f"run_dir={tmp_path / 'run'}", f"task.data.cifar10={images}",
+             "task.only=[embedding_net,fine_tune_cifar100,fine_tune]", more("embedding_net", *small),
+             more("fine_tune", "task.seeds=[0]", "task.epochs=1")]  # fmt: skip
+    real = SecondTask.run
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SecondTask, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cli.run(composed(*words))
+    report = tmp_path / "run" / "report"
+    states = {item["number"]: item for item in json.loads((report / "paper_002.json").read_text())["items"]}
+    assert states["Figure 3"]["state"] == "shown" and (report / "figure_3.png").is_file()
+    assert "it was not run yet" in states["Table 2"]["reason"]
+    assert "task.data.cifar100=null is not there" in states["Table 2"]["reason"]
+    trained = (tmp_path / "run" / "embedding_net" / "stage.json").stat().st_mtime_ns
+
+    monkeypatch.setattr(SecondTask, "run", real)
+    result = cli.run(composed(*words, "resume=true"))
+    assert (tmp_path / "run" / "embedding_net" / "stage.json").stat().st_mtime_ns == trained
+    states = {item["number"]: item for item in json.loads((report / "paper_002.json").read_text())["items"]}
+    assert states["Table 2"]["part"] == "fine_tune" and states["Table 4"]["state"] == "shown"
+    assert "task.only leaves it out" in states["Figure 4"]["reason"]
+    assert "batch_runs.jsonl" in states["Figure 1, right"]["reason"]  # that variant was not run
+    assert result["shown"] == sum(item["state"] == "shown" for item in states.values())
+
+
+PLANTED = ("++federated.planted.clients=2", "++federated.planted.entities=8", "++federated.planted.told=3",
+           "++federated.planted.questions=2", "++federated.planted.hubs=1", "federated.silos=planted",
+           "federated.model.encoder=planted", "federated.model.layers=null", "federated.model.train_embeddings=true",
+           "federated.model.max_query_length=8", "federated.model.max_sentence_length=12", "federated.stage1.rounds=1",
+           "federated.stage1.warmup_rounds=0", "federated.stage1.top_k=10", "federated.clients=null")  # fmt: skip
+
+
+@pytest.mark.slow
+def test_paper_004_on_planted_silos(tmp_path: Path) -> None:
+    client = f"{tmp_path}/run/silos/silos/clients/client0"
+    study = [*PLANTED, "task.seeds=[0]", "task.plot=true"]
+    shown = {
+        "silos": ["task.source=planted", "++task.planted.clients=2", "++task.planted.entities=14",
+                  "++task.planted.told=3"],
+        "encoder": PLANTED,
+        "cases": [f"task.silo={client}"],
+        "inversion": [f"task.texts={client}/sentences.jsonl", "task.known=20", "task.attacked=20", "task.steps=2",
+                      "task.candidates=5", "task.samples=2", "task.max_tokens=8"],
+        "hubness": [*study, "task.values=[10,20]"],
+        "gain": study,
+        "table_1": [*PLANTED, "task.seeds=[0]", "task.systems=[bm25,stage1]"],
+    }  # fmt: skip
+    cfg = composed(
+        "experiment=paper_004", f"run_dir={tmp_path / 'run'}", f"task.only=[{','.join(shown)}]", "task.min_free_mb=1",
+        *(more(name, *settings) for name, settings in shown.items()),
+        *(f"++task.parts.{name}.packages=[]" for name in shown),
+    )  # fmt: skip
+    cli.run(cfg)
+    report = tmp_path / "run" / "report"
+    items = {item["number"]: item for item in json.loads((report / "paper_004.json").read_text())["items"]}
+    left = {"Table 4", "Figure 5"}
+    drawings = {"Figure 1", "Figure 2"}
+    assert {number for number, item in items.items() if item["state"] == "shown"} == set(items) - left - drawings
+    assert all("task.only" in items[number]["reason"] for number in left)
+    table = items["Table 1"]["blocks"][0]["rows"]
+    assert any(row[0] == "BM25" and row[1].endswith("/ 0.172") for row in table)
+    assert items["Table 3"]["blocks"][0]["rows"][0][0] == "Without training"
+    assert len(items["Table 6"]["blocks"][0]["rows"]) == 2
+    for picture in ("figure_3", "figure_4", "figure_6", "table_2"):
+        assert (report / f"{picture}.png").stat().st_size > 5000
+    assert (report / "paper_004.html").stat().st_mode & 0o077 == 0  # measures of clients' own questions
