@@ -54,6 +54,10 @@ def _table(paper: Mapping[str, tuple[float, ...]], *, relative: bool) -> Show:
         said = caption(table, form="relative" if relative and base else "absolute").replace(
             ": mean / standard deviation", ""
         )
+        longest = max(runs, key=lambda run: run.steps[-1])
+        took = f"{longest.steps[-1]:,} steps of batches of {longest.batch_size or 0:,}"
+        classes = len(longest.confusion or [])
+        said = f"{said} {took}; {classes} classes."
         return [beside_the_paper(table, paper, relative=relative), Paragraph(said, small=True)]
 
     return show

@@ -34,6 +34,8 @@ def draw_silos(counts: Mapping[str, Mapping[str, int]], path: Path) -> str:
     axis.set_yticks(range(len(counts)), list(counts))
     axis.invert_yaxis()
     axis.set_xscale("log")
+    axis.set_xlim(left=1)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axis.set_xlabel("how many")
     figure.legend(loc="outside lower center", ncols=len(_COUNTS), frameon=False)
     _save(figure, path)

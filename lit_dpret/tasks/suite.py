@@ -200,7 +200,8 @@ class Suite:
         )
         if name in self.taken:
             folder = Path(self.taken[name])
-            return replace(told, results=folder, taken=True, command=f"(an earlier run: {folder})")
+            sizes = f"Those of an earlier run, whose own page in {folder} tells them."
+            return replace(told, results=folder, taken=True, sizes=sizes, command=f"(an earlier run: {folder})")
         if self._stages.is_done(name):
             self._stages.run(name, _never)  # reads how long it took
             return replace(told, results=self._folder(name) / part.results, seconds=self._stages.seconds[name])
