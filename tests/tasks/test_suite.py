@@ -342,3 +342,22 @@ def test_paper_004_on_planted_silos(tmp_path: Path) -> None:
     for picture in ("figure_3", "figure_4", "figure_6", "table_2"):
         assert (report / f"{picture}.png").stat().st_size > 5000
     assert (report / "paper_004.html").stat().st_mode & 0o077 == 0  # measures of clients' own questions
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("task.sedes=[0]", r"task\.parts\.table_1: task\.sedes is not a setting \(in .*experiment=pdd_as2"),
+        ("task.seeds=[]", r"task\.parts\.table_1: task\.seeds=\[\] must be"),
+        ("task=none", r"task\.parts\.table_1: .*task/none"),
+    ],
+)
+def test_a_wrong_setting_of_a_part_is_named_with_the_part_before_anything_runs(
+    tmp_path: Path, setting: str, words: str
+) -> None:
+    cfg = composed("experiment=paper_004", f"run_dir={tmp_path / 'run'}", "task.only=[silos,table_1]",
+                   more("table_1", setting), "++task.parts.table_1.packages=[]", "++task.parts.silos.packages=[]",
+                   "task.min_free_mb=1")  # fmt: skip
+    with pytest.raises(ConfigurationError, match=words):
+        cli.run(cfg)
+    assert not (tmp_path / "run" / "silos").exists()
