@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import DataError
-from lit_dpret.privacy.page import Block, Bullets, Grid, Paragraph
+from lit_dpret.privacy.page import Block, Bullets, Code, Grid, Paragraph
 from lit_dpret.report.hard_negatives import case_grid
 from lit_dpret.report.paper_004_figures import draw_language_model_losses, draw_silos
 from lit_dpret.report.paper_004_tables import table_1
@@ -17,8 +17,8 @@ from lit_dpret.report.reproduction import Item, Paper, Show
 from lit_dpret.report.study import gain_grid, read_study, study_grid
 
 _OURS = (
-    "Where Fed-NewsQA is not at hand, InsuranceQA's domains stand for it, and two layers or one of "
-    "all-MiniLM-L6-v2 for DistilBERT."
+    "Where Fed-NewsQA is not at hand, InsuranceQA's domains stand for it (or invented silos, where the command says "
+    "planted), and two layers or one of all-MiniLM-L6-v2 for DistilBERT."
 )
 #: What the paper prints in its Table 3 and, as losses, in its appendix C.
 TABLE_3 = {"Without training": 36.3, "CLM without embedding": 25.9, "CLM with sentence embedding": 25.6}
@@ -35,6 +35,11 @@ def _facts(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({type(error).__name__}).") from error
+
+
+def _made_by(facts: Any) -> list[Block]:
+    """The command that the results themselves name."""
+    return [Paragraph("Made by", small=True), Code(facts["command"])] if facts.get("command") else []
 
 
 def _silos(results: Path, picture: Path) -> list[Block]:
@@ -55,7 +60,7 @@ def _main_table(results: Path, _: Path) -> list[Block]:
         f"Means over silos, then over seeds, with 95 % t-intervals over seeds. {facts['model']}. R@k is the paper's "
         "name for a hit at k."
     )
-    return [table_1(facts["systems"]), Paragraph(said, small=True)]
+    return [table_1(facts["systems"]), Paragraph(said, small=True), *_made_by(facts)]
 
 
 def _study(name: str, *, columns: Sequence[str] | None = None, table: bool = True) -> Show:
@@ -68,7 +73,7 @@ def _study(name: str, *, columns: Sequence[str] | None = None, table: bool = Tru
         if page.gains:
             blocks.append(gain_grid(page.gains))
         blocks.append(Bullets(list(page.findings)))
-        return [*blocks, Paragraph(" ".join(page.notes), small=True)]
+        return [*blocks, Paragraph(" ".join(page.notes), small=True), *_made_by({"command": page.command})]
 
     return show
 
@@ -89,7 +94,8 @@ def _perplexities(results: Path, _: Path) -> list[Block]:
         f"embeddings. Named among {facts['ranking']['direct']['candidates']} candidates: "
         f"{facts['ranking']['direct']['rate']:.3f} of the texts."
     )
-    return [Grid(("perplexity", "ours", "the paper's"), rows, frozenset({1, 2}), narrow=True), Paragraph(said)]
+    grid = Grid(("perplexity", "ours", "the paper's"), rows, frozenset({1, 2}), narrow=True)
+    return [grid, Paragraph(said), *_made_by(facts)]
 
 
 def _losses(results: Path, picture: Path) -> list[Block]:
@@ -101,7 +107,8 @@ def _losses(results: Path, picture: Path) -> list[Block]:
 
 
 def _cases(results: Path, _: Path) -> list[Block]:
-    return [case_grid(_facts(results / "hard_negatives.json")["cases"])]
+    facts = _facts(results / "hard_negatives.json")
+    return [case_grid(facts["cases"]), *_made_by(facts)]
 
 
 def _written(results: Path, _: Path) -> list[Block]:
