@@ -124,6 +124,9 @@ class Suite:
         states = self._tell()
         for number, state in states.items():
             sys.stdout.write(f"{number}: {state}\n")
+        for told in map(self._told, self.parts):
+            if told.absent:
+                sys.stdout.write(f"part {told.name} left out: {told.absent}\n")
         sys.stdout.write(f"written: {self._run_dir / 'report' / self.paper.name}.html\n")
         shown = sum(state == "shown" for state in states.values())
         return {"shown": float(shown), "not_shown": float(len(states) - shown)}

@@ -124,7 +124,8 @@ def test_every_part_is_run_in_its_folder_and_what_lacks_its_data_is_left_out_wit
     assert "resume=true" not in told  # the command gives the same, not the rest of it
     html = (tmp_path / "run" / "report" / "paper_x.html").read_text(encoding="utf-8")
     assert "Table 1" in html and "task.data.images=null" in html
-    assert "Table 2: shown" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Table 2: shown" in out and "part better left out: task.data.images=null is not there." in out
 
 
 def test_an_interrupted_suite_goes_on_where_it_was_and_its_page_was_there_in_between(
@@ -296,9 +297,19 @@ def test_paper_002_on_a_dozen_images_is_interrupted_and_goes_on(
     assert (tmp_path / "run" / "embedding_net" / "stage.json").stat().st_mtime_ns == trained
     states = {item["number"]: item for item in json.loads((report / "paper_002.json").read_text())["items"]}
     assert states["Table 2"]["part"] == "fine_tune" and states["Table 4"]["state"] == "shown"
+    assert "10 classes" not in states["Table 2"]["blocks"][1]["text"]  # five groups of CIFAR-10
+    assert "5 classes" in states["Table 2"]["blocks"][1]["text"]
     assert "task.only leaves it out" in states["Figure 4"]["reason"]
     assert "batch_runs.jsonl" in states["Figure 1, right"]["reason"]  # that variant was not run
     assert result["shown"] == sum(item["state"] == "shown" for item in states.values())
+
+    hundred = tiny_images.cifar100_pickles(tmp_path / "hundred")  # data that came later
+    cli.run(
+        composed(*words, "resume=true", f"task.data.cifar100={hundred}",
+                 more("fine_tune_cifar100", "task.seeds=[0]", "task.epochs=1"))
+    )  # fmt: skip
+    states = {item["number"]: item for item in json.loads((report / "paper_002.json").read_text())["items"]}
+    assert states["Table 2"]["part"] == "fine_tune_cifar100" and "20 classes" in states["Table 2"]["blocks"][1]["text"]
 
 
 PLANTED = ("++federated.planted.clients=2", "++federated.planted.entities=8", "++federated.planted.told=3",
