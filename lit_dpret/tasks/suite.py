@@ -32,7 +32,7 @@ class SuitePart:
         settings: As on the command line, without the folder of the run.
         more: Further settings, after those.
         sizes: What differs from the paper's sizes, in words.
-        needs: Names of ``task.data``, each of which has to be a folder or file that is there.
+        needs: Names of ``task.data``, each of which has to be given.
         packages: That have to be installed.
         after: Parts whose own run folders it reads.
         run_in: The folder of its run inside the suite's; null for one of its name. Parts of one folder share work.
@@ -62,14 +62,14 @@ class Suite:
     Args:
         paper: Whose tables and figures are shown; see `lit_dpret.report.papers`.
         parts: The runs, by name, in order.
-        data: Folders and files that parts read, by name; null for what is not there.
+        data: Folders and files that parts read, by name; null for what the user does not have.
         only: Names of the parts to run; null for all. Those that are done already are shown as well.
         report_only: Run nothing; write the page of what is finished or taken.
         note: Said on the page.
         min_free_mb: Refuse to start with less free disk.
 
     Raises:
-        ConfigurationError: A name is unknown, or an order of parts cannot be.
+        ConfigurationError: A name is unknown, a path is not there, or an order of parts cannot be.
     """
 
     def __init__(
@@ -92,6 +92,9 @@ class Suite:
         for place, (name, part) in enumerate(self.parts.items()):
             _known(f"task.parts.{name}.needs", part.needs, self.data)
             _known(f"task.parts.{name}.after", part.after, list(self.parts)[:place])
+        for name, given in self.data.items():
+            if given is not None and not Path(given).exists():
+                raise ConfigurationError(f"task.data.{name}={given} is not there. Null leaves out what needs it.")
         for name, folder in self.taken.items():
             if not Path(folder).is_dir():
                 raise ConfigurationError(
@@ -143,9 +146,8 @@ class Suite:
         if name not in self.only:
             return "task.only leaves it out."
         for key in part.needs:
-            place = self.data[key]
-            if place is None or not Path(place).exists():
-                return f"task.data.{key}={place or 'null'} is not there."
+            if self.data[key] is None:
+                return f"task.data.{key}=null: nobody said where that is."
         for package in part.packages:
             if importlib.util.find_spec(package) is None:
                 return f"the package {package} is not installed."
