@@ -43,6 +43,7 @@ from lit_dpret.tasks.silo_command import silo_command
 
 USER_ERROR = 2
 _POSITIONAL = {"compare": ("run_a", "run_b"), "verify": ("card",), "audit": ("run",), "sweep": ("file",)}
+_UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT)
 
 
@@ -54,15 +55,10 @@ def build_parts(cfg: DictConfig) -> Parts:
         # Hydra takes a dataclass for a configuration and would hand on a DictConfig: those are given afterwards.
         ready = {key: value for key, value in extra.items() if is_dataclass(value)}
         rest = {key: value for key, value in extra.items() if key not in ready}
-        try:
+        with _plain_refusals():
             if not ready:
                 return instantiate(cfg[name], **rest)
             return instantiate(cfg[name], _partial_=True, **rest)(**ready)
-        except HydraException as error:  # which a task does not know; what it wraps, it may
-            refusal = next((cause for cause in _causes(error) if isinstance(cause, LitDpretError)), None)
-            if refusal is None:
-                raise
-            raise refusal from error
 
     def outline(**extra: Any) -> Any:
         target = str(cfg.model._target_)
@@ -96,14 +92,19 @@ def build_parts(cfg: DictConfig) -> Parts:
 
 
 def _composed(cfg: DictConfig, overrides: Sequence[str]) -> ComposedRun:
-    """Another run with ``overrides``; nothing of the run that asks goes into it but the folder."""
+    """Another run with ``overrides``; of the run that asks only the folder goes into it, where they name none."""
     folder = str(cfg.run_dir).replace("\\", "\\\\").replace("'", "\\'")
-    wanted = [*overrides, f"run_dir='{folder}'"]
-    if GlobalHydra.instance().is_initialized():
-        other = compose("train", overrides=wanted)
-    else:
-        with initialize_config_module(version_base="1.3", config_module=CONFIG_MODULE):
+    wanted = [f"run_dir='{folder}'", *overrides]
+    try:
+        if GlobalHydra.instance().is_initialized():
             other = compose("train", overrides=wanted)
+        else:
+            with initialize_config_module(version_base="1.3", config_module=CONFIG_MODULE):
+                other = compose("train", overrides=wanted)
+    except (HydraException, OmegaConfBaseException) as error:
+        unknown = _UNKNOWN_KEY.search(str(error))
+        why = f"{unknown.group(1)} is not a setting" if unknown else str(error).strip().splitlines()[0]
+        raise ConfigurationError(f"{why} (in {' '.join(overrides)}).") from error
 
     def describe(groups: Sequence[str]) -> str:
         plain = {
@@ -111,7 +112,23 @@ def _composed(cfg: DictConfig, overrides: Sequence[str]) -> ComposedRun:
         }
         return json.dumps(plain, sort_keys=True, default=str)
 
-    return ComposedRun(describe, lambda: (instantiate(other.task, _convert_="all"), build_parts(other)))
+    def make() -> tuple[Any, Parts]:
+        with _plain_refusals():
+            return instantiate(other.task, _convert_="all"), build_parts(other)
+
+    return ComposedRun(describe, make)
+
+
+@contextmanager
+def _plain_refusals() -> Iterator[None]:
+    """Raise what Hydra wrapped, where it is a refusal of ours: a task knows those, and not Hydra."""
+    try:
+        yield
+    except HydraException as error:
+        refusal = next((cause for cause in _causes(error) if isinstance(cause, LitDpretError)), None)
+        if refusal is None:
+            raise
+        raise refusal from error
 
 
 def _start(cfg: DictConfig) -> dict[str, str]:
@@ -326,7 +343,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _explain_composition(error: BaseException) -> str:
     text = str(error)
-    unknown = re.search(r"Could not override '([^']+)'", text)
+    unknown = _UNKNOWN_KEY.search(text)
     if unknown:
         return _explain_unknown_key(unknown.group(1))
     missing = re.search(r"Missing mandatory value: (\S+)", text)

@@ -99,6 +99,7 @@ NEEDED = {
     "task.audit": ["task.run=x"],
     "task.index": ["task.embeddings=x"],
     "task.membership": ["task.run=x"],
+    "task.hard_negatives": ["task.silo=x", "task.encoder=x", "task.whose=public"],
     "task.inversion": ["task.encoder=x", "task.whose=public"],
     "task.federated_attacks": ["task.silos=x", "task.whose=public"],
     "task.similarity": ["task.synthetic=x", "task.reference=public"],

@@ -14,12 +14,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+from safetensors.torch import load_file
+
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.baselines import alone, central, single_clients
 from lit_dpret.federated.inprocess import FedResult, PerClient
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.settings import PddAs2, Stage1Negatives
 from lit_dpret.federated.transport import run_federation
+from lit_dpret.modules.as2 import AS2DualEncoder
+from lit_dpret.privacy.modes import NoPrivacy
 
 System = Literal[
     "bm25", "single_random", "single_bm25", "single_star", "stage1", "customised", "fed_negative", "central"
@@ -87,6 +91,22 @@ class SystemRunner:
             found = SystemResult(_listed(train(own, self.silos, self.plan.model, folder, split=self.split)))
         found.cpu_seconds = time.process_time() - began
         return found
+
+    def stage1_model(self, seed: int) -> AS2DualEncoder:
+        """The global model of stage 1, where all silos are here.
+
+        Raises:
+            ConfigurationError: Stage 1 was not run with this seed.
+        """
+        found = sorted((self._shared(self.plan.settings(seed)) / "server").glob("global-*.safetensors"))
+        if not found:
+            raise ConfigurationError(
+                "task.save_encoder=true saves the global model of stage 1, and none was trained here: set it with "
+                "federated=inprocess."
+            )
+        made = self.plan.model(privacy=NoPrivacy(), optimizer_lr=1e-3, towers="shared", passage_tower="trained")
+        made.put_global(load_file(found[-1]))
+        return made
 
     def tidy(self, system: System, seed: int) -> None:
         """Remove the weights that no other system goes on from; ledgers, and the global model of stage 1, stay."""

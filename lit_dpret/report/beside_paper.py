@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lit_dpret.privacy.page import Grid
 from lit_dpret.report.paper_002 import METRICS
 from lit_dpret.report.relative_table import RelativeTable
 
 
-def beside_the_paper(table: RelativeTable, paper: Mapping[str, tuple[float, ...]], *, relative: bool) -> str:
-    """A markdown table: each cell ours / the paper's; a dash where one of them has no such variant.
+def beside_the_paper(table: RelativeTable, paper: Mapping[str, tuple[float, ...]], *, relative: bool) -> Grid:
+    """Each cell ours / the paper's; a dash where one of them has no such variant.
 
     Args:
         table: Ours.
@@ -17,10 +18,7 @@ def beside_the_paper(table: RelativeTable, paper: Mapping[str, tuple[float, ...]
         relative: Compare means divided by the baseline's, not the means.
     """
     shown = [name for name in METRICS if name in table.metrics]
-    lines = [
-        "| ours / paper | " + " | ".join(table.metrics[name] for name in shown) + " |",
-        "| --- |" + " ---: |" * len(shown),
-    ]
+    rows: list[list[str]] = []
     for variant in dict.fromkeys([*table.rows, *paper]):
         cells = []
         for name in shown:
@@ -28,8 +26,9 @@ def beside_the_paper(table: RelativeTable, paper: Mapping[str, tuple[float, ...]
             ours = None if cell is None else cell.relative if relative else cell.mean
             theirs = paper[variant][METRICS.index(name)] if variant in paper else None
             cells.append(f"{_show(ours)} / {_show(theirs)}")
-        lines.append(f"| {variant} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append([variant, *cells])
+    header = ("ours / paper", *(table.metrics[name] for name in shown))
+    return Grid(header, rows, frozenset(range(1, len(header))))
 
 
 def _show(value: float | None) -> str:

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
-from lit_dpret.report.federated_words import ends, megabytes, show, signed, spent, verdict
+from lit_dpret.report.federated_words import ends, megabytes, signed, spent, verdict
 from lit_dpret.report.gain_figure import gain_figure
 from lit_dpret.report.html import Drawing
 from lit_dpret.report.paper_004 import COLUMNS, ORDERS, TABLE_1, impossible_cells
+from lit_dpret.report.paper_004_tables import table_1
 from lit_dpret.retrieval.seeds import seed_interval
 from lit_dpret.retrieval.statistics import Interval
 from lit_dpret.whole_file import write_whole
@@ -176,7 +177,9 @@ def _sections(
         whose = f"{facts.split} questions of silos elsewhere, means that they share by their own choice"
     where = f"{whose}; {facts.model}. {max(len(row.values) for row in rows)} seeds."
     sections = [
-        Section("Table 1: ours / the paper's", [Paragraph(where), Paragraph(_HOW), _table(rows), *_impossible()]),
+        Section(
+            "Table 1: ours / the paper's", [Paragraph(where), Paragraph(_HOW), table_1(_systems(rows)), *_impossible()]
+        ),
         Section("The same, as means over all queries", [_over_queries(rows)]),
         Section("Which of the paper's orders hold here", _orders(by_name)),
         Section("Gain of each client (the form of Figure 4)", _gain_blocks(by_name, facts, figure)),
@@ -193,19 +196,6 @@ def _sections(
     cost = "Processor time: " + ", ".join(f"{row.label} {row.cpu_seconds:.0f} s" for row in rows)
     sections.append(Section("Notes", [Bullets([*facts.notes, f"{cost}."])]))
     return [*sections, Section("How to get this again", [Code(facts.command)])]
-
-
-def _table(rows: Sequence[FederatedRow]) -> Grid:
-    body: list[list[object]] = []
-    heading = ""
-    for row in rows:
-        group, label, theirs = TABLE_1[row.system]
-        if group != heading:
-            heading = group
-            body.append([group, *([""] * len(COLUMNS))])
-        cells = [f"{_cell(row, name)} / {paper:.3f}" for name, paper in zip(COLUMNS, theirs, strict=True)]
-        body.append([label, *cells])
-    return Grid(("ours / paper", *COLUMNS.values()), body, frozenset(range(1, 1 + len(COLUMNS))))
 
 
 def _over_queries(rows: Sequence[FederatedRow]) -> Grid:
@@ -312,6 +302,26 @@ def _silos(silos: Mapping[str, Mapping[str, int]]) -> Grid:
 
 def _data(rows: Sequence[FederatedRow], by_name: Mapping[str, FederatedRow], facts: FederatedFacts) -> dict[str, Any]:
     """Everything on the page as data; means of private queries, and so as internal as the page."""
+    return {
+        "schema": _SCHEMA,
+        "internal": "computed on private queries; covered by no guarantee",
+        "eps": facts.eps,
+        "unit": facts.unit,
+        "split": facts.split,
+        "model": facts.model,
+        "silos": facts.silos,
+        "settings": dict(facts.settings),
+        "systems": _systems(rows),
+        "gain_of_stage1_over_single_star": {name: ends(gain) for name, gain in _gains(by_name, "stage1").items()},
+        "impossible_in_the_paper": impossible_cells(),
+        "trust": [list(line) for line in facts.trust],
+        "command": facts.command,
+        "notes": list(facts.notes),
+    }
+
+
+def _systems(rows: Sequence[FederatedRow]) -> dict[str, Any]:
+    """Each system as data."""
     table = {}
     for row in rows:
         measures = {
@@ -327,26 +337,7 @@ def _data(rows: Sequence[FederatedRow], by_name: Mapping[str, FederatedRow], fac
             "label": row.label, "measures": measures, "clients": clients, "sent_bytes": row.sent,
             "epsilon": dict(row.epsilon), "cpu_seconds": row.cpu_seconds, "faults": list(row.faults),
         }  # fmt: skip
-    return {
-        "schema": _SCHEMA,
-        "internal": "computed on private queries; covered by no guarantee",
-        "eps": facts.eps,
-        "unit": facts.unit,
-        "split": facts.split,
-        "model": facts.model,
-        "silos": facts.silos,
-        "settings": dict(facts.settings),
-        "systems": table,
-        "gain_of_stage1_over_single_star": {name: ends(gain) for name, gain in _gains(by_name, "stage1").items()},
-        "impossible_in_the_paper": impossible_cells(),
-        "trust": [list(line) for line in facts.trust],
-        "command": facts.command,
-        "notes": list(facts.notes),
-    }
-
-
-def _cell(row: FederatedRow, metric: str) -> str:
-    return show(_over_seeds(row, metric)) if any(row.values.values()) else "withheld"
+    return table
 
 
 def _over_seeds(row: FederatedRow, metric: str) -> Interval:

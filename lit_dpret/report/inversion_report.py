@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lit_dpret.privacy.page import md
 from lit_dpret.report.internal_files import Written, write_report
 
 Facts = Mapping[str, Any]
@@ -54,6 +55,9 @@ def _lines(facts: Facts) -> list[str]:
         one = facts["inverter"][arm]
         cells = f"{one['bleu']:.2f} | {one['token_f1']:.3f} | {one['exact']:.3f} | {one['cosine']:.3f}"
         lines.append(f"| {label} | {cells} |")
+    for sample in facts["samples"]:
+        words = {"text": "embedded", "own": "written from it", "shuffled": "control"}
+        lines += ["", *(f"* {words[kind]}: {md(sample[kind])}" for kind in words)]
     return [*lines, "", LIMIT]
 
 

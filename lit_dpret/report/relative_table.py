@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lit_dpret.errors import DataError, StorageError
+from lit_dpret.privacy.page import Grid
 from lit_dpret.report.variant_runs import VariantRun, by_variant
 
 PAPER_METRICS: Mapping[str, str] = {
@@ -98,22 +99,25 @@ def _cell(values: Sequence[float], base: float | None) -> Cell:
     )
 
 
-def to_markdown(table: RelativeTable, *, form: Form) -> str:
-    """The table as GitHub markdown: relative means, or means with standard deviations.
+def table_grid(table: RelativeTable, *, form: Form) -> Grid:
+    """Relative means, or means with standard deviations.
 
     Raises:
         DataError: A relative table is asked for without a baseline.
     """
     if form == "relative" and table.baseline is None:
         raise DataError("A relative table needs a baseline variant to divide by.")
-    lines = [
-        "| " + " | ".join(["", *table.metrics.values()]) + " |",
-        "|" + "|".join([" --- ", *(" ---: " for _ in table.metrics)]) + "|",
-    ]
-    for variant, cells in table.rows.items():
-        shown = [_show(cells[name], form) for name in table.metrics]
-        lines.append("| " + " | ".join([variant.replace("|", "\\|"), *shown]) + " |")
-    return "\n".join(lines) + "\n"
+    rows = [[variant, *(_show(cells[name], form) for name in table.metrics)] for variant, cells in table.rows.items()]
+    return Grid(("", *table.metrics.values()), rows, frozenset(range(1, 1 + len(table.metrics))))
+
+
+def to_markdown(table: RelativeTable, *, form: Form) -> str:
+    """The table as GitHub markdown.
+
+    Raises:
+        DataError: As `table_grid`.
+    """
+    return table_grid(table, form=form).markdown() + "\n"
 
 
 def _show(cell: Cell, form: Form) -> str:
@@ -140,6 +144,20 @@ def to_json(table: RelativeTable) -> dict[str, Any]:
     """The whole table as plain JSON values."""
     rows = {v: {name: asdict(cell) for name, cell in cells.items()} for v, cells in table.rows.items()}
     return {"baseline": table.baseline, "metrics": dict(table.metrics), "rows": rows}
+
+
+def read_table(path: Path) -> RelativeTable:
+    """The table that `write_table` wrote as JSON.
+
+    Raises:
+        DataError: The file cannot be read, or holds no table.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rows = {v: {name: Cell(**cell) for name, cell in cells.items()} for v, cells in found["rows"].items()}
+        return RelativeTable(baseline=found["baseline"], metrics=found["metrics"], rows=rows)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} holds no table ({type(error).__name__}).") from error
 
 
 def write_table(table: RelativeTable, folder: Path, *, name: str = "metrics") -> list[Path]:

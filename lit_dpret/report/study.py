@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import io
 import json
@@ -13,8 +12,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, esc, md, to_html, to_markdown
+from lit_dpret.errors import DataError
+from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
 from lit_dpret.report.paper_004 import COLUMNS
+from lit_dpret.report.picture import Picture
 from lit_dpret.retrieval.seeds import seed_interval
 from lit_dpret.retrieval.statistics import Interval
 from lit_dpret.whole_file import write_whole
@@ -23,6 +24,8 @@ INTERNAL = (
     "Internal: these numbers were computed on each client's own queries. They are covered by no guarantee and belong "
     "where the queries are kept."
 )
+_TOLD = {"title": "title", "says": "paper_says", "findings": "findings", "notes": "notes", "command": "command",
+         "promise": "promise"}  # fmt: skip
 _MEANS = (
     "Means over clients, then over seeds, ± the 95 % t-interval over seeds; the paper's number, where it has one, in "
     "brackets. R@k is the paper's name for a hit at k, here success@k. The paper's data and encoder are others: "
@@ -106,23 +109,6 @@ class StudyPage:
     promise: str = ""
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A PNG: within the page in HTML, beside it in Markdown."""
-
-    path: Path
-    says: str
-
-    def html(self) -> str:
-        data = base64.b64encode(self.path.read_bytes()).decode()
-        return (
-            f'<figure><img src="data:image/png;base64,{data}" alt="{esc(self.says)}" style="max-width:100%"></figure>'
-        )
-
-    def markdown(self) -> str:
-        return f"![{md(self.says)}]({self.path.name})"
-
-
 def with_reach(interval: Interval) -> str:
     """``0.412 ±.013``, or the mean alone."""
     if math.isnan(interval.high):
@@ -157,13 +143,40 @@ def write_study(page: StudyPage, folder: Path, name: str, *, picture: Path | Non
     return {ending: write_whole(folder / f"{name}.{ending}", text) for ending, text in texts.items()}
 
 
+def read_study(path: Path) -> StudyPage:
+    """The page that `write_study` wrote as JSON; without its axis.
+
+    Raises:
+        DataError: The file cannot be read, or is no study.
+    """
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        rows = [
+            StudyRow(
+                line=row["line"],
+                label=row["label"],
+                at=row["at"],
+                per_seed={name: found["per_seed"] for name, found in row["measures"].items()},
+                paper={name: found["paper"] for name, found in row["measures"].items() if found["paper"] is not None},
+                bytes_per_client=row["bytes_per_client"],
+                epsilon=row["epsilon"],
+                cpu_seconds=row["cpu_seconds"],
+            )
+            for row in facts["rows"]
+        ]
+        told = {key: facts[name] for key, name in _TOLD.items()}
+        return StudyPage(axis="", rows=rows, gains=[ClientGain(**gain) for gain in facts["gains"]], **told)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} holds no study ({type(error).__name__}: {error}).") from error
+
+
 def _sections(page: StudyPage, picture: Path | None) -> list[Section]:
-    blocks: list[Block] = [Paragraph(_MEANS), _grid(page)]
+    blocks: list[Block] = [Paragraph(_MEANS), study_grid(page)]
     if picture is not None:
         blocks.append(Picture(picture, f"{page.title}; {page.axis}"))
     sections = [Section("Result", blocks)]
     if page.gains:
-        sections.append(Section("Each client", [_gain_grid(page.gains)]))
+        sections.append(Section("Each client", [gain_grid(page.gains)]))
     read: list[Block] = [Paragraph(f"The paper: {page.says}")] if page.says else []
     if page.findings:
         read.append(Bullets(list(page.findings)))
@@ -174,8 +187,10 @@ def _sections(page: StudyPage, picture: Path | None) -> list[Section]:
     return [*sections, Section("Again", [Code(page.command)])]
 
 
-def _grid(page: StudyPage) -> Grid:
-    measures = [name for name in COLUMNS if all(name in row.per_seed for row in page.rows)]
+def study_grid(page: StudyPage, only: Sequence[str] | None = None) -> Grid:
+    """The points as a table, ours and in brackets the paper's; of all measures, or of some."""
+    wanted = COLUMNS if only is None else only
+    measures = [name for name in wanted if all(name in row.per_seed for row in page.rows)]
     sent = any(row.bytes_per_client for row in page.rows)
     header = ["", "", *(COLUMNS[name] for name in measures)]
     header += ["stage 1, MB / client", "stage 2, MB / client"] if sent else []
@@ -197,7 +212,8 @@ def _grid(page: StudyPage) -> Grid:
     return Grid(header, lines, numeric=frozenset(range(2, len(header))))
 
 
-def _gain_grid(gains: Sequence[ClientGain]) -> Grid:
+def gain_grid(gains: Sequence[ClientGain]) -> Grid:
+    """What each client gains, by its number of train queries."""
     lines = list(gains[0].gains)
     rows = [
         [gain.client, f"{gain.queries:g}", *(_signed(seed_interval(gain.gains[line])) for line in lines)]

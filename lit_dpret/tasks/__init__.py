@@ -18,6 +18,7 @@ from lit_dpret.tasks.federated_study import FederatedStudy
 from lit_dpret.tasks.filter import Filter
 from lit_dpret.tasks.fit import Fit
 from lit_dpret.tasks.fit_scored import FitScored
+from lit_dpret.tasks.hard_negatives import HardNegatives
 from lit_dpret.tasks.histogram import Histogram
 from lit_dpret.tasks.index import Index
 from lit_dpret.tasks.inversion import Inversion
@@ -30,6 +31,7 @@ from lit_dpret.tasks.ranker import Ranker
 from lit_dpret.tasks.search import Search
 from lit_dpret.tasks.second_task import SecondTask
 from lit_dpret.tasks.similarity import Similarity
+from lit_dpret.tasks.suite import Suite, SuitePart
 from lit_dpret.tasks.sweep import Sweep
 from lit_dpret.tasks.synthesize import Synthesize
 from lit_dpret.tasks.trial import TrialOf
@@ -57,6 +59,7 @@ __all__ = [
     "Filter",
     "Fit",
     "FitScored",
+    "HardNegatives",
     "Histogram",
     "Index",
     "Inversion",
@@ -69,6 +72,8 @@ __all__ = [
     "Search",
     "SecondTask",
     "Similarity",
+    "Suite",
+    "SuitePart",
     "Sweep",
     "Synthesize",
     "TrialOf",

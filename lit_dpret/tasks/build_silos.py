@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args
 from lit_dpret.datamodules import InsuranceQADataModule, PairsDataModule
 from lit_dpret.datamodules.layouts import find_part, folder_parts
 from lit_dpret.datamodules.readers import RecordFile
-from lit_dpret.datamodules.silo_folder import Silo, write_silos
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.datamodules.silo_folder import Silo, read_manifest, write_silos
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.federated.data import planted_silos, silos_by_article, silos_by_domain, statistics_table
 from lit_dpret.federated.data.newsqa import read_genres, read_newsqa
 from lit_dpret.federated.data.planted import Planted
@@ -80,6 +80,13 @@ class BuildSilos:
         """Build, write and tell; returns how many clients there are."""
         check_run_dir(parts.run_dir, min_free_mb=50)
         out = parts.run_dir / "silos"
+        if out.exists() and parts.resume:  # it is there whole or not at all
+            manifest = read_manifest(out, knob="hydra.run.dir")
+            if manifest.get("source") != self.source:
+                raise ResumeError(f"resume=true, but {out} was built of {manifest.get('source')}, not {self.source}.")
+            counts = manifest["clients"]
+            sys.stdout.write(f"{statistics_table(counts)}\n\n{out}\n")
+            return {"clients": float(len(counts))}
         if out.exists():
             raise ConfigurationError(f"{out} exists, and nothing is overwritten. Choose another hydra.run.dir.")
         silos, facts = self._build()

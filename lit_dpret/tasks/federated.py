@@ -21,7 +21,7 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.datamodules.silo_folder import read_silo
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.plan import FederationPlan
-from lit_dpret.federated.systems import System, SystemResult, SystemRunner, check_elsewhere, check_systems
+from lit_dpret.federated.systems import FEDERATED, System, SystemResult, SystemRunner, check_elsewhere, check_systems
 from lit_dpret.federated.transport import ELSEWHERE
 from lit_dpret.federated.trust import sights
 from lit_dpret.report.federated_report import FederatedFacts, FederatedRow, write_federated_report
@@ -40,6 +40,8 @@ class Federated:
         seeds: One run of each system that learns for each of them.
         split: On which questions they are judged: ``test``, or ``dev`` to choose settings on.
         note: Said at the top of the report, such as what the settings were chosen on.
+        save_encoder: Write the global encoder of stage 1, of the first seed, to ``private/encoder`` as a folder that
+            other tasks and sentence-transformers load.
         keep_models: Keep all weights; without it the global model of stage 1 stays, from which systems can be added.
         min_free_mb: Refuse to start with less free disk.
 
@@ -56,16 +58,21 @@ class Federated:
         seeds: Sequence[int] = (0, 1, 2),
         split: str = "test",
         note: str = "",
+        save_encoder: bool = False,
         keep_models: bool = False,
         min_free_mb: float = 1000,
     ) -> None:
         self.systems = check_systems(systems)
+        if save_encoder and not set(FEDERATED) & set(self.systems):
+            raise ConfigurationError(
+                f"task.save_encoder=true saves the model of stage 1, and task.systems={list(systems)} trains none."
+            )
         if not seeds or len(set(seeds)) != len(seeds) or any(isinstance(s, bool) or s < 0 for s in seeds):
             raise ConfigurationError(f"task.seeds={list(seeds)} must be some different whole numbers, none below 0.")
         if split not in ("dev", "test"):
             raise ConfigurationError(f"task.split={split!r} must be dev or test.")
         self.seeds, self.split, self.note = list(seeds), split, note
-        self.keep_models, self.min_free_mb = keep_models, min_free_mb
+        self.save_encoder, self.keep_models, self.min_free_mb = save_encoder, keep_models, min_free_mb
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Every system and seed that is not done yet; returns sentence MRR@10 by system, the mean over silos."""
@@ -92,6 +99,8 @@ class Federated:
                 progress(done, len(todo), f"{system}, seed {seed}")
                 results[system][seed] = self._result(stages, runner, system, seed)
             progress(len(todo), len(todo))
+        if self.save_encoder:
+            runner.stage1_model(self.seeds[0]).save_model(parts.run_dir / PRIVATE / "encoder")
         return self._tell(parts, plan, silos, results)
 
     def _result(self, stages: Stages, runner: SystemRunner, system: System, seed: int) -> SystemResult:

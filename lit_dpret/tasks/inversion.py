@@ -68,6 +68,7 @@ class Inversion:
         batch_size: Texts of each step, and of each forward pass.
         lr: Of Adam, falling linearly; null for 1e-3 of a new language model and 5e-5 of a given one.
         candidates: From which texts are named.
+        samples: Attacked texts that stand in the report with what was written from their embeddings; for public ones.
         attacker_encoder: What the attacker embeds candidates with; null for the attacked encoder itself. One with
             another space is mapped by the known texts.
         confidence: Of intervals.
@@ -96,6 +97,7 @@ class Inversion:
         batch_size: int = 64,
         lr: float | None = None,
         candidates: int = 100,
+        samples: int = 0,
         attacker_encoder: str | Path | None = None,
         confidence: float = 0.95,
         device: str = "cpu",
@@ -119,11 +121,18 @@ class Inversion:
             raise ConfigurationError(f"task.candidates={candidates} are more than task.attacked={attacked} texts.")
         if lr is not None and not lr > 0:
             raise ConfigurationError(f"task.lr={lr} must be above 0.")
+        if isinstance(samples, bool) or not isinstance(samples, int) or not 0 <= samples <= attacked:
+            raise ConfigurationError(
+                f"task.samples={samples} must be a whole number from 0 to task.attacked={attacked}."
+            )
+        if samples and whose != "public":
+            raise ConfigurationError(f"task.samples={samples} would print private texts. Set it to 0.")
         self.encoder, self.whose, self.texts, self.split, self.side = encoder, whose, texts, split, side
         self.known, self.attacked, self.language_model, self.how = known, attacked, language_model, how
         self.places, self.max_tokens, self.steps, self.batch_size = places, max_tokens, steps, batch_size
         self.lr = lr if lr is not None else (1e-3 if language_model is None else 5e-5)
         self.candidates, self.attacker_encoder, self.confidence = candidates, attacker_encoder, confidence
+        self.samples = samples
         self.device, self.min_free_mb = device, min_free_mb
 
     def run(self, parts: Parts) -> dict[str, float]:
@@ -240,18 +249,27 @@ class Inversion:
         given["shuffled"] = [part[torch.from_numpy(shuffled_order(len(part), seed=parts.seed))] for part in embeddings]
         losses: dict[str, Tensor] = {}
         inverter: dict[str, Any] = {}
+        arms: dict[str, Any] = {}
         for arm in given:
             work = partial(self._arm, arm=arm, make=make, words=words, tower=tower, attacked=attacked, ids=ids)
             result = stages.run(arm, lambda folder, _, w=work, g=given[arm]: w(folder, given=g, seed=parts.seed))  # type: ignore[misc]
             losses[arm] = torch.load(parts.run_dir / arm / LOSSES, weights_only=True)
             inverter[arm] = result["written"]
+            arms[arm] = result
         counts = torch.tensor([float(len(row)) for row in ids[1]])
         probe = told(losses["own"], losses["shuffled"], counts, confidence=self.confidence)
         without = float(torch.exp(losses["none"].sum() / counts.sum()))
         return {
-            "probe": {**probe.to_dict(), "perplexity_without": without},
+            "probe": {
+                **probe.to_dict(), "perplexity_without": without, "perplexity_untrained": arms["none"]["untrained"]
+            },
             "inverter": {arm: inverter[arm] for arm in ("own", "shuffled")},
-        }
+            "curves": {arm: found["losses"] for arm, found in arms.items()},
+            "samples": [
+                {"text": text, "own": own, "shuffled": other}
+                for text, own, other in zip(attacked, arms["own"]["samples"], arms["shuffled"]["samples"], strict=False)
+            ],
+        }  # fmt: skip
 
     def _maker(self, parts: Parts, tower: TextEncoder, known: Sequence[str], dim: int) -> tuple[Any, Words]:
         """What builds the same decoder for every arm, and the tokens that it writes."""
@@ -277,8 +295,9 @@ class Inversion:
     ) -> dict[str, Any]:  # fmt: skip
         """Train and ask one language model; nothing of it is kept but losses and scores: it knows the texts."""
         decoder = make(arm).to(self.device)
+        begun, counts = losses_of(decoder, ids[1], given[1], batch_size=self.batch_size)
         with ProgressLine(f"language model {_LABELS[arm]}") as progress:
-            fit_decoder(
+            seen = fit_decoder(
                 decoder, ids[0], given[0], steps=self.steps, batch_size=self.batch_size, lr=self.lr, seed=seed,
                 progress=progress,
             )  # fmt: skip
@@ -286,14 +305,16 @@ class Inversion:
         content = io.BytesIO()
         torch.save(sums, content)
         write_whole(folder / LOSSES, content.getvalue(), owner_only=True)
+        facts = {"losses": _thinned(seen), "untrained": float(torch.exp(begun.sum() / counts.sum()))}
         if arm == "none":
-            return {"written": None}
-        return {"written": self._written(decoder, words, tower, attacked)}
+            return {**facts, "written": None, "samples": []}
+        scores, written = self._written(decoder, words, tower, attacked)
+        return {**facts, "written": scores, "samples": written[: self.samples]}
 
     def _written(
         self, decoder: PrefixDecoder, words: Words, tower: TextEncoder, attacked: Sequence[str]
-    ) -> dict[str, Any]:
-        """Scores of the texts that the decoder writes for the attacked texts' own embeddings."""
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Scores of the texts that the decoder writes for the attacked texts' own embeddings, and those texts."""
         written: list[str] = []
         embeddings = self._encode(tower, attacked)
         for start in range(0, len(attacked), self.batch_size):
@@ -301,4 +322,11 @@ class Inversion:
             written += [words.text(ids) for ids in decoder.write(rows, max_tokens=self.max_tokens)]
         again = self._encode(tower, [text or " " for text in written])
         cosines = torch.nn.functional.cosine_similarity(again, embeddings).tolist()
-        return recovered(written, list(attacked), cosines=cosines).to_dict()
+        return recovered(written, list(attacked), cosines=cosines).to_dict(), written
+
+
+def _thinned(losses: Sequence[float], points: int = 100) -> list[tuple[int, float]]:
+    """Means over equally many steps, at most ``points`` of them, each with the last of its steps."""
+    every = -(-len(losses) // points)
+    starts = range(0, len(losses), every)
+    return [(min(at + every, len(losses)), float(np.mean(losses[at : at + every]))) for at in starts]

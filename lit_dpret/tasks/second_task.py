@@ -178,8 +178,13 @@ class SecondTask:
             text[1], "", "## Beside the paper", "",
         ]  # fmt: skip
         if base is not None:
-            lines += [f"Table 2, each divided by {base}.", "", beside_the_paper(table, TABLE_2, relative=True)]
-        lines += ["Table 4, absolute.", "", beside_the_paper(table, TABLE_4, relative=False)]
+            lines += [
+                f"Table 2, each divided by {base}.",
+                "",
+                beside_the_paper(table, TABLE_2, relative=True).markdown(),
+                "",
+            ]
+        lines += ["Table 4, absolute.", "", beside_the_paper(table, TABLE_4, relative=False).markdown(), ""]
         page.write_text("\n".join(lines), encoding="utf-8")
 
 

@@ -151,9 +151,9 @@ def _paper(table: RelativeTable, net: str) -> list[str]:
     lines = ["## Beside the paper", ""]
     if table.baseline is not None:
         lines += [f"Table 1 ({net}), each divided by {table.baseline}.", ""]
-        lines += [beside_the_paper(table, TABLE_1[net], relative=True)]
+        lines += [beside_the_paper(table, TABLE_1[net], relative=True).markdown(), ""]
     return [*lines, f"Table 3 ({net}), absolute; the paper's are means over ten runs.", "",
-            beside_the_paper(table, TABLE_3[net], relative=False)]  # fmt: skip
+            beside_the_paper(table, TABLE_3[net], relative=False).markdown(), ""]  # fmt: skip
 
 
 def _side_part(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lit_dpret.datamodules.silo_folder import read_manifest, read_silo, silo_folders
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.tasks import BuildSilos
 from lit_dpret.tasks.parts import Parts
 
@@ -28,6 +28,17 @@ def test_planted_silos_are_written_and_their_sizes_told(tmp_path: Path, capsys: 
     assert list(silo_folders(out)) == ["client0", "client1"] and "| client0 | 5 |" in capsys.readouterr().out
     with pytest.raises(ConfigurationError, match="nothing is overwritten"):
         build(tmp_path, source="planted")
+
+
+def test_silos_that_are_there_are_not_built_again_on_resume_and_another_source_is_refused(tmp_path: Path) -> None:
+    nothing: Any = None
+    out = build(tmp_path, source="planted", planted={"clients": 2, "entities": 5})
+    made = (out / "manifest.json").stat().st_mtime_ns
+    again = Parts(tmp_path, nothing, nothing, nothing, nothing, resume=True)
+    assert BuildSilos(source="planted").run(again) == {"clients": 2.0}
+    assert (out / "manifest.json").stat().st_mtime_ns == made
+    with pytest.raises(ResumeError, match="was built of planted, not insuranceqa"):
+        BuildSilos(source="insuranceqa").run(again)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,11 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 from tiny_silos import tokenizer
 
 from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
+from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
 from lit_dpret.federated.baselines import alone, central, train_alone
 from lit_dpret.federated.data import planted_silos, planted_words
@@ -398,3 +400,22 @@ def test_what_stage_1_saved_is_a_start_of_another_run(tmp_path: Path) -> None:
     again = replace(made, encoder=str(module.save_model(tmp_path / "one")), planted=None)
     for (name, value), (other, same) in zip(start_of(made).items(), start_of(again).items(), strict=True):
         assert name == other and torch.equal(value, same)
+
+
+def test_the_global_encoder_of_stage_1_is_saved_for_other_tasks(tmp_path: Path) -> None:
+    made = plan(secret_file=str(tmp_path / "secret"))
+    Federated(systems=["stage1"], seeds=[0], save_encoder=True).run(parts(tmp_path / "run", made))
+    saved = load_towers(tmp_path / "run" / "private" / "encoder")
+    (weights,) = (tmp_path / "run" / "private" / "seed0" / "federation" / "server").glob("global-*.safetensors")
+    module = made.model(privacy=NoPrivacy(), optimizer_lr=1e-3, towers="shared", passage_tower="trained")
+    start = module.encode_passages(["entity0 attribute0"])
+    module.put_global(load_file(weights))
+    trained = module.encode_passages(["entity0 attribute0"])
+    assert not torch.allclose(start, trained)
+    assert torch.allclose(saved.passage_encoder.encode(["entity0 attribute0"], "passage"), trained, atol=1e-5)
+    assert saved.query_encoder.contract.pooling == "cls" and saved.passage_encoder.contract.pooling == "mean"
+
+
+def test_saving_an_encoder_that_nothing_trains_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"task\.save_encoder=true"):
+        Federated(systems=["bm25", "central"], save_encoder=True)

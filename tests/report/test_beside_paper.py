@@ -28,8 +28,8 @@ def test_a_cell_shows_ours_and_the_papers_and_a_dash_where_there_is_none() -> No
     metrics = dict.fromkeys(METRICS, 0.25)
     runs = [run("Logit-DP", metrics=metrics), run("Ours alone", metrics=dict.fromkeys(METRICS, 0.5))]
     table = relative_table(runs, baseline="Ours alone", metrics=PAPER_METRICS)
-    lines = beside_the_paper(table, TABLE_1["EmbeddingNet"], relative=True).splitlines()
+    lines = beside_the_paper(table, TABLE_1["EmbeddingNet"], relative=True).markdown().splitlines()
     assert lines[2] == "| Logit-DP | 0.500 / 0.819 | 0.500 / 0.855 | 0.500 / 0.812 | 0.500 / 0.831 |"
     assert lines[3] == "| Ours alone | 1.000 / – | 1.000 / – | 1.000 / – | 1.000 / – |"
     assert lines[4].startswith("| Naive-DP | – / 0.827 |")
-    assert "| Logit-DP | 0.250 / 0.173 |" in beside_the_paper(table, TABLE_3["EmbeddingNet"], relative=False)
+    assert "| Logit-DP | 0.250 / 0.173 |" in beside_the_paper(table, TABLE_3["EmbeddingNet"], relative=False).markdown()

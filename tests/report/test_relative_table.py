@@ -11,7 +11,7 @@ import pytest
 from variant_runs import run
 
 from lit_dpret.errors import DataError
-from lit_dpret.report.relative_table import caption, relative_table, to_markdown, write_table
+from lit_dpret.report.relative_table import caption, read_table, relative_table, to_markdown, write_table
 from lit_dpret.report.variant_runs import VariantRun
 
 TITLES = {"accuracy": "Accuracy", "best_recall": "Recall"}
@@ -84,3 +84,12 @@ def test_a_missing_baseline_or_metric_is_refused() -> None:
         relative_table(runs(), baseline=None, metrics={"speed": "Speed"})
     with pytest.raises(DataError, match="needs a baseline"):
         to_markdown(relative_table(runs(), baseline=None, metrics=TITLES), form="relative")
+
+
+def test_a_table_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    table = relative_table([run("A"), run("A", seed=1), run("B")], baseline="A", metrics={"accuracy": "Accuracy"})
+    write_table(table, tmp_path)
+    assert read_table(tmp_path / "metrics.json") == table
+    (tmp_path / "metrics.json").write_text("[]")
+    with pytest.raises(DataError, match="holds no table"):
+        read_table(tmp_path / "metrics.json")

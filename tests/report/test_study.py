@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lit_dpret.report.study import ClientGain, StudyPage, StudyRow, with_reach, write_study
+from lit_dpret.errors import DataError
+from lit_dpret.report.study import ClientGain, StudyPage, StudyRow, read_study, study_grid, with_reach, write_study
 from lit_dpret.report.study_figure import can_draw, draw_study, figure_of
 from lit_dpret.retrieval.statistics import Interval
 
@@ -122,3 +123,25 @@ def test_gains_are_told_for_each_client_with_a_sign(tmp_path: Path) -> None:
     assert "stage 1: gain in sentence R@1" in page
     rank = next(line for line in page.splitlines() if line.startswith("| #3") or line.startswith("| \\#3"))
     assert "+0.210" in rank and "| 15 |" in rank
+
+
+@pytest.mark.parametrize("page", [LINES, BYTES, CLIENTS], ids=["lines", "bytes", "clients"])
+def test_a_study_reads_back_as_it_was_written(page: StudyPage, tmp_path: Path) -> None:
+    write_study(page, tmp_path, "study")
+    found = read_study(tmp_path / "study.json")
+    write_study(found, tmp_path, "again")
+    assert (tmp_path / "again.json").read_text() == (tmp_path / "study.json").read_text()
+    assert study_grid(found) == study_grid(page)
+
+
+def test_what_is_no_study_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "study.json").write_text('{"rows": []}')
+    for name in ("study.json", "none.json"):
+        with pytest.raises(DataError, match="holds no study"):
+            read_study(tmp_path / name)
+
+
+def test_a_table_shows_some_measures_alone() -> None:
+    grid = study_grid(LINES, ["sentence/success@1"])
+    assert list(grid.header[2:3]) == ["sentence R@1"] and "passage R@1" not in grid.header
+    assert "(.121)" in str(grid.rows[0][2])

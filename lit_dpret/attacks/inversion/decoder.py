@@ -200,7 +200,7 @@ def fit_decoder(
     lr: float,
     seed: int,
     progress: Progress | None = None,
-) -> None:
+) -> list[float]:
     """Train all of the decoder by Adam on the mean loss of a token; batches depend on ``seed`` alone.
 
     Args:
@@ -212,24 +212,31 @@ def fit_decoder(
         lr: Learning rate, falling linearly to zero.
         seed: Of the order of texts; the same for all that are compared.
         progress: Called with (steps done, steps in all).
+
+    Returns:
+        The mean loss of a token of each step's batch, in nats, before its update.
     """
     device = next(decoder.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(decoder.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
     decoder.train()
+    seen: list[float] = []
     for step in range(steps):
         rows = torch.randperm(len(ids), generator=generator)[:batch_size]
         tokens, mask = (part.to(device) for part in padded([ids[row] for row in rows.tolist()], decoder.end))
         given = None if embeddings is None else embeddings[rows].to(device)
         losses = decoder(tokens, mask, given)
         optimizer.zero_grad()
-        (losses.sum() / mask.sum()).backward()
+        mean = losses.sum() / mask.sum()
+        seen.append(float(mean.detach()))
+        mean.backward()
         nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         if progress is not None:
             progress(step + 1, steps)
+    return seen
 
 
 @torch.inference_mode()

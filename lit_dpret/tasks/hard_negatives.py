@@ -1,0 +1,120 @@
+"""`task=hard_negatives`: for some questions of a silo, the sentences that an encoder ranks above or near the answers.
+
+The case study of paper 004 (its Table 5, "query hubness"): whether the best of a collection are wrong, or right and
+unlabelled, is for a person to read.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from lit_dpret.callbacks import ProgressLine
+from lit_dpret.datamodules.records import normalise
+from lit_dpret.datamodules.silo_folder import Silo, SiloQuery, read_silo
+from lit_dpret.encoders import Towers, load_towers
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.report.hard_negatives import Case, write_cases
+from lit_dpret.retrieval.search import search
+from lit_dpret.tasks.parts import Parts, check_run_dir, model_folder
+
+Whose = Literal["public", "private"]
+_SPARE = 16  # sentences that repeat an answer and count as none
+
+
+class HardNegatives:
+    """Write ``hard_negatives.json`` and ``.md``, or ``internal_hard_negatives`` about private questions.
+
+    Args:
+        silo: The folder of one client, ``.../clients/NAME``.
+        encoder: ``minilm``, the folder of an encoder or of its run, or a hub name; sentences are ranked by the dot
+            product.
+        whose: Whose the questions are: ``public`` or ``private``. The report holds their texts.
+        questions: How many, drawn from the train questions by the public seed.
+        negatives: Of each question.
+        batch_size: Texts of a forward pass.
+        min_free_mb: Refuse to start with less free disk.
+
+    Raises:
+        ConfigurationError: A number is below 1, or nobody said whose the questions are.
+    """
+
+    def __init__(
+        self,
+        *,
+        silo: str | Path,
+        encoder: str | Path,
+        whose: Whose | None = None,
+        questions: int = 4,
+        negatives: int = 2,
+        batch_size: int = 64,
+        min_free_mb: float = 50,
+    ) -> None:
+        if whose not in get_args(Whose):
+            raise ConfigurationError(
+                f"task.whose={whose}: the report holds the questions, so say whose they are: public or private."
+            )
+        for knob, value in (("questions", questions), ("negatives", negatives), ("batch_size", batch_size)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"task.{knob}={value} must be a whole number, at least 1.")
+        self.silo, self.encoder, self.whose = Path(silo), encoder, whose
+        self.questions, self.negatives, self.batch_size = questions, negatives, batch_size
+        self.min_free_mb = min_free_mb
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Returns how often one of the negatives ranks above every answer."""
+        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
+        silo = read_silo(self.silo)
+        place = model_folder(self.encoder) if Path(str(self.encoder)).is_dir() else self.encoder
+        cases = self._cases(silo, self._drawn(silo, parts.seed), load_towers(place))
+        facts: dict[str, Any] = {
+            "internal": self.whose == "private",
+            "silo": silo.name,
+            "sentences": len(silo.sentences),
+            "encoder": Path(str(self.encoder)).name,
+            "command": parts.command,
+            "cases": [asdict(case) for case in cases],
+        }
+        written = write_cases(facts, parts.run_dir)
+        sys.stdout.write("\n".join(written.lines) + "\n")
+        return {"above_the_answers": float(np.mean([case.scores[0] > case.answer_score for case in cases]))}
+
+    def _drawn(self, silo: Silo, seed: int) -> list[SiloQuery]:
+        train = [query for query in silo.queries if query.split == "train"]
+        if len(train) < self.questions:
+            raise ConfigurationError(
+                f"task.questions={self.questions}, and {self.silo} has {len(train)} train questions."
+            )
+        order = np.random.default_rng(seed).permutation(len(train))
+        return [train[place] for place in order[: self.questions]]
+
+    def _cases(self, silo: Silo, queries: list[SiloQuery], towers: Towers) -> list[Case]:
+        ids, texts = list(silo.sentences), list(silo.sentences.values())
+        place_of = {sid: place for place, sid in enumerate(ids)}
+        with ProgressLine(f"encoding {len(texts)} sentences") as progress:
+            sentences = towers.passage_encoder.encode(
+                texts, "passage", batch_size=self.batch_size, progress=progress
+            ).float()
+        asked = towers.query_encoder.encode([query.text for query in queries], "query").float()
+        most = max(len(query.positives) for query in queries)
+        found = search(asked, sentences, min(self.negatives + most + _SPARE, len(ids)))
+        cases = []
+        for row, query in enumerate(queries):
+            answers = {normalise(silo.sentences[sid]) for sid in query.positives}
+            scores = asked[row] @ sentences.T
+            best = max(query.positives, key=lambda sid: float(scores[place_of[sid]]))
+            others = [at for at in found.indices[row].tolist() if normalise(texts[at]) not in answers][: self.negatives]
+            cases.append(
+                Case(
+                    question=query.text,
+                    answer=silo.sentences[best],
+                    answer_score=float(scores[place_of[best]]),
+                    negatives=tuple(texts[at] for at in others),
+                    scores=tuple(float(scores[at]) for at in others),
+                )
+            )
+        return cases
