@@ -49,7 +49,7 @@ class DPSGD(GaussianMode):
         clip_groups: ``flat`` clips the gradient of all parameters together to C = ``max_grad_norm``;
             ``per_layer`` that of each of the model's K layers to C/sqrt(K), which bounds all
             together by C too (He et al. 2023, 2212.01539). The noise is the same.
-        secure_rng: Draw the noise from SHAKE-256 instead of PyTorch's generator.
+        secure_rng: Draw the noise from SHAKE-256 instead of NumPy's Philox.
         secret_file: Where the noise secret lies; null for the user's state folder.
         dataset_ledger: The file in which all runs on this data set add up; null for none. The path
             stands for the data set: every run on the data has to name the same one.
