@@ -14,6 +14,7 @@ import torch
 from page_stages import private_log, table_log
 from stand_ins import Line, Numbers, Regression
 from tiny_generator import PASSAGES, SETTINGS, lively_generator, write_parent_card
+from tiny_tasks import write_log
 
 from lit_dpret.privacy.modes import DPSGD
 
@@ -75,6 +76,11 @@ def released(folder: Path) -> dict[str, Any]:
     return {}
 
 
+def split_log(folder: Path) -> dict[str, Any]:
+    write_log(folder / "log_split")
+    return {}
+
+
 def images(folder: Path) -> dict[str, Any]:
     tiny_images.cifar10_pickles(folder / "cifar10")
     return {}
@@ -111,6 +117,7 @@ SURROUNDINGS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/doctor.md": fit,
     "docs/federated.md": by_messages,
     "docs/filters.md": released,
+    "docs/howto/federation.md": split_log,
     "docs/images.md": images,
     "docs/testing.md": to_be_tested,
 }

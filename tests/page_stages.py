@@ -37,12 +37,14 @@ class Stage:
         first: Commands of ours that other pages show and this one builds upon.
         names: A part of a shown word that stands for something of the reader's own, and what it is here.
         left: Files that lie there in the end.
+        snippets: The commands take what the snippets of Python make.
     """
 
     files: tuple[Callable[[Path], Any], ...] = ()
     first: tuple[str, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
     left: tuple[str, ...] = ()
+    snippets: bool = False
 
 
 def private_log(folder: Path) -> None:
@@ -72,7 +74,7 @@ def hub_data(folder: Path) -> None:
 
 
 def msmarco(folder: Path) -> None:
-    root = folder / "msmarco"
+    root = folder / "DIR"
     root.mkdir()
     (root / "collection.tsv").write_text("".join(f"{i}\t{text}\n" for i, text in enumerate(PASSAGES)))
     for split, chosen in (("train", range(100)), ("dev.small", range(100, 120))):
@@ -89,10 +91,10 @@ def squad(folder: Path) -> None:
         ]  # fmt: skip
         return {"title": f"Article {place}", "paragraphs": asked}
 
-    (folder / "squad").mkdir()
+    (folder / "DIR").mkdir(exist_ok=True)
     for split, places in (("train", range(5)), ("dev", [5])):
         content = {"version": "1.1", "data": [article(place) for place in places]}
-        (folder / "squad" / f"{split}-v1.1.json").write_text(json.dumps(content), encoding="utf-8")
+        (folder / "DIR" / f"{split}-v1.1.json").write_text(json.dumps(content), encoding="utf-8")
 
 
 def cifar(folder: Path) -> None:
@@ -135,6 +137,14 @@ def _write(path: Path, rows: Iterable[Mapping[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+CHECK = (
+    "check_data datamodule=pairs datamodule.pairs=log.jsonl datamodule.corpus=passages.jsonl "
+    "task.write_split=log_split hydra.run.dir=runs/check"
+)
+OWN_GENERATOR = (
+    "fit model=generator privacy.eps=3 datamodule=pairs datamodule.folder=log_split "
+    "datamodule.expected_batch_size=32 hydra.run.dir=runs/generator"
+)
 GENERATOR = "model=generator privacy.eps=3 hydra.run.dir=runs/generator"
 SYNTHETIC = "synthesize task.generator=runs/generator/model task.passages_are_public=true hydra.run.dir=runs/synthetic"
 ENCODER = (
@@ -151,8 +161,7 @@ STAGES: dict[str, Stage] = {
     "docs/canaries.md": Stage(names={"=RUN": "=runs/canary", "RUN": "runs/canary"}),
     "docs/data.md": Stage(
         files=(private_log, table_log, beir_folder, hub_data, msmarco, squad),
-        names={"datamodule.path=DIR": "datamodule.path=hub_data", "msmarco datamodule.folder=DIR": "",
-               "datamodule.folder=DIR": "datamodule.folder=squad"},
+        names={"datamodule.path=DIR": "datamodule.path=hub_data"},
     ),
     "docs/evaluation.md": Stage(
         files=(beir_sets,),
@@ -165,12 +174,16 @@ STAGES: dict[str, Stage] = {
     ),
     "docs/federated.md": Stage(
         files=(silos, squad),
-        names={"federated.silos=DIR": "federated.silos=silos", "task.folder=DIR": "task.folder=squad",
-               "RUN/silos": "runs/silos/silos"},
+        names={"federated.silos=DIR": "federated.silos=silos", "RUN/silos": "runs/silos/silos"},
     ),
     "docs/howto/own_log.md": Stage(
         files=(private_log,),
         left=("runs/plan/plan.json", "runs/generator/privacy_card.html", "runs/filtered/filtered/privacy_card.json"),
+    ),
+    "docs/howto/federation.md": Stage(files=(private_log,), first=(CHECK,), snippets=True),
+    "docs/howto/release.md": Stage(
+        files=(private_log,), first=(CHECK, OWN_GENERATOR),
+        left=("release/queries/privacy_card.sig", "runs/retriever/privacy_card.html"),
     ),
     "docs/howto/read_a_card.md": Stage(first=(GENERATOR,), names={"FOLDER": "runs/generator"}),
     "docs/images.md": Stage(files=(cifar,), names={"DIR": "cifar10"}),

@@ -7,14 +7,15 @@ and why. `test_pages.py` checks in every run of the tests that all commands comp
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from page_runs import NEEDS, NOT_EXECUTED, OTHER_PROGRAMS, Desk, shortened
+from page_runs import NEEDS, NOT_EXECUTED, OTHER_PROGRAMS, STOPS, Desk, shortened
 from page_stages import STAGES, Stage
-from shown_commands import PAGES, Shown, commands
+from shown_commands import PAGES, Shown, commands, snippets
 
 FOLLOWED = [page for page in PAGES if commands(page)]
 
@@ -40,7 +41,7 @@ def test_what_is_left_out_is_named_and_little() -> None:
     ours = Counter(left_out(shown) for page in PAGES for shown in commands(page) if shown.arguments is not None)
     print(ours)
     assert ours[None] >= 0.9 * ours.total()
-    for words in (*OTHER_PROGRAMS, *NOT_EXECUTED, *NEEDS):
+    for words in (*OTHER_PROGRAMS, *NOT_EXECUTED, *NEEDS, *STOPS):
         assert any(words in " ".join(shown.words) for page in PAGES for shown in commands(page)), (
             f"{words}: never shown"
         )
@@ -56,7 +57,10 @@ def test_every_command_of_the_page_runs_after_the_one_before(page: str, tmp_path
     for line in stage.first:
         desk.ours(shortened(line.split()))
     failed = []
+    scripts = snippets(page) if stage.snippets else []
     for shown in commands(page):
+        while scripts and scripts[0][0] < shown.line:
+            desk.other([sys.executable, "-c", scripts.pop(0)[1]])
         if left_out(shown) is not None:
             continue
         words = renamed(list(shown.words), stage.names)
@@ -64,9 +68,11 @@ def test_every_command_of_the_page_runs_after_the_one_before(page: str, tmp_path
             if shown.arguments is None:
                 desk.other(words)
             else:
-                desk.ours(shortened(words[1:]), launcher=shown.launcher)
+                stops = next((said for part, said in STOPS.items() if part in " ".join(shown.words)), "")
+                desk.ours(shortened(words[1:]), launcher=shown.launcher, stops=stops)
         except AssertionError as error:  # the others are still worth knowing
             failed.append(f"{shown}: {error}")
+            print(failed[-1])
     assert not failed, "\n\n".join(failed)
     for name in stage.left:
         assert (tmp_path / name).is_file(), name
