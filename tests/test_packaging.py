@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import lit_dpret
+from lit_dpret.privacy.card_environment import package_versions
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {
     "callbacks": "lit_dpret/callbacks",
@@ -62,6 +65,15 @@ def test_the_wheel_declares_the_command_and_the_licence(built: tuple[Path, Path]
     assert "lit-dpret = lit_dpret.cli:main" in wheel.read(entry).decode()
     assert "[pytest11]\nlit_dpret = lit_dpret.pytest_plugin" in wheel.read(entry).decode()
     assert any(name.endswith("LICENSE") for name in wheel.namelist())
+
+
+def test_the_wheel_is_typed_and_has_the_one_version(built: tuple[Path, Path]) -> None:
+    wheel = zipfile.ZipFile(built[1])
+    assert "lit_dpret/py.typed" in wheel.namelist()
+    (about,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    assert f"\nVersion: {lit_dpret.__version__}\n" in wheel.read(about).decode()
+    assert package_versions()["lit-dpret"] == lit_dpret.__version__
+    assert f"## {lit_dpret.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_the_wheel_imports_and_composes_without_the_repository(built: tuple[Path, Path], tmp_path: Path) -> None:
