@@ -51,7 +51,7 @@ TINY: dict[str, list[str]] = {
     "task=pipeline": ["task.generator_steps=2", "task.generator_batch=8", "task.generator_physical_batch=8",
                       "task.retriever_steps=2", "task.retriever_batch=8", "task.max_passages=100",
                       "task.generator.max_passage_length=16", "task.retriever.max_passage_length=16"],
-    "task=synthesize": ["task.max_passages=24", "task.max_new_tokens=6", "task.group_size=8", "task.min_free_mb=1"],
+    "task=synthesize": ["task.max_passages=24", "task.max_new_tokens=6", "task.group_size=8"],
     "task=compare_modes": ["task.max_passages=100", "task.seeds=2", "task.eps=[3]", "task.min_free_mb=1",
                            "task.only=[none,synthetic]"],
     "task=compare_negatives": ["task.max_passages=100", "task.seeds=2", "task.steps=2", "task.batch=8",

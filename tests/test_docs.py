@@ -25,7 +25,7 @@ def test_every_pitfall_stands_under_its_severity_and_the_doctor_explains_each() 
         assert meaning in part and f"| `{severity}` | {meaning[0].lower()}{meaning[1:-1]} |" in doctor
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "SECURITY.md", *PAGES], ids=lambda page: page.name)
 def test_a_link_to_a_file_leads_to_one(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
         assert target in WRITTEN_BY_THE_SITE or (page.parent / target).is_file(), f"{page.name} links to {target}"

@@ -1,4 +1,4 @@
-"""A stranger's machine: the wheel in a clean environment, outside the repository, from the list of choices to a card."""
+"""A stranger's machine: the wheel in a clean environment, outside the repository, from a list of choices to a card."""
 
 from __future__ import annotations
 
