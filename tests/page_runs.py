@@ -66,6 +66,7 @@ TINY: dict[str, list[str]] = {
     "task=inversion": ["task.known=100", "task.attacked=10", "task.steps=5", "task.batch_size=8", "task.candidates=5"],
     "task=plan": ["privacy.accountant=rdp"],
     "task=similarity": ["task.max_texts=50", "task.seeds=1"],
+    "experiment=pdd_as2": ["federated.clients=3"],
     "experiment=direct_eps3": ["model.pool_size=64"],
     "experiment=generator_t5_xl": ["model.pretrained=public_t5"],
 }  # fmt: skip

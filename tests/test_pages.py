@@ -22,6 +22,7 @@ from page_snippets import REPLACED, SURROUNDINGS
 from shown_commands import PAGES, ROOT, Shown, commands, snippets
 
 from lit_dpret.cli import listing, with_task
+from lit_dpret.configuration import arguments_of, choices, groups, names, top_level
 from lit_dpret.tasks.silo_command import silo_parser
 from lit_dpret.testing import assert_private
 
@@ -69,6 +70,34 @@ def test_the_extras_that_are_named_exist() -> None:
         for name in names.split(",")
     ]
     assert len(named) > 10 and set(named) <= set(extras)
+
+
+# What stands for a name of the reader's own.
+READERS_OWN = {"model=mine"}
+
+
+def test_a_setting_that_is_named_in_a_sentence_exists() -> None:
+    known = {key.name for group in groups() for choice in choices(group) for key in choice.keys}
+    known |= {f"{choice.group}.{name}" for group in groups() for choice in choices(group) if choice.target
+              for name in arguments_of(choice.target)}  # fmt: skip
+    known |= {key.name for key in top_level().keys}
+    named: list[tuple[str, str]] = []
+    for page in [*PAGES, "SECURITY.md", "CONTRIBUTING.md"]:
+        prose = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        words = [word for span in re.findall(r"`([^`\n]+)`", prose) for word in span.split()]
+        named += [(page, word) for word in words if re.match(r"[a-z_]+(\.[a-z_0-9]+)*=.", word)]
+    assert len(named) > 250
+    assert [(page, word) for page, word in named if not exists(word, known) and word not in READERS_OWN] == []
+
+
+def exists(word: str, known: set[str]) -> bool:
+    """Whether ``group=choice`` or ``group.key=value`` is one of ours; other words with an equals sign pass."""
+    key, _, value = word.partition("=")
+    if key in groups():
+        chosen = [one for one in re.split(r"[\[\],|]", value) if re.fullmatch(r"[a-z_0-9]+", one)]
+        return all(one in {*names(key), "null"} for one in chosen)
+    ours = {name.split(".")[0] for name in known}
+    return "." not in key or key.split(".")[0] not in ours or key.removesuffix("._target_") in known
 
 
 @pytest.mark.parametrize("page", TOLD)
