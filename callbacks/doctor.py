@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -19,13 +19,13 @@ import lightning as L
 
 from lit_dpret.callbacks.planning import PlannedRun, plan_run
 from lit_dpret.callbacks.refusals import complaints, refuse_replaced_sampler
-from lit_dpret.callbacks.traps import TRAPS, Stage, Trap
+from lit_dpret.callbacks.traps import SEVERITIES, TRAPS, Severity, Stage, Trap
 from lit_dpret.errors import LitDpretError
 from lit_dpret.privacy.noise import KeyedStream, load_secret
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import PADDING, Draw, PrivateBatchSampler, UnitBatch, UnitCollator
 
-Status = Literal["passed", "by construction", "refused", "declared", "not reached", "does not apply"]
+Status = Literal["passed", "by construction", "refused", "declared", "not reached", "does not apply", "yours"]
 
 REHEARSED_UNITS = 8
 # Draws are looked through for units that have rows; a data set without any is found out long before.
@@ -40,14 +40,16 @@ class Finding:
         trap: ``T1`` and so on; ``other`` for a refusal that keeps out of none of them.
         title: The mistake.
         status: ``refused``: a fit would raise ``text``. ``declared``: a fit would run, and its card say so.
-            ``not reached``: an earlier refusal is in the way.
-        text: What is true instead, or the refusal.
+            ``not reached``: an earlier refusal is in the way. ``yours``: no examination can see it.
+        text: What is true instead, or the refusal, or what to do.
+        severity: What the mistake costs; None for a refusal that keeps out of no trap.
     """
 
     trap: str
     title: str
     status: Status
     text: str
+    severity: Severity | None = None
 
 
 @dataclass
@@ -85,7 +87,8 @@ class Examination:
         lines = []
         for finding in self.findings:
             status = finding.status.upper() if finding.status == "refused" else finding.status
-            lines.append(f"{finding.trap:5} {status:{width}}  {finding.title}")
+            cost = "" if finding.severity is None else f" ({SEVERITIES[finding.severity][0]})"
+            lines.append(f"{finding.trap:5} {status:{width}}  {finding.title}{cost}")
             lines.append(f"{'':5} {'':{width}}  {finding.text}")
         if self.planned is not None and self.planned.plan is not None:
             plan = self.planned.plan
@@ -123,13 +126,16 @@ def examine(trainer: L.Trainer, module: Any, data: Any) -> Examination:
         planned = _rest(look, trainer, module, data)
     guarantee, name = getattr(mode, "guarantee", "dp"), getattr(mode, "name", type(module).__name__)
     found = [finding for trap in TRAPS for finding in look.findings(trap, guarantee, name)]
-    found += [Finding("other", "Refused for another reason", "refused", str(e)) for e in look.refusals if not e.trap]
+    listed = {trap.name for trap in TRAPS}
+    found += [
+        Finding("other", "Refused for another reason", "refused", str(e)) for e in look.refusals if e.trap not in listed
+    ]
     if planned is not None and planned.plan is not None and planned.plan.coupling is not None:
         found = [_bounded(f, planned.plan) if f.trap == "T11" and f.status == "passed" else f for f in found]
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     declared = _declared(module, callbacks) if guarantee == "dp" else {}
     found = [
-        Finding(f.trap, f.title, "declared", declared[f.trap]) if f.status == "passed" and f.trap in declared else f
+        replace(f, status="declared", text=declared[f.trap]) if f.status == "passed" and f.trap in declared else f
         for f in found
     ]
     return Examination(name, found, planned)
@@ -160,17 +166,23 @@ class _Look:
         return stage in self._done
 
     def findings(self, trap: Trap, guarantee: str, mode: str) -> list[Finding]:
+        def found(status: Status, text: str) -> Finding:
+            return Finding(trap.name, trap.title, status, text, trap.severity)
+
         refused = [str(e) for e in self.refusals if e.trap == trap.name]
         if refused:
-            return [Finding(trap.name, trap.title, "refused", text) for text in refused]
+            return [found("refused", text) for text in refused]
         if guarantee not in trap.modes:
-            return [Finding(trap.name, trap.title, "does not apply", f"privacy={mode} makes no claim that it breaks.")]
+            return [found("does not apply", f"privacy={mode} makes no claim that it breaks.")]
         if trap.stage == "construction":
-            return [Finding(trap.name, trap.title, "by construction", trap.instead)]
+            return [found("by construction", trap.instead)]
+        if trap.stage == "elsewhere":
+            return [found("yours", trap.instead)]
         if not self.passed(trap.stage):
-            text = f"Not looked at: the {trap.stage} was not reached, or refused for another reason."
-            return [Finding(trap.name, trap.title, "not reached", text)]
-        return [Finding(trap.name, trap.title, "passed", trap.instead)]
+            return [
+                found("not reached", f"Not looked at: the {trap.stage} was not reached, or refused for another reason.")
+            ]
+        return [found("passed", trap.instead)]
 
 
 def _rest(look: _Look, trainer: L.Trainer, module: Any, data: Any) -> PlannedRun | None:
@@ -235,7 +247,7 @@ def _bounded(finding: Finding, plan: PrivacyPlan) -> Finding:
     )
     if coupling.claim == "refuted":
         text += " That number is refuted: a fit would run, and its card would state no epsilon."
-    return Finding(finding.trap, finding.title, "passed" if coupling.claim == "proved" else "declared", text)
+    return replace(finding, status="passed" if coupling.claim == "proved" else "declared", text=text)
 
 
 def _declared(module: Any, callbacks: list[Any]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The known ways to lose a privacy guarantee without noticing, and what this package does about each.
 
-``task=doctor`` tells them for a run; ``docs/doctor.md`` tells them for a reader. The numbers are those
-that refusals carry as `LitDpretError.trap`.
+``task=doctor`` tells them for a run; `pitfalls_page` tells them for a reader. The numbers are those that refusals
+carry as `LitDpretError.trap`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Stage = Literal["settings", "plan", "secret", "engine", "loader", "rehearsal", "construction"]
+Stage = Literal["settings", "plan", "secret", "engine", "loader", "rehearsal", "construction", "elsewhere"]
+Severity = Literal["breaks_claim", "weakens", "costs_utility"]
+
+SEVERITIES: dict[Severity, tuple[str, str]] = {
+    "breaks_claim": ("breaks the claim", "Epsilon on the card would not be true of what was trained."),
+    "weakens": (
+        "weakens the promise",
+        "Epsilon is true of what it speaks of, but it promises little, or something beside it is not covered.",
+    ),
+    "costs_utility": ("costs utility", "The claim holds, and accuracy is given away."),
+}
+"""What each severity is called, and what it means."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +30,11 @@ class Trap:
     Args:
         name: ``T1`` and so on.
         title: The mistake.
-        stage: The last stage of the examination that looks for it; ``construction`` where the code cannot make it.
-        instead: What is true of a run in which it was not found.
+        stage: The last stage of the examination that looks for it; ``construction`` where the code cannot make it,
+            ``elsewhere`` where no examination of a run can see it.
+        instead: What is true of a run in which it was not found; or what to do where nothing can find it.
         modes: The guarantees that it could break.
+        severity: What it costs whoever falls into it.
     """
 
     name: str
@@ -29,6 +42,7 @@ class Trap:
     stage: Stage
     instead: str
     modes: tuple[str, ...] = ("dp",)
+    severity: Severity = "breaks_claim"
 
 
 TRAPS: tuple[Trap, ...] = (
@@ -69,14 +83,73 @@ TRAPS: tuple[Trap, ...] = (
          "Clipping bounds a unit by C, and the accountant of replace_one counts 2C."),
     Trap("T18", "A clip bound that adapts to private gradients", "construction",
          "The bound is a constant of the plan."),
+    Trap("T19", "Noise that is not one draw on the sum of a logical step", "construction",
+         "The sum of all physical batches and all ranks gets noise of the planned deviation, once."),
+    Trap("T20", "The same noise or coins twice", "construction",
+         "Streams are keyed by secret, run, attempt, step and parameter, and noise by the sum it is added to."),
     Trap("T21", "Noise that others can compute again", "secret",
          "The secret of noise and coins lies outside the run folder, readable by its owner alone."),
+    Trap("T22", "A generator of noise that is not cryptographic", "elsewhere",
+         "Philox with a secret key draws the noise, and the card says so; privacy.secure_rng=true takes SHAKE-256.",
+         ("dp",), "weakens"),
+    Trap("T23", "Noise in floating point", "elsewhere",
+         "The guarantee is that of the idealised mechanism, and the card says so: nothing here closes the gap.",
+         ("dp",), "weakens"),
+    Trap("T24", "Noise only where a gradient is", "construction",
+         "Every coordinate of every trainable parameter gets noise, also in rows of an embedding that nobody used."),
     Trap("T25", "Metrics and choices on private rows", "settings",
          "Nothing stops, chooses, tunes, validates or logs by private rows."),
+    Trap("T26", "Preparation that looked at private queries", "elsewhere",
+         "Decide on vocabularies, lengths, filters and the list of passages without the log; the card asks.",
+         ("dp", "inherited"), "weakens"),
     Trap("T27", "Synthetic data whose claim is unknown", "settings",
          "The privacy card of the data describes the files that are read.", ("inherited",)),
+    Trap("T28", "Settings that were chosen on private queries", "elsewhere",
+         "Count the search (callbacks.card.tuning_method, task=sweep), or say so: callbacks.card.tuning_data.",
+         ("dp", "inherited"), "weakens"),
     Trap("T29", "A delta that permits publishing a unit", "plan",
-         "Delta is below 1/n, or n is private and delta is declared."),
+         "Delta is below 1/n, or n is private and delta is declared.", ("dp",), "weakens"),
     Trap("T30", "A start from weights that were trained on private data", "settings",
          "The weights to start from carry no privacy card.", ("dp", "inherited")),
+    Trap("T31", "An accountant that rounds in its own favour", "construction",
+         "The default accountant discretises pessimistically, so that its epsilon is an upper bound."),
+    Trap("T32", "A step of Adam that is mostly noise", "elsewhere",
+         "Its second moment learns the noise. Compare model.optimizer.name=adam_bc, and larger batches.",
+         ("dp",), "costs_utility"),
+    Trap("T33", "A batch far below the knee", "elsewhere",
+         "task=plan prints the batch up to which the noise of a given epsilon still falls in proportion.",
+         ("dp",), "costs_utility"),
+    Trap("T34", "A clipping bound that nearly nothing reaches", "elsewhere",
+         "The noise is in proportion to privacy.max_grad_norm: a bound that is too large adds noise and no signal.",
+         ("dp",), "costs_utility"),
 )  # fmt: skip
+
+
+def pitfalls_page() -> str:
+    """The traps by severity, as a page in Markdown."""
+    lines = [
+        "# Pitfalls",
+        "",
+        "The known ways to lose a guarantee without noticing, or to pay for it in accuracy. Written from the list that",
+        "[`task=doctor`](doctor.md) goes through, when this site is built. A fit refuses what it looks for. What no",
+        "program can see is for you to answer; the card says so, or asks.",
+    ]
+    for severity, (name, meaning) in SEVERITIES.items():
+        lines += [
+            "",
+            f"## {name.capitalize()}",
+            "",
+            meaning,
+            "",
+            "| | The mistake | Looked for in | Instead |",
+            "|---|---|---|---|",
+        ]
+        lines += [
+            f"| {trap.name} | {trap.title} | {_PLACES.get(trap.stage, trap.stage)} | {trap.instead} |"
+            for trap in TRAPS
+            if trap.severity == severity
+        ]
+    return "\n".join(lines) + "\n"
+
+
+_PLACES: dict[str, str] = {"construction": "guaranteed by construction", "elsewhere": "nothing: no program sees it"}

@@ -87,7 +87,7 @@ _WHY_NOT: dict[str, str] = {
 }
 _TRAPS = {
     "gradient_clipping": "T16", "fp16.enabled": "T7", "amp.enabled": "T7", "gradient_accumulation_steps": "T12",
-    "sparse_gradients": "T24", "data_types.grad_accum_dtype": "T23",
+    "sparse_gradients": "T24", "data_types.grad_accum_dtype": "T8",
 }  # fmt: skip
 
 # Keys whose value makes no difference to an update, and those with a reason above, where they are off.

@@ -7,6 +7,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from lit_dpret.callbacks.traps import pitfalls_page
 from lit_dpret.configuration import configuration_page
 
 REFERENCE = {
@@ -24,7 +25,8 @@ REFERENCE = {
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the page of every setting and the reference."""
+    """Add the pages of every setting and of every pitfall, and the reference."""
+    files.append(File.generated(config, "pitfalls.md", content=pitfalls_page()))
     files.append(File.generated(config, "configuration.md", content=configuration_page()))
     for name, (title, sentence, package) in REFERENCE.items():
         files.append(File.generated(config, f"reference/{name}.md", content=_page(title, sentence, package)))

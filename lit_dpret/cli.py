@@ -298,6 +298,8 @@ def _quieten() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in ("lightning.pytorch", "bm25s"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # dp_accounting says of each Renyi order that it leaves out that it does; epsilon is the least of the others.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     for message in (
         ".*isinstance.treespec, LeafSpec.*",
         ".*does not have many workers.*",

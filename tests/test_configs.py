@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_module
-from omegaconf import DictConfig, OmegaConf
+from configured import composed, wrong_keys
 
 from lit_dpret.cli import _hydra_main
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 # configs/sweep holds files of W&B, which name options and are none.
 OPTIONS = sorted((p.parent.name, p.stem) for p in CONFIGS.glob("*/*.yaml") if p.parent.name != "sweep")
-
-
-def composed(*overrides: str) -> DictConfig:
-    with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
-        return compose("train", overrides=["run_dir=run", *overrides])
-
-
-def targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every mapping with a ``_target_`` in a resolved configuration."""
-    if isinstance(node, dict):
-        if "_target_" in node:
-            yield path, node
-        for key, value in node.items():
-            yield from targets(value, f"{path}.{key}")
-
-
-def constructor(name: str) -> Any:
-    module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def test_there_is_an_option_in_every_group() -> None:
@@ -53,15 +29,7 @@ def test_an_option_composes_and_its_keys_are_arguments(group: str, option: str) 
         "loss": ["model=dual_encoder"], "negatives": ["model=dual_encoder"], "filter": ["task=filter", "task.data=x"],
     }.get(group, [])  # fmt: skip
     cfg = composed(*pairs, f"{group}={option}")
-    container = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(container, dict)
-    found = list(targets(container))
-    assert found
-    for path, node in found:
-        parameters = inspect.signature(constructor(node["_target_"])).parameters
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        for key in set(node) - {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}:
-            assert takes_any or key in parameters, f"{path}.{key} is no argument of {node['_target_']}"
+    assert wrong_keys(cfg) == []
 
 
 SAFE = {

@@ -7,22 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from lit_dpret.callbacks.traps import TRAPS, Trap
+from lit_dpret.callbacks.traps import SEVERITIES, TRAPS, pitfalls_page
 from lit_dpret.privacy.strategies import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "howto").glob("*.md")])
-WRITTEN_BY_THE_SITE = {"configuration.md"}  # docs/pages.py makes it when the site is built
+WRITTEN_BY_THE_SITE = {"configuration.md", "pitfalls.md"}  # docs/pages.py makes it when the site is built
 
 
-@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.name)
-def test_a_trap_stands_in_the_doctors_page_as_it_is_told(trap: Trap) -> None:
-    page = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
-    stage = "guaranteed by construction" if trap.stage == "construction" else trap.stage
-    assert f"| {trap.name} | {trap.title} | {stage} | {trap.instead} |" in page
+def test_every_pitfall_stands_under_its_severity_and_the_doctor_explains_each() -> None:
+    page = pitfalls_page()
+    doctor = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    for severity, (name, meaning) in SEVERITIES.items():
+        (part,) = re.findall(rf"^## {name}$\n(.*?)(?=^## |\Z)", page, flags=re.MULTILINE | re.DOTALL | re.IGNORECASE)
+        told = re.findall(r"^\| (T\d+) \|", part, flags=re.MULTILINE)
+        assert told == [trap.name for trap in TRAPS if trap.severity == severity] and told
+        assert meaning in part and f"| `{severity}` | {meaning[0].lower()}{meaning[1:-1]} |" in doctor
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "SECURITY.md", *PAGES], ids=lambda page: page.name)
 def test_a_link_to_a_file_leads_to_one(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
         assert target in WRITTEN_BY_THE_SITE or (page.parent / target).is_file(), f"{page.name} links to {target}"

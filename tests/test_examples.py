@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
-import sysconfig
-import venv
 from pathlib import Path
 
 import pytest
+from installed import ROOT, install_wheel, run
 
-ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 # What the last line has to say.
 SAYS = {
@@ -26,31 +21,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter that has the wheel, and the libraries that it depends on."""
-    home = tmp_path_factory.mktemp("foreign")
-    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(home)], cwd=ROOT, check=True)
-    venv.create(home / "venv", with_pip=True)
-    found = home / "venv" / "bin" / "python"
-    (wheel,) = home.glob("*.whl")
-    subprocess.run([found, "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel)], check=True)
-    own = subprocess.run(
-        [found, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    libraries = {sysconfig.get_paths()["purelib"], str(Path(pytest.__file__).parent.parent)}
-    (Path(own) / "libraries.pth").write_text("\n".join(sorted(libraries)), encoding="utf-8")
-    return found
-
-
-def run(command: list[str], folder: Path) -> str:
-    """What a command says, in an environment that does not lead to the repository."""
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_ADDOPTS")}
-    done = subprocess.run(command, cwd=folder, env=env | {"XDG_STATE_HOME": str(folder / "state")},
-                          capture_output=True, text=True, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout
+    return install_wheel(tmp_path_factory.mktemp("foreign"))
 
 
 @pytest.mark.parametrize("name", SAYS)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+
+import lit_dpret
+from lit_dpret.privacy.card_environment import package_versions
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {
@@ -62,6 +68,46 @@ def test_the_wheel_declares_the_command_and_the_licence(built: tuple[Path, Path]
     assert "lit-dpret = lit_dpret.cli:main" in wheel.read(entry).decode()
     assert "[pytest11]\nlit_dpret = lit_dpret.pytest_plugin" in wheel.read(entry).decode()
     assert any(name.endswith("LICENSE") for name in wheel.namelist())
+
+
+def test_the_wheel_is_typed_and_has_the_one_version(built: tuple[Path, Path]) -> None:
+    wheel = zipfile.ZipFile(built[1])
+    assert "lit_dpret/py.typed" in wheel.namelist()
+    (about,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    assert f"\nVersion: {lit_dpret.__version__}\n" in wheel.read(about).decode()
+    assert package_versions()["lit-dpret"] == lit_dpret.__version__
+    assert f"## {lit_dpret.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_image_copies_what_the_wheel_is_made_of_and_nothing_else(built: tuple[Path, Path], tmp_path: Path) -> None:
+    file = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+    stage = file.split("FROM ")[1]
+    copied = [name for line in re.findall(r"^COPY (.+) \S+$", stage, flags=re.MULTILINE) for name in line.split()]
+    for name in copied:
+        source, target = ROOT / name, tmp_path / "src" / name
+        if source.is_dir():
+            shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            target.parent.mkdir(exist_ok=True)
+            shutil.copy(source, target)
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "wheels")]
+    subprocess.run(command, cwd=tmp_path / "src", check=True)
+    (wheel,) = (tmp_path / "wheels").glob("*.whl")
+    assert set(zipfile.ZipFile(wheel).namelist()) == set(zipfile.ZipFile(built[1]).namelist())
+    sent = re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert set(sent) == {*copied, "constraints.txt"}
+
+
+def test_the_image_has_the_versions_and_extras_of_the_project_and_no_root() -> None:
+    file = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    (named,) = re.findall(r"\[([a-z,]+)\]\"$", file, flags=re.MULTILINE)
+    assert set(named.split(",")) <= set(extras)
+    (torch,) = re.findall(r"torch==\S+", file)
+    assert torch in (ROOT / "constraints.txt").read_text(encoding="utf-8").split()
+    assert file.index("USER retrieval") < file.index('ENTRYPOINT ["lit-dpret"]')
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `([a-z-]+)` \|", page, flags=re.MULTILINE)) == set(extras)
 
 
 def test_the_wheel_imports_and_composes_without_the_repository(built: tuple[Path, Path], tmp_path: Path) -> None:

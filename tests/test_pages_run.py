@@ -1,63 +1,78 @@
-"""A page that leads through a whole job is followed command by command, in an empty folder."""
+"""Every page is followed, command by command, in an empty folder, at a tiny size.
+
+`page_runs.py` says what makes a command tiny, `page_stages.py` what a page takes for granted, and both what is left out
+and why. `test_pages.py` checks in every run of the tests that all commands compose.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import shlex
-import subprocess
+import importlib.util
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from page_runs import NEEDS, NOT_EXECUTED, OTHER_PROGRAMS, STOPS, Desk, shortened
+from page_stages import STAGES, Stage
+from shown_commands import PAGES, Shown, commands, snippets
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-
-
-def private_log(folder: Path) -> None:
-    """The two files that the page asks its reader for: 120 queries of 40 people, 120 passages."""
-    topics = ["flood", "fire", "theft", "hail", "travel", "dental"]
-    passages = [f"Clause {i} covers {topics[i % 6]} damage up to {100 + i} dollars a year." for i in range(120)]
-    records = [
-        {"query": f"does clause {i} cover {topics[i % 6]}?", "passage": text, "user_id": f"u{i // 3}"}
-        for i, text in enumerate(passages)
-    ]
-    corpus = [{"_id": f"p{i}", "text": text} for i, text in enumerate(passages)]
-    for name, rows in (("log.jsonl", records), ("passages.jsonl", corpus)):
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+FOLLOWED = [page for page in PAGES if commands(page)]
 
 
-# What the reader brings, what makes a command shorter, and what has to lie there in the end.
-FOLLOWED: dict[str, tuple[Callable[[Path], None], dict[str, list[str]], list[str]]] = {
-    "howto/own_log.md": (
-        private_log,
-        {"fit": ["trainer.max_steps=2"], "synthesize": ["task.max_passages=24"]},
-        ["runs/plan/plan.json", "runs/generator/privacy_card.html", "runs/filtered/filtered/privacy_card.json"],
-    ),
-}
+def left_out(shown: Shown) -> str | None:
+    """Why a command is not executed; None where it is."""
+    text = " ".join(shown.words)
+    if shown.arguments is None:
+        return next((why for words, why in OTHER_PROGRAMS.items() if text.startswith(words)), None)
+    missing = [name for words, name in NEEDS.items() if words in text and importlib.util.find_spec(name) is None]
+    reasons = [why for words, why in NOT_EXECUTED.items() if words in text]
+    return f"needs {missing[0]}, which is not installed" if missing else reasons[0] if reasons else None
 
 
-def shown(page: str) -> list[list[str]]:
-    """The commands of a page, as words, in its order."""
-    text = (DOCS / page).read_text(encoding="utf-8")
-    return [shlex.split(line) for line in re.findall(r"^    (lit-dpret .*)$", text, flags=re.MULTILINE)]
+def renamed(words: list[str], names: Mapping[str, str]) -> list[str]:
+    """What stands for the reader's own, replaced by what is there."""
+    for name, here in names.items():
+        words = [word.replace(name, here) for word in words]
+    return words
 
 
-def test_a_page_that_is_followed_has_commands() -> None:
-    assert all(len(shown(page)) >= 3 for page in FOLLOWED)
+def test_what_is_left_out_is_named_and_little() -> None:
+    ours = Counter(left_out(shown) for page in PAGES for shown in commands(page) if shown.arguments is not None)
+    print(ours)
+    assert ours[None] >= 0.9 * ours.total()
+    for words in (*OTHER_PROGRAMS, *NOT_EXECUTED, *NEEDS, *STOPS):
+        assert any(words in " ".join(shown.words) for page in PAGES for shown in commands(page)), (
+            f"{words}: never shown"
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", FOLLOWED)
 def test_every_command_of_the_page_runs_after_the_one_before(page: str, tmp_path: Path) -> None:
-    prepare, shorter, left = FOLLOWED[page]
-    prepare(tmp_path)
-    state = {"XDG_STATE_HOME": str(tmp_path / "state"), "HOME": str(tmp_path / "home")}
-    for _, task, *settings in shown(page):
-        command = [sys.executable, "-m", "lit_dpret", task, *settings, *shorter.get(task, [])]
-        done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **state}, capture_output=True, text=True)
-        assert done.returncode == 0, f"{task}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
-    for name in left:
+    stage = STAGES.get(page, Stage())
+    desk = Desk(tmp_path)
+    for write in stage.files:
+        write(tmp_path)
+    for line in stage.first:
+        desk.ours(shortened(line.split()))
+    failed = []
+    scripts = snippets(page) if stage.snippets else []
+    for shown in commands(page):
+        while scripts and scripts[0][0] < shown.line:
+            desk.other([sys.executable, "-c", scripts.pop(0)[1]])
+        if left_out(shown) is not None:
+            continue
+        words = renamed(list(shown.words), stage.names)
+        try:
+            if shown.arguments is None:
+                desk.other(words)
+            else:
+                stops = next((said for part, said in STOPS.items() if part in " ".join(shown.words)), "")
+                desk.ours(shortened(words[1:]), launcher=shown.launcher, stops=stops)
+        except AssertionError as error:  # the others are still worth knowing
+            failed.append(f"{shown}: {error}")
+            print(failed[-1])
+    assert not failed, "\n\n".join(failed)
+    for name in stage.left:
         assert (tmp_path / name).is_file(), name

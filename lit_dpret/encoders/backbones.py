@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import json
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ def load_transformer(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     except UnsupportedModelError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError, UnpicklingError, SafetensorError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UnsupportedModelError(f"{folder} cannot be loaded as a text encoder: {reason}") from error
     missing = sorted(name for name in report["missing_keys"] if not name.startswith("pooler."))
@@ -98,7 +99,7 @@ def load_linear(folder: Path, dtype: torch.dtype) -> nn.Linear:
         else:
             state = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
         weight, bias = state["linear.weight"], state.get("linear.bias")
-    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, KeyError, RuntimeError, UnpicklingError, SafetensorError) as error:
         raise UnsupportedModelError(f"{folder} holds no linear layer that can be read.") from error
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=dtype)
     linear.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias})

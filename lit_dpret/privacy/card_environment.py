@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 
+import lit_dpret
+
 CHANGED = "+changes"
 """What stands after the commit of a checkout whose files differ from it."""
 
-_PACKAGES = ("lit-dpret", "torch", "lightning", "transformers", "dp-accounting", "opacus", "numpy")
+_PACKAGES = ("torch", "lightning", "transformers", "dp-accounting", "opacus", "numpy")
 
 
 def version_of(package: str) -> str:
-    """The installed version of a package, or ``unknown`` in a bare checkout."""
+    """The installed version of a package, or ``unknown``."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -27,7 +29,8 @@ def version_of(package: str) -> str:
 
 def package_versions() -> dict[str, str]:
     """The software that a claim depends on."""
-    return {"python": platform.python_version(), **{name: version_of(name) for name in _PACKAGES}}
+    versions = {name: version_of(name) for name in _PACKAGES}
+    return {"python": platform.python_version(), "lit-dpret": lit_dpret.__version__, **versions}
 
 
 def environment_facts(*, device: torch.device | str | None = None, precision: str | None = None) -> dict[str, Any]:

@@ -15,11 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import lit_dpret
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.privacy.card import gaps, said
 from lit_dpret.privacy.card_audit_text import NO_GUARANTEE, audit_problems
 from lit_dpret.privacy.card_check import changed_files, verify_card
-from lit_dpret.privacy.card_environment import CHANGED, code_commit, version_of
+from lit_dpret.privacy.card_environment import CHANGED, code_commit
 from lit_dpret.privacy.card_file import CARD_NAME, SIGNATURE_NAME, card_path, card_sha256, read_card
 from lit_dpret.privacy.card_protocols import protocol_facts
 from lit_dpret.privacy.card_recheck import recheck_numbers
@@ -294,7 +295,7 @@ def _tell_signature(result: Verification, name: str, signed: Signed, *, known: b
 def _made_by_this_program(card: Mapping[str, Any]) -> bool:
     """Whether this very version would have written the same words; not known of a checkout with changes."""
     version, commit = card["package_versions"].get("lit-dpret"), (card.get("environment") or {}).get("code_commit")
-    return version == version_of("lit-dpret") and commit == code_commit() and not str(commit).endswith(CHANGED)
+    return version == lit_dpret.__version__ and commit == code_commit() and not str(commit).endswith(CHANGED)
 
 
 def _name(found: FoundCard) -> str:

@@ -25,7 +25,7 @@ def silo_command(arguments: Sequence[str]) -> None:
     Raises:
         LitDpretError: Of the checks, before anything is started.
     """
-    given = _parser().parse_args(arguments)
+    given = silo_parser().parse_args(arguments)
     if given.new_signing_key is not None:
         from lit_dpret.federated.credentials import make_identity
 
@@ -62,7 +62,8 @@ def _absolute(path: Path | None) -> Path | None:
     return None if path is None else path.expanduser().resolve()
 
 
-def _parser() -> argparse.ArgumentParser:
+def silo_parser() -> argparse.ArgumentParser:
+    """What ``lit-dpret silo`` takes."""
     parser = _Parser(
         prog="lit-dpret silo", description="A client of a federation, beside its data (docs/federated.md)."
     )

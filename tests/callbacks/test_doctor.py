@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from bad_runs import BAD, Case, bare, case_of
@@ -36,8 +37,19 @@ def test_a_trap_is_refused_by_the_doctor_and_by_a_fit_in_the_same_words(
 
 
 def test_every_trap_that_is_looked_for_has_a_bad_run_here() -> None:
-    assert {trap.name for trap in TRAPS if trap.stage != "construction"} == {trap for trap, _, _ in BAD}
-    assert {f"T{number}" for number in [*range(1, 19), 25]} <= {trap.name for trap in TRAPS}
+    assert {trap.name for trap in TRAPS if trap.stage not in ("construction", "elsewhere")} == {t for t, _, _ in BAD}
+    assert [trap.name for trap in TRAPS] == [f"T{number}" for number in range(1, len(TRAPS) + 1)]
+
+
+def test_a_refusal_of_a_trap_that_is_not_listed_is_told_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def complaints(*run: Any) -> list[LitDpretError]:
+        return [ConfigurationError("no such thing", trap="T99")]
+
+    monkeypatch.setattr("lit_dpret.callbacks.doctor.complaints", complaints)
+    found = examine(L.Trainer(logger=False, accelerator="cpu"), Regression(privacy=dp(tmp_path)), None)
+    assert [(finding.trap, finding.text) for finding in found.refused] == [("other", "no such thing")]
 
 
 def test_an_honest_run_passes_and_is_left_as_it_was(tmp_path: Path) -> None:
@@ -49,8 +61,9 @@ def test_an_honest_run_passes_and_is_left_as_it_was(tmp_path: Path) -> None:
     assert not found.refused
     statuses = {finding.trap: finding.status for finding in found.findings}
     assert statuses.pop("T27") == "does not apply"
-    by_construction = {trap.name for trap in TRAPS if trap.stage == "construction"}
-    assert statuses == {n: "by construction" if n in by_construction else "passed" for n in statuses}
+    unseen = {"construction": "by construction", "elsewhere": "yours"}
+    assert statuses == {trap.name: unseen.get(trap.stage, "passed") for trap in TRAPS if trap.name != "T27"}
+    assert {finding.trap: finding.severity for finding in found.findings} == {t.name: t.severity for t in TRAPS}
     assert all(torch.equal(p, b) and p.grad is None for p, b in zip(module.parameters(), before, strict=True))
     assert torch.equal(torch.get_rng_state(), random)
     assert not list((tmp_path / "run").glob("*")), "nothing was released, so nothing is in the ledger"

@@ -54,7 +54,7 @@ class DPSGD(GaussianMode):
             together by C too (He et al. 2023, 2212.01539). The noise is the same.
         clip_fraction_budget: The share of each step's budget, above 0 and at most 0.1, that pays for releasing
             the noised share of units that were clipped (`lit_dpret.privacy.clip_fraction`); null releases none.
-        secure_rng: Draw the noise from SHAKE-256 instead of PyTorch's generator.
+        secure_rng: Draw the noise from SHAKE-256 instead of NumPy's Philox.
         secret_file: Where the noise secret lies; null for the user's state folder.
         dataset_ledger: The file in which all runs on this data set add up; null for none. The path
             stands for the data set: every run on the data has to name the same one.

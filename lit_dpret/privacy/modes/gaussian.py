@@ -52,7 +52,7 @@ class GaussianMode(PrivacyMode):
         neighbours: ``zero_out``, ``add_or_remove`` or ``replace_one``.
         noise_multiplier: Noise standard deviation over sensitivity; null to calibrate it.
         accountant: ``pld``, ``rdp`` or ``prv``.
-        secure_rng: Draw the noise from SHAKE-256 instead of PyTorch's generator.
+        secure_rng: Draw the noise from SHAKE-256 instead of NumPy's Philox.
         secret_file: Where the noise secret lies; null for the user's state folder.
         dataset_ledger: The file in which all runs on this data set add up; null for none. The path
             stands for the data set: every run on the data has to name the same one.

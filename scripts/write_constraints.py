@@ -1,0 +1,75 @@
+"""Write ``constraints.txt``: the versions that the tests of this environment ran with, one pin a line.
+
+    python scripts/write_constraints.py
+
+It pins the dependencies of this project and of the extras below, and what those depend on in turn, as far as they are
+installed; extras that exclude each other (faiss-cpu and faiss-gpu, tpu) cannot all be. Install by it with
+``pip install -c constraints.txt "lit-dpret[quickstart]"``.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parent.parent
+EXTRAS = ("quickstart", "parquet", "plot", "peft", "wandb", "sign", "federated", "vision", "quality", "docs", "dev")
+HEAD = """\
+# What the tests ran with: python scripts/write_constraints.py writes this file, nobody edits it.
+# pip install -c constraints.txt "lit-dpret[quickstart]"
+"""
+
+
+def requirements(extras: Iterable[str]) -> list[Requirement]:
+    """What pyproject.toml asks for, for the project itself and for the named extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [*project["dependencies"], *(line for name in extras for line in project["optional-dependencies"][name])]
+    return [Requirement(line) for line in lines]
+
+
+def pins(wanted: Iterable[Requirement]) -> dict[str, str]:
+    """The installed version of each package that ``wanted`` leads to, by name; public versions, without a build.
+
+    Raises:
+        SystemExit: One that is asked for is not installed.
+    """
+    found: dict[str, str] = {}
+    seen: set[tuple[str, str]] = set()
+    waiting = [(one, extra) for one in wanted for extra in ("", *one.extras) if _applies(one, "")]
+    while waiting:
+        one, extra = waiting.pop()
+        name = canonicalize_name(one.name)
+        if (name, extra) in seen:
+            continue
+        seen.add((name, extra))
+        try:
+            installed = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            sys.exit(f"{name} is not installed. pip install -e '.[{','.join(EXTRAS)}]' first.")
+        found[name] = Version(installed.version).public
+        for line in installed.requires or ():
+            next_one = Requirement(line)
+            if _applies(next_one, extra):
+                waiting += [(next_one, deeper) for deeper in ("", *next_one.extras)]
+    return found
+
+
+def _applies(one: Requirement, extra: str) -> bool:
+    return one.marker is None or one.marker.evaluate({"extra": extra})
+
+
+def main() -> None:
+    """Write the file."""
+    lines = sorted(f"{name}=={version}\n" for name, version in pins(requirements(EXTRAS)).items())
+    (ROOT / "constraints.txt").write_text(HEAD + "".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What the snippets of Python in the pages take for granted. Not a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_images
+import torch
+from page_stages import private_log, table_log
+from stand_ins import Line, Numbers, Regression
+from tiny_generator import PASSAGES, SETTINGS, lively_generator, write_parent_card
+from tiny_tasks import write_log
+
+from lit_dpret.privacy.modes import DPSGD
+
+# Parts of a snippet that need another machine or much time, and what stands in their place.
+REPLACED: dict[str, str] = {
+    'accelerator="gpu"': 'accelerator="cpu"',
+    "max_steps=60": "max_steps=2",
+    "delta=1e-5)": "delta=1e-5, trials=60)",
+    "delta=1e-5, per_row_loss": "delta=1e-5, trials=60, per_row_loss",
+    "Stage1(in_batch": "Stage1(rounds=1, bm25_n=2, static_n=2, top_k=8, in_batch",
+    "Stage2(in_batch": "Stage2(batch_size=4, epochs=1, n=2, top_k=6, centroids=4, in_batch",
+    "dim=768": "dim=16",
+    "FederatedPrivacy(eps=8.0)": 'FederatedPrivacy(eps=8.0, accountant="rdp")',
+    "expected_batch_size=32": 'expected_batch_size=32, sampling="poisson"',
+}
+
+
+def log(folder: Path) -> dict[str, Any]:
+    private_log(folder)
+    return {}
+
+
+def table(folder: Path) -> dict[str, Any]:
+    table_log(folder)
+    return {}
+
+
+def fit(folder: Path) -> dict[str, Any]:
+    """Trainer, module and data of a private fit."""
+    import lightning as L
+
+    from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+
+    data = Numbers(sampling="poisson")
+    data.setup("fit")
+    callbacks = [PrivacyAccountant(run_dir=folder / "run"), PrivacyCard(run_dir=folder / "run")]
+    trainer = L.Trainer(accelerator="cpu", max_steps=2, max_epochs=-1, logger=False, callbacks=callbacks,
+                        default_root_dir=folder / "run")  # fmt: skip
+    return {"trainer": trainer, "datamodule": data, "module": Regression(privacy=DPSGD(eps=3, accountant="rdp"))}
+
+
+def to_be_tested(folder: Path) -> dict[str, Any]:
+    """A module and rows, and a net with a tensor for each row."""
+    torch.manual_seed(0)
+    return {
+        "my_pairs": [Line(f"q{i}", str(i), f"p{i}", str(i % 3), frozenset()) for i in range(8)],
+        "MyModule": Regression, "DPSGD": DPSGD,
+        "net": torch.nn.Linear(3, 1), "x": torch.randn(4, 3), "y": torch.ones(4),
+    }  # fmt: skip
+
+
+def released(folder: Path) -> dict[str, Any]:
+    """A synthetic set beside the generator that wrote it."""
+    from lit_dpret.generation.writer import synthesize
+
+    generator = lively_generator().save_model(folder / "runs" / "generator" / "model")
+    write_parent_card(generator)
+    synthesize(generator, PASSAGES, folder / "runs" / "synthetic", **SETTINGS)
+    return {}
+
+
+def split_log(folder: Path) -> dict[str, Any]:
+    write_log(folder / "log_split")
+    return {}
+
+
+def images(folder: Path) -> dict[str, Any]:
+    tiny_images.cifar10_pickles(folder / "cifar10")
+    return {}
+
+
+def by_messages(folder: Path) -> dict[str, Any]:
+    """Planted silos under the names of the page, and what its apps are made of."""
+    pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
+    from tiny_silos import SIZE, SMALL, declare_public, maker
+
+    from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
+    from lit_dpret.federated.data import planted_silos
+    from lit_dpret.federated.flower import client_app, grid, server_app
+    from lit_dpret.federated.silo import SiloClient
+
+    size = replace(SIZE, entities=16)  # enough for a batch of the page's settings
+    write_silos(folder / "silos", planted_silos(size), facts={})
+    declare_public(folder)
+    silos = dict(zip(("cdc", "gard", "nhlbi"), silo_folders(folder / "silos").values(), strict=True))
+    client = partial(SiloClient, secret_file=folder / "secret")
+    start = client(silos["cdc"], folder / "start", SMALL, maker(size)).model[0]
+    return {
+        "build_client_app": client_app.build_client_app, "build_server_app": server_app.build_server_app,
+        "FlowerFederation": partial(server_app.FlowerFederation, wait=0.0), "InProcessGrid": grid.InProcessGrid,
+        "SiloClient": client, "make_module": maker(size), "start": start,
+        "data_of": lambda context: silos[str(context.node_config["client"])],
+        "state_of": lambda context: folder / "state" / str(context.node_config["client"]),
+    }  # fmt: skip
+
+
+SURROUNDINGS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "README.md": log,
+    "docs/data.md": table,
+    "docs/doctor.md": fit,
+    "docs/federated.md": by_messages,
+    "docs/filters.md": released,
+    "docs/howto/federation.md": split_log,
+    "docs/images.md": images,
+    "docs/testing.md": to_be_tested,
+}
+"""The names that are there before the first snippet of a page; none where a page is not listed."""

@@ -1,0 +1,48 @@
+"""The pinned versions are ones that pyproject.toml allows, and cover what it asks for."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+PINNED = dict(re.findall(r"^([a-z0-9-]+)==(\S+)$", (ROOT / "constraints.txt").read_text("utf-8"), flags=re.MULTILINE))
+
+
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("write_constraints", ROOT / "scripts" / "write_constraints.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+WRITER = script()
+ASKED = WRITER.requirements(WRITER.EXTRAS)
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+def test_what_is_asked_for_is_pinned_within_its_range(asked: Requirement) -> None:
+    assert asked.specifier.contains(PINNED[canonicalize_name(asked.name)])
+
+
+def test_the_lines_of_the_file_are_pins() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").removeprefix(WRITER.HEAD).splitlines()
+    assert len(lines) == len(PINNED) > 100 and lines == sorted(lines)
+
+
+def test_a_package_brings_what_it_depends_on_and_no_extra_that_was_not_asked_for() -> None:
+    found = WRITER.pins([Requirement("mkdocstrings[python]")])
+    assert {"mkdocstrings", "mkdocstrings-python", "mkdocs", "jinja2"} <= set(found)
+    assert "mkdocstrings-python" not in WRITER.pins([Requirement("mkdocstrings")])
+
+
+def test_what_is_not_installed_is_said() -> None:
+    with pytest.raises(SystemExit, match="no-such-package is not installed"):
+        WRITER.pins([Requirement("no-such-package")])
