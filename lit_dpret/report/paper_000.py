@@ -82,9 +82,9 @@ TABLE_6: Mapping[Point, tuple[float, float]] = {
     ("T5-Small", 3.0): (0.0436, 0.2296),
 }
 TABLE_6_FOOTNOTE = (
-    "The paper prints two BLEU values for one row: T5-Base at epsilon 3 has 0.0856 in the upper half of its table 6 and "
-    "0.0940 in the lower half, beside the same MAUVE of 0.2974. 0.0940 is also its value at epsilon 8. The first one "
-    "stands here."
+    "The paper prints two BLEU values for one row: T5-Base at epsilon 3 has 0.0856 in the upper half of its table 6 "
+    "and 0.0940 in the lower half, beside the same MAUVE of 0.2974. 0.0940 is also its value at epsilon 8. The first "
+    "one stands here."
 )
 #: Table 7: copies to (rank among 100, share that leaked).
 TABLE_7: Mapping[float | None, Mapping[int, tuple[float, float]]] = {

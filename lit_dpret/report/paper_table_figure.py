@@ -86,6 +86,6 @@ def _legend(table: PaperTable) -> list[Any]:
     if any(row.epsilon == PUBLIC_ONLY for row in table.rows):
         handles.append(Line2D([], [], color=_PUBLIC, marker="s", linestyle="", label="ours, no private data"))
     if any(row.paper for row in table.rows):
-        hollow = {"marker": "o", "markerfacecolor": "none", "linestyle": ""}
-        handles.append(Line2D([], [], color=_PAPER, label="paper, other data and models", **hollow))
+        label = "paper, other data and models"
+        handles.append(Line2D([], [], color=_PAPER, marker="o", markerfacecolor="none", linestyle="", label=label))
     return handles

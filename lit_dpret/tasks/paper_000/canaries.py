@@ -23,9 +23,9 @@ _COPIES = (10, 100)
 COLUMNS = {f"{what}_{copies}": f"{shown_as}, {copies} copies" for copies in _COPIES
            for what, shown_as in (("rank", "rank of 100"), ("leaked", "leaked"))}  # fmt: skip
 _CAPTION = (
-    "Rank of the planted secret among its candidates, with the t-interval over trainings, and the share of secrets that "
-    "stand in a drawn query, with Clopper and Pearson's interval counted by training; three kinds of canaries together. "
-    "A secret that was not planted has a mean rank of 50.5."
+    "Rank of the planted secret among its candidates, with the t-interval over trainings, and the share of secrets "
+    "that stand in a drawn query, with Clopper and Pearson's interval counted by training; three kinds of canaries "
+    "together. A secret that was not planted has a mean rank of 50.5."
 )
 
 
@@ -95,13 +95,17 @@ def _row(model: str, side: str, found: Any) -> PaperRow:
         if side == "query" and eps in TABLE_7:
             paper[f"rank_{copies}"], paper[f"leaked_{copies}"] = TABLE_7[eps][copies]
     limits = next(iter(pooled.values()))["limits"]
-    private = limits["eps"] is not None
     return PaperRow(
         source=f"secret in {SHORT[side]}",
         epsilon=shown(eps),
         ours=ours,
         paper=paper,
         beside=named((MAIN, eps)) if paper else "",
-        privacy=f"epsilon = {limits['eps']:.4g} at delta = {limits['delta']:.3g} for one unit" if private
-        else "no guarantee",
-    )  # fmt: skip
+        privacy=_promise(limits),
+    )
+
+
+def _promise(limits: Any) -> str:
+    if limits["eps"] is None:
+        return "no guarantee"
+    return f"epsilon = {limits['eps']:.4g} at delta = {limits['delta']:.3g} for one unit of the study's claim"

@@ -31,9 +31,8 @@ def tables(study: Study, *, passages: int) -> list[ExampleTable]:
         data.setup("fit")
         texts = data.public_passages()
         asked = _asked(data) if public else {}
-        names = sorted((set(asked) or set(texts)) & set(texts), key=lambda name: sha256(name.encode()).digest())[
-            :passages
-        ]
+        choice = [name for name in texts if name in asked] or list(texts)
+        names = sorted(choice, key=lambda name: sha256(name.encode()).digest())[:passages]
         made = {f"{study.described(c.size)}, ε = {shown(c.eps)}": _first_of(study.queries_of(c)) for c in cells}
         study.baselines()
         made["pseudo-query, public only"] = _first_of(study.kept.folder(BASELINES) / "pseudo_queries")
@@ -49,10 +48,13 @@ def tables(study: Study, *, passages: int) -> list[ExampleTable]:
     found = study.kept.result(f"examples-{passages}", settings, work)
     ours = [Example(passage=one["passage"], queries=[(a, b) for a, b in one["queries"]]) for one in found]
     theirs = Example(passage=TABLE_2_PASSAGE, queries=[(named(point), text) for point, text in TABLE_2.items()])
-    notes = ["Passages are chosen by hash of id, not for what was written." if not public else
-             "Passages are chosen by hash of id among those that have an original question; the questions were declared "
-             "public (task.originals_are_public)."]  # fmt: skip
-    if not public:
+    notes = ["Passages are chosen by hash of id, not for what was written."]
+    if public:
+        notes = [
+            "Passages are chosen by hash of id among those that have an original question; the questions were declared "
+            "public (task.originals_are_public)."
+        ]
+    else:
         notes.append(
             "Original queries, and those that were made without privacy and may repeat them, are left out: "
             "task.originals_are_public=false."

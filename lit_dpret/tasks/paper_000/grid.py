@@ -89,9 +89,9 @@ def tables(study: Study, grid: Grid) -> list[PaperTable]:
             columns={"bleu": "BLEU on validation queries"},
             rows=rows,
             caption=(
-                f"{len(rows)} of the paper's 192 combinations in form; corpus BLEU as a share of queries drawn for "
-                f"{grid.max_passages or 'all'} passages of the split {grid.split}, against its questions. One run each, "
-                "no interval: a difference between two rows may be luck."
+                f"{len(rows)} points, where the paper's grid has 192. Corpus BLEU, as a share, of queries drawn for "
+                f"{grid.max_passages or 'all'} passages of the split {grid.split} against its questions. One run each "
+                "and no interval: a difference between two rows may be luck."
             ),
             notes=[
                 "The paper's grid: "
@@ -100,8 +100,8 @@ def tables(study: Study, grid: Grid) -> list[PaperTable]:
                 + ". It prints no BLEU of the points.",
                 "The validation questions were declared public. With private ones, the choice would be covered by the "
                 "epsilon of all points together and the scored questions by nothing (docs/sweeps.md).",
-                f"{study.described(study.choices.main)}; the paper searched with T5-Small. The public-only systems have "
-                "none of these settings.",
+                f"{study.described(study.choices.main)}; the paper searched with T5-Small. The public-only systems "
+                "have none of these settings.",
             ],
         )
     ]  # fmt: skip

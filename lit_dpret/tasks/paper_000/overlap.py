@@ -49,8 +49,8 @@ def tables(study: Study, make_overlap: Callable[..., Any]) -> list[PaperTable]:
             rows=[_row(name, facts["found"]) for name in ("queries", "passages")],
             caption=_CAPTION,
             notes=[
-                f"Corpus: {read['name']}, {read['documents']:,} documents, {read['words']:,} words. A text that was not "
-                "found may stand in what is not in this file: the shares are lower bounds.",
+                f"Corpus: {read['name']}, {read['documents']:,} documents, {read['words']:,} words. A text that was "
+                "not found may stand in what is not in this file: the shares are lower bounds.",
                 "The public-only rows of the other tables have no counterpart here: nothing is trained.",
                 "The paper gives its number for queries as an upper bound (< 1.9 %) and that for passages as ~22 %.",
             ],

@@ -19,9 +19,9 @@ from lit_dpret.textsim.extra import need
 
 COLUMNS = {"bleu": "BLEU", "mauve": "MAUVE"}
 _CAPTION = (
-    "Corpus BLEU as a share, against all original queries of the same passage; MAUVE by MiniLM features of the query, "
-    "mean over seeds of k-means with one standard deviation on both sides. BLEU has no interval. The features, sizes of "
-    "samples and buckets are not the paper's, so its MAUVE is on another scale."
+    "Corpus BLEU as a share, against all original queries of the same passage; it has no interval. MAUVE by MiniLM "
+    "features of the query, mean over seeds of k-means with one standard deviation on both sides. The features, sizes "
+    "of samples and buckets are not the paper's, so its MAUVE is on another scale."
 )
 
 

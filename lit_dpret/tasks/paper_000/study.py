@@ -1,4 +1,4 @@
-"""What the parts of the reproduction share: the trainings, each a pipeline with some of its rows, made when asked for."""
+"""What the parts of the reproduction share: the trainings, each a pipeline with some rows, made when asked for."""
 
 from __future__ import annotations
 
@@ -66,9 +66,8 @@ class Choices:
     def cells(self) -> list[Cell]:
         """All of them: the paper's axis of epsilon first."""
         others = [size for size in self.sizes if size != self.main]
-        return [Cell(self.main, eps) for eps in self.eps] + [
-            Cell(size, eps) for eps in self.others_at for size in others
-        ]
+        more = [Cell(size, eps) for eps in self.others_at for size in others]
+        return [Cell(self.main, eps) for eps in self.eps] + more
 
     @property
     def finite(self) -> list[float]:
@@ -203,7 +202,8 @@ class Study:
                 )  # fmt: skip
             return "model"
 
-        return self.kept.folder(SHRUNK) / self.kept.result(SHRUNK, [self._shrink, self._shrink_passages], work)
+        inside: str = self.kept.result(SHRUNK, [self._shrink, self._shrink_passages], work)
+        return self.kept.folder(SHRUNK) / inside
 
     def _teacher(self) -> str:
         found: str = getattr(self._shrink, "keywords", {}).get("teacher", "public_t5")
