@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -91,7 +92,7 @@ def _row(model: str, side: str, found: Any) -> PaperRow:
     for copies in _COPIES:
         if copies in pooled:
             for what, key in (("rank", "mean_rank"), ("leaked", "leaked")):
-                ours[f"{what}_{copies}"] = Interval(**pooled[copies][key])
+                ours[f"{what}_{copies}"] = _interval(pooled[copies][key])
         if side == "query" and eps in TABLE_7:
             paper[f"rank_{copies}"], paper[f"leaked_{copies}"] = TABLE_7[eps][copies]
     limits = next(iter(pooled.values()))["limits"]
@@ -103,6 +104,10 @@ def _row(model: str, side: str, found: Any) -> PaperRow:
         beside=named((MAIN, eps)) if paper else "",
         privacy=_promise(limits),
     )
+
+
+def _interval(found: Any) -> Interval:
+    return Interval(*(math.nan if found[end] is None else float(found[end]) for end in ("mean", "low", "high")))
 
 
 def _promise(limits: Any) -> str:

@@ -29,7 +29,7 @@ def tables(study: Study, make_overlap: Callable[..., Any]) -> list[PaperTable]:
     """
     if not study.choices.originals_are_public:
         raise LeftOut("the share of queries found is a measure of them, and task.originals_are_public=false.")
-    corpus = make_overlap.keywords.get("corpus")  # type: ignore[attr-defined]
+    corpus = getattr(make_overlap, "keywords", {}).get("corpus")
     if corpus is None:
         raise LeftOut("task.overlap.corpus=null: name the corpus that the public model read, or a sample of it.")
     if not Path(corpus).exists():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from lit_dpret.datamodules.beir import beir_folder
 from lit_dpret.datamodules.beir_sets import beir_set
 from lit_dpret.report.paper_000 import MAIN, SETS, TABLE_5, Point
 from lit_dpret.report.paper_table import PaperRow, PaperTable
@@ -42,13 +44,9 @@ def tables(study: Study, make_zero_shot: Callable[..., Any]) -> list[PaperTable]
     Raises:
         LeftOut: None of them is.
     """
-    task = make_zero_shot()
-    if task.root is None and not task.download:
-        raise LeftOut("task.zero_shot.root=null: name the folder that holds BEIR sets, one folder each.")
+    check(make_zero_shot)
     results = {system.name: _measured(study, system, make_zero_shot) for system in _systems(study)}
     measured = [one["name"] for one in next(iter(results.values()))["sets"] if one["metrics"]]
-    if not measured:
-        raise LeftOut(f"task.zero_shot.root={task.root} holds none of {', '.join(one.name for one in task.sets)}.")
     rows = [
         _row(name, system, next(one for one in results[system.name]["sets"] if one["name"] == name))
         for name in measured
@@ -66,6 +64,28 @@ def tables(study: Study, make_zero_shot: Callable[..., Any]) -> list[PaperTable]
             notes=[f"Not there, and so not measured: {', '.join(absent)}."] if absent else [],
         )
     ]
+
+
+def check(make_zero_shot: Callable[..., Any]) -> None:
+    """Refuse settings of the part that could not be run, before anything is trained for it.
+
+    Raises:
+        LeftOut: The sets are not there.
+        ConfigurationError: A setting is wrong.
+    """
+    known: Mapping[str, Any] = getattr(make_zero_shot, "keywords", {})
+    root = known.get("root")
+    if known.get("download"):
+        make_zero_shot()
+        return
+    if root is None:
+        raise LeftOut("task.zero_shot.root=null: name the folder that holds BEIR sets, one folder each.")
+    if not Path(root).is_dir():
+        raise LeftOut(f"task.zero_shot.root={root} is no folder.")
+    sets = make_zero_shot().sets
+    members = [beir_set(name) for one in sets for name in one.members or (one.name,)]
+    if not any(beir_folder(Path(root), one) for one in members):
+        raise LeftOut(f"task.zero_shot.root={root} holds none of {', '.join(one.name for one in sets)}.")
 
 
 def _systems(study: Study) -> list[_System]:
