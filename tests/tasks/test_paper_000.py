@@ -196,7 +196,8 @@ def test_the_canaries_of_a_finished_study_stand_beside_those_of_the_paper(
     assert mine["ours"]["rank_10"] == one["mean_rank"] and mine["paper"]["rank_10"] == 43
     assert "delta" in mine["privacy"] and not asked
     with pytest.raises(DataError, match=r"task\.canaries_from=.* holds no readable canaries\.json"):
-        paper(public, only=["canaries"], canaries_from=tmp_path / "nothing").run(parts(tmp_path, resume=True))
+        paper(public, only=["retrieval", "canaries"], canaries_from=tmp_path / "no").run(parts(tmp_path, resume=True))
+    assert not asked, "refused before the first training"
 
 
 @pytest.mark.parametrize(
@@ -223,6 +224,13 @@ def test_a_mode_that_trains_no_generator_is_refused_before_any_training(
 ) -> None:
     with pytest.raises(ConfigurationError, match="privacy=synthetic trains no generator"):
         paper(public).run(parts(tmp_path, privacy=lambda **_: SyntheticData()))
+    assert not asked
+    for part, wrong in (
+        ("similarity", {"similarity": partial(Similarity, measures=["rouge"])}),
+        ("overlap", {"overlap": partial(PretrainingOverlap, corpus=None, subsets=0)}),
+    ):
+        with pytest.raises(ConfigurationError, match=r"task\.(measures|subsets)="):
+            paper(public, only=["retrieval", part], **wrong).run(parts(tmp_path / part))
     assert not asked
     with pytest.raises(ConfigurationError, match=r"task\.grid\.lr=\[\]"):
         Grid(lr=[])

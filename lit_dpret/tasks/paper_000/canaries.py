@@ -41,7 +41,7 @@ def tables(
         finished: The folder of a canary study that is done, whose ``canaries.json`` is read; None to run one.
         train_queries: Train queries of a study that is run here; None for all.
     """
-    facts = _read(finished) if finished is not None else _run(study, make_canaries, train_queries)
+    facts = read(finished) if finished is not None else _run(study, make_canaries, train_queries)
     models = dict.fromkeys((row["model"], row["side"]) for row in facts["rows"])
     rows = [_row(model, side, facts["rows"]) for model, side in models]
     return [
@@ -66,12 +66,17 @@ def _run(study: Study, make: Callable[..., Any], train_queries: int | None) -> A
     def work(parts: Parts) -> Any:
         data = partial(parts.make_datamodule, max_train_queries=train_queries)
         make().run(replace(parts, make_datamodule=data))
-        return _read(parts.run_dir)
+        return read(parts.run_dir)
 
     return study.kept.result("canaries", [make, train_queries], work)
 
 
-def _read(folder: Path) -> Any:
+def read(folder: Path) -> Any:
+    """What a finished study wrote.
+
+    Raises:
+        DataError: It is not there, or of another form.
+    """
     path = folder / f"{NAME}.json"
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -122,7 +123,7 @@ class Paper000:
             kept := Kept(parts), self.choices, make_pipeline=self.make_pipeline, shrink=self.shrink,
             shrink_passages=self.shrink_passages,
         )  # fmt: skip
-        study.refuse_wrong_privacy()
+        self._refuse_wrong_parts(study)
         console = Console()
         tables: list[Table] = []
         left_out: dict[str, str] = {}
@@ -138,6 +139,27 @@ class Paper000:
         for path in written.values():
             console.print(f"written: {path}", highlight=False, soft_wrap=True)
         return _first_numbers(tables)
+
+    def _refuse_wrong_parts(self, study: Study) -> None:
+        """Refuse settings of any chosen part before the first training; what is only absent is told in its turn.
+
+        Raises:
+            LitDpretError: A setting is wrong.
+        """
+        study.refuse_wrong_privacy()
+        declared: dict[str, Any] = {"card_entry": True}
+        checks: dict[Part, Callable[[], object]] = {
+            "similarity": lambda: self.make_similarity(synthetic=".", reference="private", **declared),
+            "zero_shot": lambda: zero_shot.check(self.make_zero_shot),
+            "overlap": lambda: self.make_overlap(queries="private", corpus=".", **declared),
+            "canaries": lambda: (
+                self.make_canaries() if self.canaries_from is None else canaries.read(self.canaries_from)
+            ),
+        }
+        for name, check in checks.items():
+            if name in self.only:
+                with suppress(LeftOut):
+                    check()
 
     def _tables(self, name: Part, study: Study) -> Sequence[Table]:
         made: dict[Part, Callable[[], Sequence[Table]]] = {

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.datamodules.beir import beir_folder
 from lit_dpret.datamodules.beir_sets import beir_set
 from lit_dpret.report.paper_000 import MAIN, SETS, TABLE_5, Point
 from lit_dpret.report.paper_table import PaperRow, PaperTable
@@ -82,10 +81,9 @@ def check(make_zero_shot: Callable[..., Any]) -> None:
         raise LeftOut("task.zero_shot.root=null: name the folder that holds BEIR sets, one folder each.")
     if not Path(root).is_dir():
         raise LeftOut(f"task.zero_shot.root={root} is no folder.")
-    sets = make_zero_shot().sets
-    members = [beir_set(name) for one in sets for name in one.members or (one.name,)]
-    if not any(beir_folder(Path(root), one) for one in members):
-        raise LeftOut(f"task.zero_shot.root={root} holds none of {', '.join(one.name for one in sets)}.")
+    task = make_zero_shot()
+    if not task.present():
+        raise LeftOut(f"task.zero_shot.root={root} holds none of {', '.join(one.name for one in task.sets)}.")
 
 
 def _systems(study: Study) -> list[_System]:
@@ -129,7 +127,7 @@ def _measured(study: Study, system: _System, make: Callable[..., Any]) -> Any:
 
 def _row(name: str, system: _System, found: Any) -> PaperRow:
     theirs = TABLE_5.get(system.point) if system.point is not None else None
-    place = next((i for i, each in enumerate(SETS) if beir_set(each).name == name), None)
+    place = next((i for i, each in enumerate(SETS) if beir_set(each).name == name), None)  # None: not in the paper
     paper = {} if theirs is None or place is None else dict(zip(COLUMNS, (one[place] for one in theirs), strict=True))
     return PaperRow(
         group=name,
