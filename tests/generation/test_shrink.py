@@ -7,8 +7,10 @@ import torch
 from tiny_generator import SHAPE, WORDS, generator
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.generation.groups import draw_group
+from lit_dpret.generation.sampler import Decoding
 from lit_dpret.generation.shrink import shrink_generator, spread
-from lit_dpret.modules.generator_folder import GeneratorContract, load_generator
+from lit_dpret.modules.generator_folder import GeneratorContract, GeneratorModel, load_generator
 from lit_dpret.modules.model_loading import load_seq2seq
 from lit_dpret.privacy.card import CARD_NAME
 
@@ -68,17 +70,15 @@ def test_training_brings_the_smaller_generator_nearer_to_what_the_teacher_writes
     assert losses[1] < 0.9 * losses[0]
 
 
-def _loss(small: object, teacher: object) -> float:
-    from lit_dpret.generation.groups import draw_group
-    from lit_dpret.generation.sampler import Decoding
-
+def _loss(small: GeneratorModel, teacher: GeneratorModel) -> float:
+    """Of what the teacher writes, in nats per token, summed over passages."""
     decoding = Decoding(top_p=0.1, temperature=1.0, top_k=None, max_new_tokens=8, min_new_tokens=1)
     total = 0.0
-    for query in draw_group(teacher, PASSAGES, 1, 0, decoding):  # type: ignore[arg-type]
-        ids = torch.tensor(small.codec.passages([PASSAGES[query.passage_id]]))  # type: ignore[attr-defined]
-        labels = torch.tensor(small.codec.queries([query.text]))  # type: ignore[attr-defined]
+    for query in draw_group(teacher, PASSAGES, 1, 0, decoding):
+        ids = torch.tensor(small.codec.passages([PASSAGES[query.passage_id]]))
+        labels = torch.tensor(small.codec.queries([query.text]))
         with torch.no_grad():
-            total += float(small.model(input_ids=ids, labels=labels).loss)  # type: ignore[attr-defined]
+            total += float(small.model(input_ids=ids, labels=labels).loss)
     return total
 
 

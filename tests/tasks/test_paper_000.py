@@ -19,6 +19,7 @@ from tiny_tasks import parts, retriever, trainer
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.generation.shrink import shrink_generator
+from lit_dpret.modules import OptimizerSpec, QueryGenerator
 from lit_dpret.privacy.card import LEDGER_NAME
 from lit_dpret.privacy.ledger import PrivacyLedger, noise_keys
 from lit_dpret.privacy.modes import DPSGD, SyntheticData
@@ -252,9 +253,14 @@ class Interrupt(Callback):
             raise KeyboardInterrupt
 
 
+def generator_of(public: Path) -> Any:
+    adam = OptimizerSpec(name="adam", lr=0.01)
+    return partial(QueryGenerator, pretrained=str(public), optimizer=adam, max_passage_length=12, max_query_length=8)
+
+
 def real(public: Path, encoder: str, **changes: Any) -> Paper000:
     pipeline = partial(
-        Pipeline, generator=partial(generator, seed=0, config=None, pretrained=str(public)),
+        Pipeline, generator=generator_of(public),
         retriever=partial(retriever), generator_steps=STEPS, generator_batch=8, generator_physical_batch=8,
         generator_max_grad_norm=0.1, retriever_steps=STEPS, retriever_batch=16, retriever_max_grad_norm=0.5,
         min_free_mb=1, max_passages=20, round_trip_filter=None,

@@ -148,13 +148,12 @@ class Paper000:
         """
         study.refuse_wrong_privacy()
         declared: dict[str, Any] = {"card_entry": True}
+        done = self.canaries_from
         checks: dict[Part, Callable[[], object]] = {
             "similarity": lambda: self.make_similarity(synthetic=".", reference="private", **declared),
             "zero_shot": lambda: zero_shot.check(self.make_zero_shot),
             "overlap": lambda: self.make_overlap(queries="private", corpus=".", **declared),
-            "canaries": lambda: (
-                self.make_canaries() if self.canaries_from is None else canaries.read(self.canaries_from)
-            ),
+            "canaries": lambda: self.make_canaries() if done is None else canaries.read(done),
         }
         for name, check in checks.items():
             if name in self.only:
