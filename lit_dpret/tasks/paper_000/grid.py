@@ -126,6 +126,8 @@ def _point(study: Study, grid: Grid, point: tuple[float, float, int, float]) -> 
         data = sized()
         data.prepare_data()
         data.setup("fit")
+        mode = privacy()
+        data.use_unit(mode.unit, mode.neighbours)
         steps = max(1, round(epochs * data.n_units / batch))
         task = FitScored(data="private", split=grid.split, max_passages=grid.max_passages)
         result = task.run(
