@@ -177,6 +177,12 @@ def test_original_queries_and_what_may_repeat_them_are_shown_only_where_declared
         assert "whole-eps3 asks" in shown and "baselines asks" in shown
         for file in report.iterdir():
             assert bool(stat.S_IMODE(file.stat().st_mode) & 0o077) is declared, file
+        if declared:
+            texts = [json.loads(line)["text"] for line in (tmp_path / place / "log" / "corpus.jsonl").open()]
+            assert any(text in shown for text in texts)
+            paper(public, only=["examples"], example_texts=False).run(parts(tmp_path / place, resume=True))
+            bare = (report / "table_2_examples.md").read_text(encoding="utf-8")
+            assert "whole-eps3 asks" in bare and "| original |" not in bare and not any(text in bare for text in texts)
         if not declared:
             page = json.loads((report / "paper_000.json").read_text(encoding="utf-8"))
             assert set(page["left_out"]) == {"similarity", "grid", "overlap"}

@@ -12,42 +12,50 @@ from lit_dpret.report.paper_000 import TABLE_2, TABLE_2_PASSAGE
 from lit_dpret.report.paper_examples import Example, ExampleTable
 from lit_dpret.tasks.paper_000.retrieval import named
 from lit_dpret.tasks.paper_000.study import BASELINES, Study, shown
-from lit_dpret.tasks.parts import Parts
 
 
-def tables(study: Study, *, passages: int) -> list[ExampleTable]:
+def tables(study: Study, *, passages: int, texts: bool) -> list[ExampleTable]:
     """So many passages, chosen by hash of id.
 
     Queries that were made without privacy may repeat a private one word for word: they are shown under the same
     condition as the original ones.
+
+    Args:
+        study: The reproduction.
+        passages: How many.
+        texts: Show texts of the data set; else passages are named by id, and what stands in the data is left out.
     """
     public = study.choices.originals_are_public
     cells = [cell for cell in study.choices.cells() if public or cell.eps is not None]
-    settings = [passages, public, [cell.name for cell in cells]]
-
-    def work(parts: Parts) -> Any:
-        data = parts.make_datamodule(max_passages=study.base.max_passages, expected_batch_size=None, sample_rate=None)
-        data.prepare_data()
-        data.setup("fit")
-        texts = data.public_passages()
-        asked = _asked(data) if public else {}
-        choice = [name for name in texts if name in asked] or list(texts)
-        names = sorted(choice, key=lambda name: sha256(name.encode()).digest())[:passages]
-        made = {f"{study.described(c.size)}, ε = {shown(c.eps)}": _first_of(study.queries_of(c)) for c in cells}
+    data = study.parts.make_datamodule(
+        max_passages=study.base.max_passages, expected_batch_size=None, sample_rate=None
+    )  # fmt: skip
+    data.prepare_data()
+    data.setup("fit")
+    known = data.public_passages()
+    asked = _asked(data) if public else {}
+    choice = [name for name in known if name in asked] or list(known)
+    made = {f"{study.described(c.size)}, ε = {shown(c.eps)}": _first_of(study.queries_of(c)) for c in cells}
+    if texts:
         study.baselines()
         made["pseudo-query, public only"] = _first_of(study.kept.folder(BASELINES) / "pseudo_queries")
-        return [
-            {
-                "passage": texts[name],
-                "queries": ([["original", asked[name]]] if name in asked else [])
-                + [[label, queries.get(name, "")] for label, queries in made.items()],
-            }
-            for name in names
-        ]
-
-    found = study.kept.result(f"examples-{passages}", settings, work)
-    ours = [Example(passage=one["passage"], queries=[(a, b) for a, b in one["queries"]]) for one in found]
+        made = {"original": asked, **made} if public else made
+    ours = [
+        Example(
+            passage=known[name] if texts else f"passage {name}",
+            queries=[(source, queries.get(name, "–")) for source, queries in made.items()],
+        )
+        for name in sorted(choice, key=lambda name: sha256(name.encode()).digest())[:passages]
+    ]
     theirs = Example(passage=TABLE_2_PASSAGE, queries=[(named(point), text) for point, text in TABLE_2.items()])
+    return [
+        ExampleTable(
+            name="table_2_examples", title="Table 2: examples", ours=ours, theirs=theirs, notes=_notes(public, texts)
+        )
+    ]
+
+
+def _notes(public: bool, texts: bool) -> list[str]:
     notes = ["Passages are chosen by hash of id, not for what was written."]
     if public:
         notes = [
@@ -59,8 +67,12 @@ def tables(study: Study, *, passages: int) -> list[ExampleTable]:
             "Original queries, and those that were made without privacy and may repeat them, are left out: "
             "task.originals_are_public=false."
         )
-    notes.append("The zero-shot encoder writes nothing, so the pseudo-query is the one public-only row.")
-    return [ExampleTable(name="table_2_examples", title="Table 2: examples", ours=ours, theirs=theirs, notes=notes)]
+    if not texts:
+        notes.append(
+            "Texts of the data set are left out, among them the original and the pseudo-queries, which are words of "
+            "the passages: task.example_texts=false."
+        )
+    return [*notes, "The zero-shot encoder writes nothing, so the pseudo-query is the one public-only row."]
 
 
 def _asked(data: Any) -> dict[str, str]:

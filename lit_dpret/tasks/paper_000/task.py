@@ -49,6 +49,7 @@ class Paper000:
         canaries_from: The folder of a finished canary study; null runs one.
         canary_queries: Train queries of a canary study that is run here; null for all.
         examples: How many passages are shown with their queries.
+        example_texts: Show texts of the data set there; false for reports that go where its licence does not let them.
         only: Which parts; null for all. Parts can be added to a finished run.
         min_free_mb: Refuse to start with less free disk.
 
@@ -76,6 +77,7 @@ class Paper000:
         canary_queries: int | None = None,
         shrink_passages: int = 4000,
         examples: int = 3,
+        example_texts: bool = True,
         only: Sequence[Part] | None = None,
         min_free_mb: float = 5000,
     ) -> None:
@@ -104,6 +106,7 @@ class Paper000:
             sizes=dict(sizes), beside=dict(beside), main=main, eps=list(eps), others_at=others,
             originals_are_public=originals_are_public,
         )  # fmt: skip
+        self.example_texts = example_texts
         self.only, self.examples, self.grid, self.min_free_mb = chosen, examples, grid, min_free_mb
         self.make_pipeline, self.shrink, self.shrink_passages = pipeline, shrink, shrink_passages
         self.make_similarity, self.make_zero_shot = similarity, zero_shot
@@ -163,7 +166,7 @@ class Paper000:
     def _tables(self, name: Part, study: Study) -> Sequence[Table]:
         made: dict[Part, Callable[[], Sequence[Table]]] = {
             "retrieval": lambda: retrieval.tables(study),
-            "examples": lambda: examples.tables(study, passages=self.examples),
+            "examples": lambda: examples.tables(study, passages=self.examples, texts=self.example_texts),
             "similarity": lambda: similarity.tables(study, self.make_similarity),
             "zero_shot": lambda: zero_shot.tables(study, self.make_zero_shot),
             "grid": lambda: grid.tables(study, self.grid),
