@@ -11,17 +11,19 @@ from typing import Any, Literal, get_args
 from rich.console import Console
 
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.report.paper_000 import SIZES
 from lit_dpret.report.paper_page import PaperPage, Table, write_paper_page
 from lit_dpret.tasks.fit import refuse_several_ranks
 from lit_dpret.tasks.paper_000 import canaries, examples, grid, overlap, retrieval, similarity, zero_shot
 from lit_dpret.tasks.paper_000.kept import Kept
 from lit_dpret.tasks.paper_000.spent import spent_under
-from lit_dpret.tasks.paper_000.study import Choices, LeftOut, Study
+from lit_dpret.tasks.paper_000.study import SHRUNK, Choices, LeftOut, Study
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
-Part = Literal["retrieval", "examples", "similarity", "zero_shot", "grid", "overlap", "canaries"]
+Part = Literal["retrieval", "examples", "canaries", "similarity", "zero_shot", "overlap", "grid"]
 REPORT = "report"
 _TITLE = "Paper 000, its tables again: synthetic queries by DP language models"
+_SIZES, _BESIDE = {"public": "public_t5", "mini": SHRUNK}, {"public": "T5-Base", "mini": "T5-Small"}
 _HOW_NOT_WHAT = ("resume=", "hydra.run.dir=", "task.only=", "privacy.secret_file=")
 
 
@@ -40,9 +42,11 @@ class Paper000:
         shrink_passages: How many public passages it learns from.
         similarity, zero_shot, overlap, canaries: Make the tasks of these parts.
         grid: The points of the search for settings.
-        sizes: Hub name, folder, ``public_t5`` or ``shrunk`` of each size of generator, by a name for it.
-        beside: The paper's size that each stands beside.
-        main: The size that is trained at every epsilon.
+        sizes: Hub name, folder, ``public_t5`` or ``shrunk`` of each size of generator, by a name for it; null for the
+            two that need no hub.
+        beside: The paper's size that each stands beside; null for those of the paper's names, and T5-Base and T5-Small
+            for the two.
+        main: The size that is trained at every epsilon; null for the first.
         eps: Epsilons; null for no privacy.
         others_at: Those at which the other sizes are trained too; null for all.
         originals_are_public: Declares that the original queries, of every split, may be shown and measured.
@@ -67,9 +71,9 @@ class Paper000:
         overlap: Callable[..., Any],
         canaries: Callable[..., Any],
         grid: grid.Grid,
-        sizes: Mapping[str, str],
-        beside: Mapping[str, str],
-        main: str,
+        sizes: Mapping[str, str] | None = None,
+        beside: Mapping[str, str] | None = None,
+        main: str | None = None,
         eps: Sequence[float | None] = (3.0, 8.0, 16.0, None),
         others_at: Sequence[float | None] | None = None,
         originals_are_public: bool = False,
@@ -86,6 +90,10 @@ class Paper000:
             raise ConfigurationError(
                 f"task.only={list(chosen)} must name at least one of {', '.join(get_args(Part))}, and no other."
             )
+        if beside is None:
+            beside = _BESIDE if sizes is None else {name: name for name in sizes if name in SIZES}
+        sizes = _SIZES if sizes is None else sizes
+        main = next(iter(sizes), "") if main is None else main
         if main not in sizes:
             raise ConfigurationError(f"task.main={main} is none of task.sizes: {', '.join(sizes) or 'there are none'}.")
         if unknown := sorted(set(beside) - set(sizes)):
@@ -182,7 +190,7 @@ class Paper000:
         return PaperPage(
             name="paper_000",
             title=_TITLE,
-            tables=sorted(tables, key=lambda table: table.name),
+            tables=sorted(tables, key=lambda table: (not table.name.startswith("table_"), table.name)),
             left_out=left_out,
             spent=spent_under(kept.parts.run_dir).text,
             public=self.choices.originals_are_public,
