@@ -148,7 +148,7 @@ class PaperTable:
 def _their(value: Theirs | None) -> str:
     if value is None:
         return "–"
-    return value if isinstance(value, str) else f"{value:.4g}"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def _number(value: float) -> float | None:

@@ -35,7 +35,7 @@ def test_ours_and_the_papers_stand_in_one_row_and_what_is_missing_is_a_dash() ->
         "| source | ε | nDCG@10, ours | nDCG@10, paper | BLEU, ours | paper's row | what ours promises |"
     )
     assert lines[2] == "| BM25 | public only | 0.300 \\[0.200, 0.400\\] | – | – |  | no queries |"
-    assert lines[3].startswith("| ours | 3 | 0.500 \\[0.400, 0.600\\] | 0.183 | 0.100 | T5-Base, ε = 3 | epsilon = 3")
+    assert lines[3].startswith("| ours | 3 | 0.500 \\[0.400, 0.600\\] | 0.1830 | 0.100 | T5-Base, ε = 3 | epsilon = 3")
     assert lines[4] == "| T5-XL | 3 | – | 0.1854 | – | T5-XL, ε = 3 | not run here |"
 
 

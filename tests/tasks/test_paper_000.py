@@ -120,6 +120,13 @@ def test_each_row_of_tables_3_and_4_is_one_training_under_its_own_budget(
     assert rows["T5-XL", "3"]["ours"] == {} and rows["T5-XL", "3"]["note"] == "not run here"
     assert [row["epsilon"] for row in rows.values()].count("public only") == 3
     assert len(told) == 1 + 4 + 3
+    told_orders = json.loads((tmp_path / "run" / "report" / "table_3_retrieval.json").read_text())["notes"][1:]
+    starts = [text.split(", in nDCG@10")[0].replace(" (ours, 0.0 M)", "") for text in told_orders]
+    assert starts[:4] == [
+        "whole at ε = 8 above whole at ε = 3", "whole at ε = ∞ above whole at ε = 8",
+        "whole at ε = ∞ above original queries at ε = ∞", "whole at ε = 3 above copy at ε = 3",
+    ]  # fmt: skip
+    assert len(starts) == 4 + 3 * 2, "and each of the three beside what is had without private queries"
     direct = table(tmp_path / "run", "table_4_direct")
     assert [row["epsilon"] for row in direct] == ["∞", "8", "3", *["public only"] * 3]
     assert direct[1]["paper"]["nDCG@10"] == 0.0386

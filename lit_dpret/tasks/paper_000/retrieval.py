@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
-from lit_dpret.report.paper_000 import TABLE_3, TABLE_4, Point
+from lit_dpret.report.paper_000 import SIZES, TABLE_3, TABLE_4, Point
+from lit_dpret.report.paper_orders import Order
 from lit_dpret.report.paper_table import PaperRow, PaperTable
 from lit_dpret.report.paper_table_figure import PUBLIC_ONLY
 from lit_dpret.report.table import RowResult
-from lit_dpret.tasks.paper_000.study import Study, original_point, shown
+from lit_dpret.tasks.paper_000.study import Cell, Study, original_point, shown
 
 COLUMNS = {"nDCG@10": "nDCG@10", "Recall@10": "Recall@10"}
 CAPTION = (
@@ -42,7 +45,7 @@ def tables(study: Study) -> list[PaperTable]:
             columns=COLUMNS,
             rows=[*top, *made, *_theirs_alone(TABLE_3, told), *public],
             caption=CAPTION,
-            notes=sizes_note(study),
+            notes=[*sizes_note(study), *_told(_orders(study, top[0], made, public))],
         ),
         PaperTable(
             name="table_4_direct",
@@ -52,10 +55,42 @@ def tables(study: Study) -> list[PaperTable]:
             caption=CAPTION,
             notes=[
                 "Ours trains a linear query head of a frozen encoder against the public passages, whose loss is a sum "
-                "over queries; the paper's row is DP-SGD on the in-batch softmax of a whole encoder, batch 32."
+                "over queries; the paper's row is DP-SGD on the in-batch softmax of a whole encoder, batch 32.",
+                *_told(_above_direct(study, made, direct)),
             ],
         ),
     ]
+
+
+def _orders(study: Study, original: PaperRow, made: Sequence[PaperRow], public: Sequence[PaperRow]) -> list[Order]:
+    """What the paper concludes from its table 3, and whether the private queries bought anything."""
+    by_cell = dict(zip(study.choices.cells(), made, strict=True))
+    main = [by_cell[cell] for cell in _by_budget(study)]
+    found = [Order(more, less) for less, more in pairwise(main)]
+    found += [Order(row, original) for row in main if row.epsilon == shown(None)]
+    sizes = [size for size in SIZES if size in study.choices.beside.values()]
+    named = {paper: size for size, paper in study.choices.beside.items()}
+    for smaller, larger in pairwise(named[size] for size in sizes):
+        both = [eps for eps in study.choices.finite if {Cell(smaller, eps), Cell(larger, eps)} <= set(by_cell)]
+        found += [Order(by_cell[Cell(larger, eps)], by_cell[Cell(smaller, eps)]) for eps in both]
+    return found + [Order(row, other, paper=False) for row in main for other in public if other.source != "BM25"]
+
+
+def _above_direct(study: Study, made: Sequence[PaperRow], direct: Sequence[PaperRow]) -> list[Order]:
+    by_eps = {row.epsilon: row for row in direct}
+    by_cell = dict(zip(study.choices.cells(), made, strict=True))
+    return [Order(by_cell[c], by_eps[shown(c.eps)]) for c in _by_budget(study) if shown(c.eps) in by_eps]
+
+
+def _by_budget(study: Study) -> list[Cell]:
+    """The cells of the main size, the least epsilon first."""
+    eps = sorted(study.choices.eps, key=lambda value: math.inf if value is None else value)
+    return [Cell(study.choices.main, value) for value in eps]
+
+
+def _told(orders: Sequence[Order]) -> list[str]:
+    name, title = next(iter(COLUMNS.items()))
+    return [text for order in orders if (text := order.told(name, title)) is not None]
 
 
 def public_rows(base: Mapping[str, RowResult]) -> list[PaperRow]:
