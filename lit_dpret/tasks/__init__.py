@@ -23,6 +23,7 @@ from lit_dpret.tasks.histogram import Histogram
 from lit_dpret.tasks.index import Index
 from lit_dpret.tasks.inversion import Inversion
 from lit_dpret.tasks.membership import Membership
+from lit_dpret.tasks.paper_000 import Paper000
 from lit_dpret.tasks.pipeline import Pipeline
 from lit_dpret.tasks.plan import Plan
 from lit_dpret.tasks.pretraining_overlap import PretrainingOverlap
@@ -64,6 +65,7 @@ __all__ = [
     "Index",
     "Inversion",
     "Membership",
+    "Paper000",
     "Pipeline",
     "Plan",
     "PretrainingOverlap",

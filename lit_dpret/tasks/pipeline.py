@@ -11,10 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import lightning as L
 
@@ -34,7 +34,7 @@ from lit_dpret.retrieval.statistics import Interval
 from lit_dpret.tasks.consistency import KEPT, as_round_trip, check_round_trip
 from lit_dpret.tasks.fit import refuse_several_ranks, train
 from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.pipeline_report import tell
+from lit_dpret.tasks.pipeline_report import tell, tell_baselines
 from lit_dpret.tasks.planned_fits import PlannedFit, plan_fit
 from lit_dpret.tasks.retriever_stage import stage_callbacks, train_retriever
 from lit_dpret.tasks.scoring import score_bm25, score_embeddings
@@ -42,6 +42,9 @@ from lit_dpret.tasks.stages import Stages
 
 METRIC_NAMES = {"ndcg@10": "nDCG@10", "recall@10": "Recall@10", "mrr@10": "MRR@10"}
 PUBLIC = "no private data"
+System = Literal["bm25", "zero_shot", "original", "direct", "synthetic", "pseudo"]
+# What finished stages do not depend on, so that a run can go on with others.
+_GROWING = ("min_free_mb", "only", "embeddings")
 # Shared by the stages and removed at the end: embeddings of queries are as private as the queries.
 EMBEDDINGS = "embeddings"
 _ROUND_TRIP_K = 10
@@ -64,7 +67,14 @@ class Pipeline:
             of the zero-shot encoder; null trains on all.
         samples: How many synthetic queries the report shows.
         tuning_note, tuning_data: What the settings were chosen on; they go into the cards.
+        only: Which systems stand in the table (`System`); null for all that the privacy mode has. Systems can be
+            added to a finished run.
+        embeddings: Folder of embeddings that several runs share. They are as private as the queries, and whoever
+            names it removes it; null for one of the run's own, which is removed at its end.
         min_free_mb: Refuse to start with less free disk.
+
+    Raises:
+        ConfigurationError: A setting is out of range.
     """
 
     def __init__(
@@ -88,8 +98,17 @@ class Pipeline:
         samples: int = 10,
         tuning_note: str | None = None,
         tuning_data: str = "unknown",
+        only: Sequence[System] | None = None,
+        embeddings: str | Path | None = None,
         min_free_mb: float = 500,
     ) -> None:
+        chosen = get_args(System) if only is None else tuple(only)
+        if not chosen or not set(chosen) <= set(get_args(System)):
+            raise ConfigurationError(
+                f"task.only={list(chosen)} must name at least one of {', '.join(get_args(System))}, and no other."
+            )
+        self.only = chosen
+        self.embeddings = None if embeddings is None else Path(embeddings)
         self.make_generator, self.make_retriever = generator, retriever
         self.generator_steps, self.generator_batch = generator_steps, generator_batch
         self.generator_physical_batch = generator_physical_batch
@@ -123,36 +142,36 @@ class Pipeline:
         log.setup("fit")
         self._searched = self._data(max_passages=self.max_passages)
         self._searched.setup("fit")
-        rows = [self._bm25(), self._zero_shot()]
-        rows.append(self._trained("original", "original queries, no privacy", NoPrivacy))
+        systems: dict[System, Callable[[], RowResult]] = {
+            "bm25": self._bm25,
+            "zero_shot": self._zero_shot,
+            "original": lambda: self._trained("original", "original queries, no privacy", NoPrivacy),
+            "synthetic": lambda: self._from_synthetic(privacy),
+            "pseudo": self._no_private_data,
+        }
         if isinstance(privacy, DPSGD):
-            rows.append(
-                self._trained(
-                    "direct", "original queries, direct DP", lambda: self._privacy(self.retriever_max_grad_norm)
-                )
+            systems["direct"] = lambda: self._trained(
+                "direct", "original queries, direct DP", lambda: self._privacy(self.retriever_max_grad_norm)
             )
-        self._stages.run("generator", lambda folder, resume: self._train_generator(folder, resume, privacy))
-        self._stages.run("synthetic", self._synthesize)
-        made = self._consistent("round_trip", parts.run_dir / "synthetic" / "data")
-        label = "DP synthetic queries" if isinstance(privacy, DPSGD) else "synthetic queries, no privacy"
-        rows.append(synthetic := self._trained("from_synthetic", label, SyntheticData, made))
-        rows.append(self._no_private_data())
+        rows = {name: systems[name]() for name in get_args(System) if name in self.only and name in systems}
         told = self._tell(rows)
         shutil.rmtree(parts.run_dir / EMBEDDINGS, ignore_errors=True)
-        return {**told, SCORE: synthetic.metrics["nDCG@10"].mean}
+        return {**told, **({SCORE: rows["synthetic"].metrics["nDCG@10"].mean} if "synthetic" in rows else {})}
 
     def planned_fits(self, parts: Parts) -> list[PlannedFit]:
-        """The private trainings that ``run`` would make: the generator, and the retriever on the original queries."""
+        """The private trainings that ``run`` would make: the retriever on the original queries, and the generator."""
         self._parts = parts
         if not isinstance(parts.make_privacy(), DPSGD):
             return []
         planned: list[PlannedFit] = []
-        for steps, batch, physical, clip, passages, make in (
-            (self.retriever_steps, self.retriever_batch, self.retriever_batch, self.retriever_max_grad_norm,
+        for system, steps, batch, physical, clip, passages, make in (
+            ("direct", self.retriever_steps, self.retriever_batch, self.retriever_batch, self.retriever_max_grad_norm,
              self.max_passages, self.make_retriever),
-            (self.generator_steps, self.generator_batch, self.generator_physical_batch, self.generator_max_grad_norm,
-             None, self.make_generator),
+            ("synthetic", self.generator_steps, self.generator_batch, self.generator_physical_batch,
+             self.generator_max_grad_norm, None, self.make_generator),
         ):  # fmt: skip
+            if system not in self.only:
+                continue
             mode = self._privacy(clip)
             data = self._data(max_passages=passages, physical_batch_size=physical)
             data.prepare_data()
@@ -165,7 +184,7 @@ class Pipeline:
     # -- pieces ------------------------------------------------------------------------------
 
     def _fingerprint(self) -> str:
-        settings = {k: str(v) for k, v in sorted(vars(self).items()) if not k.startswith("_") and k != "min_free_mb"}
+        settings = {k: str(v) for k, v in sorted(vars(self).items()) if not k.startswith("_") and k not in _GROWING}
         privacy = {k: str(v) for k, v in vars(self._privacy(1.0)).items() if not k.startswith("_") and k != "counts"}
         settings |= {"seed": str(self._parts.seed), "privacy": json.dumps(privacy, sort_keys=True)}
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
@@ -209,7 +228,7 @@ class Pipeline:
         return _row("zero-shot encoder", self._score(model), PUBLIC)
 
     def _retriever(self, privacy: Any) -> Any:
-        return self.make_retriever(privacy=privacy, cache_dir=self._parts.run_dir / EMBEDDINGS)
+        return self.make_retriever(privacy=privacy, cache_dir=self.embeddings or self._parts.run_dir / EMBEDDINGS)
 
     def _score(self, model: Any) -> EvaluationResult:
         queries, qrels = self._searched.evaluation_set("test")
@@ -246,6 +265,14 @@ class Pipeline:
         card = read_card(self._parts.run_dir / name)
         metrics = {METRIC_NAMES[m]: Interval(*values) for m, values in result["intervals"].items()}
         return RowResult(system=label, metrics=metrics, privacy=privacy_line(card))
+
+    def _from_synthetic(self, privacy: DPSGD | NoPrivacy) -> RowResult:
+        """Generator, synthetic queries, and the retriever that learns from those that pass the round trip."""
+        self._stages.run("generator", lambda folder, resume: self._train_generator(folder, resume, privacy))
+        self._stages.run("synthetic", self._synthesize)
+        made = self._consistent("round_trip", self._parts.run_dir / "synthetic" / "data")
+        label = "DP synthetic queries" if isinstance(privacy, DPSGD) else "synthetic queries, no privacy"
+        return self._trained("from_synthetic", label, SyntheticData, made)
 
     def _train_generator(self, folder: Path, resume: bool, privacy: DPSGD | NoPrivacy) -> dict[str, Any]:
         model = self.make_generator(privacy=privacy)
@@ -316,11 +343,14 @@ class Pipeline:
         row = self._trained("from_pseudo", "pseudo-queries from the passages", NoPrivacy, data)
         return RowResult(system=row.system, metrics=row.metrics, privacy=PUBLIC)
 
-    def _tell(self, rows: list[RowResult]) -> dict[str, float]:
+    def _tell(self, rows: dict[System, RowResult]) -> dict[str, float]:
+        passages, queries = len(self._searched.public_passages()), len(self._searched.evaluation_set("test")[0])
+        where = f"{queries} test queries over {passages} passages; frozen encoder with a linear query head"
+        command, seconds = self._parts.command, self._stages.seconds
+        if "synthetic" not in rows:
+            return tell_baselines(self._parts.run_dir, list(rows.values()), evaluated_on=where, seconds=seconds)
         synthetic = self._made(self._parts.run_dir / "synthetic" / "data")
         synthetic.setup("fit")
-        passages = len(self._searched.public_passages())
-        queries = len(self._searched.evaluation_set("test")[0])
         trip = self._trips["round_trip"]
         notes = []
         if self.round_trip_filter is not None:
@@ -331,14 +361,14 @@ class Pipeline:
             )
         return tell(
             self._parts.run_dir,
-            rows,
+            list(rows.values()),
             synthetic.pair_rows("train"),
             as_round_trip(trip),
             samples=self.samples,
-            evaluated_on=f"{queries} test queries over {passages} passages; frozen encoder with a linear query head",
+            evaluated_on=where,
             notes=notes,
-            command=self._parts.command,
-            seconds=self._stages.seconds,
+            command=command,
+            seconds=seconds,
         )
 
 

@@ -47,8 +47,7 @@ def tell(
         seconds: By stage.
     """
     shown = sorted(pairs, key=lambda row: hashlib.sha256(row.query_id.encode()).digest())[:samples]
-    write_json(list(rows), run_dir / "results.json")
-    write_csv(list(rows), run_dir / "results.csv")
+    console = _told_rows(run_dir, rows)
     artefacts = _artefacts(run_dir)
     report = write_report(
         run_dir,
@@ -62,8 +61,6 @@ def tell(
         evaluated_on=evaluated_on,
         notes=[*_NOTES, *notes],
     )
-    console = Console()
-    console.print(console_table(list(rows), title="Retrieval"))
     for row in shown:
         console.print(f"[bold]{escape(row.query)}[/bold]\n    {escape(row.passage[:160])}", highlight=False)
     console.print(
@@ -73,6 +70,28 @@ def tell(
     )
     for artefact in [*artefacts, Artefact("report", str(report))]:
         console.print(f"{artefact.label}: {artefact.path}", highlight=False, soft_wrap=True)
+    return _closed(console, rows, seconds)
+
+
+def tell_baselines(
+    run_dir: Path, rows: Sequence[RowResult], *, evaluated_on: str, seconds: Mapping[str, float]
+) -> dict[str, float]:
+    """Write and print the results of a pipeline without synthetic queries, about which there is no page to write."""
+    console = _told_rows(run_dir, rows)
+    console.print(evaluated_on, highlight=False)
+    return _closed(console, rows, seconds)
+
+
+def _told_rows(run_dir: Path, rows: Sequence[RowResult]) -> Console:
+    """Write the results and print their table."""
+    write_json(list(rows), run_dir / "results.json")
+    write_csv(list(rows), run_dir / "results.csv")
+    console = Console()
+    console.print(console_table(list(rows), title="Retrieval"))
+    return console
+
+
+def _closed(console: Console, rows: Sequence[RowResult], seconds: Mapping[str, float]) -> dict[str, float]:
     console.print(
         f"Stages took {sum(seconds.values()):.0f} s: " + ", ".join(f"{k} {v:.0f}" for k, v in seconds.items())
     )

@@ -39,6 +39,7 @@ class PretrainingOverlap:
         field: The field of a record that holds its text.
         split: Which queries of the datamodule.
         max_texts: So many queries and passages are looked for, chosen by hash of id; null for all.
+        subsets: How many such choices are made and told one by one; texts of one may be in another.
         ngram: Words in a row that count as an overlap.
         sampled: The share of the corpus that the files are a random sample of, 1 for all of it; null where they
             are no random sample, or nobody knows. It gives bounds for the whole corpus.
@@ -54,19 +55,20 @@ class PretrainingOverlap:
         field: str = "text",
         split: str = "train",
         max_texts: int | None = 10_000,
+        subsets: int = 1,
         ngram: int = 13,
         sampled: float | None = None,
     ) -> None:
         self.queries = check_declared(
             queries, card_entry, knob="task.queries", measured="the share found in a corpus"
         )  # fmt: skip
-        for knob, value in (("ngram", ngram), ("max_texts", max_texts)):
+        for knob, value in (("ngram", ngram), ("max_texts", max_texts), ("subsets", subsets)):
             if value is not None and value < 1:
                 raise ConfigurationError(f"task.{knob}={value} must be at least 1.")
         if sampled is not None and not 0 < sampled <= 1:
             raise ConfigurationError(f"task.sampled={sampled} is no share of a corpus; give one above 0, up to 1.")
         self.corpus, self.card = Path(corpus), None if card is None else Path(card)
-        self.field, self.split, self.max_texts = field, split, max_texts
+        self.field, self.split, self.max_texts, self.subsets = field, split, max_texts, subsets
         self.ngram, self.sampled = ngram, sampled
 
     def run(self, parts: Parts) -> dict[str, float]:
@@ -89,9 +91,11 @@ class PretrainingOverlap:
             check_synthetic(data, self.split)
         if self.queries == "public":
             refuse_training_data(data, self.card, knob="task.queries")
+        sources = {_QUERIES: data.evaluation_set(self.split)[0], _PASSAGES: data.public_passages()}
         lists = {
-            _QUERIES: self._chosen(data.evaluation_set(self.split)[0]),
-            _PASSAGES: self._chosen(data.public_passages()),
+            name if self.subsets == 1 else f"{name}, subset {i + 1}": self._chosen(texts, i)
+            for name, texts in sources.items()
+            for i in range(self.subsets)
         }
         warning = declare(
             self.card, self.queries, measured="Overlap with a pre-training corpus", where="this folder",
@@ -124,8 +128,9 @@ class PretrainingOverlap:
             console.print(f"written: {path}", highlight=False, soft_wrap=True)
         return {name: each.exact.value or 0.0 for name, each in found.items()}
 
-    def _chosen(self, texts: Mapping[str, str]) -> list[str]:
-        names = sorted(texts, key=lambda name: sha256(name.encode("utf-8", "surrogatepass")).digest())
+    def _chosen(self, texts: Mapping[str, str], subset: int) -> list[str]:
+        salt = f"{subset}:".encode() if subset else b""
+        names = sorted(texts, key=lambda name: sha256(salt + name.encode("utf-8", "surrogatepass")).digest())
         return [texts[name] for name in names[: self.max_texts]]
 
     def _documents(self, files: list[Path], progress: Any) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lit_dpret.datamodules import BeirDataModule
+from lit_dpret.datamodules import BeirDataModule, PairsDataModule
 from lit_dpret.datamodules.beir import beir_folder
 from lit_dpret.datamodules.beir_sets import BEIR_SETS, BeirSet, beir_set
 from lit_dpret.errors import ConfigurationError, DataError
@@ -39,6 +39,7 @@ class ZeroShot:
     Args:
         root: The folder with one folder per set, named as BEIR's archives unpack.
         sets: BEIR's names, or the papers' short ones.
+        also: Folders under ``root`` in the same layout that are no sets of BEIR, as ``cranfield``: their split test.
         encoder: ``minilm``, the folder of a trained encoder, a hub name, or ``bm25``.
         metrics: What to measure, as ``ndcg@10``.
         top_k: How deep to rank; at least the deepest of the metrics.
@@ -53,6 +54,7 @@ class ZeroShot:
         self,
         *,
         sets: Sequence[str],
+        also: Sequence[str] = (),
         root: str | Path | None = None,
         encoder: str = "minilm",
         metrics: Sequence[str] = ("ndcg@10", "recall@10", "success@10"),
@@ -63,7 +65,9 @@ class ZeroShot:
         cache_dir: str | Path | None = None,
         min_free_mb: float = 200,
     ) -> None:
-        self.sets = [beir_set(name) for name in sets]
+        others = [BeirSet(name=name) for name in also]
+        self.sets = [beir_set(name) for name in sets] + others
+        self._known = {**BEIR_SETS, **{one.name: one for one in others}}
         names = [one.name for one in self.sets]
         if not names or len(set(names)) != len(names):
             raise ConfigurationError(f"task.sets names {', '.join(names) or 'no set'}; each must be there once.")
@@ -89,8 +93,7 @@ class ZeroShot:
             DataError: Not one set is there, or one is malformed.
             ResumeError: The folder holds another run, or one with other settings.
         """
-        wanted = {member for one in self.sets for member in (one.members or (one.name,))}
-        present = sorted(name for name in wanted if self._has(BEIR_SETS[name]))
+        present = self.present()
         if not present:
             raise DataError(
                 f"task.root={self.root} holds none of the sets {', '.join(one.name for one in self.sets)}. Each must "
@@ -101,7 +104,7 @@ class ZeroShot:
         done: dict[str, dict[str, Any]] = {}
         for name in present:
             (parts.run_dir / name).mkdir(parents=True, exist_ok=True)
-            done[name] = stages.run(name, partial(self._measure, BEIR_SETS[name]))
+            done[name] = stages.run(name, partial(self._measure, self._known[name]))
         values = {name: read_per_query(parts.run_dir / name, self.metrics) for name in present}
         table = self._table(done, values)
         console = Console()
@@ -114,8 +117,14 @@ class ZeroShot:
             console.print(f"written: {path}", highlight=False, soft_wrap=True)
         return {one.name: one.metrics[self.metrics[0]].mean for one in table.sets if one.metrics}
 
+    def present(self) -> list[str]:
+        """The sets that are there, or can be fetched; members of a mean by their own names."""
+        wanted = {member for one in self.sets for member in (one.members or (one.name,))}
+        return sorted(name for name in wanted if self._has(self._known[name]))
+
     def _has(self, wanted: BeirSet) -> bool:
-        return self.download or (self.root is not None and self._folder(wanted) is not None)
+        fetched = self.download and bool(wanted.source)
+        return fetched or (self.root is not None and self._folder(wanted) is not None)
 
     def _folder(self, wanted: BeirSet) -> Path | None:
         """The set's own folder; the root itself is one only where a single set is asked for."""
@@ -133,10 +142,10 @@ class ZeroShot:
 
     def _measure(self, wanted: BeirSet, folder: Path, resume: bool) -> dict[str, Any]:
         here = self._folder(wanted)
-        data = BeirDataModule(name=wanted.name, root=here, download=here is None, only_evaluation=True)
+        data = self._data(wanted, here)
         data.prepare_data()
         data.setup("test")
-        queries, qrels = data.evaluation_set()
+        queries, qrels = data.evaluation_set(wanted.split)
         passages = data.public_passages()
         check_qrels(qrels, query_ids=queries, passage_ids=passages)
         ranking = self.ranker.rank(
@@ -149,11 +158,18 @@ class ZeroShot:
             "split": wanted.split,
             "top_k": self.top_k,
             "drops_self_matches": wanted.drops_self_matches,
-            "departures": data.departures(wanted.split, qrels),
+            "departures": data.departures(wanted.split, qrels)
+            if isinstance(data, BeirDataModule)
+            else ["no set of BEIR's"],
         }
         write_evaluation(folder, ranking=ranking, qrels=qrels, result=result, facts=facts, name=SUMMARY)
         Console().print(f"{wanted.name}: {self.metrics[0]} {result.means[self.metrics[0]]:.4f}", highlight=False)
         return {"queries": len(qrels), "departures": facts["departures"]}
+
+    def _data(self, wanted: BeirSet, here: Path | None) -> PairsDataModule:
+        if wanted.name in BEIR_SETS:
+            return BeirDataModule(name=wanted.name, root=here, download=here is None, only_evaluation=True)
+        return PairsDataModule(folder=str(here), allow_empty_passages=True, drop_queries_without_passage=True)
 
     def _table(self, done: dict[str, dict[str, Any]], values: dict[str, dict[str, Values]]) -> ZeroShotTable:
         rows = [self._row(one, done, values) for one in self.sets]

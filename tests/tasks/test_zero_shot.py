@@ -165,3 +165,13 @@ def test_evaluation_leaves_a_run_that_trec_eval_scores_alike(tmp_path: Path) -> 
         assert found[name] == pytest.approx(wanted, abs=1e-12)
     facts = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert facts["split"] == "test" and facts["definitions"]["map@5"].startswith("precision at the rank")
+
+
+def test_a_collection_that_is_no_set_of_beir_is_measured_beside_them_and_said_to_be_none(tmp_path: Path) -> None:
+    write_set(tmp_path / "scifact", found=4)
+    write_set(tmp_path / "mine", found=2)
+    told = zero_shot(tmp_path, ["scifact"], also=["mine", "absent"]).run(parts(tmp_path / "run"))
+    assert set(told) == {"scifact", "mine"} and told["mine"] < told["scifact"]
+    facts = json.loads((tmp_path / "run" / "zero_shot.json").read_text())
+    notes = {one["name"]: one["note"] for one in facts["sets"]}
+    assert notes["mine"] == "no set of BEIR's" and facts["missing"] == ["absent"]
