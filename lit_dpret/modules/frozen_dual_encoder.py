@@ -284,13 +284,14 @@ class FrozenDualEncoder(PairModule):
 
     def represent(self, features: Any, side: Side) -> Tensor:
         """The embeddings of one side after its head, ``(rows, dim)``; those without a head as they are."""
-        head = self._head_of(side)
-        if head is None:
-            return features
-        if self.basis is None:
-            return head(features)
-        inside = features @ self.basis
-        return features + (head(inside) - inside) @ self.basis.T
+        head, found = self._head_of(side), features
+        if head is not None and self.basis is None:
+            found = head(features)
+        elif head is not None and self.basis is not None:
+            inside = features @ self.basis
+            found = features + (head(inside) - inside) @ self.basis.T
+        result: Tensor = found
+        return result
 
     def _head_of(self, side: Side) -> nn.Linear | None:
         return self.query_head if side == "query" or self.head == "shared" else self.passage_head
@@ -390,11 +391,11 @@ def principal_directions(embeddings: Tensor, count: int) -> Tensor:
     """
     wide = embeddings.detach().double()
     _, directions = torch.linalg.eigh(wide.T @ wide)
-    return directions.flip(1)[:, :count].to(embeddings.dtype)
+    chosen: Tensor = directions.flip(1)[:, :count]
+    return chosen.to(embeddings.dtype)
 
 
 def _identity(dim: int) -> nn.Linear:
     head = nn.Linear(dim, dim, bias=False)
     nn.init.eye_(head.weight)
     return head
-

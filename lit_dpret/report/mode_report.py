@@ -65,6 +65,8 @@ def write_mode_report(
     command: str,
     notes: Sequence[str] = (),
     private_runs: int = 0,
+    more: Sequence[Section] = (),
+    references: Sequence[str] = (),
 ) -> dict[str, Path]:
     """Write ``NAME.{html,md,json,csv}``, as the headings name it, and ``differences.csv`` into ``folder``.
 
@@ -77,6 +79,8 @@ def write_mode_report(
         command: What to type to get the same again.
         notes: Further remarks.
         private_runs: How many trainings on the private queries claim an epsilon of their own.
+        more: Further sections, after the results.
+        references: Names of the systems that the others are tested against; without any, every two are compared.
 
     Returns:
         The paths by file name.
@@ -85,8 +89,9 @@ def write_mode_report(
         DataError: Rows were judged on different queries.
         StorageError: A file cannot be written.
     """
-    found = {metric: differences(rows, metric) for metric in metrics}
+    found = {metric: differences(rows, metric, references) for metric in metrics}
     lead, sections = _lead(private_runs), _sections(rows, found, evaluated_on, command, notes)
+    sections[2:2] = more
     subtitle = f"lit-dpret report, {datetime.now(UTC).strftime('%Y-%m-%d %H:%M UTC')}"
     facts = {
         "schema": _SCHEMA,
@@ -95,6 +100,7 @@ def write_mode_report(
         "notes": list(notes),
         "private_runs": private_runs,
         "rows": [_row_facts(row, metrics) for row in rows],
+        "references": list(references),
         "differences": [_difference_facts(each) for of_metric in found.values() for each in of_metric],
     }
     texts = {
