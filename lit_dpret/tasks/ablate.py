@@ -34,6 +34,7 @@ from lit_dpret.tasks.consistency import KEPT, check_round_trip
 from lit_dpret.tasks.generator_stage import draw, likeness, train_generator
 from lit_dpret.tasks.head_comparison import HeadComparison
 from lit_dpret.tasks.recipe import PSEUDO, GeneratorRecipe, Recipe
+from lit_dpret.tasks.synthesize import public_sample
 
 _MEBI = 2**20
 
@@ -57,6 +58,7 @@ class Ablate(HeadComparison[_Cell]):
         eps: The budget of every private run, and of every generator.
         delta: Of every claim; null for 1 / (2 n), n the public number of queries.
         seeds: Training runs of each row; run i has the seed ``seed + i``, and noise and coins of its own.
+        written_passages: Queries are made for a public sample of so many passages; null for all that are searched.
         likeness_texts: BLEU and MAUVE look at so many queries of each generator; null computes neither.
         only: Names of the recipes to take; null for all.
         max_passages: Public sample of passages that are encoded and searched; null for all.
@@ -83,6 +85,7 @@ class Ablate(HeadComparison[_Cell]):
         eps: float = 3.0,
         delta: float | None = None,
         seeds: int = 3,
+        written_passages: int | None = None,
         likeness_texts: int | None = 2000,
         only: Sequence[str] | None = None,
         max_passages: int | None = None,
@@ -107,8 +110,10 @@ class Ablate(HeadComparison[_Cell]):
         )
         if not (isinstance(eps, (int, float)) and 0 < eps < math.inf):
             raise ConfigurationError(f"task.eps={eps} must be a positive, finite number.")
-        if likeness_texts is not None and likeness_texts < 1:
-            raise ConfigurationError(f"task.likeness_texts={likeness_texts} must be at least 1, or null.")
+        for knob, number in (("likeness_texts", likeness_texts), ("written_passages", written_passages)):
+            if number is not None and number < 1:
+                raise ConfigurationError(f"task.{knob}={number} must be at least 1, or null.")
+        self.written_passages = written_passages
         self.eps, self.generators, self.likeness_texts = float(eps), dict(generators or {}), likeness_texts
         for name in self.only:
             source = self.variants[name].queries
@@ -139,7 +144,7 @@ class Ablate(HeadComparison[_Cell]):
         return self.train_on(cell, data, seed, folder, resume)
 
     def _pseudo(self, recipe: Recipe) -> Path:
-        name, passages = f"pseudo-{recipe.queries_per_passage}", self._searched.public_passages()
+        name, passages = f"pseudo-{recipe.queries_per_passage}", self._to_write_for()
 
         def work(folder: Path, resume: bool) -> dict[str, Any]:
             write_pseudo_queries(passages, folder / "data", queries_per_passage=recipe.queries_per_passage)
@@ -154,7 +159,7 @@ class Ablate(HeadComparison[_Cell]):
         generator, source = self.generators[name], self._trained(name, seed)
         stage = f"made-{name}-{recipe.queries_per_passage}-seed{seed}"
         tuning = {"data": self.tuning_data, "note": self.tuning_note or ""}
-        passages = self._searched.public_passages()
+        passages = self._to_write_for()
         self._stages.run(
             stage,
             lambda folder, resume: draw(
@@ -162,6 +167,9 @@ class Ablate(HeadComparison[_Cell]):
             ),
         )
         return self._parts.run_dir / stage / "data"
+
+    def _to_write_for(self) -> dict[str, str]:
+        return public_sample(dict(self._searched.public_passages()), self.written_passages)
 
     def _trained(self, name: str, seed: int) -> Path:
         """The folder of a trained generator."""

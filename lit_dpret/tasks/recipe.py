@@ -50,11 +50,9 @@ class Recipe(Variant):
             ("head", self.head, Head), ("rows_per_unit", self.rows_per_unit, RowsPerUnit), ("part", self.part, Part),
         ):  # fmt: skip
             require_choice(f"task.variants: {name}", value, get_args(choices))
-        for name, number in (
-            ("queries_per_passage", self.queries_per_passage), ("round_trip_filter", self.round_trip_filter or 1),
-            ("head_dim", self.head_dim or 1),
-        ):  # fmt: skip
-            if number < 1:
+        for name in ("queries_per_passage", "round_trip_filter", "head_dim"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
                 raise ConfigurationError(f"task.variants: {name}={number} must be at least 1.")
         made = self.queries not in (None, PSEUDO)
         if made != self.learns_from_synthetic:

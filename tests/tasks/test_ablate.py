@@ -48,7 +48,7 @@ def generators(folder: Path) -> dict[str, GeneratorRecipe]:
 def study(folder: Path, **changes: Any) -> Ablate:
     settings: dict[str, Any] = {
         "retriever": retriever, "variants": recipes(folder), "generators": generators(folder), "eps": 8.0, "seeds": 2,
-        "max_passages": 20, "min_free_mb": 1, "likeness_texts": None, "tuning_data": "private",
+        "max_passages": 20, "min_free_mb": 1, "likeness_texts": None, "written_passages": 15, "tuning_data": "private",
         "tuning_note": "chosen on dev",
     }  # fmt: skip
     return Ablate(**settings | changes)
@@ -67,7 +67,8 @@ def test_every_run_on_synthetic_queries_has_a_generator_of_its_own_and_its_claim
         made, source = read_card(run / f"made-seed{seed}"), read_card(run / f"generator-tiny-seed{seed}")
         assert 0 < made["claim"]["epsilon"] == source["claim"]["epsilon"] <= 8
         assert "Number of trials: 3. chosen on dev" in source["tuning"]["text"]
-    plans = [PrivacyLedger.read(run / f"generator-tiny-seed{seed}" / "privacy_ledger.jsonl").records[0] for seed in (0, 1)]
+    ledgers = [run / f"generator-tiny-seed{seed}" / "privacy_ledger.jsonl" for seed in (0, 1)]
+    plans = [PrivacyLedger.read(ledger).records[0] for ledger in ledgers]
     assert plans[0]["run_id"] != plans[1]["run_id"], "noise of its own"
     assert rows["made"]["settings"]["queries"] == "tiny" and rows["made"]["settings"]["head"] == "both"
     assert rows["direct"]["settings"]["head_dim"] == 4 and rows["direct"]["budget"] == 8
