@@ -90,7 +90,7 @@ def write_mode_report(
         StorageError: A file cannot be written.
     """
     found = {metric: differences(rows, metric, references) for metric in metrics}
-    lead, sections = _lead(private_runs), _sections(rows, found, evaluated_on, command, notes)
+    lead, sections = _lead(private_runs), _sections(rows, found, evaluated_on, command, notes, references)
     sections[2:2] = more
     subtitle = f"lit-dpret report, {datetime.now(UTC).strftime('%Y-%m-%d %H:%M UTC')}"
     facts = {
@@ -139,14 +139,16 @@ def _sections(
     evaluated_on: str,
     command: str,
     notes: Sequence[str],
+    references: Sequence[str],
 ) -> list[Section]:
+    tested = _HOW_TESTED + (f" Only differences from {', '.join(references)} are tested." if references else "")
     metrics = list(found)
     first, budgeted = metrics[0], any(row.budget is not None for row in rows)
     drawn = [RowResult(system=row.name, metrics={first: row.over_runs(first)}) for row in rows]
     sections = [
         Section("Results", [Paragraph(f"Computed on {evaluated_on}."), *_results(rows, metrics)]),
         Section(f"{first}, with the interval over training runs", [Drawing(bar_chart(drawn))]),
-        Section("Which differences are significant", [Paragraph(_HOW_TESTED), *_verdicts(found, budgeted=budgeted)]),
+        Section("Which differences are significant", [Paragraph(tested), *_verdicts(found, budgeted=budgeted)]),
         Section("How each row was trained", [_settings(rows)]),
     ]
     if notes:
