@@ -77,6 +77,9 @@ class FrozenDualEncoder(PairModule):
         encoder: ``minilm``, a hub name, a model folder, or a ready `TextEncoder` whose own lengths
             and prefixes then hold. It must not have been trained on the private queries.
         head: ``query``, ``both`` for a head on either side, or ``shared`` for the same head on both.
+        head_dim: Let a head learn in so many principal directions of the public passages alone, and leave what
+            lies across them as it is; null for all directions. It has as many parameters as the square of this
+            number, so that noise, which grows by their root, has less to disturb.
         negatives: From a public ``pool``, or from the ``batch``; ``auto`` takes what the privacy mode is for,
             and where it is for both, the pool with ``head="query"`` and else the batch.
         loss: A loss of the table of similarities, for negatives from the batch; null for the softmax.
@@ -97,6 +100,7 @@ class FrozenDualEncoder(PairModule):
     """
 
     passage_embeddings: Tensor
+    basis: Tensor | None
     coupled_loss: bool
     takes_public_passages = True
 
@@ -107,6 +111,7 @@ class FrozenDualEncoder(PairModule):
         optimizer: OptimizerSpec,
         encoder: str | Path | TextEncoder = "minilm",
         head: Head = "query",
+        head_dim: int | None = None,
         negatives: Negatives = "auto",
         loss: PairwiseLoss | None = None,
         pool_size: int | None = None,
@@ -167,9 +172,16 @@ class FrozenDualEncoder(PairModule):
             passage_prefix=passage_prefix,
         )
         self._frozen = FrozenTexts(tower, cache_dir, encode_batch_size)
+        if head_dim is not None and not 1 <= head_dim <= tower.dim:
+            raise ConfigurationError(
+                f"model.head_dim={head_dim} is not between 1 and {tower.dim}, the size of an embedding."
+            )
         self.head = head
-        self.query_head = _identity(tower.dim)
-        self.passage_head = _identity(tower.dim) if head == "both" else None
+        width = head_dim or tower.dim
+        self.query_head = _identity(width)
+        self.passage_head = _identity(width) if head == "both" else None
+        #: The directions that a head learns in, as columns; saved with the head, which means nothing without them.
+        self.register_buffer("basis", None if head_dim is None else torch.zeros(tower.dim, head_dim))
         self.loss: Any = loss
         if loss is None:
             softmax = InBatchSoftmaxLoss if self.coupled_loss else PublicPoolSoftmaxLoss
@@ -214,6 +226,8 @@ class FrozenDualEncoder(PairModule):
             raise DataError("There are no passages to encode.")
         self.passage_embeddings = self._frozen.learn(passages.values(), "passage", progress).to(self.device)
         self._pool.learn(list(passages))
+        if self.basis is not None and not self.basis.any():  # what a checkpoint brought is kept
+            self.basis = principal_directions(self.passage_embeddings, self.basis.shape[1])
         if queries:
             self._frozen.learn(queries.values(), "query", progress)
 
@@ -235,8 +249,16 @@ class FrozenDualEncoder(PairModule):
         if head is None:
             return embeddings
         with torch.no_grad():
-            weight = head.weight.detach().to("cpu", embeddings.dtype)
+            weight = self._matrix(head).to(embeddings.dtype)
             return F.normalize(F.linear(embeddings, weight), dim=-1)
+
+    def _matrix(self, head: nn.Linear) -> Tensor:
+        """The head as one matrix on embeddings, on the CPU, ``(dim, dim)``."""
+        weight = head.weight.detach().cpu()
+        if self.basis is None:
+            return weight
+        basis = self.basis.detach().to("cpu", weight.dtype)
+        return torch.eye(len(basis)) + basis @ (weight - torch.eye(len(weight))) @ basis.T
 
     # -- training ----------------------------------------------------------------------------
 
@@ -262,9 +284,14 @@ class FrozenDualEncoder(PairModule):
 
     def represent(self, features: Any, side: Side) -> Tensor:
         """The embeddings of one side after its head, ``(rows, dim)``; those without a head as they are."""
-        head = self._head_of(side)
-        found: Tensor = features if head is None else head(features)
-        return found
+        head, found = self._head_of(side), features
+        if head is not None and self.basis is None:
+            found = head(features)
+        elif head is not None and self.basis is not None:
+            inside = features @ self.basis
+            found = features + (head(inside) - inside) @ self.basis.T
+        result: Tensor = found
+        return result
 
     def _head_of(self, side: Side) -> nn.Linear | None:
         return self.query_head if side == "query" or self.head == "shared" else self.passage_head
@@ -274,7 +301,7 @@ class FrozenDualEncoder(PairModule):
             "dim": self.encoder.dim,
             "positions": 1,
             "shared": self.head == "shared",
-            "linear_head": getattr(self.loss, "similarity", "cosine") == "cosine",
+            "linear_head": self.basis is None and getattr(self.loss, "similarity", "cosine") == "cosine",
         }
 
     def before_batch(self, batch: UnitBatch) -> None:
@@ -314,10 +341,24 @@ class FrozenDualEncoder(PairModule):
         Raises:
             StorageError: The folder cannot be written.
         """
-        save_sentence_transformer(
-            folder, _with_head(self.encoder, self.query_head), _with_head(self.encoder, self._head_of("passage"))
-        )
+        query, passage = (self._head_of(side) for side in get_args(Side))
+        save_sentence_transformer(folder, self._with_head(query), self._with_head(passage))
         return Path(folder)
+
+    def _with_head(self, head: nn.Linear | None) -> TextEncoder:
+        """The encoder with one linear map: the head, folded into the map that the encoder may have already."""
+        encoder = self.encoder
+        if head is None:
+            return encoder
+        inner, weight, bias = encoder.projection, self._matrix(head), None
+        if inner is not None:
+            bias = None if inner.bias is None else weight @ inner.bias.cpu().to(weight.dtype)
+            weight = weight @ inner.weight.cpu().to(weight.dtype)
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+        linear.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
+        made = TextEncoder(encoder.backbone, encoder.tokenizer, encoder.contract, linear)
+        made.unused_weights = encoder.unused_weights
+        return made
 
 
 def _takes_pool(negatives: Negatives, head: Head, privacy: PrivacyMode) -> bool:
@@ -343,24 +384,18 @@ def _refuse_passage_gradient(privacy: PublicPassages) -> None:
         )
 
 
+def principal_directions(embeddings: Tensor, count: int) -> Tensor:
+    """The orthonormal directions in which embeddings are longest on average, as columns, ``(dim, count)``.
+
+    The mean is not taken away: it is a direction like the others.
+    """
+    wide = embeddings.detach().double()
+    _, directions = torch.linalg.eigh(wide.T @ wide)
+    chosen: Tensor = directions.flip(1)[:, :count]
+    return chosen.to(embeddings.dtype)
+
+
 def _identity(dim: int) -> nn.Linear:
     head = nn.Linear(dim, dim, bias=False)
     nn.init.eye_(head.weight)
     return head
-
-
-def _with_head(encoder: TextEncoder, head: nn.Linear | None) -> TextEncoder:
-    """The encoder with one linear map: the head, folded into the map that the encoder may have already."""
-    if head is None:
-        return encoder
-    inner = encoder.projection
-    weight = head.weight.detach().cpu()
-    bias = None
-    if inner is not None:
-        bias = None if inner.bias is None else weight @ inner.bias.cpu().to(weight.dtype)
-        weight = weight @ inner.weight.cpu().to(weight.dtype)
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
-    linear.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
-    made = TextEncoder(encoder.backbone, encoder.tokenizer, encoder.contract, linear)
-    made.unused_weights = encoder.unused_weights
-    return made

@@ -86,7 +86,7 @@ class Difference:
         return self.p_queries < level
 
 
-def differences(rows: Sequence[ModeRow], metric: str) -> list[Difference]:
+def differences(rows: Sequence[ModeRow], metric: str, references: Sequence[str] = ()) -> list[Difference]:
     """Every two systems of one budget, and every mode at its budgets; each set one family.
 
     Where no system has a budget, every two of them are compared, as one family.
@@ -98,6 +98,8 @@ def differences(rows: Sequence[ModeRow], metric: str) -> list[Difference]:
     Args:
         rows: The systems; those without a budget take part in every family.
         metric: Which of their metrics.
+        references: Names of the systems of which at least one takes part in every comparison of a budget; the
+            fewer comparisons, the less the adjustment for them costs. Without any, every two systems are compared.
 
     Raises:
         DataError: Rows were judged on different queries.
@@ -110,7 +112,9 @@ def differences(rows: Sequence[ModeRow], metric: str) -> list[Difference]:
     budgets = sorted({row.budget for row in rows if row.budget is not None})
     for budget in budgets:
         of_budget = [row for row in rows if row.budget in (None, budget)]
-        found += _family(list(combinations(of_budget, 2)), metric, budget)
+        pairs = list(combinations(of_budget, 2))
+        asked = [pair for pair in pairs if not references or {row.name for row in pair} & set(references)]
+        found += _family(asked, metric, budget)
     same = [(a, b) for a, b in combinations(rows, 2) if a.variant and a.variant == b.variant and a.budget != b.budget]
     return found + _family(same, metric, None)
 

@@ -65,6 +65,8 @@ def write_mode_report(
     command: str,
     notes: Sequence[str] = (),
     private_runs: int = 0,
+    more: Sequence[Section] = (),
+    references: Sequence[str] = (),
 ) -> dict[str, Path]:
     """Write ``NAME.{html,md,json,csv}``, as the headings name it, and ``differences.csv`` into ``folder``.
 
@@ -77,6 +79,8 @@ def write_mode_report(
         command: What to type to get the same again.
         notes: Further remarks.
         private_runs: How many trainings on the private queries claim an epsilon of their own.
+        more: Further sections, after the results.
+        references: Names of the systems that the others are tested against; without any, every two are compared.
 
     Returns:
         The paths by file name.
@@ -85,8 +89,9 @@ def write_mode_report(
         DataError: Rows were judged on different queries.
         StorageError: A file cannot be written.
     """
-    found = {metric: differences(rows, metric) for metric in metrics}
-    lead, sections = _lead(private_runs), _sections(rows, found, evaluated_on, command, notes)
+    found = {metric: differences(rows, metric, references) for metric in metrics}
+    lead, sections = _lead(private_runs), _sections(rows, found, evaluated_on, command, notes, references)
+    sections[2:2] = more
     subtitle = f"lit-dpret report, {datetime.now(UTC).strftime('%Y-%m-%d %H:%M UTC')}"
     facts = {
         "schema": _SCHEMA,
@@ -95,6 +100,7 @@ def write_mode_report(
         "notes": list(notes),
         "private_runs": private_runs,
         "rows": [_row_facts(row, metrics) for row in rows],
+        "references": list(references),
         "differences": [_difference_facts(each) for of_metric in found.values() for each in of_metric],
     }
     texts = {
@@ -133,14 +139,16 @@ def _sections(
     evaluated_on: str,
     command: str,
     notes: Sequence[str],
+    references: Sequence[str],
 ) -> list[Section]:
+    tested = _HOW_TESTED + (f" Only differences from {', '.join(references)} are tested." if references else "")
     metrics = list(found)
     first, budgeted = metrics[0], any(row.budget is not None for row in rows)
     drawn = [RowResult(system=row.name, metrics={first: row.over_runs(first)}) for row in rows]
     sections = [
         Section("Results", [Paragraph(f"Computed on {evaluated_on}."), *_results(rows, metrics)]),
         Section(f"{first}, with the interval over training runs", [Drawing(bar_chart(drawn))]),
-        Section("Which differences are significant", [Paragraph(_HOW_TESTED), *_verdicts(found, budgeted=budgeted)]),
+        Section("Which differences are significant", [Paragraph(tested), *_verdicts(found, budgeted=budgeted)]),
         Section("How each row was trained", [_settings(rows)]),
     ]
     if notes:

@@ -1,5 +1,6 @@
 """What the command line can be asked to do; one class each, chosen by ``task=``."""
 
+from lit_dpret.tasks.ablate import Ablate
 from lit_dpret.tasks.audit import Audit
 from lit_dpret.tasks.build_silos import BuildSilos
 from lit_dpret.tasks.canary_study import CanaryStudy
@@ -42,6 +43,7 @@ from lit_dpret.tasks.verify import Verify
 from lit_dpret.tasks.zero_shot import ZeroShot
 
 __all__ = [
+    "Ablate",
     "Audit",
     "BuildSilos",
     "CanaryStudy",

@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import lightning as L
-
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError
@@ -24,13 +22,8 @@ from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.mode_report import COMPARE_MODES, Headings
 from lit_dpret.retrieval.runs import EvaluationResult
 from lit_dpret.tasks.compare_variant import Variant
-from lit_dpret.tasks.comparison import Comparison
 from lit_dpret.tasks.consistency import KEPT, check_round_trip
-from lit_dpret.tasks.retriever_stage import stage_callbacks, train_retriever
-from lit_dpret.tasks.scoring import score_embeddings
-from lit_dpret.tasks.stages import DONE
-
-EMBEDDINGS = "embeddings"
+from lit_dpret.tasks.head_comparison import HeadComparison
 
 
 @dataclass(frozen=True)
@@ -46,7 +39,7 @@ class _Cell:
         return self.variant if self.eps is None else f"{self.variant}-eps{self.eps:g}"
 
 
-class CompareModes(Comparison[_Cell]):
+class CompareModes(HeadComparison[_Cell]):
     """Train, evaluate and compare.
 
     Args:
@@ -71,8 +64,7 @@ class CompareModes(Comparison[_Cell]):
     """
 
     headings: ClassVar[Headings] = COMPARE_MODES
-    growing = Comparison.growing | {"eps", "synthetic"}
-    private_folder = EMBEDDINGS
+    growing = HeadComparison.growing | {"eps", "synthetic"}
 
     def __init__(
         self,
@@ -93,6 +85,8 @@ class CompareModes(Comparison[_Cell]):
         min_free_mb: float = 1000,
     ) -> None:
         super().__init__(
+            retriever=retriever,
+            delta=delta,
             variants=variants,
             only=only,
             seeds=seeds,
@@ -103,12 +97,11 @@ class CompareModes(Comparison[_Cell]):
             keep_models=keep_models,
             min_free_mb=min_free_mb,
         )
-        self.make_retriever = retriever
         if not eps or any(not (isinstance(e, (int, float)) and 0 < e < math.inf) for e in eps):
             raise ConfigurationError(f"task.eps={list(eps)} must be one or more positive, finite numbers.")
         if round_trip_filter is not None and round_trip_filter < 1:
             raise ConfigurationError(f"task.round_trip_filter={round_trip_filter} must be at least 1.")
-        self.eps, self.delta = sorted({float(e) for e in eps}), delta
+        self.eps = sorted({float(e) for e in eps})
         given = [synthetic] if isinstance(synthetic, (str, Path)) else list(synthetic or ())
         self.synthetic = [Path(folder) for folder in given]
         self.round_trip_filter = round_trip_filter
@@ -154,26 +147,6 @@ class CompareModes(Comparison[_Cell]):
 
     # -- stages ------------------------------------------------------------------------------
 
-    def zero_shot(self) -> EvaluationResult:
-        model = self._retriever(NoPrivacy())
-        with ProgressLine("encoding passages and queries") as progress:
-            model.prepare(self._searched, progress=progress)
-        return self._score(model)
-
-    def _retriever(self, privacy: Any, **settings: Any) -> Any:
-        return self.make_retriever(privacy=privacy, cache_dir=self._parts.run_dir / EMBEDDINGS, **settings)
-
-    def _score(self, model: Any) -> EvaluationResult:
-        passages = dict(sorted(self._searched.public_passages().items()))
-        model.prepare_texts(passages, self._queries)  # from the cache, but for the first run
-        return score_embeddings(
-            list(self._queries),
-            model.encode_queries(list(self._queries.values())),
-            list(passages),
-            model.encode_passages(list(passages.values())),
-            self._qrels,
-        )
-
     def before_training(self, cells: Sequence[_Cell]) -> None:
         """Choose, by public means, the synthetic queries that are trained on."""
         for cell in cells:
@@ -183,7 +156,7 @@ class CompareModes(Comparison[_Cell]):
     def _consistent(self, cell: _Cell, stage: Path, resume: bool) -> dict[str, Any]:
         data = self._made(cell, keep=None)
         data.setup("fit")
-        model = self._retriever(NoPrivacy())
+        model = self.retriever(NoPrivacy())
         with ProgressLine("encoding synthetic queries") as progress:
             model.prepare(data, progress=progress)
         released = replace(load_released(str(cell.synthetic)), passages=self._searched.public_passages())
@@ -194,42 +167,14 @@ class CompareModes(Comparison[_Cell]):
         return SyntheticDataModule(folder=str(cell.synthetic), evaluation=self._searched, keep=keep)
 
     def train(self, cell: _Cell, seed: int, folder: Path, resume: bool) -> EvaluationResult:
-        variant = self.variants[cell.variant]
-        L.seed_everything(seed, verbose=False)
-        noise, cap = self._calibrated(cell)
-        privacy = variant.make_privacy(eps=cell.eps, delta=self._claimed_delta(), seed=seed, noise_multiplier=noise)
-        model = self._retriever(privacy, **variant.module_settings(seed=seed))
-        tuning = {"tuning_data": self.tuning_data, "tuning_note": self.tuning_note, "tuning_trials": variant.trials}
         data: PairsDataModule = self.make_data()
         if cell.synthetic is not None:
             keep = None if self.round_trip_filter is None else self._parts.run_dir / _round_trip(cell) / KEPT
             data = self._made(cell, keep)
-        data.physical_batch_size = 2 * variant.batch
-        data.cap = data.cap if cap is None else cap
-        train_retriever(
-            model,
-            data,
-            folder,
-            parts=self._parts,
-            steps=variant.steps,
-            batch=variant.batch,
-            callbacks=stage_callbacks(folder, resume=resume, label=self.run_name(cell, seed), **tuning),
-            resume=resume,
-        )
-        result = self._score(model)
-        self.drop_model(folder)
-        return result
+        return self.train_on(cell, data, seed, folder, resume)
 
-    def _claimed_delta(self) -> float:
-        return 1.0 / (2 * self._searched.n_units) if self.delta is None else self.delta
-
-    def _calibrated(self, cell: _Cell) -> tuple[float | None, int | None]:
-        """Noise multiplier and cap of the row's first run, which the others need not look for again."""
-        first = self._parts.run_dir / self.run_name(cell, self._parts.seed)
-        if self.variants[cell.variant].guarantee != "dp" or not (first / DONE).exists():
-            return None, None
-        mechanism = read_card(first)["mechanism"]
-        return mechanism["noise_multiplier"], mechanism["law"][0].get("cap")
+    def budget_of(self, cell: _Cell) -> float | None:
+        return cell.eps
 
     # -- the table ---------------------------------------------------------------------------
 
@@ -242,9 +187,6 @@ class CompareModes(Comparison[_Cell]):
             "variant": cell.variant,
             "settings": variant.describe(card),
         }
-
-    def is_private(self, cell: _Cell) -> bool:
-        return bool(self.variants[cell.variant].guarantee == "dp")
 
     def evaluated_on(self) -> str:
         return (

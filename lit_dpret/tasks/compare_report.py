@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from lit_dpret.privacy.page import Section
 from lit_dpret.report.mode_comparison import ModeRow, differences
 from lit_dpret.report.mode_report import Headings, write_mode_report
 from lit_dpret.report.table import RowResult, console_table
@@ -23,6 +24,8 @@ def tell(
     notes: Sequence[str],
     private_runs: int,
     seconds: float,
+    sections: Sequence[Section] = (),
+    references: Sequence[str] = (),
 ) -> dict[str, float]:
     """Write the report and print it in short; returns the first metric by system."""
     written = write_mode_report(
@@ -34,12 +37,14 @@ def tell(
         command=command,
         notes=notes,
         private_runs=private_runs,
+        more=sections,
+        references=references,
     )
     console = Console()
     shown = [RowResult(row.name, {m: row.over_runs(m) for m in metrics}, row.privacy) for row in rows]
     console.print(console_table(shown, title=f"{headings.rows}; intervals over training runs"))
     first = metrics[0]
-    for each in differences(rows, first):
+    for each in differences(rows, first, references):
         if each.is_significant():
             console.print(
                 f"{each.first} above {each.second}: {first} +{each.difference:.4f}, p = {each.p_runs:.4f} over runs",

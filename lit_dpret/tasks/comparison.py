@@ -22,6 +22,7 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.card import read_card
+from lit_dpret.privacy.page import Section
 from lit_dpret.report.mode_comparison import ModeRow
 from lit_dpret.report.mode_report import Headings
 from lit_dpret.retrieval.runs import EvaluationResult
@@ -123,7 +124,9 @@ class Comparison(ABC, Generic[C]):
             evaluated_on=self.evaluated_on(),
             command=parts.command,
             notes=[*([self.tuning_note] if self.tuning_note else []), *self.notes()],
-            private_runs=self.seeds * sum(map(self.is_private, cells)),
+            private_runs=self.private_trainings(cells),
+            sections=self.sections(rows),
+            references=self.references(rows),
             seconds=sum(self._stages.seconds.values()),
         )
         shutil.rmtree(parts.run_dir / self.private_folder, ignore_errors=True)
@@ -161,6 +164,18 @@ class Comparison(ABC, Generic[C]):
 
     def notes(self) -> Iterable[str]:
         """Remarks under the table."""
+        return ()
+
+    def private_trainings(self, cells: Sequence[C]) -> int:
+        """How many trainings on the private queries stand behind the table."""
+        return self.seeds * sum(map(self.is_private, cells))
+
+    def sections(self, rows: Sequence[ModeRow]) -> Sequence[Section]:
+        """What the page says beside the table, which differences are significant, and the settings."""
+        return ()
+
+    def references(self, rows: Sequence[ModeRow]) -> Sequence[str]:
+        """The rows that the others are tested against; where there are none, every two rows are compared."""
         return ()
 
     # -- stages --------------------------------------------------------------------------------

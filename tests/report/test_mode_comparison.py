@@ -58,6 +58,23 @@ def test_a_budget_is_one_family_of_all_pairs_with_a_trained_row() -> None:
     assert all(each.difference >= 0 for each in found)
 
 
+def test_with_references_a_budget_is_one_family_of_the_pairs_with_one_of_them() -> None:
+    every = {frozenset((e.first, e.second)): e for e in differences(ROWS, "nDCG@10") if e.budget == 3.0}
+    found = [each for each in differences(ROWS, "nDCG@10", ["zero-shot", "a"]) if each.budget == 3.0]
+    pairs = {frozenset((each.first, each.second)): each for each in found}
+    assert set(pairs) == {pair for pair in every if pair & {"zero-shot", "a"}} and len(pairs) == 3 + 3
+    assert all(each.p_runs <= every[pair].p_runs for pair, each in pairs.items()), "fewer comparisons cost less"
+
+
+def test_a_page_says_what_the_others_are_tested_against(tmp_path: Path) -> None:
+    write_mode_report(
+        tmp_path, ROWS, metrics=["nDCG@10"], evaluated_on="something", command="x", references=["zero-shot"]
+    )
+    page = (tmp_path / "compare_modes.md").read_text(encoding="utf-8")
+    assert "Only differences from zero-shot are tested." in page
+    assert json.loads((tmp_path / "compare_modes.json").read_text(encoding="utf-8"))["references"] == ["zero-shot"]
+
+
 def test_a_difference_that_single_runs_do_not_carry_is_not_significant_however_many_queries_do() -> None:
     pair = next(d for d in differences(ROWS, "nDCG@10") if {d.first, d.second} == {"b", "BM25"})
     assert pair.holds_over_queries() and not pair.is_significant()

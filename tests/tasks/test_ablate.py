@@ -1,0 +1,123 @@
+"""`task=ablate` with parts that train in a blink: every kind of row, a generator for every run, shares of the gain."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_generator import generator
+from tiny_tasks import parts, retriever
+
+from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.modules import OptimizerSpec
+from lit_dpret.privacy.card import read_card
+from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PublicPassages, SyntheticData
+from lit_dpret.tasks import Ablate
+from lit_dpret.tasks.recipe import GeneratorRecipe, Recipe
+
+
+def recipes(folder: Path) -> dict[str, Recipe]:
+    small: dict[str, Any] = {
+        "optimizer": OptimizerSpec(name="sgd", lr=2.0), "steps": 2, "batch": 16, "temperature": 1.0, "trials": 7,
+    }  # fmt: skip
+    noise = {"secret_file": folder / "secret", "noise_multiplier": 2.0}
+    direct = partial(PublicPassages, max_grad_norm=0.1, pool_size=8, **noise)
+    return {
+        "direct": Recipe(label="direct", privacy=direct, head_dim=4, rows_per_unit="all", **small),
+        "base": Recipe(label="base", privacy=direct, part="baseline", **small),
+        "none": Recipe(label="none", privacy=partial(NoPrivacy), part="bound", **small),
+        "both": Recipe(label="both", privacy=partial(NoPrivacy), part="bound", head="both", **small),
+        "pseudo": Recipe(label="pseudo", privacy=partial(NoPrivacy), queries="pseudo", **small),
+        "made": Recipe(
+            label="made", privacy=partial(SyntheticData), queries="tiny", round_trip_filter=20, head="both", **small
+        ),
+    }  # fmt: skip
+
+
+def generators(folder: Path) -> dict[str, GeneratorRecipe]:
+    private = partial(DPSGD, secret_file=folder / "secret", noise_multiplier=4.0)
+    made = GeneratorRecipe(label="tiny one", model=partial(generator), privacy=private, steps=1, batch=8, trials=3)
+    return {"tiny": made}
+
+
+def study(folder: Path, **changes: Any) -> Ablate:
+    settings: dict[str, Any] = {
+        "retriever": retriever, "variants": recipes(folder), "generators": generators(folder), "eps": 8.0, "seeds": 2,
+        "max_passages": 20, "min_free_mb": 1, "likeness_texts": None, "written_passages": 15, "tuning_data": "private",
+        "tuning_note": "chosen on dev",
+    }  # fmt: skip
+    return Ablate(**settings | changes)
+
+
+def results(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "ablation.json").read_text(encoding="utf-8")))
+
+
+def test_every_run_on_synthetic_queries_has_a_generator_of_its_own_and_its_claim(tmp_path: Path) -> None:
+    told = study(tmp_path).run(parts(tmp_path))
+    run = tmp_path / "run"
+    assert list(told) == ["BM25", "zero-shot", "none", "both", "base", "direct", "pseudo", "made"]
+    rows = {row["system"]: row for row in results(run)["rows"]}
+    for seed in (0, 1):
+        made, source = read_card(run / f"made-seed{seed}"), read_card(run / f"generator-tiny-seed{seed}")
+        assert 0 < made["claim"]["epsilon"] == source["claim"]["epsilon"] <= 8
+        assert "Number of trials: 3. chosen on dev" in source["tuning"]["text"]
+    ledgers = [run / f"generator-tiny-seed{seed}" / "privacy_ledger.jsonl" for seed in (0, 1)]
+    plans = [PrivacyLedger.read(ledger).records[0] for ledger in ledgers]
+    assert plans[0]["run_id"] != plans[1]["run_id"], "noise of its own"
+    assert rows["made"]["settings"]["queries"] == "tiny" and rows["made"]["settings"]["head"] == "both"
+    assert rows["direct"]["settings"]["head_dim"] == 4 and rows["direct"]["budget"] == 8
+    assert rows["pseudo"]["privacy"] == "no private data" and rows["pseudo"]["budget"] is None
+    assert results(run)["private_runs"] == 2 * 3, "two direct rows and a generator, twice each"
+    assert not (run / "embeddings").exists(), "embeddings of queries are as private as the queries"
+
+
+def test_recipes_are_tested_against_the_baselines_and_zero_shot_alone(tmp_path: Path) -> None:
+    study(tmp_path, only=["direct", "base", "none", "pseudo"]).run(parts(tmp_path))
+    facts = results(tmp_path / "run")
+    assert facts["references"] == ["zero-shot", "base"]
+    assert all({each["first"], each["second"]} & {"zero-shot", "base"} for each in facts["differences"])
+    compared = {frozenset((each["first"], each["second"])) for each in facts["differences"]}
+    assert {frozenset(("direct", "zero-shot")), frozenset(("direct", "base"))} <= compared
+
+
+def test_a_study_grows_and_no_finished_stage_is_done_again(tmp_path: Path) -> None:
+    only = {"only": ["made", "none"], "likeness_texts": None}
+    study(tmp_path, seeds=1, **only).run(parts(tmp_path))
+    ledger = tmp_path / "run" / "generator-tiny-seed0" / "privacy_ledger.jsonl"
+    before = ledger.read_bytes()
+    with pytest.raises(ResumeError, match="resume=true"):
+        study(tmp_path).run(parts(tmp_path))
+    other = {"tiny": replace(generators(tmp_path)["tiny"], steps=2)}
+    with pytest.raises(ResumeError, match=r"other settings of task\.generators\.tiny\."):
+        study(tmp_path, generators=other, seeds=1, **only).run(parts(tmp_path, resume=True))
+    with pytest.raises(ResumeError, match="other settings"):
+        study(tmp_path, eps=7.0, seeds=1, **only).run(parts(tmp_path, resume=True))
+    told = study(tmp_path, seeds=2, only=["made", "none", "pseudo"]).run(parts(tmp_path, resume=True))
+    assert ledger.read_bytes() == before and "pseudo" in told
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"queries": "tiny"}, "queries=tiny cannot go with privacy=public_passages"),
+        ({"queries": "pseudo"}, "queries=pseudo are public"),
+        ({"head": "none"}, "task.variants: head"),
+        ({"head_dim": 0}, "head_dim=0 must be at least 1"),
+    ],
+)
+def test_a_recipe_that_makes_no_sense_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        replace(recipes(tmp_path)["direct"], **change)
+
+
+def test_unknown_and_unprotected_generators_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"task\.variants\.made\.queries=tiny is not one of task\.generators"):
+        study(tmp_path, generators={})
+    with pytest.raises(ConfigurationError, match="promises nothing"):
+        replace(generators(tmp_path)["tiny"], privacy=partial(NoPrivacy))
