@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,19 @@ def test_results_without_what_an_item_needs_are_told_and_not_made_up(tmp_path: P
     suite(parts=changed("first", taken=str(tmp_path))).run(parts(tmp_path / "run", ran))
     item = page(tmp_path / "run")["items"][0]
     assert item["state"] == "left out" and "score.json is not there" in item["reason"] and item["blocks"] == []
+
+
+def test_texts_of_the_data_are_left_out_of_the_page_where_they_must_not_be_passed_on(
+    tmp_path: Path, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quoting = replace(PAPER, items=(replace(PAPER.items[0], quotes=True), *PAPER.items[1:]))
+    monkeypatch.setitem(papers.PAPERS, "paper_x", quoting)
+    suite(quote=False).run(parts(tmp_path, ran))
+    item = page(tmp_path)["items"][0]
+    assert item["state"] == "left out" and item["blocks"] == [{"text": "of one run."}]
+    assert "task.quote=false" in (tmp_path / "report" / "paper_x.md").read_text(encoding="utf-8")
+    suite().run(parts(tmp_path, ran, resume=True))
+    assert page(tmp_path)["items"][0]["blocks"][0]["rows"] == [[1, 0.5]]
 
 
 @pytest.mark.parametrize(
