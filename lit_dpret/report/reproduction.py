@@ -81,7 +81,7 @@ class PartTold:
         command: What runs it alone.
         results: The folder of its results; None where there are none.
         absent: Then why.
-        seconds: It took; None where nobody measured.
+        seconds: Its last attempt took; None where nobody measured.
         taken: Its results are those of an earlier run.
     """
 
@@ -196,7 +196,7 @@ def _made_by(parts: Sequence[PartTold], command: str) -> list[Block]:
         state = part.absent or ("taken from an earlier run" if part.taken else "run")
         minutes = "–" if part.seconds is None else f"{part.seconds / 60:.1f}"
         rows.append((part.name, state, minutes, part.sizes))
-    grid = Grid(("part", "state", "minutes", "sizes"), rows, frozenset({2}))
+    grid = Grid(("part", "state", "minutes of the last attempt", "sizes"), rows, frozenset({2}))
     commands = "\n".join(part.command for part in parts if part.results is not None)
     blocks: list[Block] = [Paragraph("All of it:"), Code(command), grid]
     return [*blocks, Paragraph("Each part alone:"), Code(commands)] if commands else blocks

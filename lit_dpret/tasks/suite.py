@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -204,7 +205,7 @@ class Suite:
         told = PartTold(
             name=name,
             sizes=" ".join([part.sizes, *([f"With {', '.join(part.more)}."] if part.more else [])]),
-            command=" ".join(["python train.py", *self._settings(name), f"hydra.run.dir={self._folder(name)}"]),
+            command=_from_here(["python train.py", *self._settings(name), f"hydra.run.dir={self._folder(name)}"]),
         )
         if name in self.taken:
             folder = Path(self.taken[name])
@@ -224,6 +225,11 @@ class Suite:
             quote=self.quote,
             notes=[self.note] if self.note else [],
         )
+
+
+def _from_here(words: Sequence[str]) -> str:
+    """A command with paths as somebody types them who stands where this run was started."""
+    return " ".join(words).replace(f"{Path.cwd()}{os.sep}", "")
 
 
 def _never(_: Path, __: bool) -> dict[str, Any]:
