@@ -387,3 +387,29 @@ def test_a_wrong_setting_of_a_part_is_named_with_the_part_before_anything_runs(
     with pytest.raises(ConfigurationError, match=words):
         cli.run(cfg)
     assert not (tmp_path / "run" / "silos").exists()
+
+
+TAKEN = {
+    "paper_002": {"embedding_net": "logit_dp_cifar10", "fine_tune": "logit_dp_finetune"},
+    "paper_004": {"table_1": "federated/insuranceqa", "hubness": "federated/insuranceqa",
+                  "gain": "federated/insuranceqa", "negatives": "federated/planted",
+                  "data_ratio": "federated/planted"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("paper", [pytest.param("paper_002", marks=pytest.mark.slow), "paper_004"])
+def test_the_pages_in_the_docs_are_what_their_stored_results_make(
+    paper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.chdir(root)
+    taken = [f"task.parts.{part}.taken=docs/reproduction/{folder}" for part, folder in TAKEN[paper].items()]
+    cli.run(composed(f"experiment={paper}", f"run_dir={tmp_path}", "task.report_only=true", *taken))
+    made = json.loads((tmp_path / "report" / f"{paper}.json").read_text(encoding="utf-8"))
+    kept = json.loads((root / "docs" / "reproduction" / paper / f"{paper}.json").read_text(encoding="utf-8"))
+    ours = {item["number"]: item for item in made["items"] if item["part"] in TAKEN[paper]}
+    stored = {item["number"]: item for item in kept["items"]}
+    assert len(ours) >= len(TAKEN[paper])
+    for number, item in ours.items():
+        assert stored[number]["blocks"] == item["blocks"], number
