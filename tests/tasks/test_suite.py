@@ -19,6 +19,7 @@ from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.privacy.page import Block, Grid, Paragraph
 from lit_dpret.report import papers
 from lit_dpret.report.paper_002 import METRICS
+from lit_dpret.report.relative_table import relative_table, write_table
 from lit_dpret.report.reproduction import Item, Paper
 from lit_dpret.report.variant_runs import write_runs
 from lit_dpret.tasks import SecondTask, Suite, SuitePart
@@ -270,6 +271,8 @@ def test_figures_and_tables_of_paper_002_are_made_of_stored_runs(tmp_path: Path)
     write_runs(runs, results / "runs.jsonl")
     write_runs([variant_run("Naive-DP", batch_size=size, metrics=metrics) for size in (10, 100)],
                results / "batch_runs.jsonl")  # fmt: skip
+    write_table(relative_table(runs, baseline=None), results, name="equal_negatives")
+    (results / "equal_negatives.png").write_bytes(b"a picture")
     for item in papers.paper_of("paper_002").items:
         if item.show is not None and "embedding_net" in item.parts:
             blocks = item.show(results, tmp_path / "figure.png")
