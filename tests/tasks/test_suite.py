@@ -349,6 +349,7 @@ def test_paper_004_on_planted_silos(tmp_path: Path) -> None:
         "inversion": [f"task.texts={client}/sentences.jsonl", "task.known=20", "task.attacked=20", "task.steps=2",
                       "task.candidates=5", "task.samples=2", "task.max_tokens=8"],
         "hubness": [*study, "task.values=[10,20]"],
+        "data_ratio": [*study, "task.values=[0.5,1]", "task.systems=[stage1]"],  # in one folder with hubness
         "gain": study,
         "table_1": [*PLANTED, "task.seeds=[0]", "task.systems=[bm25,stage1]"],
     }  # fmt: skip
@@ -360,7 +361,7 @@ def test_paper_004_on_planted_silos(tmp_path: Path) -> None:
     cli.run(cfg)
     report = tmp_path / "run" / "report"
     items = {item["number"]: item for item in json.loads((report / "paper_004.json").read_text())["items"]}
-    left = {"Table 4", "Figure 5"}
+    left = {"Table 4"}
     drawings = {"Figure 1", "Figure 2"}
     assert {number for number, item in items.items() if item["state"] == "shown"} == set(items) - left - drawings
     assert all("task.only" in items[number]["reason"] for number in left)
