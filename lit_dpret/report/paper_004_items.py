@@ -204,6 +204,7 @@ PAPER_004 = Paper(
             says="two questions with the hard negatives that were retrieved for them, some of which answer.",
             parts=("cases",),
             show=_cases,
+            quotes=True,
             differs="Train questions of one client, drawn by a seed; dot products in brackets.",
         ),
         Item(
@@ -218,6 +219,7 @@ PAPER_004 = Paper(
             says="sentences that GPT-2 wrote from embeddings alone, none of them near the original.",
             parts=("inversion",),
             show=_written,
+            quotes=True,
             differs=f"{_LM} Greedy, where the paper searches with beams.",
         ),
     ),

@@ -36,6 +36,7 @@ class Item:
         show: Makes the blocks; None for what no part makes.
         differs: How ours is another thing than the paper's, beside the sizes of the part.
         why_not: For what no part makes: why.
+        quotes: Its tables hold texts of the data, which may not be anybody's to pass on.
     """
 
     number: str
@@ -44,6 +45,7 @@ class Item:
     show: Show | None = None
     differs: str = ""
     why_not: str = ""
+    quotes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,7 @@ class PartTold:
         command: What runs it alone.
         results: The folder of its results; None where there are none.
         absent: Then why.
-        seconds: It took; None where nobody measured.
+        seconds: Its last attempt took; None where nobody measured.
         taken: Its results are those of an earlier run.
     """
 
@@ -102,7 +104,13 @@ class _Told:
 
 
 def write_reproduction(
-    paper: Paper, parts: Sequence[PartTold], folder: Path, *, command: str, notes: Sequence[str] = ()
+    paper: Paper,
+    parts: Sequence[PartTold],
+    folder: Path,
+    *,
+    command: str,
+    quote: bool = True,
+    notes: Sequence[str] = (),
 ) -> dict[str, State]:
     """Write ``NAME.md``, ``.html``, ``.json`` and the pictures; returns what became of each item.
 
@@ -111,6 +119,7 @@ def write_reproduction(
         parts: All parts, run or not.
         folder: Of the page.
         command: What makes the whole page.
+        quote: Show tables that hold texts of the data.
         notes: Further remarks.
 
     Raises:
@@ -118,7 +127,7 @@ def write_reproduction(
     """
     folder.mkdir(parents=True, exist_ok=True)
     known = {part.name: part for part in parts}
-    told = [_tell(item, known, folder) for item in paper.items]
+    told = [_tell(item, known, folder, quote=quote) for item in paper.items]
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     lead: list[Block] = [Banner(paper.promise, "caution")]
     sections = [
@@ -141,7 +150,7 @@ def write_reproduction(
     return {one.item.number: one.state for one in told}
 
 
-def _tell(item: Item, parts: Mapping[str, PartTold], folder: Path) -> _Told:
+def _tell(item: Item, parts: Mapping[str, PartTold], folder: Path, *, quote: bool) -> _Told:
     if item.show is None:
         return _Told(item, "not reproduced", [], None, item.why_not)
     reasons = []
@@ -155,6 +164,9 @@ def _tell(item: Item, parts: Mapping[str, PartTold], folder: Path) -> _Told:
         except DataError as error:
             reasons.append(f"{name} was run without it: {error}")
             continue
+        if item.quotes and not quote:
+            kept = [block for block in blocks if not isinstance(block, Grid)]
+            return _Told(item, "left out", kept, part, "It quotes texts of the data (task.quote=false).")
         return _Told(item, "shown", blocks, part)
     return _Told(item, "left out", [], None, " ".join(reasons))
 
@@ -164,15 +176,16 @@ def _slug(number: str) -> str:
 
 
 def _overview(told: Sequence[_Told]) -> Grid:
-    rows = [(one.item.number, one.state, one.part.name if one.part else one.reason) for one in told]
+    rows = [(one.item.number, one.state, one.reason or (one.part.name if one.part else "")) for one in told]
     return Grid(("in the paper", "here", "by the part, or why not"), rows)
 
 
 def _blocks(one: _Told) -> list[Block]:
     blocks: list[Block] = [Paragraph(f"The paper: {one.item.says}"), *one.blocks]
+    if one.state != "shown":
+        blocks.append(Banner(f"{one.state.capitalize()}. {one.reason}", "plain"))
     if one.part is None:
-        word = "Not reproduced" if one.state == "not reproduced" else "Left out"
-        return [*blocks, Banner(f"{word}. {one.reason}", "plain")]
+        return blocks
     differs = " ".join(filter(None, (one.item.differs, one.part.sizes)))
     return [*blocks, Paragraph(f"Not as in the paper: {differs}", small=True)] if differs else blocks
 
@@ -183,7 +196,7 @@ def _made_by(parts: Sequence[PartTold], command: str) -> list[Block]:
         state = part.absent or ("taken from an earlier run" if part.taken else "run")
         minutes = "–" if part.seconds is None else f"{part.seconds / 60:.1f}"
         rows.append((part.name, state, minutes, part.sizes))
-    grid = Grid(("part", "state", "minutes", "sizes"), rows, frozenset({2}))
+    grid = Grid(("part", "state", "minutes of the last attempt", "sizes"), rows, frozenset({2}))
     commands = "\n".join(part.command for part in parts if part.results is not None)
     blocks: list[Block] = [Paragraph("All of it:"), Code(command), grid]
     return [*blocks, Paragraph("Each part alone:"), Code(commands)] if commands else blocks

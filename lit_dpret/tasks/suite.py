@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,6 +66,7 @@ class Suite:
         data: Folders and files that parts read, by name; null for what the user does not have.
         only: Names of the parts to run; null for all. Those that are done already are shown as well.
         report_only: Run nothing; write the page of what is finished or taken.
+        quote: Show tables that hold texts of the data.
         note: Said on the page.
         min_free_mb: Refuse to start with less free disk.
 
@@ -80,6 +82,7 @@ class Suite:
         data: Mapping[str, str | None] | None = None,
         only: Sequence[str] | None = None,
         report_only: bool = False,
+        quote: bool = True,
         note: str = "",
         min_free_mb: float = 500,
     ) -> None:
@@ -87,7 +90,8 @@ class Suite:
         self.parts, self.data = dict(parts), dict(data or {})
         self.taken = {name: part.taken for name, part in self.parts.items() if part.taken is not None}
         self.only = list(self.parts if only is None else only)
-        self.report_only, self.note, self.min_free_mb = report_only, note, min_free_mb
+        self.report_only, self.quote = report_only, quote
+        self.note, self.min_free_mb = note, min_free_mb
         _known("task.only", self.only, self.parts)
         for place, (name, part) in enumerate(self.parts.items()):
             _known(f"task.parts.{name}.needs", part.needs, self.data)
@@ -201,7 +205,7 @@ class Suite:
         told = PartTold(
             name=name,
             sizes=" ".join([part.sizes, *([f"With {', '.join(part.more)}."] if part.more else [])]),
-            command=" ".join(["python train.py", *self._settings(name), f"hydra.run.dir={self._folder(name)}"]),
+            command=_from_here(["python train.py", *self._settings(name), f"hydra.run.dir={self._folder(name)}"]),
         )
         if name in self.taken:
             folder = Path(self.taken[name])
@@ -218,8 +222,14 @@ class Suite:
             [self._told(name) for name in self.parts],
             self._run_dir / "report",
             command=self._command,
+            quote=self.quote,
             notes=[self.note] if self.note else [],
         )
+
+
+def _from_here(words: Sequence[str]) -> str:
+    """A command with paths as somebody types them who stands where this run was started."""
+    return " ".join(words).replace(f"{Path.cwd()}{os.sep}", "")
 
 
 def _never(_: Path, __: bool) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.privacy.page import Block, Grid, Paragraph
 from lit_dpret.report import papers
 from lit_dpret.report.paper_002 import METRICS
+from lit_dpret.report.relative_table import relative_table, write_table
 from lit_dpret.report.reproduction import Item, Paper
 from lit_dpret.report.variant_runs import write_runs
 from lit_dpret.tasks import SecondTask, Suite, SuitePart
@@ -196,6 +198,19 @@ def test_results_without_what_an_item_needs_are_told_and_not_made_up(tmp_path: P
     assert item["state"] == "left out" and "score.json is not there" in item["reason"] and item["blocks"] == []
 
 
+def test_texts_of_the_data_are_left_out_of_the_page_where_they_must_not_be_passed_on(
+    tmp_path: Path, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quoting = replace(PAPER, items=(replace(PAPER.items[0], quotes=True), *PAPER.items[1:]))
+    monkeypatch.setitem(papers.PAPERS, "paper_x", quoting)
+    suite(quote=False).run(parts(tmp_path, ran))
+    item = page(tmp_path)["items"][0]
+    assert item["state"] == "left out" and item["blocks"] == [{"text": "of one run."}]
+    assert "task.quote=false" in (tmp_path / "report" / "paper_x.md").read_text(encoding="utf-8")
+    suite().run(parts(tmp_path, ran, resume=True))
+    assert page(tmp_path)["items"][0]["blocks"][0]["rows"] == [[1, 0.5]]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -256,6 +271,8 @@ def test_figures_and_tables_of_paper_002_are_made_of_stored_runs(tmp_path: Path)
     write_runs(runs, results / "runs.jsonl")
     write_runs([variant_run("Naive-DP", batch_size=size, metrics=metrics) for size in (10, 100)],
                results / "batch_runs.jsonl")  # fmt: skip
+    write_table(relative_table(runs, baseline=None), results, name="equal_negatives")
+    (results / "equal_negatives.png").write_bytes(b"a picture")
     for item in papers.paper_of("paper_002").items:
         if item.show is not None and "embedding_net" in item.parts:
             blocks = item.show(results, tmp_path / "figure.png")
@@ -332,6 +349,7 @@ def test_paper_004_on_planted_silos(tmp_path: Path) -> None:
         "inversion": [f"task.texts={client}/sentences.jsonl", "task.known=20", "task.attacked=20", "task.steps=2",
                       "task.candidates=5", "task.samples=2", "task.max_tokens=8"],
         "hubness": [*study, "task.values=[10,20]"],
+        "data_ratio": [*study, "task.values=[0.5,1]", "task.systems=[stage1]"],  # in one folder with hubness
         "gain": study,
         "table_1": [*PLANTED, "task.seeds=[0]", "task.systems=[bm25,stage1]"],
     }  # fmt: skip
@@ -343,7 +361,7 @@ def test_paper_004_on_planted_silos(tmp_path: Path) -> None:
     cli.run(cfg)
     report = tmp_path / "run" / "report"
     items = {item["number"]: item for item in json.loads((report / "paper_004.json").read_text())["items"]}
-    left = {"Table 4", "Figure 5"}
+    left = {"Table 4"}
     drawings = {"Figure 1", "Figure 2"}
     assert {number for number, item in items.items() if item["state"] == "shown"} == set(items) - left - drawings
     assert all("task.only" in items[number]["reason"] for number in left)
@@ -373,3 +391,29 @@ def test_a_wrong_setting_of_a_part_is_named_with_the_part_before_anything_runs(
     with pytest.raises(ConfigurationError, match=words):
         cli.run(cfg)
     assert not (tmp_path / "run" / "silos").exists()
+
+
+TAKEN = {
+    "paper_002": {"embedding_net": "logit_dp_cifar10", "fine_tune": "logit_dp_finetune"},
+    "paper_004": {"table_1": "federated/insuranceqa", "hubness": "federated/insuranceqa",
+                  "gain": "federated/insuranceqa", "negatives": "federated/planted",
+                  "data_ratio": "federated/planted"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("paper", [pytest.param("paper_002", marks=pytest.mark.slow), "paper_004"])
+def test_the_pages_in_the_docs_are_what_their_stored_results_make(
+    paper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.chdir(root)
+    taken = [f"task.parts.{part}.taken=docs/reproduction/{folder}" for part, folder in TAKEN[paper].items()]
+    cli.run(composed(f"experiment={paper}", f"run_dir={tmp_path}", "task.report_only=true", *taken))
+    made = json.loads((tmp_path / "report" / f"{paper}.json").read_text(encoding="utf-8"))
+    kept = json.loads((root / "docs" / "reproduction" / paper / f"{paper}.json").read_text(encoding="utf-8"))
+    ours = {item["number"]: item for item in made["items"] if item["part"] in TAKEN[paper]}
+    stored = {item["number"]: item for item in kept["items"]}
+    assert len(ours) >= len(TAKEN[paper])
+    for number, item in ours.items():
+        assert stored[number]["blocks"] == item["blocks"], number
