@@ -255,8 +255,8 @@ def test_sizes_of_the_papers_names_stand_beside_its_rows_by_themselves(tmp_path:
     chosen = paper(tmp_path, sizes={"T5-Base": "b", "T5-Small": "s", "mine": "m"}, beside=None, main=None).choices
     assert chosen.main == "T5-Base" and chosen.beside == {"T5-Base": "T5-Base", "T5-Small": "T5-Small"}
     default = paper(tmp_path, sizes=None, beside=None, main=None).choices
-    assert default.sizes == {"public": "public_t5", "mini": "shrunk"} and default.main == "public"
-    assert default.beside == {"public": "T5-Base", "mini": "T5-Small"}
+    assert default.sizes == {"small": "public_t5", "mini": "shrunk"} and default.main == "small"
+    assert default.beside == {"small": "T5-Base", "mini": "T5-Small"}
 
 
 def test_a_mode_that_trains_no_generator_is_refused_before_any_training(
