@@ -46,7 +46,7 @@ def figure_of(table: PaperTable) -> Any:
         _panel(axis, table, name)
         axis.set_xlabel(title)
     axes[0].set_yticks(range(len(table.rows)), [_label(row) for row in table.rows])
-    axes[0].invert_yaxis()
+    axes[0].set_ylim(len(table.rows) - 0.5, -0.5)
     figure.suptitle(table.title, x=0.01, ha="left", fontsize=11)
     figure.legend(handles=_legend(table), loc="outside lower left", ncols=3, frameon=False, fontsize=9)
     return figure
@@ -80,7 +80,9 @@ def _style(row: PaperRow) -> tuple[str, str]:
 
 def _label(row: PaperRow) -> str:
     name = f"{row.group}: {row.source}" if row.group else row.source
-    return f"{name}, {row.epsilon}" if row.epsilon in ("", PUBLIC_ONLY) else f"{name}, ε = {row.epsilon}"
+    if row.epsilon in ("", PUBLIC_ONLY):
+        return ", ".join(part for part in (name, row.epsilon) if part)
+    return f"{name}, ε = {row.epsilon}"
 
 
 def _legend(table: PaperTable) -> list[Any]:
