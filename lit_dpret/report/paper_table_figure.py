@@ -15,6 +15,9 @@ from lit_dpret.retrieval.statistics import Interval
 from lit_dpret.whole_file import write_whole
 
 _OURS, _PUBLIC, _PAPER = "#0072B2", "#009E73", "#777777"  # Okabe and Ito (2008)
+_HOLLOW: dict[str, Any] = {
+    "color": _PAPER, "marker": "o", "markersize": 10, "markerfacecolor": "none", "linestyle": ""
+}  # fmt: skip
 PUBLIC_ONLY = "public only"
 
 
@@ -35,14 +38,15 @@ def figure_of(table: PaperTable) -> Any:
     from matplotlib.figure import Figure
 
     height = 1.4 + 0.3 * len(table.rows)
-    figure = Figure(figsize=(4.2 + 2.9 * len(table.columns), height), layout="constrained")
+    width = 2.9 if len(table.columns) <= 2 else 2.2
+    figure = Figure(figsize=(4.2 + width * len(table.columns), height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(table.columns), sharey=True, squeeze=False)[0]
     for axis, (name, title) in zip(axes, table.columns.items(), strict=True):
         _panel(axis, table, name)
         axis.set_xlabel(title)
     axes[0].set_yticks(range(len(table.rows)), [_label(row) for row in table.rows])
-    axes[0].invert_yaxis()
+    axes[0].set_ylim(len(table.rows) - 0.5, -0.5)
     figure.suptitle(table.title, x=0.01, ha="left", fontsize=11)
     figure.legend(handles=_legend(table), loc="outside lower left", ncols=3, frameon=False, fontsize=9)
     return figure
@@ -57,7 +61,7 @@ def _panel(axis: Any, table: PaperTable, name: str) -> None:
                 [interval.mean], [place], xerr=_reach(interval), color=colour, marker=marker, capsize=3, linestyle=""
             )
         if isinstance(theirs, float | int):
-            axis.plot([theirs], [place], color=_PAPER, marker="o", markerfacecolor="none", linestyle="", zorder=1)
+            axis.plot([theirs], [place], zorder=4, **_HOLLOW)  # a ring, so that ours is seen where the two are equal
     axis.grid(visible=True, axis="x", color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
@@ -76,7 +80,9 @@ def _style(row: PaperRow) -> tuple[str, str]:
 
 def _label(row: PaperRow) -> str:
     name = f"{row.group}: {row.source}" if row.group else row.source
-    return f"{name}, {row.epsilon}" if row.epsilon in ("", PUBLIC_ONLY) else f"{name}, ε = {row.epsilon}"
+    if row.epsilon in ("", PUBLIC_ONLY):
+        return ", ".join(part for part in (name, row.epsilon) if part)
+    return f"{name}, ε = {row.epsilon}"
 
 
 def _legend(table: PaperTable) -> list[Any]:
@@ -87,5 +93,5 @@ def _legend(table: PaperTable) -> list[Any]:
         handles.append(Line2D([], [], color=_PUBLIC, marker="s", linestyle="", label="ours, no private data"))
     if any(row.paper for row in table.rows):
         label = "paper, other data and models"
-        handles.append(Line2D([], [], color=_PAPER, marker="o", markerfacecolor="none", linestyle="", label=label))
+        handles.append(Line2D([], [], label=label, **_HOLLOW))
     return handles

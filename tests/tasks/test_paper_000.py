@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import stat
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from lit_dpret.retrieval.statistics import Interval
 from lit_dpret.st_folder import save_sentence_transformer
 from lit_dpret.tasks import CanaryStudy, Paper000, Pipeline, PretrainingOverlap, Similarity, ZeroShot
 from lit_dpret.tasks.paper_000.grid import Grid
+from lit_dpret.tasks.paper_000.kept import Kept
 from lit_dpret.tasks.paper_000.spent import spent_under
 
 CANARIES = Path(__file__).parents[2] / "docs" / "reproduction" / "canaries"
@@ -153,6 +155,22 @@ def test_an_interrupted_reproduction_goes_on_with_the_trainings_that_are_left(
         paper(public, pipeline=partial(StandIn, steps=2)).run(parts(tmp_path, resume=True))
 
 
+def test_a_result_is_known_again_by_another_process_whose_functions_lie_elsewhere(tmp_path: Path) -> None:
+    def made_anew() -> Any:
+        def work(lr: float) -> None: ...
+
+        return work
+
+    own, done = parts(tmp_path), []
+    own.run_dir.mkdir()
+    for again in (False, True):
+        kept = Kept(replace(own, resume=again))
+        assert kept.result("x", [partial(made_anew(), lr=0.1)], lambda _: done.append(1) or 7) == 7
+    assert len(done) == 1
+    with pytest.raises(ResumeError, match="x was made with other settings"):
+        Kept(replace(own, resume=True)).result("x", [partial(made_anew(), lr=0.2)], lambda _: 8)
+
+
 def test_what_is_not_there_is_left_out_with_its_reason_and_the_rest_is_told(
     public: Path, tmp_path: Path, asked: list[Any]
 ) -> None:
@@ -237,8 +255,8 @@ def test_sizes_of_the_papers_names_stand_beside_its_rows_by_themselves(tmp_path:
     chosen = paper(tmp_path, sizes={"T5-Base": "b", "T5-Small": "s", "mine": "m"}, beside=None, main=None).choices
     assert chosen.main == "T5-Base" and chosen.beside == {"T5-Base": "T5-Base", "T5-Small": "T5-Small"}
     default = paper(tmp_path, sizes=None, beside=None, main=None).choices
-    assert default.sizes == {"public": "public_t5", "mini": "shrunk"} and default.main == "public"
-    assert default.beside == {"public": "T5-Base", "mini": "T5-Small"}
+    assert default.sizes == {"small": "public_t5", "mini": "shrunk"} and default.main == "small"
+    assert default.beside == {"small": "T5-Base", "mini": "T5-Small"}
 
 
 def test_a_mode_that_trains_no_generator_is_refused_before_any_training(

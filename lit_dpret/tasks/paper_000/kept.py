@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +49,8 @@ class Kept:
         Raises:
             ResumeError: It was made with other settings.
         """
-        mark = hashlib.sha256(repr(settings).encode()).hexdigest()
+        said = re.sub(r" at 0x[0-9a-f]+", "", repr(settings))  # where a function lies in memory is no setting
+        mark = hashlib.sha256(said.encode()).hexdigest()
 
         def made(folder: Path, resume: bool) -> dict[str, Any]:
             return {"settings": mark, "result": work(replace(self.parts, run_dir=folder, resume=resume))}

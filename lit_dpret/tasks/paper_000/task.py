@@ -23,7 +23,7 @@ from lit_dpret.tasks.parts import Parts, check_run_dir
 Part = Literal["retrieval", "examples", "canaries", "similarity", "zero_shot", "overlap", "grid"]
 REPORT = "report"
 _TITLE = "Paper 000, its tables again: synthetic queries by DP language models"
-_SIZES, _BESIDE = {"public": "public_t5", "mini": SHRUNK}, {"public": "T5-Base", "mini": "T5-Small"}
+_SIZES, _BESIDE = {"small": "public_t5", "mini": SHRUNK}, {"small": "T5-Base", "mini": "T5-Small"}
 _HOW_NOT_WHAT = ("resume=", "hydra.run.dir=", "task.only=", "privacy.secret_file=")
 
 

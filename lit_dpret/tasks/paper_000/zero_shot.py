@@ -17,11 +17,11 @@ from lit_dpret.tasks.paper_000.retrieval import PUBLIC_NAMES, named
 from lit_dpret.tasks.paper_000.study import BASELINES, Cell, LeftOut, Study, original_point, shown
 from lit_dpret.tasks.parts import Parts
 
-COLUMNS = {"ndcg@10": "nDCG@10", "success@10": "Recall@10"}
+COLUMNS = {"ndcg@10": "nDCG@10", "recall@10": "Recall@10"}
 _CAPTION = (
     "Mean over the queries of each public set with its 95 % bootstrap interval, of one training run. Recall@10 is the "
-    "share of queries with a relevant passage among the first 10, as the paper's text defines it; its numbers for sets "
-    "with many relevant passages look like the share of those. Passages are cut as in training."
+    "share of a query's relevant passages among the first 10, as the paper's numbers have it; its text describes the "
+    "share of queries with one of them there. Passages are cut as in training."
 )
 
 
