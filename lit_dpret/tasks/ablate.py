@@ -263,7 +263,8 @@ class Ablate(HeadComparison[_Cell]):
         explained = (
             "Means over the generators of all runs, with the least and the largest. Memory is the peak of the process "
             "while it trained, above what it held before: weights, optimizer, activations of a physical batch, and "
-            "whatever else was needed."
+            "whatever else was needed. It is the largest over the runs: a later one takes over what an earlier one let "
+            "go."
         )
         if self.likeness_texts:
             explained += (
@@ -283,7 +284,7 @@ class Ablate(HeadComparison[_Cell]):
             made = next(self._parts.run_dir.glob(f"made-{name}-*-seed{seed}")) / "data"
             alike.append(self._stages.run(f"likeness-{name}-seed{seed}", partial(self._likeness, made)))
         cells: list[object] = [self.generators[name].label, f"{trained[0]['trained_parameters']:,}"]
-        cells.append(_spread([each["extra_bytes"] / _MEBI for each in trained], "{:.0f}"))
+        cells.append(f"{max(each['extra_bytes'] for each in trained) / _MEBI:.0f}")
         for key, shown in (("bleu", "{:.2f}"), ("mauve", "{:.3f}")) if alike else ():
             cells.append(_spread([each[key] for each in alike], shown))
         return cells
