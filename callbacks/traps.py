@@ -117,7 +117,7 @@ TRAPS: tuple[Trap, ...] = (
          "Its second moment learns the noise. Compare model.optimizer.name=adam_bc, and larger batches.",
          ("dp",), "costs_utility"),
     Trap("T33", "A batch far below the knee", "elsewhere",
-         "task=plan prints the batch up to which the noise of a given epsilon still falls in proportion.",
+         "task=plan prints the batch size beyond which a larger one gains little.",
          ("dp",), "costs_utility"),
     Trap("T34", "A clipping bound that nearly nothing reaches", "elsewhere",
          "The noise is in proportion to privacy.max_grad_norm: a bound that is too large adds noise and no signal.",
@@ -152,4 +152,4 @@ def pitfalls_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-_PLACES: dict[str, str] = {"construction": "guaranteed by construction", "elsewhere": "nothing: no program sees it"}
+_PLACES: dict[str, str] = {"construction": "guaranteed by construction", "elsewhere": "not looked for: yours to decide"}

@@ -203,6 +203,7 @@ STAGES: dict[str, Stage] = {
     ),
     "docs/synthesis.md": Stage(first=(GENERATOR,)),
     "docs/verify.md": Stage(files=(protocol,), first=(GENERATOR, SYNTHETIC, ENCODER, EMBEDDINGS, INDEX),
-                            names={"runs/corpus/index": "runs/index/index"}),
+                            names={"runs/corpus/index": "runs/index/index", "downloads/encoder": "runs/encoder/model",
+               "downloads/synthetic": "runs/synthetic/synthetic", "downloads/generator": "runs/generator"}),
 }  # fmt: skip
 """Pages that take nothing for granted stand in no row."""

@@ -195,7 +195,8 @@ def inherit_card(
         subject: From `subject_of`.
         description: What was done with the parent, in a phrase.
         parent_ledger: The parent's ledger; by default the file that the parent names, beside its
-            card. If it is there, the parent's arithmetic is checked; if not, the card says so.
+            card. If it is there, the parent's arithmetic is checked; if not, the card says so. Beside an inherited
+            card may lie the ledger of the run that made the artefact, which is not the claim's and is passed over.
         ledger_records: Records of the run that made the new artefact; a release among them means
             that private data were touched, and is refused.
         mechanism: Facts about the new run: ``optimizer``, ``steps_done``, …
@@ -222,7 +223,7 @@ def inherit_card(
         if (folder / name).exists() and file_sha256(folder / name) != digest:
             raise DataError(f"{folder / name} is not the file that {parent_path} describes: their SHA-256 differ.")
     ledger_path = Path(parent_ledger) if parent_ledger else folder / str((parent["ledger"] or {}).get("name"))
-    checked = ledger_path.is_file()
+    checked = ledger_path.is_file() and (bool(parent_ledger) or not _of_another_run(parent, ledger_path))
     if checked and (problems := verify_card(parent, ledger_path)):
         raise DataError(f"{parent_path} does not agree with its ledger {ledger_path}: {problems[0]}")
     if parent_ledger and not checked:
@@ -272,6 +273,12 @@ def inherit_card(
         **_made_with(environment),
     }
     return _finished(card)
+
+
+def _of_another_run(card: Mapping[str, Any], ledger: Path) -> bool:
+    """Whether a ledger beside an inherited card is that of the artefact's own run, and not of the claim."""
+    inherited = card["mechanism"].get("kind") == "post_processing"
+    return inherited and str((card["ledger"] or {}).get("head")).encode() not in ledger.read_bytes()
 
 
 def _contradictions(parent: Mapping[str, Any]) -> list[Assumption]:

@@ -438,3 +438,24 @@ def test_a_synthetic_set_made_from_a_card_without_a_guarantee_promises_nothing(t
     assert not result.failed and result.claim == "no privacy guarantee (epsilon is infinite)"
     edit(tmp_path / "made" / "privacy_card.json", lambda card: card["claim"].update(guarantee="not_proved"))
     assert "It says that the guarantee is 'not_proved'" in verify_chain(tmp_path / "made").format()
+
+
+def test_what_is_made_from_an_inherited_artefact_is_not_held_against_the_ledger_of_that_artefacts_own_run(
+    tmp_path: Path,
+) -> None:
+    plan = make_plan()
+    run = Run(tmp_path / "generator", plan).train()
+    write_card(run.card(plan=plan, subject=subject_of("weights", "generator")), run.folder)
+    encoder = Run(tmp_path / "encoder", None, mode="synthetic").folder  # a run that released nothing has a ledger too
+    write_card(inherit_card(run.folder, subject_of("weights", "encoder"), description="training"), encoder)
+    export = inherit_card(encoder, subject_of("weights", "export"), description="writing out")
+    assert export["claim"]["epsilon"] == read_card(run.folder)["claim"]["epsilon"]
+    shutil.copy(run.path, encoder / "privacy_ledger.jsonl")
+    told = "The parent's epsilon follows from the parent's ledger."
+    checked = inherit_card(encoder, subject_of("weights", "export"), description="writing out")
+    holds = [next(a["holds"] for a in card["assumptions"] if a["text"] == told) for card in (export, checked)]
+    assert holds == ["unverified", True]
+    ledger = (run.folder / "privacy_ledger.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (run.folder / "privacy_ledger.jsonl").write_text("".join(ledger[:-1]), encoding="utf-8")
+    with pytest.raises(DataError, match="does not agree with its ledger"):
+        inherit_card(run.folder, subject_of("weights", "export"), description="a first-hand card is always checked")
