@@ -112,6 +112,29 @@ def encoding_rows() -> list[list[str]]:
     return found
 
 
+_SIZES = {"small": "T5-small", "base": "T5-base"}
+_LABELS = {
+    "full": "all weights", "checkpointing": "all weights, activations again", "lora": "LoRA",
+    "bf16": "bfloat16 with float32 copies",
+}  # fmt: skip
+
+
+def validation_rows() -> list[list[str]]:
+    """What slices told over what was measured, for each case of benchmarks/plan_cost.py that was run."""
+    path = ROOT / "benchmarks" / "results" / "plan_cost_cpu.json"
+    rows = []
+    for case, found in json.loads(path.read_text(encoding="utf-8"))["cases"].items():
+        model, at_once, label = case.split(":")
+        told = found["predicted_over_measured"]
+        names = ("bytes", "step")
+        ratios = [f"{told[name]:.2f}" if name in told else "not measured" for name in names]
+        measured = size(found["measurement"]["bytes"]) if "measurement" in found else "not measured"
+        rows.append([_SIZES[model], _LABELS[label], at_once, measured, *ratios])
+    known = {row[0] for row in rows}
+    rows += [[model, "any", "any", *["not measured"] * 3] for model in _SIZES.values() if model not in known]
+    return rows
+
+
 def table(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -155,17 +178,19 @@ at hand, the function that makes the second table below is asked by
     python train.py experiment=generator_t5_xl task=plan task.units=500000 task.device=h100-80gb task.world_size=8
 
 Three settings belong to large runs. `datamodule.physical_batch_size=auto` finds how many units fit before the first
-release, on random rows of full length; no claim depends on the answer. A step that runs out of memory all the same
-begins again in smaller batches: its draw is keyed by the step, its sum is forgotten before any noise, and it is charged
-once. `trainer.precision=bf16-true` keeps bfloat16 weights and float32 copies, which take the noised gradient in
-float32. `callbacks=with_throughput` tells speed on the terminal and in no file, because times depend on private texts.
+release, on random rows of full length, under `trainer=fsdp` in shards; no claim depends on the answer. A step that runs
+out of memory all the same begins again in smaller batches: its draw is keyed by the step, its sum is forgotten before
+any noise, and it is charged once. `trainer.precision=bf16-true` keeps bfloat16 weights and float32 copies, which take
+the noised gradient in float32 and are what is written, on one GPU or under `trainer=ddp`; FSDP2 and DeepSpeed keep such
+copies by themselves (`bf16-mixed`). `callbacks=with_throughput` tells speed on the terminal and in no file, because
+times depend on private texts.
 
 ## One private step (counted)
 
 The paper's setting: 384 + 128 tokens, batch {BATCH}, Adam, bfloat16 weights with float32 copies, activations computed
 again. *Lasting* is weights, copies and Adam's moments; beside them lie the sum of clipped gradients, and in an update
 the noised gradients. Bytes of a row are an estimate that was held against T5-small alone (`COPIES` in
-`lit_dpret/costs/memory.py`).
+`lit_dpret/costs/memory.py`); slices tell them more exactly.
 
 {table(["model", "weights", "TFLOP a row", "lasting", "sum", "peak of an update", "a row"], counted_rows())}
 
@@ -191,6 +216,24 @@ they are most of what is left, and more GPUs do not make them smaller.
 **Left out of these times**: messages between GPUs, and drawing the noise. Noise is drawn on the CPU (NumPy's Philox or
 SHAKE-256), one normal for each trained weight and step; for all weights of T5-XL that can take longer than everything
 else in the step. `task.measure=slices` measures it with the rest; it is one more reason for adapters.
+
+## How far predictions from slices are off (measured)
+
+Told by `task.measure=slices` over what a real step took, T5s of 384 + 128 tokens, one CPU thread of a busy machine
+(`benchmarks/plan_cost.py`, whose results also tell the load, and which times were taken in turn and which one after the
+other).
+
+{
+        table(
+            ["model", "trained", "rows", "memory", "memory, told / real", "time, told / real"],
+            validation_rows(),
+        )
+    }
+
+*Memory* is what the kernel says of the process beyond what it held before, freed blocks handed back at once. Some 35 MB
+of it are libraries, which no prediction counts. glibc as it is keeps the holes between small blocks, with LoRA another
+tenth of the whole: on a CPU leave that much room. A GPU's allocator has holes of its own, which were not measured, nor
+was any model larger than those of the table. Dual encoders are not predicted.
 
 ## 500k, 10M and 1B queries, {EPOCHS} epochs of all weights on {device.name} (predicted)
 

@@ -183,6 +183,16 @@ def seconds_per_normal(device: torch.device) -> float:
     return min(seconds(draw, device) for _ in range(3)) / count
 
 
+def seconds_per_value(device: torch.device) -> float:
+    """Seconds of an operation on one of many values that lie in memory; the mean of three operations."""
+    values = torch.randn(4_000_000, device=device)
+
+    def work() -> None:
+        values.exp().mul_(values).add_(values)
+
+    return min(seconds(work, device) for _ in range(3)) / (3 * values.numel())
+
+
 def product_rate(tokens: int, inputs: int, outputs: int, device: torch.device, *, half: bool = False) -> float:
     """Operations per second of a linear layer of that shape: forward, and the gradients of inputs and weight."""
     dtype = torch.bfloat16 if half else torch.float32

@@ -1,7 +1,8 @@
 """What a private step of a sequence-to-sequence model takes in time and memory: estimated, from slices, or measured.
 
 * *Estimated* at once: the operations of the linear layers at the rates that products of their shapes have on this
-  machine, times `OVERHEAD` for attention, norms and the rest; and the values that a row holds.
+  machine, times `OVERHEAD`; `PASSES` over all values at the rate of this machine's memory, for attention, norms and the
+  rest; and the values that a row holds.
 * *From slices* (``task.measure=slices``): the real engine runs on models of one and three layers of the full width
   and lengths, and their times and bytes are added up for the layers there are (`lit_dpret.costs.slices`).
 * *Measured* (``task.measure=true``): the real model takes a step.
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lit_dpret.costs.measure import measure_step, product_rate, seconds_per_normal
+from lit_dpret.costs.measure import measure_step, product_rate, seconds_per_normal, seconds_per_value
 from lit_dpret.costs.slices import bytes_of, estimated_bytes, measure_slices
 from lit_dpret.costs.work import Work, work_of
 from lit_dpret.errors import ConfigurationError
@@ -25,8 +26,12 @@ from lit_dpret.modules import QueryGenerator
 from lit_dpret.modules.outline import GeneratorOutline
 from lit_dpret.privacy.plan import PrivacyPlan
 
-OVERHEAD = 1.9
-"""Time of a clipped batch over that of the products of its linear layers at the rates measured for their shapes."""
+OVERHEAD = 1.3
+"""Products of a clipped batch over those of its linear layers in an ordinary one: what norms take."""
+
+PASSES = 20
+"""How often each value of a linear layer, an attention weight or a logit is read or written one by one."""
+# Both were set by hand on T5-small and five T5s of 1 to 4 layers of 32 to 256 columns: 0.7 to 1.1 of the real time.
 
 FACTOR = 2.0
 """How far, either way, the estimate may lie from a measurement; a test holds it to that for small T5s."""
@@ -46,15 +51,19 @@ def estimate(
     work = work_of(outline)
     half = precision == "bf16-true"
     rows = plan.physical_batch_size
-    slowest = _product_seconds(work, min(rows, 4), device, half=precision.startswith("bf16") and device.type != "cpu")
+    on_half = precision.startswith("bf16") and device.type != "cpu"
+    again = outline.gradient_checkpointing
+    products, operations = _products(work, min(rows, 4), device, half=on_half, again=again)
+    passes = PASSES * (4 / 3 if again else 1) * seconds_per_value(device)
+    batch = rows * (OVERHEAD * products + passes * (work.linear_values + work.scores + work.logits))
     update = _UPDATE * seconds_per_normal(device) * outline.trained
     found = estimated_bytes(outline, work, half=half, rows=rows)
     return {
         "kind": "estimate",
         **_facts(outline, plan, device),
         "flops_per_row": work.model_flops,
-        "flops_per_second_of_products": work.model_flops / slowest,
-        **_seconds(OVERHEAD * slowest * rows, update, plan),
+        "flops_per_second_of_products": operations / products,
+        **_seconds(batch, update, plan),
         "bytes": found.peak,
         "bytes_without_rows": found.lasting + found.sums,
         "bytes_per_row": found.row,
@@ -140,12 +149,14 @@ def format_cost(costs: Mapping[str, Any]) -> str:
         if (found := costs.get(name)) is not None:
             shown = [duration(found["seconds_per_step"]), duration(found["seconds_of_run"]), size(found["bytes"])]
             lines.append(f"  {name:<14}" + "".join(f"{text:>12}" for text in shown))
+    if "slices" in costs:
+        lines.append("  docs/scale.md tells how far slices were off for T5-small and T5-base.")
     if (told := costs.get("prediction")) is not None:
         lines += _predicted(told)
     rate = f"{facts['flops_per_second_of_products'] / 1e9:.3g} GFLOP/s"
     lines += [
         f"  Estimated from {facts['parameters']:,} weights and the {rate} that products of",
-        f"  their shapes reach here, times {OVERHEAD:g} for the rest of a private step.",
+        "  their shapes reach here, and passes over the values that lie between.",
         f"  It may be off by a factor of {FACTOR:g}."
         + ("" if len(costs) > 1 else " Closer: task.measure=slices, or true"),
     ]
@@ -188,13 +199,14 @@ def _seconds(batch: float, update: float, plan: PrivacyPlan) -> dict[str, float]
     }
 
 
-def _product_seconds(work: Work, rows: int, device: torch.device, *, half: bool) -> float:
-    """Seconds that the linear layers of one row take at the rates of their shapes."""
-    total = 0.0
+def _products(work: Work, rows: int, device: torch.device, *, half: bool, again: bool) -> tuple[float, int]:
+    """Seconds and operations of the linear layers of one row, at rates of their shapes; ``again``: forward twice."""
+    seconds, operations = 0.0, 0
     for product, count in work.products.items():
-        rate = product_rate(rows * product.tokens, product.inputs, product.outputs, device, half=half)
-        total += count * (6 if product.trained else 4) * product.size / rate
-    return total
+        done = count * ((6 if product.trained else 4) + (2 if again else 0)) * product.size
+        seconds += done / product_rate(rows * product.tokens, product.inputs, product.outputs, device, half=half)
+        operations += done
+    return seconds, operations
 
 
 def duration(seconds: float) -> str:

@@ -13,15 +13,15 @@ import torch
 from tiny_generator import generator
 
 from lit_dpret.costs.live_bytes import LiveBytes
-from lit_dpret.costs.measure import TrialStep
-from lit_dpret.costs.slices import measure_slices
+from lit_dpret.costs.measure import TrialStep, held_bytes
+from lit_dpret.costs.slices import SLICES, Part, slice_of, taken_apart
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import OptimizerSpec, QueryGenerator
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.clipping.phases import PHASES
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.tasks.plan_cost import FACTOR, estimate, format_cost, measure
+from lit_dpret.tasks.plan_cost import FACTOR, estimate, format_cost, from_slices, measure
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -106,7 +106,6 @@ def test_a_measurement_is_of_the_planned_rows_and_lengths() -> None:
     assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True)), "it really stepped"
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only")
 @pytest.mark.parametrize(("settings", "half"), [
     ({}, False), ({"gradient_checkpointing": True}, False), ({"lora": {"r": 2, "target_modules": ["q", "v"]}}, False),
     ({}, True),
@@ -115,16 +114,31 @@ def test_bytes_of_the_phases_add_up_over_layers_to_those_of_the_whole_model(
     settings: dict[str, Any], half: bool
 ) -> None:
     """Bytes are counted, and linear in layers and rows, so that slices tell those of any model and batch."""
+    kind = torch.bfloat16 if half else torch.float32
     whole = new_t5(5, 32, passage=20, query=6, **settings)
-    slices = measure_slices(whole.outlined, plan(), CPU, rows=4, precision="bf16-true" if half else "32-true")
-    told = slices.whole(5, 5).held
-    step = TrialStep(whole.bfloat16() if half else whole, plan(), CPU)
+    slices = [slice_of(whole.outlined, *layers).to(kind) for layers in SLICES]
+    base, encoder, decoder = taken_apart([Part(0.0, held_bytes(each, plan(), CPU)) for each in slices])
+    told = (base + encoder * 5 + decoder * 5).held
+    step = TrialStep(whole.to(kind), plan(), CPU)
     for lines in (told.checked, told.clipped):
         with LiveBytes() as counted:
             step.clip(6)
         assert max(line.at(6) for line in lines) == pytest.approx(counted.peak, rel=0.02)
         for phase, line in zip(PHASES, lines, strict=True):
             assert line.at(6) == pytest.approx(counted.peaks.get(phase, 0), rel=0.1), phase
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only")
+def test_what_slices_tell_is_of_the_whole_model_and_the_planned_rows() -> None:
+    whole = new_t5(5, 32, passage=20, query=6)
+    told = from_slices(whole.outlined, plan(rows=4), CPU)
+    slices = told["slices"]
+    assert told["rows"] == slices["rows"] == 4 and told["parameters"] == sum(p.numel() for p in whole.parameters())
+    layers = [slices[name]["seconds"] for name in ("encoder_layer", "decoder_layer")]
+    assert told["seconds_of_batch"] == pytest.approx(slices["base"]["seconds"] + 5 * sum(layers))
+    assert told["bytes"] == max(told["bytes_while_clipping"], told["bytes_while_updating"])
+    assert told["bytes"] > 5 * 4 * told["parameters"], "weights, two moments, sums, noised gradients"
+    assert json.loads(json.dumps(told, allow_nan=False))["kind"] == "from slices"
 
 
 def test_bytes_are_counted_while_something_refers_to_them() -> None:
