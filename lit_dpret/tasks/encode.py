@@ -32,6 +32,8 @@ class Encode:
         device: ``cpu``, ``cuda`` and so on.
     """
 
+    takes_ranks = True
+
     def __init__(
         self,
         *,

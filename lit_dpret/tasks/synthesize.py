@@ -42,6 +42,8 @@ class Synthesize:
         license: Licence for the data card, as the Hugging Face hub writes it.
     """
 
+    takes_ranks = True
+
     def __init__(
         self,
         *,
