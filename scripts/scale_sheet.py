@@ -231,9 +231,10 @@ other).
     }
 
 *Memory* is what the kernel says of the process beyond what it held before, freed blocks handed back at once. Some 35 MB
-of it are libraries, which no prediction counts. glibc as it is keeps the holes between small blocks, with LoRA another
-tenth of the whole: on a CPU leave that much room. A GPU's allocator has holes of its own, which were not measured, nor
-was any model larger than those of the table. Dual encoders are not predicted.
+of it are libraries, which no prediction counts. glibc left alone keeps holes between small blocks: with LoRA another
+tenth of the whole, where only blocks of 1 MiB and more were handed back. On a CPU leave that much room. A GPU's
+allocator has holes of its own, which were not measured, nor was any model larger than those of the table. Dual encoders
+are not predicted.
 
 ## 500k, 10M and 1B queries, {EPOCHS} epochs of all weights on {device.name} (predicted)
 
