@@ -45,8 +45,8 @@ def test_a_command_is_made_of_what_there_is(shown: Shown, tmp_path: Path, monkey
     if arguments[:1] == ["list"]:
         assert listing(arguments[1:])
         return
-    for folder in ("FOLDER", "configs"):  # what a constructor looks for
-        (tmp_path / folder).symlink_to(ROOT / "configs")
+    for folder, found in {"FOLDER": "configs", "DIR": "configs", "configs": "configs", "docs": "docs"}.items():
+        (tmp_path / folder).symlink_to(ROOT / found)  # what a constructor looks for
     monkeypatch.chdir(tmp_path)
     cfg = composed(*(word for word in with_task(arguments) if not word.startswith(("hydra.", "-"))))
     assert wrong_keys(cfg) == []

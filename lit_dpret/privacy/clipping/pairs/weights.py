@@ -48,7 +48,8 @@ def clipped_pair_factors(norms: Tensor, max_logit_grad_norm: float) -> tuple[Ten
     """
     if not 0 < max_logit_grad_norm < float("inf"):
         raise ConfigurationError(f"privacy.max_logit_grad_norm={max_logit_grad_norm} is not a positive, finite number.")
-    factors = (max_logit_grad_norm / norms).clamp(max=1.0)
+    # A number over a tensor may be rounded twice, and a norm that is the bound would then get a factor below 1.
+    factors = torch.where(norms <= max_logit_grad_norm, 1.0, max_logit_grad_norm / norms)
     kept = norms.isfinite() & (factors >= LEAST_FACTOR)
     return torch.where(kept, factors, torch.zeros_like(factors)), int((~kept).sum())
 
