@@ -165,7 +165,8 @@ class PrivateModule(Checkpointed):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        keep_masters(checkpoint["state_dict"], self, self.trainer.optimizers)
+        if (state := checkpoint.get("state_dict")) is not None:
+            keep_masters(state, self, self.trainer.optimizers)
 
     def on_train_start(self) -> None:
         if self._guard is None:
