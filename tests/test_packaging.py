@@ -10,9 +10,12 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import lit_dpret
 from lit_dpret.privacy.card_environment import package_versions
@@ -129,6 +132,44 @@ def test_the_wheel_imports_and_composes_without_the_repository(built: tuple[Path
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("2") and str(tmp_path / "site") in done.stdout
+
+
+STARTED_WITHOUT = """
+import builtins, sys
+missing, real = {modules!r}, builtins.__import__
+
+def without(name, globals=None, *rest, **more):
+    ours = str((globals or {{}}).get("__name__")).partition(".")[0] == "lit_dpret"
+    if ours and name.partition(".")[0] in missing:
+        raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+    return real(name, globals, *rest, **more)
+
+builtins.__import__ = without
+from lit_dpret.cli import main
+main()
+"""
+
+
+def test_the_command_starts_where_no_extra_is_installed() -> None:
+    """What an extra brings is imported where it is used; only our own modules go without it here."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    core = {named(text) for text in project["dependencies"]}
+    extras = {named(text) for texts in project["optional-dependencies"].values() for text in texts} - core
+    modules = {
+        module
+        for module, owners in packages_distributions().items()
+        if module != "lit_dpret" and any(canonicalize_name(owner) in extras for owner in owners)
+    }
+    assert {"cryptography", "flwr", "matplotlib"} <= modules
+    program = STARTED_WITHOUT.format(modules=modules)
+    command = [sys.executable, "-c", program, "list", "task"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert found.returncode == 0 and "federated" in found.stdout, found.stderr[-2000:]
+
+
+def named(requirement: str) -> str:
+    """The name in a requirement, as it is compared."""
+    return canonicalize_name(Requirement(requirement).name)
 
 
 def test_a_clone_runs_without_being_installed(tmp_path: Path) -> None:
