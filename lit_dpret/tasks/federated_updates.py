@@ -17,7 +17,6 @@ from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.encoders import Side, TextEncoder
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.federated.aggregation import Weights, take_weights
-from lit_dpret.federated.secure_mean import secure_mean
 from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Stage1, Stage2
 from lit_dpret.federated.silo import MakeModule, SiloClient
 from lit_dpret.modules import AS2DualEncoder
@@ -116,6 +115,8 @@ def updates_of(
     """
     state = folder / f"{'coupled' if defence.coupled else 'alone'}-{'plain' if defence.eps is None else defence.eps}"
     found: dict[str, Weights] = {}
+    if defence.masked:  # its package is of an extra: asked for before anything is trained
+        from lit_dpret.federated.secure_mean import secure_mean
     for number, (name, data) in enumerate(folders.items()):
         tell(number, len(folders))
         found[name] = SiloClient(data, _state(state / name), settings, make).train_shared(start, 0)
