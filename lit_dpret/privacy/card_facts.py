@@ -361,8 +361,11 @@ def mechanism_facts(records: Sequence[Record], plan: PrivacyPlan | None, release
         if plan.clip_fraction_budget:
             facts["clip_fraction"] = {
                 "budget": plan.clip_fraction_budget,
-                "standard_deviation": clip_fraction.deviation(
-                    plan.noise_multiplier, share=plan.clip_fraction_budget, denominator=plan.denominator
+                "standard_deviation": span(
+                    clip_fraction.deviation(
+                        release.noise_multiplier, share=plan.clip_fraction_budget, denominator=plan.denominator
+                    )
+                    for release in gaussian
                 ),
             }
         if plan.coupling is not None:
