@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -51,3 +52,16 @@ def test_a_page_asks_no_other_server_for_anything_that_it_shows(site: Path) -> N
     for name in ("index.html", "concepts.html", "configuration.html"):
         page = (site / name).read_text(encoding="utf-8")
         assert not re.findall(r"<(?:script|img|link)[^>]+(?:src|href)=\"?https?://(?!127)[^\"> ]+", page)
+
+
+def test_whatever_a_page_points_to_within_the_site_is_there(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert site / "reproduction" / "paper_002" / "paper_002.html" in pages
+    for page in pages:
+        if page.name == "404.html":  # its addresses start at the root of a server
+            continue
+        text = page.read_text(encoding="utf-8")
+        for target in re.findall(r"""<(?:a|img)[^>]+?(?:href|src)=["']?([^"'\s>]+)""", text):
+            if not re.match(r"[a-z]+:|#|//", target):
+                there = page.parent / unquote(target.split("#")[0])
+                assert there.exists(), f"{page.relative_to(site)} points to {target}"
