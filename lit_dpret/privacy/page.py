@@ -8,7 +8,9 @@ it may come from a data set, a file name or a model.
 
 from __future__ import annotations
 
+import csv
 import html
+import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -203,6 +205,12 @@ class Grid:
         rules = ["---:" if column in self.numeric else "---" for column in range(len(self.header))]
         lines = [[md(name) for name in self.header], rules, *([md(value) for value in row] for row in self.rows)]
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+    def csv(self) -> str:
+        """The same for a spreadsheet."""
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows([self.header, *self.rows])
+        return text.getvalue()
 
 
 @dataclass(frozen=True)

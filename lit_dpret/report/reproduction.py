@@ -112,7 +112,7 @@ def write_reproduction(
     quote: bool = True,
     notes: Sequence[str] = (),
 ) -> dict[str, State]:
-    """Write ``NAME.md``, ``.html``, ``.json`` and the pictures; returns what became of each item.
+    """Write ``NAME.md``, ``.html``, ``.json``, tables as ``.csv``, and pictures; returns what became of each item.
 
     Args:
         paper: What there is to show.
@@ -145,8 +145,9 @@ def write_reproduction(
         "html": to_html(paper.title, made, lead, sections),
         "json": json.dumps(facts, indent=1, allow_nan=False) + "\n",
     }
-    for ending, text in texts.items():
-        write_whole(folder / f"{paper.name}.{ending}", text, owner_only=paper.internal)
+    files = {f"{paper.name}.{ending}": text for ending, text in texts.items()} | _tables(told)
+    for name, text in files.items():
+        write_whole(folder / name, text, owner_only=paper.internal)
     return {one.item.number: one.state for one in told}
 
 
@@ -169,6 +170,16 @@ def _tell(item: Item, parts: Mapping[str, PartTold], folder: Path, *, quote: boo
             return _Told(item, "left out", kept, part, "It quotes texts of the data (task.quote=false).")
         return _Told(item, "shown", blocks, part)
     return _Told(item, "left out", [], None, " ".join(reasons))
+
+
+def _tables(told: Sequence[_Told]) -> dict[str, str]:
+    """Files of what stands in tables; a further one of the same item has a number."""
+    tables: dict[str, str] = {}
+    for one in told:
+        grids = [block for block in one.blocks if isinstance(block, Grid)]
+        for place, grid in enumerate(grids, 1):
+            tables[f"{_slug(one.item.number)}{f'_{place}' if place > 1 else ''}.csv"] = grid.csv()
+    return tables
 
 
 def _slug(number: str) -> str:

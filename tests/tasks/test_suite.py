@@ -119,6 +119,7 @@ def test_every_part_is_run_in_its_folder_and_what_lacks_its_data_is_left_out_wit
         ("Table 1", "shown", "first"), ("Table 2", "shown", "second"), ("Figure 1", "not reproduced", None),
     ]  # fmt: skip
     assert found["items"][0]["blocks"][0] == {"header": ["ours", "theirs"], "rows": [[1, 0.5]]}
+    assert (tmp_path / "run" / "report" / "table_1.csv").read_text(encoding="utf-8").split() == ["ours,theirs", "1,0.5"]
     told = (tmp_path / "run" / "report" / "paper_x.md").read_text(encoding="utf-8")
     for words in ("task.data.images=null: nobody said where", "Not reproduced. It shows the method.", "is tiny. Three",
                   "python train.py a=1 hydra.run.dir=", "Nothing is promised."):  # fmt: skip
@@ -206,6 +207,7 @@ def test_texts_of_the_data_are_left_out_of_the_page_where_they_must_not_be_passe
     suite(quote=False).run(parts(tmp_path, ran))
     item = page(tmp_path)["items"][0]
     assert item["state"] == "left out" and item["blocks"] == [{"text": "of one run."}]
+    assert not (tmp_path / "report" / "table_1.csv").exists()
     assert "task.quote=false" in (tmp_path / "report" / "paper_x.md").read_text(encoding="utf-8")
     suite().run(parts(tmp_path, ran, resume=True))
     assert page(tmp_path)["items"][0]["blocks"][0]["rows"] == [[1, 0.5]]
