@@ -13,6 +13,25 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one thread for each of several worker
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", metavar="I/N", help="every N-th of the chosen tests, from the I-th on (I modulo N)")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the share that was asked for of what ``-m`` and ``-k`` have left."""
+    if (share := config.getoption("--share")) is None:
+        return
+    try:
+        turn, parts = map(int, share.split("/"))
+        first = turn % parts
+    except (ValueError, ZeroDivisionError) as error:
+        raise pytest.UsageError(f"--share={share} is not of the form I/N, such as 3/6.") from error
+    kept = items[first::parts]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
 @pytest.fixture(autouse=True)
 def own_state_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "state"))
