@@ -77,7 +77,7 @@ class PromptedEmbedding(nn.Module):
     def __init__(self, words: nn.Embedding, start: Tensor) -> None:
         super().__init__()
         self.words = words
-        self.prompt = nn.Embedding(*start.shape, _weight=start)
+        self.prompt = nn.Embedding(len(start), start.shape[1], _weight=start)
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -164,11 +164,13 @@ def without_prompt(model: PreTrainedModel) -> PreTrainedModel:
     # Not by resize_token_embeddings, which ties the output layer of a T5 v1.1 to its embeddings.
     rows = embedding.prompt.weight.detach().to(words)
     table = torch.cat([words.detach(), rows])
-    longer = nn.Embedding(*table.shape, _weight=table)
+    longer = nn.Embedding(len(table), table.shape[1], _weight=table)
     for owner in (plain, plain.encoder, plain.decoder):
         owner.set_input_embeddings(longer)
-    outputs = longer.weight if head is words else nn.Parameter(torch.cat([head.detach(), torch.zeros_like(rows)]))
-    plain.lm_head = _head(outputs)
+    tied = head is words
+    plain.lm_head = _head(table if tied else torch.cat([head.detach(), torch.zeros_like(rows)]))
+    if tied:
+        plain.lm_head.weight = longer.weight
     plain.config.vocab_size = longer.num_embeddings
     plain.generation_config.suppress_tokens = list(embedding.ids)
     made: PreTrainedModel = plain
@@ -188,11 +190,11 @@ def speak_words_only(model: PreTrainedModel, count: int) -> None:
         - Its scores are those of the model in training, of the same shape.
     """
     plain: Any = model
-    plain.lm_head = _head(nn.Parameter(plain.lm_head.weight.detach()[:-count], requires_grad=False))
+    plain.lm_head = _head(plain.lm_head.weight.detach()[:-count])
 
 
-def _head(weight: nn.Parameter) -> nn.Linear:
+def _head(weight: Tensor) -> nn.Linear:
     """The output layer of this weight, ``(vocabulary, dim)``."""
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    made.weight = weight
+    made.weight = nn.Parameter(weight)
     return made
