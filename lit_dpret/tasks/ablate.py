@@ -34,6 +34,7 @@ from lit_dpret.tasks.comparison import METRIC_NAMES, PUBLIC
 from lit_dpret.tasks.consistency import KEPT, check_round_trip
 from lit_dpret.tasks.generator_stage import draw, likeness, train_generator
 from lit_dpret.tasks.head_comparison import HeadComparison
+from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.recipe import PSEUDO, GeneratorRecipe, Recipe, told_settings
 from lit_dpret.tasks.synthesize import public_sample
 
@@ -65,7 +66,8 @@ class Ablate(HeadComparison[_Cell]):
         seeds: Training runs of each row; run i has the seed ``seed + i``, and noise and coins of its own.
         written_passages: Queries are made for a public sample of so many passages; null for all that are searched.
         likeness_texts: BLEU and MAUVE look at so many queries of each generator; null computes neither.
-        only: Names of the recipes to take; null for all.
+        only: Names of the recipes to take; null for all but those whose generator starts from a folder that is not
+            there. Such a one that is named is refused when the task runs.
         max_passages: Public sample of passages that are encoded and searched; null for all.
         split: On which questions the runs are judged.
         tuning_note, tuning_data: What the settings were chosen on; they go into the cards.
@@ -73,8 +75,7 @@ class Ablate(HeadComparison[_Cell]):
         min_free_mb: Refuse to start with less free disk.
 
     Raises:
-        ConfigurationError: A setting is out of range, a name is unknown, or a recipe in ``only`` has a generator that
-            starts from a folder that is not there; without ``only`` such a recipe is left out.
+        ConfigurationError: A setting is out of range, or a name is unknown.
     """
 
     headings: ClassVar[Headings] = Headings(
@@ -128,9 +129,14 @@ class Ablate(HeadComparison[_Cell]):
                     f"task.variants.{name}.queries={source} is not one of task.generators: "
                     f"{', '.join(self.generators) or 'there are none'}."
                 )
-        self.only = self._that_can_start(chosen=only is not None)
+        self._chosen_by_name = only is not None
 
-    def _that_can_start(self, *, chosen: bool) -> list[str]:
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Train, evaluate and compare; what a generator starts from is looked for before anything else."""
+        self.only = self._that_can_start()
+        return super().run(parts)
+
+    def _that_can_start(self) -> list[str]:
         """The recipes whose generator has what it starts from; others are left out, or refused if they were chosen."""
         missing = {}
         for name in self.only:
@@ -144,7 +150,7 @@ class Ablate(HeadComparison[_Cell]):
                 )
             else:
                 generator.check_start()
-        if missing and (chosen or len(missing) == len(self.only)):
+        if missing and (self._chosen_by_name or len(missing) == len(self.only)):
             raise ConfigurationError(next(iter(missing.values())))
         for why in missing.values():
             sys.stdout.write(f"left out: {why}\n")

@@ -148,20 +148,21 @@ def save_start(run: Path, *, seed: int = 5, private: bool = False) -> Path:
 def test_a_row_whose_generator_has_no_start_is_left_out_unless_it_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    missing = warm(tmp_path, tmp_path / "warm_up")
-    assert "made_warm" not in study(tmp_path, **missing).only and "made" in study(tmp_path, **missing).only
+    rows = warm(tmp_path, tmp_path / "warm_up") | {"only": ["made_warm", "none"]}
+    with pytest.raises(ConfigurationError, match=r"warm_up, and there is none\. Make it .*hydra\.run\.dir=.*warm_up"):
+        study(tmp_path, **rows).run(parts(tmp_path))
+    assert not (tmp_path / "run").exists(), "refused before anything is computed"
+    chosen = {name: rows["variants"][name] for name in rows["only"]}
+    assert "none" in study(tmp_path, **rows | {"variants": chosen, "only": None}).run(parts(tmp_path))
     told = capsys.readouterr().out
     assert "left out: task.variants.made_warm" in told and "privacy=none datamodule=pairs" in told
-    with pytest.raises(ConfigurationError, match=r"warm_up, and there is none\. Make it .*hydra\.run\.dir=.*warm_up"):
-        study(tmp_path, **missing, only=["made_warm", "none"])
-    save_start(tmp_path / "warm_up")
-    assert "made_warm" in study(tmp_path, **missing).only
+    assert [row["system"] for row in results(tmp_path / "run")["rows"]] == ["BM25", "zero-shot", "none"]
 
 
 def test_a_start_that_tells_of_private_data_is_not_public(tmp_path: Path) -> None:
     start = save_start(tmp_path / "warm_up", private=True)
     with pytest.raises(ConfigurationError, match=r"public_start=.*tells of private data"):
-        study(tmp_path, **warm(tmp_path, start))
+        study(tmp_path, **warm(tmp_path, start)).run(parts(tmp_path))
 
 
 def test_a_generator_starts_from_the_public_folder_and_its_card_says_so(tmp_path: Path) -> None:
