@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.budget import require_choice
@@ -150,7 +150,7 @@ def _start(wanted: PromptTuning, words: nn.Embedding, tokenizer: PreTrainedToken
 
 
 def without_prompt(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy whose virtual tokens are the last rows of its embeddings, so that it is a plain T5; itself without any.
+    """A plain T5 whose last rows of embeddings are the virtual tokens; the model itself where it has none.
 
     Guarantees:
         - Nothing but those rows differs from the model that training started from.
@@ -159,21 +159,21 @@ def without_prompt(model: PreTrainedModel) -> PreTrainedModel:
     embedding = prompt_of(model)
     if embedding is None:
         return model
-    plain: Any = copy.deepcopy(model)
-    words, head = plain.shared.weight, plain.lm_head.weight
-    # Not by resize_token_embeddings, which ties the output layer of a T5 v1.1 to its embeddings.
-    rows = embedding.prompt.weight.detach().to(words)
-    table = torch.cat([words.detach(), rows])
-    longer = nn.Embedding(len(table), table.shape[1], _weight=table)
-    for owner in (plain, plain.encoder, plain.decoder):
-        owner.set_input_embeddings(longer)
-    tied = head is words
-    plain.lm_head = _head(table if tied else torch.cat([head.detach(), torch.zeros_like(rows)]))
-    if tied:
-        plain.lm_head.weight = longer.weight
-    plain.config.vocab_size = longer.num_embeddings
-    plain.generation_config.suppress_tokens = list(embedding.ids)
-    made: PreTrainedModel = plain
+    trained: Any = model
+    words, rows = trained.shared.weight.detach(), embedding.prompt.weight.detach()
+    table = torch.cat([words, rows.to(words)])
+    head = trained.lm_head.weight
+    longer = dict.fromkeys(("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), table)
+    tied = head is trained.shared.weight
+    longer["lm_head.weight"] = table if tied else torch.cat([head.detach(), torch.zeros_like(rows).to(head)])
+    config = copy.deepcopy(model.config)
+    config.vocab_size = len(table)
+    with torch.device("meta"):  # no copy of the weights, no numbers drawn; and parts of FSDP cannot be copied
+        made: PreTrainedModel = AutoModelForSeq2SeqLM.from_config(config, dtype=words.dtype)
+    kept = {name: weight for name, weight in model.state_dict().items() if not name.startswith("encoder.embed_tokens.")}
+    made.load_state_dict(kept | longer, assign=True)
+    made.generation_config = copy.deepcopy(model.generation_config)
+    made.generation_config.suppress_tokens = list(embedding.ids)
     return made
 
 
