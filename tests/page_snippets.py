@@ -13,7 +13,7 @@ import tiny_images
 import torch
 from page_stages import private_log, table_log
 from stand_ins import Line, Numbers, Regression
-from tiny_generator import PASSAGES, SETTINGS, lively_generator, write_parent_card
+from tiny_generator import PASSAGES, SETTINGS, generator, lively_generator, write_parent_card
 from tiny_tasks import write_log
 
 from lit_dpret.privacy.modes import DPSGD
@@ -76,6 +76,12 @@ def released(folder: Path) -> dict[str, Any]:
     return {}
 
 
+def with_a_prompt(folder: Path) -> dict[str, Any]:
+    """A generator whose prompt was tuned."""
+    generator(prompt_tuning={"num_virtual_tokens": 3}).save_model(folder / "runs" / "generator" / "model")
+    return {}
+
+
 def split_log(folder: Path) -> dict[str, Any]:
     write_log(folder / "log_split")
     return {}
@@ -119,6 +125,7 @@ SURROUNDINGS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/filters.md": released,
     "docs/howto/federation.md": split_log,
     "docs/images.md": images,
+    "docs/synthesis.md": with_a_prompt,
     "docs/testing.md": to_be_tested,
 }
 """The names that are there before the first snippet of a page; none where a page is not listed."""

@@ -158,6 +158,7 @@ STAGES: dict[str, Stage] = {
     "README.md": Stage(
         files=(private_log, silos), left=("runs/quickstart/report.html", "runs/index/index/privacy_card.json")
     ),
+    "docs/ablations.md": Stage(files=(beir_folder,), names={"PUBLIC_PAIRS": "BEIR_FOLDER"}),
     "docs/canaries.md": Stage(names={"=RUN": "=runs/canary", "RUN": "runs/canary"}),
     "docs/data.md": Stage(
         files=(private_log, table_log, beir_folder, hub_data, msmarco, squad),

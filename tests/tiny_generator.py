@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
 from lit_dpret.modules.optimizers import OptimizerSpec
@@ -118,6 +120,44 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def pair(query: str, text: str) -> Pair:
     return Pair("q", query, "p", text, frozenset({"p"}))
+
+
+class _Items:
+    def __init__(self, pairs: list[Pair]) -> None:
+        self._pairs = pairs
+
+    def __getitem__(self, draw: Any) -> Any:
+        return draw, [self._pairs[draw.unit]] if draw.unit >= 0 else []
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+
+class CopyTask(L.LightningDataModule):
+    """What the accountant asks of a DataModule, over the copy task."""
+
+    sample_rate, cap, rows_per_unit = None, None, "one"
+
+    def __init__(self, sampling: str, size: int = 64, batch: int = 16) -> None:
+        super().__init__()
+        self.sampling, self.expected_batch_size, self.physical_batch_size = sampling, batch, batch
+        self.pairs = copy_pairs(size)
+
+    def use_unit(self, unit: str, neighbours: str | None = None) -> None:
+        self.unit = unit
+
+    @property
+    def n_units(self) -> int:
+        return len(self.pairs)
+
+    def data_fingerprint(self, key: bytes) -> str:
+        return "copy"
+
+    def attach(self, batch_sampler: Any, collate_fn: Any) -> None:
+        self.batch_sampler, self.collate_fn = batch_sampler, collate_fn
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(_Items(self.pairs), batch_sampler=self.batch_sampler, collate_fn=self.collate_fn)
 
 
 ROWS = [pair("bana delo", "bana delo fibi"), pair("gomu", passage(5, 9)), pair(passage(3, 6), "kuri")]

@@ -185,6 +185,7 @@ def slice_of(outline: GeneratorOutline, encoder: int, decoder: int) -> QueryGene
             max_passage_length=outline.max_passage_length,
             max_query_length=outline.max_query_length,
             lora=outline.lora,
+            prompt_tuning=outline.prompt_tuning,
             trainable_patterns=outline.trainable_patterns,
             gradient_checkpointing=outline.gradient_checkpointing,
         )

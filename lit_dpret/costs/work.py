@@ -87,7 +87,7 @@ def work_of(outline: GeneratorOutline) -> Work:
         raise ConfigurationError(
             f"The formulas know encoder-decoder models (model=generator), and {outline.name} is none."
         )
-    source, target = outline.max_passage_length, outline.max_query_length
+    source, target = outline.encoder_length, outline.max_query_length
     products: Counter[Product] = Counter()
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear):

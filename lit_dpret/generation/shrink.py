@@ -9,6 +9,7 @@ Rush, 2016, 1606.07947). Passages and public weights go in, and no query: what c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from lit_dpret.modules.generator_folder import (
     GeneratorContract,
     GeneratorModel,
     TextCodec,
+    refuse_tuned_prompt,
     save_generator,
 )
 from lit_dpret.modules.model_loading import load_seq2seq, load_tokenizer
@@ -74,7 +76,8 @@ def shrink_generator(
             raise ConfigurationError(f"{knob}={value} of the smaller generator must be at least 1.")
     if not passages:
         raise ConfigurationError("The smaller generator learns from passages, and there are none.")
-    codec = TextCodec(load_tokenizer(teacher), contract)
+    refuse_tuned_prompt(teacher)
+    codec = TextCodec(load_tokenizer(teacher), replace(contract, virtual_ids=()))
     large = load_seq2seq(teacher).eval()
     small = _cut(large, layers, feed_forward)
     pairs = _taught(GeneratorModel(large, codec, Path(teacher)), passages, top_p, seed, progress)

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+
+
+def refuse_two_choices(choices: Mapping[str, Any]) -> None:
+    """Refuse settings, by their names in ``model``, of which more than one says what is trained.
+
+    Raises:
+        ConfigurationError: More than one is not null.
+    """
+    given = [f"model.{name}" for name, value in choices.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigurationError(
+            f"{' and '.join(given)} {'both' if len(given) == 2 else 'all'} say what is trained. Set all but one of "
+            "them to null."
+        )
 
 
 def freeze_all_but(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
 from lit_dpret.modules.model_loading import load_seq2seq, load_tokenizer
+from lit_dpret.modules.virtual_tokens import speak_words_only
 
 CONTRACT_NAME = "lit_dpret_generator.json"
 CONTRACT_FORMAT = 1
@@ -35,14 +36,17 @@ class GeneratorContract:
         max_passage_length: Tokens of prompt and passage together, the end mark included.
         max_query_length: Tokens of a query, the end mark included.
         lower_case: Lower-case prompt-less passages and queries before they are tokenised.
+        virtual_ids: Ids of tuned virtual tokens, put before every passage, beyond its maximal length.
     """
 
     prompt: str = "generate_query: "
     max_passage_length: int = 384
     max_query_length: int = 128
     lower_case: bool = False
+    virtual_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "virtual_ids", tuple(self.virtual_ids))
         for name in ("max_passage_length", "max_query_length"):
             if getattr(self, name) < 2:
                 raise ConfigurationError(
@@ -50,9 +54,16 @@ class GeneratorContract:
                     "Give at least 2."
                 )
 
+    @property
+    def encoder_length(self) -> int:
+        """Tokens that the encoder sees at most: those of a passage, and the virtual ones before it."""
+        return len(self.virtual_ids) + self.max_passage_length
+
     def to_dict(self) -> dict[str, Any]:
         """The contract as it is written to ``lit_dpret_generator.json``."""
-        return {"format": CONTRACT_FORMAT, **asdict(self)}
+        facts: dict[str, Any] = {"format": CONTRACT_FORMAT, **asdict(self)}
+        virtual = list(facts.pop("virtual_ids"))  # only where there are some: older versions read all other contracts
+        return {**facts, "virtual_ids": virtual} if virtual else facts
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any], *, place: str = CONTRACT_NAME) -> GeneratorContract:
@@ -85,8 +96,8 @@ class TextCodec:
     contract: GeneratorContract
 
     def passages(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of ``prompt + passage``, at most ``max_passage_length`` each."""
-        return self.token_ids(texts, "passage")
+        """Token ids of ``prompt + passage``, at most ``max_passage_length`` each, after those of virtual tokens."""
+        return [[*self.contract.virtual_ids, *ids] for ids in self.token_ids(texts, "passage")]
 
     def queries(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of the queries, at most ``max_query_length`` each."""
@@ -185,9 +196,28 @@ def load_generator(folder: str | Path) -> GeneratorModel:
         UnsupportedModelError: The folder is no generator of this package.
     """
     folder = Path(folder)
+    contract = read_contract(folder)
+    model = load_seq2seq(folder)
+    if virtual := contract.virtual_ids:
+        rows = model.get_input_embeddings().num_embeddings
+        if virtual != tuple(range(rows - len(virtual), rows)):
+            raise UnsupportedModelError(
+                f"{folder / CONTRACT_NAME} states virtual_ids {virtual[0]} to {virtual[-1]}, which are not the last of "
+                f"the {rows} rows of the model's embeddings. The two files do not belong together."
+            )
+        speak_words_only(model, len(virtual))
+    return GeneratorModel(model.eval(), TextCodec(load_tokenizer(folder), contract), folder)
+
+
+def read_contract(folder: str | Path) -> GeneratorContract:
+    """The contract of a saved generator.
+
+    Raises:
+        UnsupportedModelError: The folder is no generator of this package.
+    """
+    file = Path(folder) / CONTRACT_NAME
     try:
-        facts = json.loads((folder / CONTRACT_NAME).read_text(encoding="utf-8"))
-        contract = GeneratorContract.from_dict(facts, place=str(folder / CONTRACT_NAME))
+        return GeneratorContract.from_dict(json.loads(file.read_text(encoding="utf-8")), place=str(file))
     except (OSError, ValueError, TypeError) as error:
         if isinstance(error, UnsupportedModelError | ConfigurationError):
             raise
@@ -195,8 +225,20 @@ def load_generator(folder: str | Path) -> GeneratorModel:
             f"{folder} is no saved generator: {CONTRACT_NAME} is missing or unreadable, and without it the prompt and "
             "the lengths of training are unknown. Give the folder that a generator run exported."
         ) from error
-    model = load_seq2seq(folder)
-    return GeneratorModel(model.eval(), TextCodec(load_tokenizer(folder), contract), folder)
+
+
+def refuse_tuned_prompt(source: str | Path) -> None:
+    """Training goes on from weights; a prompt that was tuned by an earlier run would be lost on the way.
+
+    Raises:
+        ConfigurationError: It is the folder of a generator with virtual tokens.
+    """
+    if is_generator(source) and read_contract(source).virtual_ids:
+        raise ConfigurationError(
+            f"model.pretrained={source} is a generator with a tuned prompt (model.prompt_tuning), which is no model to "
+            "train on: its prompt would be left out. Start from the model that it started from; its privacy card "
+            "names it."
+        )
 
 
 def weights_hash(folder: str | Path) -> str:

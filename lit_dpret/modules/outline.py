@@ -18,8 +18,9 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedTokenizerB
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.adapters import with_lora
-from lit_dpret.modules.freezing import freeze_all_but
+from lit_dpret.modules.freezing import freeze_all_but, refuse_two_choices
 from lit_dpret.modules.model_loading import config_of_new, config_of_stored, enable_checkpointing, load_tokenizer
+from lit_dpret.modules.virtual_tokens import PromptTuning, add_prompt
 
 _WORDS = 32128
 """Rows of the embeddings of every published T5: its 32,100 pieces, rounded up."""
@@ -57,6 +58,7 @@ class GeneratorOutline:
         optimizer: The optimizer's name.
         gradient_checkpointing: Whether activations are recomputed.
         lora: Arguments of the adapters, where there are any.
+        prompt_tuning: Settings of the virtual tokens, where there are any.
         trainable_patterns: What is trained, where not everything is.
     """
 
@@ -67,7 +69,14 @@ class GeneratorOutline:
     optimizer: str
     gradient_checkpointing: bool = False
     lora: Mapping[str, Any] | None = None
+    prompt_tuning: Mapping[str, Any] | None = None
     trainable_patterns: Sequence[str] | None = None
+
+    @property
+    def encoder_length(self) -> int:
+        """Tokens that the encoder sees at most, virtual ones among them."""
+        virtual = 0 if self.prompt_tuning is None else PromptTuning.of(self.prompt_tuning).num_virtual_tokens
+        return virtual + self.max_passage_length
 
     @property
     def parameters(self) -> int:
@@ -94,6 +103,7 @@ class GeneratorOutline:
         tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
         trainable_patterns: Sequence[str] | None = None,
         lora: Mapping[str, Any] | None = None,
+        prompt_tuning: Mapping[str, Any] | None = None,
         max_passage_length: int = 384,
         max_query_length: int = 128,
         gradient_checkpointing: bool = False,
@@ -107,6 +117,7 @@ class GeneratorOutline:
             UnsupportedModelError: The hub name or folder is not known.
             ConfigurationError: The settings describe no model.
         """
+        refuse_two_choices({"trainable_patterns": trainable_patterns, "lora": lora, "prompt_tuning": prompt_tuning})
         if pretrained is None and config is None:
             raise ConfigurationError("model.pretrained=null and model.config=null: give one of them.")
         if pretrained is not None:
@@ -125,6 +136,8 @@ class GeneratorOutline:
                 enable_checkpointing(model)
             if lora is not None:
                 model = with_lora(model, lora)
+            if prompt_tuning is not None:
+                add_prompt(model, prompt_tuning, None)
         if trainable_patterns is not None:
             freeze_all_but(model, list(trainable_patterns))
         return cls(
@@ -135,6 +148,7 @@ class GeneratorOutline:
             optimizer=str(getattr(optimizer, "name", "adam")),
             gradient_checkpointing=gradient_checkpointing,
             lora=lora,
+            prompt_tuning=prompt_tuning,
             trainable_patterns=trainable_patterns,
         )
 

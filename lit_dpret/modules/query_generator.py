@@ -11,6 +11,7 @@ clipping each example would bound nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -21,12 +22,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.adapters import with_lora, without_adapters
-from lit_dpret.modules.freezing import freeze_all_but
+from lit_dpret.modules.freezing import freeze_all_but, refuse_two_choices
 from lit_dpret.modules.generator_folder import (
     GeneratorContract,
     GeneratorModel,
     TextCodec,
     load_generator,
+    refuse_tuned_prompt,
     save_generator,
 )
 from lit_dpret.modules.model_loading import build_seq2seq, enable_checkpointing, load_seq2seq, load_tokenizer
@@ -34,6 +36,7 @@ from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.outline import GeneratorOutline
 from lit_dpret.modules.padding import padded, placed
 from lit_dpret.modules.private_module import PrivateModule
+from lit_dpret.modules.virtual_tokens import add_prompt, without_prompt
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.sampling import Row
@@ -69,6 +72,9 @@ class QueryGenerator(PrivateModule):
             in its name, all others are frozen. Null trains everything.
         lora: Arguments of ``peft.LoraConfig`` (``r``, ``lora_alpha``, ``target_modules`` and so on): train
             low-rank adapters instead of the weights; `save_model` merges them. Null trains the weights.
+        prompt_tuning: Settings of `PromptTuning` (``num_virtual_tokens`` and so on, called as peft calls them): train
+            virtual tokens before every passage instead of the weights; in what `save_model` writes they are rows of
+            the embeddings. Null trains the weights.
         loss_normalisation: ``mean`` over a row's own target tokens, or their ``sum``.
         gradient_checkpointing: Recompute activations to save memory.
         fixed_shapes: Fill every physical batch up to ``datamodule.physical_batch_size`` units and every text to its
@@ -95,6 +101,7 @@ class QueryGenerator(PrivateModule):
         dropout: float | None = None,
         trainable_patterns: Sequence[str] | None = None,
         lora: Mapping[str, Any] | None = None,
+        prompt_tuning: Mapping[str, Any] | None = None,
         loss_normalisation: LossNormalisation = "mean",
         gradient_checkpointing: bool = False,
         fixed_shapes: bool | None = None,
@@ -120,8 +127,11 @@ class QueryGenerator(PrivateModule):
             raise ConfigurationError(
                 "model.pretrained=null needs model.tokenizer: a new model has no words of its own."
             )
+        chosen = {"trainable_patterns": trainable_patterns, "lora": lora, "prompt_tuning": prompt_tuning}
+        refuse_two_choices(chosen)
         words = load_tokenizer(source)
         if pretrained is not None:
+            refuse_tuned_prompt(pretrained)
             model = load_seq2seq(pretrained, dropout=dropout)
         else:
             model = build_seq2seq(config or {}, words, dropout=dropout)
@@ -131,19 +141,14 @@ class QueryGenerator(PrivateModule):
         self.fixed_shapes = fixed_shapes
         self.model = model.train()  # from_pretrained leaves it in evaluation mode, where dropout is off
         self._check_sizes()
-        self._outlined: dict[str, Any] = {
-            "gradient_checkpointing": gradient_checkpointing,
-            "lora": lora,
-            "trainable_patterns": trainable_patterns,
-        }
+        self._outlined: dict[str, Any] = {"gradient_checkpointing": gradient_checkpointing, **chosen}
         if gradient_checkpointing:
             enable_checkpointing(self.model)
         if lora is not None:
-            if trainable_patterns is not None:
-                raise ConfigurationError(
-                    "model.trainable_patterns and model.lora both say what is trained. Set one of them to null."
-                )
             self.model = cast(PreTrainedModel, with_lora(self.model, lora))
+        if prompt_tuning is not None:
+            ids = add_prompt(self.model, prompt_tuning, words)
+            self.codec = replace(self.codec, contract=replace(contract, virtual_ids=ids))
         if trainable_patterns is not None:
             freeze_all_but(self.model, list(trainable_patterns))
 
@@ -192,7 +197,7 @@ class QueryGenerator(PrivateModule):
     def place_rows(self, features: dict[str, Tensor], places: Sequence[int], rows: int) -> dict[str, Tensor]:
         """As `PrivateModule.place_rows`, every text filled up to its maximal length."""
         contract = self.codec.contract
-        passages, queries = (rows, contract.max_passage_length), (rows, contract.max_query_length)
+        passages, queries = (rows, contract.encoder_length), (rows, contract.max_query_length)
         attended = placed(features["attention_mask"], places, passages, 0)
         attended[:, 0] = 1  # also of a filled-in row: attention to nothing is not defined
         # Added to the scores as it is: of a mask of zeros and ones, transformers would ask whether all are ones.
@@ -208,9 +213,10 @@ class QueryGenerator(PrivateModule):
         contract, coins = self.codec.contract, torch.Generator().manual_seed(0)
         source, target = contract.max_passage_length, contract.max_query_length
         words = int(self.model.get_input_embeddings().num_embeddings)
+        virtual = torch.tensor(contract.virtual_ids, dtype=torch.long).expand(count, -1)
         return {
-            "input_ids": torch.randint(1, words, (count, source), generator=coins),
-            "attention_mask": torch.ones(count, source, dtype=torch.long),
+            "input_ids": torch.cat([virtual, torch.randint(1, words, (count, source), generator=coins)], dim=1),
+            "attention_mask": torch.ones(count, contract.encoder_length, dtype=torch.long),
             "labels": torch.randint(1, words, (count, target), generator=coins),
         }
 
@@ -240,7 +246,8 @@ class QueryGenerator(PrivateModule):
             StorageError: The folder cannot be written, or holds something that is no generator.
         """
         with on_host(self.model):
-            return save_generator(folder, cast(PreTrainedModel, without_adapters(self.model)), self.codec)
+            merged = cast(PreTrainedModel, without_adapters(self.model))
+            return save_generator(folder, without_prompt(merged), self.codec)
 
     @staticmethod
     def load_model(folder: str | Path) -> GeneratorModel:

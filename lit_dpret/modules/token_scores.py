@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,8 @@ class TokenScorer:
         if (Path(str(source)) / CONTRACT_NAME).is_file():
             generator = load_generator(source)
             return cls(generator.model.to(torch.device(device)), generator.codec)
-        codec = TextCodec(load_tokenizer(source), contract or GeneratorContract(prompt=prompt))
+        known = GeneratorContract(prompt=prompt) if contract is None else replace(contract, virtual_ids=())
+        codec = TextCodec(load_tokenizer(source), known)
         return cls(load_seq2seq(source).to(torch.device(device)), codec)
 
     @torch.inference_mode()

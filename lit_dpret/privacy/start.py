@@ -142,8 +142,8 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
     if public:
         if claim["guarantee"] != "none":
             raise ConfigurationError(
-                f"init_from_is_public=true, but the card of {knob}={run} tells of private data "
-                f"(guarantee: {claim['guarantee']}). Leave it false: the claims are composed."
+                f"{knob}={run} is declared public, but its card tells of private data (guarantee: "
+                f"{claim['guarantee']}). As init_from, without init_from_is_public=true, its claim would be composed."
             )
         return Start(folder, facts, knob)
     if card["mechanism"]["kind"] == "post_processing":

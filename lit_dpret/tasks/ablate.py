@@ -8,6 +8,7 @@ upper bounds, or the share that is kept would flatter.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,10 +34,15 @@ from lit_dpret.tasks.comparison import METRIC_NAMES, PUBLIC
 from lit_dpret.tasks.consistency import KEPT, check_round_trip
 from lit_dpret.tasks.generator_stage import draw, likeness, train_generator
 from lit_dpret.tasks.head_comparison import HeadComparison
-from lit_dpret.tasks.recipe import PSEUDO, GeneratorRecipe, Recipe
+from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks.recipe import PSEUDO, GeneratorRecipe, Recipe, told_settings
 from lit_dpret.tasks.synthesize import public_sample
 
 _MEBI = 2**20
+_WARM_UP = (
+    "python train.py model=generator privacy=none datamodule=pairs datamodule.folder=PUBLIC_PAIRS "
+    "trainer.max_steps=300 hydra.run.dir={run}"
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,8 @@ class Ablate(HeadComparison[_Cell]):
         seeds: Training runs of each row; run i has the seed ``seed + i``, and noise and coins of its own.
         written_passages: Queries are made for a public sample of so many passages; null for all that are searched.
         likeness_texts: BLEU and MAUVE look at so many queries of each generator; null computes neither.
-        only: Names of the recipes to take; null for all.
+        only: Names of the recipes to take; null for all but those whose generator starts from a folder that is not
+            there. Such a one that is named is refused when the task runs.
         max_passages: Public sample of passages that are encoded and searched; null for all.
         split: On which questions the runs are judged.
         tuning_note, tuning_data: What the settings were chosen on; they go into the cards.
@@ -122,6 +129,32 @@ class Ablate(HeadComparison[_Cell]):
                     f"task.variants.{name}.queries={source} is not one of task.generators: "
                     f"{', '.join(self.generators) or 'there are none'}."
                 )
+        self._chosen_by_name = only is not None
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Train, evaluate and compare; what a generator starts from is looked for before anything else."""
+        self.only = self._that_can_start()
+        return super().run(parts)
+
+    def _that_can_start(self) -> list[str]:
+        """The recipes whose generator has what it starts from; others are left out, or refused if they were chosen."""
+        missing = {}
+        for name in self.only:
+            generator = self.generators.get(str(self.variants[name].queries))
+            if generator is None:
+                continue
+            if (folder := generator.missing_start()) is not None:
+                missing[name] = (
+                    f"task.variants.{name} learns from a generator that starts from {folder}, and there is none. Make "
+                    f"it from public pairs: {_WARM_UP.format(run=generator.public_start)}"
+                )
+            else:
+                generator.check_start()
+        if missing and (self._chosen_by_name or len(missing) == len(self.only)):
+            raise ConfigurationError(next(iter(missing.values())))
+        for why in missing.values():
+            sys.stdout.write(f"left out: {why}\n")
+        return [name for name in self.only if name not in missing]
 
     def cells(self) -> list[_Cell]:
         """The recipes, upper bounds first."""
@@ -189,9 +222,9 @@ class Ablate(HeadComparison[_Cell]):
                 noise_multiplier=known,
                 tuning={"tuning_data": self.tuning_data, "tuning_note": self.tuning_note},
             )
-            return facts | {"settings": repr(recipe)}
+            return facts | {"settings": recipe.describe()}
 
-        if self._stages.run(stage, work)["settings"] != repr(recipe):
+        if told_settings(self._stages.run(stage, work)["settings"]) != recipe.describe():
             raise ResumeError(
                 f"resume=true, but {stage} was trained with other settings of task.generators.{name}. Restore them, "
                 f"or remove {self._parts.run_dir / stage}."

@@ -163,7 +163,9 @@ class CompareNegatives(Comparison[_Cell]):
         model = self.make_retriever(privacy=privacy, negatives=variant.make(privacy, seed=seed))
         data = self.make_data()
         data.physical_batch_size = 2 * self.batch
-        tuning = {"tuning_data": self.tuning_data, "tuning_note": self.tuning_note, "tuning_trials": variant.trials}
+        tuning: dict[str, Any] = {
+            "tuning_data": self.tuning_data, "tuning_note": self.tuning_note, "tuning_trials": variant.trials,
+        }  # fmt: skip
         label = self.run_name(cell, seed)
         train_retriever(
             model,

@@ -14,6 +14,7 @@ import torch
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.costs.measure import peak, reset_peak, resident
 from lit_dpret.generation.writer import synthesize
+from lit_dpret.privacy.start import model_folder
 from lit_dpret.tasks.fit import train
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.recipe import GeneratorRecipe
@@ -32,7 +33,11 @@ def train_generator(
     """
     L.seed_everything(seed, verbose=False)
     known = {} if noise_multiplier is None else {"noise_multiplier": noise_multiplier}
-    model = recipe.model(privacy=recipe.privacy(eps=eps, delta=delta, **known))
+    weights, start = {}, {}
+    if recipe.public_start is not None:
+        weights = {"pretrained": str(model_folder(recipe.public_start))}
+        start = {"init_from": recipe.public_start, "init_from_is_public": True}
+    model = recipe.model(privacy=recipe.privacy(eps=eps, delta=delta, **known), **weights)
     data = parts.make_datamodule(
         max_passages=None, expected_batch_size=recipe.batch, sample_rate=None, physical_batch_size=recipe.physical_batch
     )
@@ -45,7 +50,12 @@ def train_generator(
         run_dir=folder,
         make_trainer=lambda **settings: parts.make_trainer(max_steps=recipe.steps, **settings),
         callbacks=stage_callbacks(
-            folder, resume=resume, label=f"generator {folder.name}", tuning_trials=recipe.trials, **tuning
+            folder,
+            resume=resume,
+            label=f"generator {folder.name}",
+            tuning_trials=recipe.trials,
+            start=start,
+            **tuning,
         ),
         loggers=[],
         resume=resume,

@@ -181,7 +181,7 @@ def _facts(outline: GeneratorOutline, plan: PrivacyPlan, device: torch.device) -
         "model": outline.name,
         "parameters": outline.parameters,
         "trained_parameters": outline.trained,
-        "passage_tokens": outline.max_passage_length,
+        "passage_tokens": outline.encoder_length,
         "query_tokens": outline.max_query_length,
         "rows": plan.physical_batch_size,
         "device": str(device),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.frozen_dual_encoder import Head
+from lit_dpret.modules.generator_folder import is_generator, weights_hash
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes import PrivacyMode
+from lit_dpret.privacy.start import model_folder, read_start
 from lit_dpret.tasks.compare_variant import Variant
 
 PSEUDO = "pseudo"
@@ -96,6 +100,9 @@ class GeneratorRecipe:
         top_p: Nucleus.
         temperature: Divides the logits when queries are drawn.
         trials: How many settings were tried.
+        public_start: The folder of an earlier run whose model training starts from, in place of the model's own
+            ``pretrained``. It is declared public: nothing private may have gone into it, and the cards say from
+            where they started. Null starts from ``model.pretrained``.
     """
 
     label: str
@@ -107,6 +114,7 @@ class GeneratorRecipe:
     top_p: float = 0.8
     temperature: float = 1.0
     trials: int | None = None
+    public_start: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "physical_batch"):
@@ -121,3 +129,38 @@ class GeneratorRecipe:
                 f"task.generators: privacy={mode.name} promises nothing, and what is made from it could "
                 "not stand beside the budget. Choose privacy=dp_sgd."
             )
+
+    def missing_start(self) -> Path | None:
+        """The model folder that training would start from and that is not there."""
+        if self.public_start is None:
+            return None
+        folder = model_folder(self.public_start)
+        return None if is_generator(folder) else folder
+
+    def check_start(self) -> None:
+        """Refuse a start that cannot be public, before anything is trained.
+
+        Raises:
+            ConfigurationError: Its card tells of private data.
+            DataError: Its card cannot be read.
+        """
+        if self.public_start is not None:
+            read_start(self.public_start, public=True, knob="task.generators: public_start")
+
+    def describe(self) -> str:
+        """What may not change between a generator and its resumption; a setting that is null is left out.
+
+        So a setting that a later version brings, and that is null, does not make a finished generator another one.
+        """
+        start = "" if self.public_start is None else f" start={weights_hash(model_folder(self.public_start))}"
+        return told_settings(repr(self)) + start
+
+
+def told_settings(text: str) -> str:
+    """The repr of settings without those that are null.
+
+    Example:
+        >>> told_settings("Recipe(steps=3, lora=None, model=partial(T5, top_k=None, lr=0.1, seed=None))")
+        'Recipe(steps=3, model=partial(T5, lr=0.1))'
+    """
+    return re.sub(r", \w+=None(?=[,)])", "", text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,15 @@ from lit_dpret.tasks.parts import Parts
 
 
 def stage_callbacks(
-    folder: Path, *, resume: bool, label: str, save_every: int = 5, trial_of: Any = None, **tuning: Any
-) -> list[Any]:
-    """What every training inside a longer task needs; ``tuning`` goes to `PrivacyCard`."""
+    folder: Path, *, resume: bool, label: str, save_every: int = 5, trial_of: Any = None,
+    start: Mapping[str, Any] | None = None, **tuning: Any,
+) -> list[Any]:  # fmt: skip
+    """What every training inside a longer task needs.
+
+    ``start`` goes to `PrivacyAccountant`: the run that this one starts from; ``tuning`` goes to `PrivacyCard`.
+    """
     return [
-        PrivacyAccountant(run_dir=folder, resume=resume, trial_of=trial_of),
+        PrivacyAccountant(run_dir=folder, resume=resume, trial_of=trial_of, **(start or {})),
         PrivacyCard(run_dir=folder, **tuning),
         ModelCheckpoint(dirpath=folder / "checkpoints", every_n_train_steps=save_every, save_last=True, save_top_k=1),
         StepProgress(label),

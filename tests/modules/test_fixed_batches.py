@@ -112,8 +112,13 @@ def watched() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"gradient_checkpointing": True}, {"config": SHAPE | {"tie_word_embeddings": False}}],
-    ids=["plain", "checkpointing", "untied"],
+    [
+        {},
+        {"gradient_checkpointing": True},
+        {"config": SHAPE | {"tie_word_embeddings": False}},
+        {"prompt_tuning": {"num_virtual_tokens": 3}},
+    ],
+    ids=["plain", "checkpointing", "untied", "prompt"],
 )
 def test_once_audited_no_batch_reads_a_value(settings: dict[str, Any]) -> None:
     module = generator(**settings)

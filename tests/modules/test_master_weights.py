@@ -17,6 +17,8 @@ from lit_dpret.privacy.clipping import make_engine
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 
+LORA: dict[str, Any] = {"lora": {"r": 2, "target_modules": ["q", "v"]}}
+PROMPT: dict[str, Any] = {"prompt_tuning": {"num_virtual_tokens": 3}}
 OPTIMIZERS: list[dict[str, Any]] = [
     {"name": "sgd", "lr": 0.1, "momentum": 0.9}, {"name": "adam", "lr": 1e-3}, {"name": "adafactor", "lr": 1e-2},
 ]  # fmt: skip
@@ -100,8 +102,9 @@ def test_a_private_run_in_bf16_true_keeps_float32_masters_through_a_resume(tmp_p
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_what_is_written_of_a_module_is_float32_the_masters_and_what_is_not_trained(tmp_path: Path) -> None:
-    module = generator(lora={"r": 2, "target_modules": ["q", "v"]}).bfloat16()
+@pytest.mark.parametrize("tuned", [LORA, PROMPT], ids=["lora", "prompt"])
+def test_what_is_written_of_a_module_is_float32_the_masters_and_what_is_not_trained(tuned: Any) -> None:
+    module = generator(**tuned).bfloat16()
     optimizer = OptimizerSpec(name="sgd", lr=1e-3).build(module.parameters(), steps=0)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for number, parameter in enumerate(trained):
@@ -147,12 +150,12 @@ def test_noised_gradients_of_bfloat16_weights_are_float32(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("lora", [None, {"r": 2, "target_modules": ["q", "v"]}], ids=["full", "lora"])
-def test_checkpointing_changes_no_norm_and_no_sum_also_in_bfloat16_with_dropout(half: bool, lora: Any) -> None:
+@pytest.mark.parametrize("tuned", [{}, LORA, PROMPT], ids=["full", "lora", "prompt"])
+def test_checkpointing_changes_no_norm_and_no_sum_also_in_bfloat16_with_dropout(half: bool, tuned: Any) -> None:
     """Activations are computed again under the same dropout masks, or norms and sums would be of another function."""
     found = []
     for checkpointing in (False, True):
-        module = generator(dropout=0.3, gradient_checkpointing=checkpointing, lora=lora)
+        module = generator(dropout=0.3, gradient_checkpointing=checkpointing, **tuned)
         for name, parameter in module.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.constant_(parameter, 0.1)

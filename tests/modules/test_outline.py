@@ -35,6 +35,14 @@ def test_lora_leaves_few_weights_to_train() -> None:
     assert adapted.trained == adapted.parameters - whole.parameters == 16 * 2 * 72 * (1024 + 4096)
 
 
+def test_of_a_prompt_its_vectors_are_trained_and_a_plan_reads_no_words_for_them() -> None:
+    text = {"prompt_tuning_init": "TEXT", "prompt_tuning_init_text": "what people ask"}
+    found = outline(pretrained="google-t5/t5-3b", prompt_tuning={"num_virtual_tokens": 50, **text})
+    assert found.trained == 50 * 1024 and all(parameter.is_meta for parameter in found.model.parameters())
+    with pytest.raises(ConfigurationError, match="both say"):
+        outline(pretrained="google-t5/t5-3b", prompt_tuning={}, lora={"r": 2, "target_modules": ["q"]})
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -42,8 +50,9 @@ def test_lora_leaves_few_weights_to_train() -> None:
         {"gradient_checkpointing": True},
         {"trainable_patterns": [r"^decoder\."]},
         {"lora": {"r": 2, "target_modules": ["q"]}},
+        {"prompt_tuning": {"num_virtual_tokens": 3}},
     ],
-    ids=["plain", "checkpointing", "decoder only", "lora"],
+    ids=["plain", "checkpointing", "decoder only", "lora", "prompt"],
 )
 def test_an_outline_has_the_names_and_shapes_of_the_generator(settings: dict[str, Any]) -> None:
     given = {"pretrained": None, "config": SHAPE, "tokenizer": tokenizer(), **settings}
@@ -55,6 +64,7 @@ def test_an_outline_has_the_names_and_shapes_of_the_generator(settings: dict[str
     assert shapes[0] == shapes[1] and shapes[0]
     assert (real.gradient_checkpointing, real.trained) == (paper.gradient_checkpointing, paper.trained)
     assert (real.max_passage_length, real.max_query_length) == (paper.max_passage_length, paper.max_query_length)
+    assert real.encoder_length == paper.encoder_length == 12 + (3 if "prompt_tuning" in settings else 0)
 
 
 def test_what_cannot_be_outlined_is_refused(tmp_path: Path) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from stand_ins import dp, fit
-from tiny_generator import ROWS, SHAPE, Pair, copy_pairs, generator, losses, pair, passage, tokenizer
-from torch.utils.data import DataLoader
+from tiny_generator import ROWS, SHAPE, CopyTask, copy_pairs, generator, losses, pair, passage, tokenizer
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules.generator_folder import GeneratorContract, TextCodec
@@ -148,50 +146,12 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
 # -- training --------------------------------------------------------------------------------
 
 
-class _Items:
-    def __init__(self, pairs: list[Pair]) -> None:
-        self._pairs = pairs
-
-    def __getitem__(self, draw: Any) -> Any:
-        return draw, [self._pairs[draw.unit]] if draw.unit >= 0 else []
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-
-class Pairs(L.LightningDataModule):
-    """What the accountant asks of a DataModule, over the copy task."""
-
-    sample_rate, cap, rows_per_unit = None, None, "one"
-
-    def __init__(self, sampling: str, size: int = 64, batch: int = 16) -> None:
-        super().__init__()
-        self.sampling, self.expected_batch_size, self.physical_batch_size = sampling, batch, batch
-        self.pairs = copy_pairs(size)
-
-    def use_unit(self, unit: str, neighbours: str | None = None) -> None:
-        self.unit = unit
-
-    @property
-    def n_units(self) -> int:
-        return len(self.pairs)
-
-    def data_fingerprint(self, key: bytes) -> str:
-        return "copy"
-
-    def attach(self, batch_sampler: Any, collate_fn: Any) -> None:
-        self.batch_sampler, self.collate_fn = batch_sampler, collate_fn
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(_Items(self.pairs), batch_sampler=self.batch_sampler, collate_fn=self.collate_fn)
-
-
 def test_without_privacy_it_learns_to_copy(tmp_path: Path) -> None:
     module = generator(lr=1e-2)
     pairs = copy_pairs(64)
     with torch.no_grad():
         before = float(losses(module, pairs).mean())
-    fit(tmp_path, module, Pairs("shuffle"), steps=60, save_every=1000)
+    fit(tmp_path, module, CopyTask("shuffle"), steps=60, save_every=1000)
     with torch.no_grad():
         after = float(losses(module, pairs).mean())
     assert after < 0.5 * before
@@ -201,7 +161,7 @@ def test_without_privacy_it_learns_to_copy(tmp_path: Path) -> None:
 def test_it_trains_privately_and_the_ledger_says_so(tmp_path: Path, engine: str) -> None:
     module = generator(privacy=dp(tmp_path, eps=8.0, noise_multiplier=3.0, engine=engine))
     before = [p.detach().clone() for p in module.parameters()]
-    runner = fit(tmp_path / "run", module, Pairs("poisson"), steps=3, save_every=1000)
+    runner = fit(tmp_path / "run", module, CopyTask("poisson"), steps=3, save_every=1000)
     assert runner.global_step == 3
     records = PrivacyLedger.read(tmp_path / "run" / "privacy_ledger.jsonl").records
     assert [record["kind"] for record in records].count("release") == 3

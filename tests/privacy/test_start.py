@@ -105,7 +105,7 @@ def test_without_a_card_only_a_declaration_makes_a_start_public(tmp_path: Path) 
 
 
 def test_a_private_start_cannot_be_declared_public(parent: Path) -> None:
-    with pytest.raises(ConfigurationError, match="init_from_is_public=true, but the card"):
+    with pytest.raises(ConfigurationError, match="is declared public, but its card"):
         read_start(parent, public=True)
 
 

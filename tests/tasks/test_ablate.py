@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_generator import generator
+from tiny_generator import generator, write_parent_card
 from tiny_tasks import parts, retriever
 
 from lit_dpret.errors import ConfigurationError, ResumeError
@@ -121,3 +121,78 @@ def test_unknown_and_unprotected_generators_are_refused(tmp_path: Path) -> None:
         study(tmp_path, generators={})
     with pytest.raises(ConfigurationError, match="promises nothing"):
         replace(generators(tmp_path)["tiny"], privacy=partial(NoPrivacy))
+
+
+def warm(folder: Path, start: Path) -> dict[str, Any]:
+    """The study with one more generator, which starts from a folder, and a row that learns from it."""
+    tiny = generators(folder)["tiny"]
+    made = recipes(folder)["made"]
+    return {
+        "generators": {"tiny": tiny, "warm": replace(tiny, label="warm one", public_start=str(start))},
+        "variants": recipes(folder) | {"made_warm": replace(made, label="made warm", queries="warm")},
+        "seeds": 1,
+    }
+
+
+def save_start(run: Path, *, seed: int = 5, private: bool = False) -> Path:
+    """The folder of an earlier run with a generator in it."""
+    module = generator(seed=seed)
+    module.save_model(run / "model")
+    if private:
+        write_parent_card(run / "model")
+        for file in (run / "model").glob("privacy_*"):
+            file.rename(run / file.name)
+    return run
+
+
+def test_a_row_whose_generator_has_no_start_is_left_out_unless_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = warm(tmp_path, tmp_path / "warm_up") | {"only": ["made_warm", "none"]}
+    with pytest.raises(ConfigurationError, match=r"warm_up, and there is none\. Make it .*hydra\.run\.dir=.*warm_up"):
+        study(tmp_path, **rows).run(parts(tmp_path))
+    assert not (tmp_path / "run").exists(), "refused before anything is computed"
+    chosen = {name: rows["variants"][name] for name in rows["only"]}
+    assert "none" in study(tmp_path, **rows | {"variants": chosen, "only": None}).run(parts(tmp_path))
+    told = capsys.readouterr().out
+    assert "left out: task.variants.made_warm" in told and "privacy=none datamodule=pairs" in told
+    assert [row["system"] for row in results(tmp_path / "run")["rows"]] == ["BM25", "zero-shot", "none"]
+
+
+def test_a_start_that_tells_of_private_data_is_not_public(tmp_path: Path) -> None:
+    start = save_start(tmp_path / "warm_up", private=True)
+    with pytest.raises(ConfigurationError, match=r"public_start=.*tells of private data"):
+        study(tmp_path, **warm(tmp_path, start)).run(parts(tmp_path))
+
+
+def test_a_generator_starts_from_the_public_folder_and_its_card_says_so(tmp_path: Path) -> None:
+    start = save_start(tmp_path / "warm_up")
+    changes = warm(tmp_path, start) | {"only": ["made_warm", "none"]}
+    started = []
+    model = partial(_noting_start, started)
+    chosen = replace(changes["generators"]["warm"], model=model)
+    changes["generators"]["warm"] = chosen
+    study(tmp_path, **changes).run(parts(tmp_path))
+    assert started == [str(start / "model")]
+    card = read_card(tmp_path / "run" / "generator-warm-seed0")
+    assert card["pretraining"]["start"] == "Training started from warm_up, which was declared to be public."
+    assert "made from public data alone, as declared" in json.dumps(card["assumptions"])
+    study(tmp_path, **changes).run(parts(tmp_path, resume=True))
+    save_start(tmp_path / "warm_up", seed=6)
+    with pytest.raises(ResumeError, match=r"other settings of task\.generators\.warm"):
+        study(tmp_path, **changes).run(parts(tmp_path, resume=True))
+
+
+def _noting_start(started: list[str], *, pretrained: str, privacy: Any) -> Any:
+    started.append(pretrained)
+    return generator(privacy=privacy, pretrained=pretrained, config=None, tokenizer=None)
+
+
+def test_a_setting_that_a_later_version_brings_makes_no_other_generator(tmp_path: Path) -> None:
+    known = generators(tmp_path)["tiny"]
+    later = replace(known, model=partial(generator, prompt_tuning=None))
+    assert later.describe() == known.describe()
+    assert (
+        replace(known, model=partial(generator, prompt_tuning={"num_virtual_tokens": 2})).describe() != known.describe()
+    )
+    assert replace(known, steps=2).describe() != known.describe()

@@ -108,8 +108,8 @@ def test_a_measurement_is_of_the_planned_rows_and_lengths() -> None:
 
 @pytest.mark.parametrize(("settings", "half"), [
     ({}, False), ({"gradient_checkpointing": True}, False), ({"lora": {"r": 2, "target_modules": ["q", "v"]}}, False),
-    ({}, True),
-], ids=["plain", "checkpointing", "lora", "bfloat16"])  # fmt: skip
+    ({"prompt_tuning": {"num_virtual_tokens": 7}}, False), ({}, True),
+], ids=["plain", "checkpointing", "lora", "prompt", "bfloat16"])  # fmt: skip
 def test_bytes_of_the_phases_add_up_over_layers_to_those_of_the_whole_model(
     settings: dict[str, Any], half: bool
 ) -> None:

@@ -1,0 +1,200 @@
+"""Prompt tuning: a few vectors before every passage are trained, and nothing else.
+
+The vectors are the embeddings of *virtual tokens*, whose ids come after all words (Lester et al. 2021, 2104.08691,
+section 2). Whoever turns texts into ids puts them before every passage, so masks, lengths and whatever else counts
+tokens need to know nothing of them. They cannot be merged into the weights as low-rank adapters are, but they can be
+merged into the vocabulary: a saved generator is a plain T5 with so many rows of embeddings more.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.budget import require_choice
+
+PromptInit = Literal["SAMPLE_VOCAB", "RANDOM", "TEXT"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptTuning:
+    """The settings of `model.prompt_tuning`, called as in ``peft.PromptTuningConfig``.
+
+    Args:
+        num_virtual_tokens: Vectors before every passage; each is as wide as an embedding.
+        prompt_tuning_init: What they start from, which is public in every case: ``SAMPLE_VOCAB``, embeddings of
+            random words; ``RANDOM``, standard normal numbers; ``TEXT``, the embeddings of ``prompt_tuning_init_text``.
+        prompt_tuning_init_text: Repeated or cut until it has so many tokens. It is published with the model: never
+            take it from private queries.
+    """
+
+    num_virtual_tokens: int = 20
+    prompt_tuning_init: PromptInit = "SAMPLE_VOCAB"
+    prompt_tuning_init_text: str | None = None
+
+    def __post_init__(self) -> None:
+        count, text = self.num_virtual_tokens, self.prompt_tuning_init_text
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ConfigurationError(f"model.prompt_tuning.num_virtual_tokens={count} must be at least 1.")
+        require_choice("model.prompt_tuning.prompt_tuning_init", self.prompt_tuning_init, get_args(PromptInit))
+        if (self.prompt_tuning_init == "TEXT") != bool(text):
+            raise ConfigurationError(
+                f"model.prompt_tuning: prompt_tuning_init={self.prompt_tuning_init} and prompt_tuning_init_text={text} "
+                "do not go together. A text is what prompt_tuning_init=TEXT starts from, and only that."
+            )
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> PromptTuning:
+        """The settings of a configuration.
+
+        Raises:
+            ConfigurationError: One of them is unknown or out of range.
+        """
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(map(str, settings)) - set(known)):
+            raise ConfigurationError(f"model.prompt_tuning.{unknown[0]} is no setting. There are: {', '.join(known)}.")
+        return cls(**{str(name): value for name, value in settings.items()})
+
+
+class PromptedEmbedding(nn.Module):
+    """Embeddings of words, frozen, and of virtual tokens, trained.
+
+    Guarantees:
+        - An embedding is a function of its id alone, wherever it stands and whatever stands beside it.
+
+    Args:
+        words: Embeddings of the words, ids ``0 .. vocabulary - 1``.
+        start: What the virtual tokens, ids from ``vocabulary``, start from, of shape ``(tokens, dim)``.
+    """
+
+    def __init__(self, words: nn.Embedding, start: Tensor) -> None:
+        super().__init__()
+        self.words = words
+        self.prompt = nn.Embedding(len(start), start.shape[1], _weight=start)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Those of the virtual tokens."""
+        first = self.words.num_embeddings
+        return tuple(range(first, first + self.prompt.num_embeddings))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """``(rows, tokens)`` to ``(rows, tokens, dim)``."""
+        first = self.words.num_embeddings
+        virtual = ids >= first
+        words = self.words(ids.masked_fill(virtual, 0))
+        prompt = self.prompt((ids - first).clamp(min=0))
+        return torch.where(virtual[..., None], prompt.to(words.dtype), words)
+
+
+def add_prompt(
+    model: PreTrainedModel, settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[int, ...]:
+    """Freeze a T5 and give its encoder virtual tokens to train.
+
+    Args:
+        model: Changed in place.
+        settings: Those of `PromptTuning`.
+        tokenizer: That of the model; null for shapes alone, as on the ``meta`` device.
+
+    Returns:
+        The ids of the virtual tokens, which are to be put before every passage.
+
+    Raises:
+        ConfigurationError: A setting is refused, or the model is no T5.
+    """
+    wanted = PromptTuning.of(settings)
+    plain: Any = model
+    if model.config.model_type != "t5":
+        raise ConfigurationError(
+            f"model.prompt_tuning puts virtual tokens before the encoder of a T5, and this is a "
+            f"{model.config.model_type}. Train low-rank adapters instead (model.lora)."
+        )
+    model.requires_grad_(False)
+    words = plain.shared
+    count = wanted.num_virtual_tokens
+    if tokenizer is None:
+        start = torch.empty_like(words.weight[:1]).expand(count, -1).contiguous()
+    else:
+        start = _start(wanted, words, tokenizer)
+    embedding = PromptedEmbedding(words, start)
+    plain.encoder.set_input_embeddings(embedding)
+    return embedding.ids
+
+
+def _start(wanted: PromptTuning, words: nn.Embedding, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """What the virtual tokens start from: public weights, public settings, and coins that are no secret."""
+    count, dim = wanted.num_virtual_tokens, words.embedding_dim
+    if wanted.prompt_tuning_init == "RANDOM":
+        return torch.randn(count, dim, dtype=words.weight.dtype)
+    special = set(tokenizer.all_special_ids)
+    if wanted.prompt_tuning_init == "TEXT":
+        spelled: list[int] = tokenizer(wanted.prompt_tuning_init_text, verbose=False)["input_ids"]
+        ids = torch.tensor([i for i in spelled if i not in special])
+        if len(ids) == 0:
+            raise ConfigurationError(
+                f"model.prompt_tuning.prompt_tuning_init_text={wanted.prompt_tuning_init_text!r} has no token."
+            )
+        ids = ids.repeat(-(-count // len(ids)))[:count]
+    else:
+        known = torch.tensor([i for i in range(len(tokenizer)) if i not in special])
+        ids = known[torch.randint(len(known), (count,))]
+    return words.weight.detach()[ids].clone()
+
+
+def without_prompt(model: PreTrainedModel) -> PreTrainedModel:
+    """A plain T5 whose last rows of embeddings are the virtual tokens; the model itself where it has none.
+
+    Guarantees:
+        - Nothing but those rows differs from the model that training started from.
+        - What it writes by ``generate`` holds no virtual token: its generation config suppresses them.
+    """
+    embedding = prompt_of(model)
+    if embedding is None:
+        return model
+    trained: Any = model
+    words, rows = trained.shared.weight.detach(), embedding.prompt.weight.detach()
+    table = torch.cat([words, rows.to(words)])
+    head = trained.lm_head.weight
+    longer = dict.fromkeys(("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), table)
+    tied = head is trained.shared.weight
+    longer["lm_head.weight"] = table if tied else torch.cat([head.detach(), torch.zeros_like(rows).to(head)])
+    config = copy.deepcopy(model.config)
+    config.vocab_size = len(table)
+    with torch.device("meta"):  # no copy of the weights, no numbers drawn; and parts of FSDP cannot be copied
+        made: PreTrainedModel = AutoModelForSeq2SeqLM.from_config(config, dtype=words.dtype)
+    kept = {name: weight for name, weight in model.state_dict().items() if not name.startswith("encoder.embed_tokens.")}
+    made.load_state_dict(kept | longer, assign=True)
+    made.generation_config = copy.deepcopy(model.generation_config)
+    made.generation_config.suppress_tokens = list(embedding.ids)
+    return made
+
+
+def prompt_of(model: nn.Module) -> PromptedEmbedding | None:
+    """The embedding with virtual tokens of a model that has one."""
+    found = getattr(getattr(model, "encoder", None), "embed_tokens", None)
+    return found if isinstance(found, PromptedEmbedding) else None
+
+
+def speak_words_only(model: PreTrainedModel, count: int) -> None:
+    """Leave virtual tokens, the last ``count`` rows of the vocabulary, out of what a saved generator chooses from.
+
+    Guarantees:
+        - Its scores are those of the model in training, of the same shape.
+    """
+    plain: Any = model
+    plain.lm_head = _head(plain.lm_head.weight.detach()[:-count])
+
+
+def _head(weight: Tensor) -> nn.Linear:
+    """The output layer of this weight, ``(vocabulary, dim)``."""
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    made.weight = nn.Parameter(weight)
+    return made
