@@ -121,6 +121,7 @@ def test_a_run_goes_on_with_another_number_of_processes(
 SETTINGS: dict[str, dict[str, Any]] = {
     "activation checkpointing": {"model": {"gradient_checkpointing": True}},
     "LoRA": {"lora": True},
+    "LoRA, merged": {"model": {"lora": {"r": 2, "target_modules": ["q", "v"]}}},
     "prompt tuning": {"model": {"prompt_tuning": {"num_virtual_tokens": 3}}},
     "frozen encoder": {"model": {"trainable_patterns": ["decoder"]}},
     "per layer": {"privacy": {"clip_groups": "per_layer"}},
