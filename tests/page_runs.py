@@ -29,6 +29,7 @@ TWO_ON_THE_CPU = ["trainer.accelerator=cpu", "trainer.devices=2", "trainer.num_n
 QUICK: dict[str, list[str]] = {
     "privacy=dp_sgd": ["datamodule.sampling=poisson"],
     "privacy=public_passages": ["datamodule.sampling=poisson"],
+    "task=ablate": ["datamodule.sampling=poisson", "task.only=[none_pool,public,made_prompts]"],
 }
 
 # A choice of the command line, and the settings that make a run of it take seconds. Later lines overrule earlier ones.
@@ -54,6 +55,8 @@ TINY: dict[str, list[str]] = {
     "task=synthesize": ["task.max_passages=24", "task.max_new_tokens=6", "task.group_size=8"],
     "task=compare_modes": ["task.max_passages=100", "task.seeds=2", "task.eps=[3]", "task.min_free_mb=1",
                            "task.only=[none,synthetic]"],
+    "task=ablate": ["task.max_passages=100", "task.written_passages=20", "task.seeds=2", "task.likeness_texts=null",
+                    "task.min_free_mb=1"],
     "task=compare_negatives": ["task.max_passages=100", "task.seeds=2", "task.steps=2", "task.batch=8",
                                "task.min_free_mb=1", "task.retriever.max_passage_length=16"],
     "task=canaries": ["task.trainings=1", "task.steps=2", "task.batch=8", "task.measure.draws=2"],

@@ -6,7 +6,9 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lit_dpret.encoders import TextEncoder
 from lit_dpret.errors import ConfigurationError
@@ -52,9 +54,23 @@ def without_adapters(model: nn.Module) -> nn.Module:
     merge: Any = getattr(model, "merge_and_unload", None)
     if merge is None:
         return model
-    twin: Any = copy.deepcopy(model)
-    plain: nn.Module = twin.merge_and_unload()
+    plain: nn.Module = _twin(model).merge_and_unload()
     return plain
+
+
+def _twin(model: Any) -> Any:
+    """A copy of a model with adapters. One that is trained in shards cannot be copied, and is built again."""
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return copy.deepcopy(model)
+    base = model.get_base_model()
+    with torch.random.fork_rng(devices=[]):  # weights that are replaced are drawn first
+        fresh = type(base)(copy.deepcopy(base.config))
+        for name, part in base._modules.items():
+            if part is None:  # an encoder without its pooler
+                fresh._modules[name] = None
+        twin = _peft().get_peft_model(fresh, copy.deepcopy(model.peft_config[model.active_adapter]))
+    twin.load_state_dict(model.state_dict(), assign=True)
+    return twin
 
 
 def merged(encoder: TextEncoder) -> TextEncoder:
