@@ -35,10 +35,11 @@ def _more(part: str, *settings: str) -> str:
 
 
 # What stands before a command's own settings, which therefore overrule it: under truncated Poisson sampling the
-# accountant takes a minute for the smallest run, under Poisson sampling a second.
+# accountant takes a minute for the smallest run, under Poisson sampling a second; some attacks need no shadow models.
 QUICK: dict[str, list[str]] = {
     "privacy=dp_sgd": ["datamodule.sampling=poisson"],
     "privacy=public_passages": ["datamodule.sampling=poisson"],
+    "task=membership": ["task.shadows=2"],
 }
 
 # A choice of the command line, and the settings that make a run of it take seconds. Later lines overrule earlier ones.
@@ -71,7 +72,7 @@ TINY: dict[str, list[str]] = {
     "federated=flower": ["federated.privacy.accountant=rdp"],
     "task=federated_study": ["task.seeds=[0]"],
         "task=build_silos": ["task.clients=3", "task.max_train_queries=12", "task.max_passages=12"],
-    "task=membership": ["task.queries=16", "task.shadows=2"],
+    "task=membership": ["task.queries=16"],
     "task=inversion": ["task.known=100", "task.attacked=20", "task.steps=5", "task.batch_size=8", "task.candidates=5"],
     "task=plan": ["privacy.accountant=rdp"],
     "task=similarity": ["task.max_texts=50", "task.seeds=1"],
@@ -86,9 +87,9 @@ TINY: dict[str, list[str]] = {
                     "task.variants.made.steps=2", "task.variants.made.batch=8",
                     "task.generators.full.steps=2", "task.generators.full.batch=8"],
     "task=paper_000": [*(setting.replace("task.", "task.pipeline.", 1) for setting in SMALL_PIPELINE),
-                       "task.eps=[3,null]", "task.min_free_mb=1", "task.shrink_passages=50", "task.shrink.epochs=1",
+                       "task.eps=[3]", "task.min_free_mb=1", "task.shrink_passages=50", "task.shrink.epochs=1",
                        "task.similarity.max_texts=50", "task.similarity.seeds=1", "task.grid.max_passages=24",
-                       "task.grid.lr=[0.001]", "task.grid.batch=[8]", "task.grid.epochs=[0.1]"],
+                       "task.grid.lr=[0.001]", "task.grid.batch=[8]", "task.grid.epochs=[0.001]"],
     "experiment=paper_002": ["task.only=[embedding_net,fine_tune]", "task.min_free_mb=1",
                              _more("embedding_net", "task.seeds=[0]", "task.epochs=1", "task.batch_size=20",
                                    "task.held_out_images=20", "task.held_out_group=10", "privacy.sub_batches=2",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 
 import tiny_images
 import torch
+import zstandard
 from shown_commands import ROOT
 from tiny_generator import tokenizer
 from tiny_silos import SIZE, SMALL, declare_public
@@ -130,6 +132,18 @@ def public_text(folder: Path) -> None:
     _write(folder / "c4_sample.jsonl", [{"text": f"{record['query']} {record['passage']}"} for record in RECORDS])
 
 
+def measured_texts(folder: Path) -> None:
+    """Collections by the names under which similarity.md tells of its numbers."""
+    root = folder / "FOLDER"
+    write_log(root / "insuranceqa")
+    asked = "".join(json.dumps({"_id": f"w{i}", "text": record["query"]}) + "\n" for i, record in enumerate(RECORDS))
+    (root / "real_queries").mkdir()
+    (root / "real_queries" / "queries.jsonl.gz").write_bytes(gzip.compress(asked.encode()))
+    read = "".join(json.dumps({"text": text}) + "\n" for text in PASSAGES)
+    (root / "pretrain_text").mkdir()
+    (root / "pretrain_text" / "text.jsonl.zst").write_bytes(zstandard.compress(read.encode()))
+
+
 def silos(folder: Path) -> None:
     """Planted silos that say which of their sentences are public, and the document of one of them."""
     write_silos(folder / "silos", planted_silos(SIZE), facts={})
@@ -208,7 +222,7 @@ STAGES: dict[str, Stage] = {
     "docs/paper_000.md": Stage(files=(our_pages,)),
     "docs/search.md": Stage(first=(GENERATOR, SYNTHETIC, ENCODER)),
     "docs/similarity.md": Stage(
-        files=(public_text,), first=(GENERATOR, SYNTHETIC),
+        files=(public_text, measured_texts), first=(GENERATOR, SYNTHETIC),
         names={"RUN/synthetic": "runs/synthetic/synthetic", "c4_sample.jsonl.gz": "c4_sample.jsonl"},
     ),
     "docs/synthesis.md": Stage(first=(GENERATOR,)),
