@@ -39,7 +39,7 @@ def _more(part: str, *settings: str) -> str:
 QUICK: dict[str, list[str]] = {
     "privacy=dp_sgd": ["datamodule.sampling=poisson"],
     "privacy=public_passages": ["datamodule.sampling=poisson"],
-    "task=membership": ["task.shadows=2"],
+    "task=membership": ["task.shadows=4"],
 }
 
 # A choice of the command line, and the settings that make a run of it take seconds. Later lines overrule earlier ones.
@@ -72,7 +72,7 @@ TINY: dict[str, list[str]] = {
     "federated=flower": ["federated.privacy.accountant=rdp"],
     "task=federated_study": ["task.seeds=[0]"],
         "task=build_silos": ["task.clients=3", "task.max_train_queries=12", "task.max_passages=12"],
-    "task=membership": ["task.queries=16"],
+    "task=membership": ["task.queries=24"],
     "task=inversion": ["task.known=100", "task.attacked=20", "task.steps=5", "task.batch_size=8", "task.candidates=5"],
     "task=plan": ["privacy.accountant=rdp"],
     "task=similarity": ["task.max_texts=50", "task.seeds=1"],
