@@ -307,6 +307,7 @@ def _quieten() -> None:
         ".*your dataloader is not resumable.*",
         ".*pre-optimization state.*",
         ".*Checkpoint directory .* exists and is not empty.*",
+        ".*in eval mode at the start of training.*",  # frozen towers are, by design
     ):
         warnings.filterwarnings("ignore", message=message)
 

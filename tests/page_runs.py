@@ -22,14 +22,25 @@ from lit_dpret.cli import USER_ERROR, with_task
 SMALL_DATA = ["datamodule.expected_batch_size=8", "datamodule.physical_batch_size=8"]
 SMALL_LENGTHS = ["model.max_passage_length=16", "model.max_query_length=8"]
 SAMPLE = ["datamodule.max_passages=500"]  # with the queries that they answer
+SMALL_PIPELINE = ["task.generator_steps=2", "task.generator_batch=8", "task.generator_physical_batch=8",
+                  "task.retriever_steps=2", "task.retriever_batch=8", "task.max_passages=100",
+                  "task.generator.max_passage_length=16", "task.retriever.max_passage_length=16"]  # fmt: skip
 TWO_ON_THE_CPU = ["trainer.accelerator=cpu", "trainer.devices=2", "trainer.num_nodes=1", "trainer.precision=32-true"]
 
+
+def _more(part: str, *settings: str) -> str:
+    """Settings of one part of ``task=suite``, as one setting of the suite."""
+    quoted = ",".join(f'"{setting}"' for setting in settings)
+    return f"task.parts.{part}.more=[{quoted}]"
+
+
 # What stands before a command's own settings, which therefore overrule it: under truncated Poisson sampling the
-# accountant takes a minute for the smallest run, under Poisson sampling a second.
+# accountant takes a minute for the smallest run, under Poisson sampling a second; some attacks need no shadow models.
 QUICK: dict[str, list[str]] = {
     "privacy=dp_sgd": ["datamodule.sampling=poisson"],
     "privacy=public_passages": ["datamodule.sampling=poisson"],
     "task=ablate": ["datamodule.sampling=poisson", "task.only=[none_pool,public,made_prompts]"],
+    "task=membership": ["task.shadows=4"],
 }
 
 # A choice of the command line, and the settings that make a run of it take seconds. Later lines overrule earlier ones.
@@ -49,26 +60,52 @@ TINY: dict[str, list[str]] = {
     "model=dual_encoder": SMALL_LENGTHS,
     "model=frozen_dual_encoder": SMALL_LENGTHS,
     "canaries=papers": ["model.max_passage_length=64", "model.max_query_length=32"],
-    "task=pipeline": ["task.generator_steps=2", "task.generator_batch=8", "task.generator_physical_batch=8",
-                      "task.retriever_steps=2", "task.retriever_batch=8", "task.max_passages=100",
-                      "task.generator.max_passage_length=16", "task.retriever.max_passage_length=16"],
+    "task=pipeline": SMALL_PIPELINE,
     "task=synthesize": ["task.max_passages=24", "task.max_new_tokens=6", "task.group_size=8"],
     "task=compare_modes": ["task.max_passages=100", "task.seeds=2", "task.eps=[3]", "task.min_free_mb=1",
                            "task.only=[none,synthetic]"],
     "task=ablate": ["task.max_passages=100", "task.written_passages=20", "task.seeds=2", "task.likeness_texts=null",
                     "task.min_free_mb=1"],
     "task=compare_negatives": ["task.max_passages=100", "task.seeds=2", "task.steps=2", "task.batch=8",
-                               "task.min_free_mb=1", "task.retriever.max_passage_length=16"],
+                               "task.min_free_mb=1", "task.retriever.max_passage_length=16",
+                               "task.only=[in_batch,static,dynamic]"],
     "task=canaries": ["task.trainings=1", "task.steps=2", "task.batch=8", "task.measure.draws=2"],
     "task=federated": ["task.seeds=[0]", "task.systems=[bm25,stage1,fed_negative]", "federated.stage2.batch_size=4"],
     "federated=inprocess": ["federated.privacy.accountant=rdp"],
     "federated=flower": ["federated.privacy.accountant=rdp"],
     "task=federated_study": ["task.seeds=[0]"],
         "task=build_silos": ["task.clients=3", "task.max_train_queries=12", "task.max_passages=12"],
-    "task=membership": ["task.queries=16", "task.shadows=2"],
-    "task=inversion": ["task.known=100", "task.attacked=10", "task.steps=5", "task.batch_size=8", "task.candidates=5"],
+    "task=membership": ["task.queries=24"],
+    "task=inversion": ["task.known=100", "task.attacked=20", "task.steps=5", "task.batch_size=8", "task.candidates=5"],
     "task=plan": ["privacy.accountant=rdp"],
     "task=similarity": ["task.max_texts=50", "task.seeds=1"],
+    "task=variants": ["task.seeds=[0]", "task.epochs=1", "task.batch_size=20", "task.held_out_images=20",
+                      "task.held_out_group=10", "privacy.sub_batches=2"],
+    "task=second_task": ["task.data=null", "task.epochs=1"],
+    "task=ablate": ["task.only=[none_query,public,made]", "task.seeds=2", "task.max_passages=200", "task.min_free_mb=1",
+                    "task.written_passages=24", "task.likeness_texts=20", "task.retriever.max_passage_length=16",
+                    "task.variants.none_query.steps=2", "task.variants.none_query.batch=8",
+                    "task.variants.public.steps=2", "task.variants.public.batch=8",
+                    "task.variants.public.privacy.pool_size=64", "task.variants.made.round_trip_filter=null",
+                    "task.variants.made.steps=2", "task.variants.made.batch=8",
+                    "task.generators.full.steps=2", "task.generators.full.batch=8"],
+    "task=paper_000": [*(setting.replace("task.", "task.pipeline.", 1) for setting in SMALL_PIPELINE),
+                       "task.eps=[3]", "task.min_free_mb=1", "task.shrink_passages=50", "task.shrink.epochs=1",
+                       "task.similarity.max_texts=50", "task.similarity.seeds=1", "task.grid.max_passages=24",
+                       "task.grid.lr=[0.001]", "task.grid.batch=[8]", "task.grid.epochs=[0.001]"],
+    "experiment=paper_002": ["task.only=[embedding_net,fine_tune]", "task.min_free_mb=1",
+                             _more("embedding_net", "task.seeds=[0]", "task.epochs=1", "task.batch_size=20",
+                                   "task.held_out_images=20", "task.held_out_group=10", "privacy.sub_batches=2",
+                                   "task.variants.naive_dp_1000.batch_size=10"),
+                             _more("fine_tune", "task.seeds=[0]", "task.epochs=1", "task.data=null")],
+    "experiment=paper_004": ["task.only=[silos,encoder,cases,inversion,table_1]", "task.min_free_mb=1",
+                             _more("silos", "task.max_train_queries=12", "task.max_passages=50"),
+                             _more("encoder", "federated.clients=3"),
+                             _more("inversion", "task.known=100", "task.attacked=20", "task.steps=5",
+                                   "task.batch_size=8", "task.candidates=5"),
+                             _more("table_1", "task.seeds=[0]", "task.systems=[bm25,stage1,fed_negative]",
+                                   "federated.clients=3", "federated.stage2.batch_size=4")],
+    "experiment=best_eps3": ["privacy.pool_size=64"],
     "experiment=pdd_as2": ["federated.clients=3"],
     "experiment=direct_eps3": ["model.pool_size=64"],
     "experiment=generator_t5_xl": ["model.pretrained=public_t5"],
@@ -79,6 +116,7 @@ NOT_EXECUTED: dict[str, str] = {
     "datamodule.path=someone/questions": "needs the Hugging Face hub",
     "task.source=medquad": "needs MedQuAD: tests/federated/test_silo_data.py reads a small one",
     "task.source=newsqa": "needs NewsQA: tests/federated/test_silo_data.py reads a small one",
+    "google-t5/": "needs the Hugging Face hub and a GPU",
     "federated.superlink=": "needs a running SuperLink: tests/federated/test_superlink.py starts one",
     "--superlink ": "the same",
 }

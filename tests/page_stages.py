@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from typing import Any
 
 import tiny_images
 import torch
+import zstandard
+from shown_commands import ROOT
 from tiny_generator import tokenizer
 from tiny_silos import SIZE, SMALL, declare_public
 from tiny_tasks import write_log
@@ -98,11 +101,18 @@ def squad(folder: Path) -> None:
 
 
 def cifar(folder: Path) -> None:
-    tiny_images.cifar10_pickles(folder / "cifar10")
+    tiny_images.cifar10_pickles(folder / "cifar10", images=20)
+
+
+def our_pages(folder: Path) -> None:
+    """A clone has them; what a page takes from there are results of earlier runs."""
+    (folder / "docs").symlink_to(ROOT / "docs")
 
 
 def hard_negatives(folder: Path) -> None:
-    (folder / "hard-negatives.jsonl").write_text("", encoding="utf-8")
+    """GPL's file, about InsuranceQA: four passages for every train question, as its datamodule names them."""
+    lines = [{"qid": f"train-{i}", "pos": [], "neg": {"bm25": ["a14", "a55", "a64", "a99"]}} for i in range(12_889)]
+    _write(folder / "hard-negatives.jsonl", lines)
 
 
 def protocol(folder: Path) -> None:
@@ -122,6 +132,18 @@ def public_text(folder: Path) -> None:
     _write(folder / "c4_sample.jsonl", [{"text": f"{record['query']} {record['passage']}"} for record in RECORDS])
 
 
+def measured_texts(folder: Path) -> None:
+    """Collections by the names under which similarity.md tells of its numbers."""
+    root = folder / "FOLDER"
+    write_log(root / "insuranceqa")
+    asked = "".join(json.dumps({"_id": f"w{i}", "text": record["query"]}) + "\n" for i, record in enumerate(RECORDS))
+    (root / "real_queries").mkdir()
+    (root / "real_queries" / "queries.jsonl.gz").write_bytes(gzip.compress(asked.encode()))
+    read = "".join(json.dumps({"text": text}) + "\n" for text in PASSAGES)
+    (root / "pretrain_text").mkdir()
+    (root / "pretrain_text" / "text.jsonl.zst").write_bytes(zstandard.compress(read.encode()))
+
+
 def silos(folder: Path) -> None:
     """Planted silos that say which of their sentences are public, and the document of one of them."""
     write_silos(folder / "silos", planted_silos(SIZE), facts={})
@@ -133,7 +155,7 @@ def silos(folder: Path) -> None:
     (folder / "silo.yaml").write_text(settings.to_yaml(), encoding="utf-8")
 
 
-def _write(path: Path, rows: Iterable[Mapping[str, str]]) -> None:
+def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
@@ -194,12 +216,14 @@ STAGES: dict[str, Stage] = {
         first=(GENERATOR, SYNTHETIC,
                "pseudo_labels task.data=runs/synthetic/synthetic task.cross_encoder=cross_encoder "
                "task.cross_encoder_is_public=true hydra.run.dir=runs/labels"),
-        names={"DIR": "runs/synthetic/synthetic", "LABELS": "runs/labels/labels.jsonl"},
+        names={"DIR": "runs/synthetic/synthetic", "RUN/pseudo": "runs/labels/pseudo"},
     ),
-    "docs/reproduction.md": Stage(files=(cifar,), names={"DIR": "cifar10"}),
+    "docs/reproduce.md": Stage(files=(cifar,), names={"DIR": "cifar10"}),
+    "docs/reproduction.md": Stage(files=(cifar, our_pages), names={"DIR": "cifar10"}),
+    "docs/paper_000.md": Stage(files=(our_pages,)),
     "docs/search.md": Stage(first=(GENERATOR, SYNTHETIC, ENCODER)),
     "docs/similarity.md": Stage(
-        files=(public_text,), first=(GENERATOR, SYNTHETIC),
+        files=(public_text, measured_texts), first=(GENERATOR, SYNTHETIC),
         names={"RUN/synthetic": "runs/synthetic/synthetic", "c4_sample.jsonl.gz": "c4_sample.jsonl"},
     ),
     "docs/synthesis.md": Stage(first=(GENERATOR,)),

@@ -309,6 +309,7 @@ def test_a_run_leaves_model_ledger_card_and_metrics(tmp_path: Path, program: tup
     spent = epsilon(charged_releases(records), delta=1 / 80, neighbours="zero_out")
     assert card["claim"]["epsilon"] == pytest.approx(spent) and spent <= 3
     assert (run / "metrics.jsonl").exists() and (run / "model" / "model.safetensors").exists()
+    assert done.stdout.splitlines()[-2:] == [f"model: {run / 'model'}", f"privacy card: {run / 'privacy_card.json'}"]
     assert "lit-dpret" in (tmp_path / "state").name or (tmp_path / "state" / "lit-dpret" / "privacy_secret").exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -30,6 +31,13 @@ ASKED = WRITER.requirements(WRITER.EXTRAS)
 @pytest.mark.parametrize("asked", ASKED, ids=str)
 def test_what_is_asked_for_is_pinned_within_its_range(asked: Requirement) -> None:
     assert asked.specifier.contains(PINNED[canonicalize_name(asked.name)])
+
+
+def test_the_extras_that_are_not_pinned_are_those_that_the_page_names() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    sentence = re.search(r"The extras (`.*`) are not in", (ROOT / "docs" / "install.md").read_text(encoding="utf-8"))
+    assert sentence is not None
+    assert set(re.findall(r"`([a-z-]+)`", sentence[1])) == set(extras) - set(WRITER.EXTRAS)
 
 
 def test_the_lines_of_the_file_are_pins() -> None:

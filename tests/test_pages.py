@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from configured import composed, wrong_keys
 from hydra.utils import instantiate
-from page_runs import OTHER_PROGRAMS
+from page_runs import NOT_EXECUTED, OTHER_PROGRAMS, TINY, shortened
 from page_snippets import REPLACED, SURROUNDINGS
 from shown_commands import PAGES, ROOT, Shown, commands, snippets
 
@@ -52,6 +52,28 @@ def test_a_command_is_made_of_what_there_is(shown: Shown, tmp_path: Path, monkey
     assert wrong_keys(cfg) == []
     for part in ("task", "privacy"):
         assert instantiate(cfg[part], _convert_="all") is not None
+
+
+def first_of_each() -> dict[str, Shown]:
+    """The first command of each experiment, and of each task that `TINY` shrinks, of those that are executed."""
+    found: dict[str, Shown] = {}
+    for shown in OURS:
+        if not any(part in " ".join(shown.words) for part in NOT_EXECUTED):
+            for word in shown.words[1:]:
+                if word.startswith("experiment=") or word in TINY:
+                    found.setdefault(word, shown)
+    return {word: shown for word, shown in found.items() if word.startswith(("experiment=", "task="))}
+
+
+@pytest.mark.parametrize("shown", first_of_each().values(), ids=list(first_of_each()))
+def test_what_makes_a_command_tiny_is_what_its_task_takes(
+    shown: Shown, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FOLDER", "DIR", "docs"):
+        (tmp_path / name).symlink_to(ROOT / "docs")  # what a constructor looks for
+    monkeypatch.chdir(tmp_path)
+    cfg = composed(*(word for word in shortened(list(shown.words[1:])) if not word.startswith(("hydra.", "-"))))
+    assert instantiate(cfg.task, _convert_="all") is not None
 
 
 @pytest.mark.parametrize("shown", OTHERS, ids=str)

@@ -27,12 +27,13 @@ def png(image: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def cifar10_pickles(root: Path) -> Path:
-    """``cifar-10-batches-py`` with keys in bytes, as Python 2 left them; two images to a batch of train."""
+def cifar10_pickles(root: Path, *, images: int = 2) -> Path:
+    """``cifar-10-batches-py`` with keys in bytes, as Python 2 left them; ``images`` in each of its six files."""
     folder = root / "cifar-10-batches-py"
     folder.mkdir(parents=True)
     for name, seed in [(f"data_batch_{part}", part) for part in range(1, 6)] + [("test_batch", 6)]:
-        batch = {b"data": pixels(2, seed=seed).reshape(2, -1), b"labels": [seed % 10, (seed + 1) % 10]}
+        batch = {b"data": pixels(images, seed=seed).reshape(images, -1),
+                 b"labels": [(seed + i) % 10 for i in range(images)]}  # fmt: skip
         (folder / name).write_bytes(pickle.dumps(batch, protocol=2))
     return root
 

@@ -38,7 +38,10 @@ def read_labels(path: str | Path) -> list[LabelledNegative]:
         lines = place.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise DataError(f"{place} cannot be read as labels: {reason}.") from error
+        raise DataError(
+            f"model.negatives.labelled.file={place} cannot be read: {reason}. Name the gpl-training-data.tsv that "
+            "task=pseudo_labels wrote."
+        ) from error
     found = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

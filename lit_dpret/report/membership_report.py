@@ -52,11 +52,13 @@ def membership_table(attacks: Sequence[Facts], ceilings: Facts | None) -> list[s
 def _lines(facts: Facts) -> list[str]:
     target, suspects, claim = facts["target"], facts["suspects"], facts["claim"]
     drawn = "by fair coins" if suspects["fair_coins"] else "from another split"
+    unanswered = suspects.get("left_out_without_passage", 0)
+    nor = f", nor are {unanswered:,} that have no passage" if unanswered else ""
     lines = [
         f"# Membership attacks on {target['name']}", "", f"**{INTERNAL}**", "",
         f"A {target['kind']}; {target['privacy']}. {suspects['attacked']:,} queries, {suspects['members']:,} of them "
         f"trained on, the others chosen {drawn}; {suspects['left_out_as_copies']:,} queries whose text occurs several "
-        "times are not attacked.", "",
+        f"times are not attacked{nor}.", "",
         *membership_table(facts["attacks"], claim["ceilings"]), "",
         f"Intervals: {100 * facts['confidence']:g} %, bootstrap over queries, each attack for itself. Evidence: the "
         f"error divided among the {len(facts['attacks'])} attacks. {EVIDENCE}", "",

@@ -195,9 +195,9 @@ def _verdicts(found: Mapping[str, Sequence[Difference]], *, budgeted: bool) -> l
                     each.first,
                     each.second,
                     show(Interval(each.difference, each.low, each.high)),
-                    _p(each.p_runs),
+                    p_value(each.p_runs),
                     "yes" if each.is_significant() else "no",
-                    _p(each.p_queries),
+                    p_value(each.p_queries),
                 )
                 for each in family
             ]
@@ -270,7 +270,8 @@ def _bounds(interval: Interval) -> str:
     return f"[{interval.low:.3f}, {interval.high:.3f}]"
 
 
-def _p(value: float) -> str:
+def p_value(value: float) -> str:
+    """As it is printed: never 0, which no test can say."""
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 

@@ -122,7 +122,7 @@ def show_share(share: Facts) -> str:
 
 
 def _run(each: Facts) -> str:
-    return f"{each['n']} words in a row {show_share(each['ngram'])}"
+    return f"{each['n']} words in a row: {show_share(each['ngram'])}"
 
 
 def _mauve_value(each: Facts) -> str:

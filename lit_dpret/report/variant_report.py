@@ -13,6 +13,8 @@ from lit_dpret.report.relative_curves import Axis, Band, relative_curves
 from lit_dpret.report.relative_table import PAPER_METRICS, relative_table, write_table
 from lit_dpret.report.variant_runs import VariantRun, write_runs
 
+PAGE = "README.md"
+
 
 def write_variant_report(
     runs: Sequence[VariantRun],
@@ -81,7 +83,7 @@ def write_variant_report(
     if told:
         written = write_table(relative_table(runs, baseline=baseline, metrics=told), folder)
         page.append(written[-1].read_text(encoding="utf-8"))
-    readme = folder / "README.md"
+    readme = folder / PAGE
     try:
         (folder / "curves.json").write_text(json.dumps([asdict(curve) for curve in curves]) + "\n", encoding="utf-8")
         readme.write_text("\n".join(page), encoding="utf-8")

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from lit_dpret.privacy.page import Section
 from lit_dpret.report.mode_comparison import ModeRow, differences
-from lit_dpret.report.mode_report import Headings, write_mode_report
+from lit_dpret.report.mode_report import Headings, p_value, write_mode_report
 from lit_dpret.report.table import RowResult, console_table
 
 
@@ -47,7 +47,7 @@ def tell(
     for each in differences(rows, first, references):
         if each.is_significant():
             console.print(
-                f"{each.first} above {each.second}: {first} +{each.difference:.4f}, p = {each.p_runs:.4f} over runs",
+                f"{each.first} above {each.second}: {first} +{each.difference:.4f}, p over runs {p_value(each.p_runs)}",
                 highlight=False,
                 soft_wrap=True,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import lightning as L
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.utilities import rank_zero_only
 
 from lit_dpret.attacks.coins import COINS_NAME, Coins
 from lit_dpret.callbacks import MetricsFile
@@ -18,6 +20,7 @@ from lit_dpret.canaries import CanarySuite
 from lit_dpret.canaries.planting import plant_in_run
 from lit_dpret.canaries.suite import EVALUATION_SPLITS
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.card import CARD_NAME
 from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.tasks.checkpoints import WholeCheckpoints, newest_checkpoint
 from lit_dpret.tasks.parts import Parts, check_run_dir
@@ -55,7 +58,7 @@ class Fit:
                 "many copies as a canary has, and the claim covers one. Take pseudo, or a file of public queries; "
                 "experiment=canaries, which releases no model, may use a split."
             )
-        return train(
+        logged = train(
             module,
             datamodule,
             run_dir=parts.run_dir,
@@ -67,6 +70,8 @@ class Fit:
             after_setup=hold_out,
             several_ranks=True,
         )
+        _tell_where(parts.run_dir)
+        return logged
 
     def planned_fits(self, parts: Parts) -> list[PlannedFit]:
         """The private training that ``run`` would make; reads the data, and trains nothing."""
@@ -103,6 +108,13 @@ class Fit:
                 "one person on both sides. Set privacy.unit=query."
             )
         return partial(_keep_heads, datamodule, folder)
+
+
+@rank_zero_only
+def _tell_where(folder: Path) -> None:
+    for what, place in (("model", folder / "model"), ("privacy card", folder / CARD_NAME)):
+        if place.exists():
+            sys.stdout.write(f"{what}: {place}\n")
 
 
 def _keep_heads(datamodule: Any, folder: Path) -> None:

@@ -225,6 +225,7 @@ class Membership:
                 "population": len(suspects.ids) - suspects.attacked,
                 "fair_coins": suspects.fair,
                 "left_out_as_copies": suspects.left_out,
+                "left_out_without_passage": suspects.unanswered,
             },
             "caveats": [] if suspects.fair else [SHIFT],
             "confidence": self.confidence,

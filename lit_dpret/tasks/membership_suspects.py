@@ -36,6 +36,8 @@ class Suspects:
         row_of: Which suspect a row belongs to, shape ``(rows,)``.
         fair: Whether a coin decided about each query of the universe, so that members and others are of one law.
         left_out: Queries of the universe whose text occurs there under several ids, which are not attacked.
+        unanswered: Others that have no passage in the collection (a sample of passages leaves such), so that nothing
+            is learnt from them; they are not attacked either.
     """
 
     universe: list[str]
@@ -47,6 +49,7 @@ class Suspects:
     row_of: NDArray[np.int64]
     fair: bool
     left_out: int
+    unanswered: int = 0
 
     def __repr__(self) -> str:
         return f"Suspects({self.attacked} attacked, {len(self.ids) - self.attacked} in the population)"
@@ -98,10 +101,13 @@ def choose_suspects(data: Any, others: Others, coins: Coins | None, *, count: in
     else:
         outside = list(collection.split(others))
     universe = trained if others == "coins" else [*trained, *outside]
+    split_of = dict.fromkeys(outside, "train" if others == "coins" else others) | dict.fromkeys(trained, "train")
     known = {query: normalise(collection.queries[query]) for query in universe}
     copies = Counter(known.values())
     rng, held_out = np.random.default_rng(seed), set(outside)
-    free = [query for query in universe if copies[known[query]] == 1]
+    single = [query for query in universe if copies[known[query]] == 1]
+    free = [query for query in single if collection.positives(split_of[query], query)]
+    unanswered = len(single) - len(free)
     free = [free[place] for place in rng.permutation(len(free))]
     absent = [query for query in free if query in held_out]
     apart = min(MOST_POPULATION, len(absent) // 4)
@@ -116,9 +122,10 @@ def choose_suspects(data: Any, others: Others, coins: Coins | None, *, count: in
     member = np.array([query not in held_out for query in [*chosen, *population]])
     if not len(population) or len(set(member[: len(chosen)])) < 2:
         raise DataError(
-            f"{len(free)} queries are too few for an attack: there must be members, others, and some aside."
+            f"{len(free)} queries are too few for an attack, without copies and without those that have no passage: "
+            "there must be members, others, and some to compare with. Raise datamodule.max_train_queries and "
+            "datamodule.max_passages, where they are set."
         )
-    split_of = {query: split for split, qrels in collection.qrels.items() for query in qrels}
     texts: list[str] = []
     passages: list[str] = []
     row_of: list[int] = []
@@ -127,9 +134,8 @@ def choose_suspects(data: Any, others: Others, coins: Coins | None, *, count: in
             texts.append(collection.queries[query])
             passages.append(collection.passages[passage])
             row_of.append(place)
-    if len(set(row_of)) < len(member):
-        raise DataError("A query has no passage with a positive grade. Set datamodule.drop_queries_without_passage.")
     return Suspects(
         universe=universe, ids=[*chosen, *population], member=member, attacked=len(chosen), queries=texts,
-        passages=passages, row_of=np.array(row_of), fair=others == "coins", left_out=len(universe) - len(free),
+        passages=passages, row_of=np.array(row_of), fair=others == "coins", left_out=len(universe) - len(single),
+        unanswered=unanswered,
     )  # fmt: skip

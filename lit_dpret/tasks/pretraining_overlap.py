@@ -119,9 +119,8 @@ class PretrainingOverlap:
             }
         console = Console()
         for name, each in found.items():
-            console.print(
-                f"{name}: found exactly {each.exact}; {self.ngram} words in a row {each.ngram}", highlight=False
-            )
+            told = f"{name}: found exactly {each.exact}; {self.ngram} words in a row: {each.ngram}"
+            console.print(told, highlight=False, soft_wrap=True)
         for line in [self._reach(), *([warning] if warning else [])]:
             console.print(line, highlight=False, soft_wrap=True)
         for path in self._write(parts, facts):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,7 @@ class SecondTask:
             ]
         lines += ["Table 4, absolute.", "", beside_the_paper(table, TABLE_4, relative=False).markdown(), ""]
         page.write_text("\n".join(lines), encoding="utf-8")
+        sys.stdout.write(f"written: {page}\n")
 
 
 def fitted(images: Tensor, shape: tuple[int, ...]) -> Tensor:

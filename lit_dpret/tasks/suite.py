@@ -127,7 +127,8 @@ class Suite:
                 self._result(name, task, own)
                 if name != todo[-1]:
                     self._tell()
-            progress(len(runs), len(runs))
+            if runs:
+                progress(len(runs), len(runs))
         states = self._tell()
         for number, state in states.items():
             sys.stdout.write(f"{number}: {state}\n")

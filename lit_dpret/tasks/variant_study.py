@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +26,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.report.variant_report import PAGE
 from lit_dpret.report.variant_runs import VariantRun
 from lit_dpret.tasks.curve_recorder import CurveRecorder, HeldOutLoss, read_curve
 from lit_dpret.tasks.fit import train
@@ -125,7 +127,9 @@ class VariantStudy:
                     self._tell(finished)
                 finished.append(self._finished(name, seed))
             progress(len(planned), len(planned))
-        return self._tell(finished)
+        scores = self._tell(finished)
+        sys.stdout.write(f"written: {parts.run_dir / 'report' / PAGE}\n")
+        return scores
 
     def _planned(self) -> list[tuple[int, str]]:
         """Seed and variant of each run: those of the paper's own comparison first, seed by seed."""

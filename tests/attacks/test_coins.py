@@ -13,7 +13,7 @@ from tiny_generator import generator
 from tiny_tasks import parts, write_log
 
 from lit_dpret.attacks.coins import COINS_NAME, Coins
-from lit_dpret.callbacks import PrivacyAccountant
+from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.modes import DPSGD
@@ -86,15 +86,23 @@ def make_generator(privacy: Any) -> Any:
     return generator(privacy=privacy)
 
 
-def test_a_run_with_coins_trains_on_heads_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_coins_trains_on_heads_alone_and_says_where_its_model_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen: list[int] = []
     made = parts(tmp_path, **fit_settings(tmp_path))
     keep = PairsDataModule.train_on
     monkeypatch.setattr(PairsDataModule, "train_on", lambda self, ids: (keep(self, ids), seen.append(len(ids)))[0])
-    trainer = made.make_trainer
-    Fit(membership_coins=True).run(replace(made, make_trainer=lambda **s: trainer(max_steps=2, **s)))
-    coins = Coins.read(tmp_path / "run")
+    trainer, run = made.make_trainer, tmp_path / "run"
+    made = replace(
+        made,
+        make_trainer=lambda **s: trainer(max_steps=2, **s),
+        make_callbacks=lambda: [PrivacyAccountant(run_dir=run), PrivacyCard(run_dir=run)],
+    )
+    Fit(membership_coins=True).run(made)
+    coins = Coins.read(run)
     assert seen == [len(coins.trained_on)] and len(coins.heads) == 56
+    assert capsys.readouterr().out == f"model: {run / 'model'}\nprivacy card: {run / 'privacy_card.json'}\n"
 
 
 def test_coins_of_an_earlier_run_are_not_forgotten(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from scipy import stats
 
 from lit_dpret.errors import DataError
 from lit_dpret.report.mode_comparison import ModeRow, differences
-from lit_dpret.report.mode_report import Headings, write_mode_report
+from lit_dpret.report.mode_report import Headings, p_value, write_mode_report
 from lit_dpret.retrieval.statistics import holm
 
 QUERIES = 200
@@ -147,3 +147,7 @@ def test_a_report_bears_the_name_of_its_comparison(tmp_path: Path) -> None:
     assert set(written) == {f"compare_soups.{end}" for end in ("html", "md", "json", "csv")} | {"differences.csv"}
     text = written["compare_soups.md"].read_text(encoding="utf-8")
     assert "One spoon in every soup" in text and "nDCG@10, all rows: 1 of 1 differences" in text
+
+
+def test_no_probability_is_printed_as_zero() -> None:
+    assert [p_value(p) for p in (0.0, 1e-7, 0.0009, 0.001, 0.25, 1.0)] == ["< 0.001"] * 3 + ["0.001", "0.250", "1.000"]

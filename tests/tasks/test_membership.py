@@ -343,17 +343,20 @@ def test_shadow_models_are_not_charged_to_the_data_set(make: Make, private_run: 
         attack(private_run, shadows=4).run(ledger)
 
 
-def test_who_is_attacked_does_not_depend_on_the_coins_and_copies_are_left_out(make: Make, tmp_path: Path) -> None:
+def test_who_is_attacked_does_not_depend_on_the_coins_and_whom_an_attack_cannot_ask_is_left_out(
+    make: Make, tmp_path: Path
+) -> None:
     data = make(tmp_path).make_datamodule()
     data.setup("fit")
     queries = data.collection.queries
     queries["q0"] = queries["q1"].upper()  # the same text under another id
     train = list(data.collection.split("train"))
+    data.collection.qrels["train"]["q5"].clear()  # as where a sample of passages holds none of its answers
     attacked = []
     for flip in (False, True):
         coins = Coins({query: (place % 2 == 0) != flip for place, query in enumerate(train)})
         found = choose_suspects(data, "coins", coins, count=100, rows=2, seed=1)
         attacked.append(found.ids[: found.attacked])
         assert not found.member[found.population].any()
-        assert found.left_out == 2 and not {"q0", "q1"} & set(found.ids)
+        assert found.left_out == 2 and found.unanswered == 1 and not {"q0", "q1", "q5"} & set(found.ids)
     assert attacked[0] == attacked[1]

@@ -159,11 +159,14 @@ def test_the_second_task_trains_a_classifier_on_each_frozen_encoder(finished: Pa
     assert second.run(parts(tmp_path, resume=True)) == told
 
 
-def test_the_second_task_takes_fashion_mnist_where_it_is(finished: Path, tmp_path: Path) -> None:
+def test_the_second_task_takes_fashion_mnist_where_it_is(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     there = ImagesDataModule(source="fashion_mnist", folder=tiny.idx(tmp_path / "fashion"))
     SecondTask(study=finished / "run", data=there, epochs=1, batch_size=4, min_free_mb=1).run(parts(tmp_path))
-    page = (tmp_path / "run" / "report" / "README.md").read_text(encoding="utf-8")
-    assert "the fine labels of fashion_mnist" in page
+    written = tmp_path / "run" / "report" / "README.md"
+    assert "the fine labels of fashion_mnist" in written.read_text(encoding="utf-8")
+    assert capsys.readouterr().out == f"written: {written}\n"
 
 
 def test_grey_images_are_fitted_to_a_net_for_colour_and_larger_ones_refused() -> None:
@@ -212,7 +215,8 @@ def test_a_variant_out_of_range_is_refused(changes: dict[str, Any]) -> None:
         Variant(**{"label": "x", "privacy": NoPrivacy, "lr": 0.1} | changes)
 
 
-def test_variants_beside_the_papers_can_be_run_alone(tmp_path: Path) -> None:
+def test_variants_beside_the_papers_can_be_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As where several processes share the work, each with some of the variants."""
     study(only=["sigmoid"], seeds=[0]).run(parts(tmp_path))
     assert "Sigmoid" in (tmp_path / "run" / "report" / "losses.md").read_text()
+    assert f"written: {tmp_path / 'run' / 'report' / 'README.md'}\n" in capsys.readouterr().out
