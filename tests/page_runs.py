@@ -61,12 +61,19 @@ TINY: dict[str, list[str]] = {
     "federated=inprocess": ["federated.privacy.accountant=rdp"],
     "federated=flower": ["federated.privacy.accountant=rdp"],
     "task=federated_study": ["task.seeds=[0]"],
-        "task=build_silos": ["task.clients=3", "task.max_train_queries=12", "task.max_passages=12"],
+    "task=build_silos": ["task.clients=3", "task.max_train_queries=12", "task.max_passages=12", "task.min_train=4",
+                         "task.min_test=1"],
+    "task=federated_attacks": ["task.layers=1", "task.candidates=5", "task.request_eps=[8]", "task.update_eps=[8]",
+                               "task.centroids=4", "task.max_passage_length=16", "task.max_query_length=8"],
+    "task=federated_generators": ["task.batch_size=8", "task.max_new_tokens=6", "task.queries_per_passage=1"],
     "task=membership": ["task.queries=16", "task.shadows=2"],
     "task=inversion": ["task.known=100", "task.attacked=10", "task.steps=5", "task.batch_size=8", "task.candidates=5"],
     "task=plan": ["privacy.accountant=rdp"],
     "task=similarity": ["task.max_texts=50", "task.seeds=1"],
-    "experiment=pdd_as2": ["federated.clients=3"],
+    "experiment=pdd_as2": ["federated.clients=3", "federated.sample.max_train_queries=6",
+                           "federated.sample.max_test_queries=3", "federated.stage1.top_k=10",
+                           "federated.stage2.n=4", "federated.stage2.top_k=10", "federated.model.layers=1",
+                           "federated.model.max_sentence_length=16", "federated.model.max_query_length=8"],
     "experiment=direct_eps3": ["model.pool_size=64"],
     "experiment=generator_t5_xl": ["model.pretrained=public_t5"],
 }  # fmt: skip
@@ -102,6 +109,7 @@ OTHER_PROGRAMS: dict[str, str] = {
     ". .venv/bin/activate": "belongs to the line above",
     "pytest": "is what runs this",
     "docker": "needs a container engine, which the tests do not have",
+    "export": "for the server of the line below",
     "flower-superlink": "a server that runs until it is stopped: tests/federated/test_superlink.py starts one",
     "flwr supernode": "needs that server: tests/federated/test_superlink.py does it",
     "scripts/xla_env.sh": "makes an environment of 7.5 GB",
@@ -158,10 +166,13 @@ class Desk:
             assert ended, f"lit-dpret {' '.join(arguments)}\n{self._said()}"
 
     def other(self, command: Sequence[str]) -> None:
-        """Run any program."""
+        """Run any program; ``> FILE`` at the end is where it writes to."""
         environment = os.environ | _surroundings(self.folder)
-        with self.log.open("w") as log:
-            done = subprocess.run(command, cwd=self.folder, env=environment, stdout=log, stderr=log, check=False)
+        redirected = ">" in command
+        typed, into = (command[:-2], command[-1]) if redirected else (command, os.devnull)
+        with self.log.open("w") as log, (self.folder / into).open("w") as file:
+            out = file if redirected else log
+            done = subprocess.run(typed, cwd=self.folder, env=environment, stdout=out, stderr=log, check=False)
         assert done.returncode == 0, f"{' '.join(command)}\n{self._said()}"
 
     def _said(self) -> str:

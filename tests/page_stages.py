@@ -174,7 +174,8 @@ STAGES: dict[str, Stage] = {
     ),
     "docs/federated.md": Stage(
         files=(silos, squad),
-        names={"federated.silos=DIR": "federated.silos=silos", "RUN/silos": "runs/silos/silos"},
+        names={"federated.silos=DIR": "federated.silos=silos", "distilbert-base-uncased": "minilm",
+               "train-v1.1.json": "DIR/train-v1.1.json"},
     ),
     "docs/howto/own_log.md": Stage(
         files=(private_log,),
@@ -197,6 +198,7 @@ STAGES: dict[str, Stage] = {
     ),
     "docs/reproduction.md": Stage(files=(cifar,), names={"DIR": "cifar10"}),
     "docs/search.md": Stage(first=(GENERATOR, SYNTHETIC, ENCODER)),
+    "docs/several_processes.md": Stage(names={"/shared/runs": "runs"}),
     "docs/similarity.md": Stage(
         files=(public_text,), first=(GENERATOR, SYNTHETIC),
         names={"RUN/synthetic": "runs/synthetic/synthetic", "c4_sample.jsonl.gz": "c4_sample.jsonl"},
