@@ -31,7 +31,7 @@ QUICK: dict[str, list[str]] = {
     "privacy=public_passages": ["datamodule.sampling=poisson"],
 }
 
-# A choice of the command line, and the settings that make a run of it take seconds. Later lines overrule earlier ones.
+# A choice or a setting of a command, and what makes a run of it take seconds. Later lines overrule earlier ones.
 TINY: dict[str, list[str]] = {
     "trainer=cpu": ["trainer.max_steps=2"],
     "trainer=ddp": ["trainer.max_steps=2", *TWO_ON_THE_CPU],
@@ -47,7 +47,10 @@ TINY: dict[str, list[str]] = {
     "model=generator": SMALL_LENGTHS,
     "model=dual_encoder": SMALL_LENGTHS,
     "model=frozen_dual_encoder": SMALL_LENGTHS,
-    "canaries=papers": ["model.max_passage_length=64", "model.max_query_length=32"],
+    "canaries=papers": ["model.max_passage_length=64", "model.max_query_length=32", "canaries.repetitions=[1,2]",
+                        "canaries.candidates=10"],
+    "callbacks=with_audit": ["model.max_query_length=32", "callbacks.audit.canaries=32",
+                             "callbacks.audit.max_share=0.5"],
     "task=pipeline": ["task.generator_steps=2", "task.generator_batch=8", "task.generator_physical_batch=8",
                       "task.retriever_steps=2", "task.retriever_batch=8", "task.max_passages=100",
                       "task.generator.max_passage_length=16", "task.retriever.max_passage_length=16"],
@@ -55,12 +58,14 @@ TINY: dict[str, list[str]] = {
     "task=compare_modes": ["task.max_passages=100", "task.seeds=2", "task.eps=[3]", "task.min_free_mb=1",
                            "task.only=[none,synthetic]"],
     "task=compare_negatives": ["task.max_passages=100", "task.seeds=2", "task.steps=2", "task.batch=8",
-                               "task.min_free_mb=1", "task.retriever.max_passage_length=16"],
-    "task=canaries": ["task.trainings=1", "task.steps=2", "task.batch=8", "task.measure.draws=2"],
+                               "task.min_free_mb=1", "task.retriever.max_passage_length=16",
+                               "task.only=[in_batch,static,dynamic]"],
+    "task=audit": ["task.measure.draws=2"],
+    "task=canaries": ["task.trainings=1", "task.steps=2", "task.batch=8", "task.measure.draws=2",
+                      "task.canaries.repetitions=[1,2]", "task.canaries.candidates=10"],
     "task=federated": ["task.seeds=[0]", "task.systems=[bm25,stage1,fed_negative]", "federated.stage2.batch_size=4"],
     "federated=inprocess": ["federated.privacy.accountant=rdp"],
     "federated=flower": ["federated.privacy.accountant=rdp"],
-    "task=federated_study": ["task.seeds=[0]"],
     "task=build_silos": ["task.clients=3", "task.max_train_queries=12", "task.max_passages=12", "task.min_train=4",
                          "task.min_test=1"],
     "task=federated_attacks": ["task.layers=1", "task.candidates=5", "task.request_eps=[8]", "task.update_eps=[8]",
@@ -70,10 +75,26 @@ TINY: dict[str, list[str]] = {
     "task=inversion": ["task.known=100", "task.attacked=10", "task.steps=5", "task.batch_size=8", "task.candidates=5"],
     "task=plan": ["privacy.accountant=rdp"],
     "task=similarity": ["task.max_texts=50", "task.seeds=1"],
-    "experiment=pdd_as2": ["federated.clients=3", "federated.sample.max_train_queries=6",
+    "task=ablate": ["task.only=[none_query,public,made]", "task.seeds=2", "task.max_passages=200", "task.min_free_mb=1",
+                    "task.written_passages=24", "task.likeness_texts=20", "task.retriever.max_passage_length=16",
+                    "task.variants.none_query.steps=2", "task.variants.none_query.batch=8",
+                    "task.variants.public.steps=2", "task.variants.public.batch=8",
+                    "task.variants.public.privacy.pool_size=64", "task.variants.made.round_trip_filter=null",
+                    "task.variants.made.steps=2", "task.variants.made.batch=8",
+                    "task.generators.full.steps=2", "task.generators.full.batch=8"],
+    "experiment=pdd_as2": ["federated.clients=3", "federated.sample.max_train_queries=8",
                            "federated.sample.max_test_queries=3", "federated.stage1.top_k=10",
-                           "federated.stage2.n=4", "federated.stage2.top_k=10", "federated.model.layers=1",
+                           "federated.stage1.batch_size=4", "federated.stage2.batch_size=4", "federated.stage2.n=4",
+                           "federated.stage2.top_k=10", "federated.model.layers=1",
                            "federated.model.max_sentence_length=16", "federated.model.max_query_length=8"],
+    "task=federated_study": ["task.seeds=[0]", "federated.silos=planted", "federated.model.encoder=planted",
+                             "federated.model.layers=null",
+                             "++federated.planted.clients=3", "++federated.planted.entities=8",
+                             "++federated.planted.told=4", "++federated.planted.questions=3"],
+    "task.study=data_ratio": ["task.values=[0.5,1]"],
+    "task.study=hubness": ["task.values=[10,20]"],
+    "task.study=clients": ["task.values=[2,3]"],
+    "experiment=best_eps3": ["privacy.pool_size=64"],
     "experiment=direct_eps3": ["model.pool_size=64"],
     "experiment=generator_t5_xl": ["model.pretrained=public_t5"],
 }  # fmt: skip
@@ -124,6 +145,7 @@ def shortened(arguments: Sequence[str]) -> list[str]:
     with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
         cfg = compose("train", overrides=[word for word in given if not word.startswith("-")], return_hydra_config=True)
     chosen = {f"{group}={choice}" for group, choice in OmegaConf.to_container(cfg.hydra.runtime.choices).items()}  # type: ignore[union-attr]
+    chosen.update(given)
 
     def those(table: dict[str, list[str]]) -> list[str]:
         return [setting for choice, settings in table.items() if choice in chosen for setting in settings]
