@@ -179,7 +179,7 @@ STAGES: dict[str, Stage] = {
     ),
     "docs/howto/own_log.md": Stage(
         files=(private_log,),
-        left=("runs/plan/plan.json", "runs/generator/privacy_card.html", "runs/filtered/filtered/privacy_card.json"),
+        left=("runs/plan/plan.json", "runs/generator/privacy_card.html", "release/queries/privacy_card.sig"),
     ),
     "docs/howto/federation.md": Stage(files=(private_log,), first=(CHECK,), snippets=True),
     "docs/howto/release.md": Stage(
