@@ -25,10 +25,20 @@ SAMPLE = ["datamodule.max_passages=500"]  # with the queries that they answer
 TWO_ON_THE_CPU = ["trainer.accelerator=cpu", "trainer.devices=2", "trainer.num_nodes=1", "trainer.precision=32-true"]
 
 # What stands before a command's own settings, which therefore overrule it: under truncated Poisson sampling the
-# accountant takes a minute for the smallest run, under Poisson sampling a second.
+# accountant takes a minute for the smallest run, under Poisson sampling a second; silos of invented words with an
+# encoder of their own train in a second.
 QUICK: dict[str, list[str]] = {
     "privacy=dp_sgd": ["datamodule.sampling=poisson"],
     "privacy=public_passages": ["datamodule.sampling=poisson"],
+    "experiment=pdd_as2": [
+        "federated.silos=planted",
+        "++federated.planted.clients=3",
+        "++federated.planted.entities=8",
+        "++federated.planted.told=4",
+        "++federated.planted.questions=3",
+        "federated.model.encoder=planted",
+        "federated.model.layers=null",
+    ],
 }
 
 # A choice or a setting of a command, and what makes a run of it take seconds. Later lines overrule earlier ones.
@@ -82,15 +92,10 @@ TINY: dict[str, list[str]] = {
                     "task.variants.public.privacy.pool_size=64", "task.variants.made.round_trip_filter=null",
                     "task.variants.made.steps=2", "task.variants.made.batch=8",
                     "task.generators.full.steps=2", "task.generators.full.batch=8"],
-    "experiment=pdd_as2": ["federated.clients=3", "federated.sample.max_train_queries=8",
-                           "federated.sample.max_test_queries=3", "federated.stage1.top_k=10",
-                           "federated.stage1.batch_size=4", "federated.stage2.batch_size=4", "federated.stage2.n=4",
-                           "federated.stage2.top_k=10", "federated.model.layers=1",
+    "experiment=pdd_as2": ["federated.clients=3", "federated.stage1.top_k=10", "federated.stage1.batch_size=4",
+                           "federated.stage2.batch_size=4", "federated.stage2.n=4", "federated.stage2.top_k=10",
                            "federated.model.max_sentence_length=16", "federated.model.max_query_length=8"],
-    "task=federated_study": ["task.seeds=[0]", "federated.silos=planted", "federated.model.encoder=planted",
-                             "federated.model.layers=null",
-                             "++federated.planted.clients=3", "++federated.planted.entities=8",
-                             "++federated.planted.told=4", "++federated.planted.questions=3"],
+    "task=federated_study": ["task.seeds=[0]"],
     "task.study=data_ratio": ["task.values=[0.5,1]"],
     "task.study=hubness": ["task.values=[10,20]"],
     "task.study=clients": ["task.values=[2,3]"],
