@@ -84,6 +84,7 @@ TINY: dict[str, list[str]] = {
     "task=membership": ["task.queries=16", "task.shadows=2"],
     "task=inversion": ["task.known=100", "task.attacked=10", "task.steps=5", "task.batch_size=8", "task.candidates=5"],
     "task=plan": ["privacy.accountant=rdp"],
+    "task.units=532000": ["datamodule.expected_batch_size=1024"],
     "task=similarity": ["task.max_texts=50", "task.seeds=1"],
     "task=ablate": ["task.only=[none_query,public,made]", "task.seeds=2", "task.max_passages=200", "task.min_free_mb=1",
                     "task.written_passages=24", "task.likeness_texts=20", "task.retriever.max_passage_length=16",
