@@ -87,7 +87,7 @@ def build_parts(cfg: DictConfig) -> Parts:
         make_federation=lambda: None if cfg.get("federated") is None else node("federated", _convert_="all"),
         make_run=partial(_composed, cfg),
         trial_of=None if cfg.trial_of is None else Path(cfg.trial_of),
-        command=" ".join(["python train.py", *_shown_overrides()]),
+        command=" ".join([_program(), *_shown_overrides()]),
     )
 
 
@@ -146,8 +146,12 @@ def _start(cfg: DictConfig) -> dict[str, str]:
     return {key: str(model_folder(cfg.init_from))}
 
 
-def run(cfg: DictConfig) -> Any:
-    """Run the task of a composed configuration."""
+def checked_task(cfg: DictConfig) -> Any:
+    """The task of a composed configuration, which takes everything that is chosen beside it.
+
+    Raises:
+        ConfigurationError: It does nothing with what is chosen.
+    """
     task = instantiate(cfg.task, _convert_="all")
     if cfg.get("canaries") is not None and not isinstance(task, Fit):
         raise ConfigurationError("canaries are planted by task=fit; task=canaries has its own, task.canaries.")
@@ -155,6 +159,12 @@ def run(cfg: DictConfig) -> Any:
         raise ConfigurationError("federated= describes a federation, and this task trains none. Add task=federated.")
     if cfg.init_from is not None and not isinstance(task, Fit):
         raise ConfigurationError(f"init_from={cfg.init_from} is for task=fit: no other task starts from a run's model.")
+    return task
+
+
+def run(cfg: DictConfig) -> Any:
+    """Run the task of a composed configuration."""
+    task = checked_task(cfg)
     if (started := rank_watch.world_size()) > 1 and not getattr(task, "takes_ranks", False):
         raise ConfigurationError(
             f"{started} processes were started for a task that one process does. Start it without torchrun or srun."
@@ -379,6 +389,12 @@ def _explain_unknown_key(key: str) -> str:
         return f"{key} is not a setting."
     where = f"of {group}" if group else "at the top"
     return f"{key} is not a setting: there is no {name!r} {where}. Settings {where}: {', '.join(known) or 'none'}."
+
+
+def _program() -> str:
+    """How this program was called, as it is typed: only a clone has ``train.py``."""
+    called = {"train.py": "python train.py", "__main__.py": "python -m lit_dpret"}
+    return called.get(Path(sys.argv[0]).name, "lit-dpret")
 
 
 def _shown_overrides() -> list[str]:

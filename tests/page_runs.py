@@ -35,15 +35,27 @@ def _more(part: str, *settings: str) -> str:
 
 
 # What stands before a command's own settings, which therefore overrule it: under truncated Poisson sampling the
-# accountant takes a minute for the smallest run, under Poisson sampling a second; some attacks need no shadow models.
+# accountant takes a minute for the smallest run, under Poisson sampling a second; some attacks need no shadow models;
+# silos of invented words with an encoder of their own train in a second.
 QUICK: dict[str, list[str]] = {
     "privacy=dp_sgd": ["datamodule.sampling=poisson"],
     "privacy=public_passages": ["datamodule.sampling=poisson"],
-    "task=ablate": ["datamodule.sampling=poisson", "task.only=[none_pool,public,made_prompts]"],
+    "task=ablate": ["datamodule.sampling=poisson"],
+    "experiment=ablate_eps3": ["task.only=[none_pool,public,made_prompts]"],
+    "experiment=tune_eps3": ["task.only=[none_pool,clip_05]"],
     "task=membership": ["task.shadows=4"],
+    "experiment=pdd_as2": [
+        "federated.silos=planted",
+        "++federated.planted.clients=3",
+        "++federated.planted.entities=8",
+        "++federated.planted.told=4",
+        "++federated.planted.questions=3",
+        "federated.model.encoder=planted",
+        "federated.model.layers=null",
+    ],
 }
 
-# A choice of the command line, and the settings that make a run of it take seconds. Later lines overrule earlier ones.
+# A choice or a setting of a command, and what makes a run of it take seconds. Later lines overrule earlier ones.
 TINY: dict[str, list[str]] = {
     "trainer=cpu": ["trainer.max_steps=2"],
     "trainer=ddp": ["trainer.max_steps=2", *TWO_ON_THE_CPU],
@@ -59,36 +71,43 @@ TINY: dict[str, list[str]] = {
     "model=generator": SMALL_LENGTHS,
     "model=dual_encoder": SMALL_LENGTHS,
     "model=frozen_dual_encoder": SMALL_LENGTHS,
-    "canaries=papers": ["model.max_passage_length=64", "model.max_query_length=32"],
+    "canaries=papers": ["model.max_passage_length=64", "model.max_query_length=32", "canaries.repetitions=[1,2]",
+                        "canaries.candidates=10"],
+    "callbacks=with_audit": ["model.max_query_length=32", "callbacks.audit.canaries=32",
+                             "callbacks.audit.max_share=0.5"],
     "task=pipeline": SMALL_PIPELINE,
     "task=synthesize": ["task.max_passages=24", "task.max_new_tokens=6", "task.group_size=8"],
     "task=compare_modes": ["task.max_passages=100", "task.seeds=2", "task.eps=[3]", "task.min_free_mb=1",
                            "task.only=[none,synthetic]"],
-    "task=ablate": ["task.max_passages=100", "task.written_passages=20", "task.seeds=2", "task.likeness_texts=null",
-                    "task.min_free_mb=1"],
+    "task=ablate": ["task.max_passages=100", "task.seeds=2", "task.min_free_mb=1",
+                    "task.retriever.max_passage_length=16", "task.variants.none_pool.steps=2"],
+    "experiment=ablate_eps3": ["task.written_passages=20", "task.likeness_texts=null",
+                               *(f"task.generators.{name}.{small}" for name in ("full", "prompts", "warm")
+                                 for small in ("steps=2", "batch=8", "model.max_passage_length=16")),
+                               *(f"task.variants.{name}.{small}" for small in ("steps=2", "batch=8")
+                                 for name in ("public", "made", "made_prompts", "made_warm"))],
     "task=compare_negatives": ["task.max_passages=100", "task.seeds=2", "task.steps=2", "task.batch=8",
                                "task.min_free_mb=1", "task.retriever.max_passage_length=16",
                                "task.only=[in_batch,static,dynamic]"],
-    "task=canaries": ["task.trainings=1", "task.steps=2", "task.batch=8", "task.measure.draws=2"],
+    "task=audit": ["task.measure.draws=2"],
+    "task=canaries": ["task.trainings=1", "task.steps=2", "task.batch=8", "task.measure.draws=2",
+                      "task.canaries.repetitions=[1,2]", "task.canaries.candidates=10"],
     "task=federated": ["task.seeds=[0]", "task.systems=[bm25,stage1,fed_negative]", "federated.stage2.batch_size=4"],
     "federated=inprocess": ["federated.privacy.accountant=rdp"],
     "federated=flower": ["federated.privacy.accountant=rdp"],
-    "task=federated_study": ["task.seeds=[0]"],
-        "task=build_silos": ["task.clients=3", "task.max_train_queries=12", "task.max_passages=12"],
+    "task=build_silos": ["task.clients=3", "task.max_train_queries=12", "task.max_passages=12", "task.min_train=4",
+                         "task.min_test=1"],
+    "task=federated_attacks": ["task.layers=1", "task.candidates=5", "task.request_eps=[8]", "task.update_eps=[8]",
+                               "task.centroids=4", "task.max_passage_length=16", "task.max_query_length=8"],
+    "task=federated_generators": ["task.batch_size=8", "task.max_new_tokens=6", "task.queries_per_passage=1"],
     "task=membership": ["task.queries=24"],
     "task=inversion": ["task.known=100", "task.attacked=20", "task.steps=5", "task.batch_size=8", "task.candidates=5"],
     "task=plan": ["privacy.accountant=rdp"],
+    "task.units=532000": ["datamodule.expected_batch_size=1024"],
     "task=similarity": ["task.max_texts=50", "task.seeds=1"],
     "task=variants": ["task.seeds=[0]", "task.epochs=1", "task.batch_size=20", "task.held_out_images=20",
                       "task.held_out_group=10", "privacy.sub_batches=2"],
     "task=second_task": ["task.data=null", "task.epochs=1"],
-    "task=ablate": ["task.only=[none_query,public,made]", "task.seeds=2", "task.max_passages=200", "task.min_free_mb=1",
-                    "task.written_passages=24", "task.likeness_texts=20", "task.retriever.max_passage_length=16",
-                    "task.variants.none_query.steps=2", "task.variants.none_query.batch=8",
-                    "task.variants.public.steps=2", "task.variants.public.batch=8",
-                    "task.variants.public.privacy.pool_size=64", "task.variants.made.round_trip_filter=null",
-                    "task.variants.made.steps=2", "task.variants.made.batch=8",
-                    "task.generators.full.steps=2", "task.generators.full.batch=8"],
     "task=paper_000": [*(setting.replace("task.", "task.pipeline.", 1) for setting in SMALL_PIPELINE),
                        "task.eps=[3]", "task.min_free_mb=1", "task.shrink_passages=50", "task.shrink.epochs=1",
                        "task.similarity.max_texts=50", "task.similarity.seeds=1", "task.grid.max_passages=24",
@@ -105,8 +124,15 @@ TINY: dict[str, list[str]] = {
                                    "task.batch_size=8", "task.candidates=5"),
                              _more("table_1", "task.seeds=[0]", "task.systems=[bm25,stage1,fed_negative]",
                                    "federated.clients=3", "federated.stage2.batch_size=4")],
+    "experiment=pdd_as2": ["federated.clients=3", "federated.stage1.top_k=10", "federated.stage1.batch_size=4",
+                           "federated.stage2.batch_size=4", "federated.stage2.n=4", "federated.stage2.top_k=10",
+                           "federated.model.max_sentence_length=16", "federated.model.max_query_length=8"],
+    "federated.model.train_embeddings=true": ["federated.model.layers=1"],
+    "task=federated_study": ["task.seeds=[0]"],
+    "task.study=data_ratio": ["task.values=[0.5,1]"],
+    "task.study=hubness": ["task.values=[10,20]"],
+    "task.study=clients": ["task.values=[2,3]"],
     "experiment=best_eps3": ["privacy.pool_size=64"],
-    "experiment=pdd_as2": ["federated.clients=3"],
     "experiment=direct_eps3": ["model.pool_size=64"],
     "experiment=generator_t5_xl": ["model.pretrained=public_t5"],
 }  # fmt: skip
@@ -143,6 +169,7 @@ OTHER_PROGRAMS: dict[str, str] = {
     ". .venv/bin/activate": "belongs to the line above",
     "pytest": "is what runs this",
     "docker": "needs a container engine, which the tests do not have",
+    "export": "for the server of the line below",
     "flower-superlink": "a server that runs until it is stopped: tests/federated/test_superlink.py starts one",
     "flwr supernode": "needs that server: tests/federated/test_superlink.py does it",
     "scripts/xla_env.sh": "makes an environment of 7.5 GB",
@@ -157,6 +184,7 @@ def shortened(arguments: Sequence[str]) -> list[str]:
     with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
         cfg = compose("train", overrides=[word for word in given if not word.startswith("-")], return_hydra_config=True)
     chosen = {f"{group}={choice}" for group, choice in OmegaConf.to_container(cfg.hydra.runtime.choices).items()}  # type: ignore[union-attr]
+    chosen.update(given)
 
     def those(table: dict[str, list[str]]) -> list[str]:
         return [setting for choice, settings in table.items() if choice in chosen for setting in settings]
@@ -199,10 +227,13 @@ class Desk:
             assert ended, f"lit-dpret {' '.join(arguments)}\n{self._said()}"
 
     def other(self, command: Sequence[str]) -> None:
-        """Run any program."""
+        """Run any program; ``> FILE`` at the end is where it writes to."""
         environment = os.environ | _surroundings(self.folder)
-        with self.log.open("w") as log:
-            done = subprocess.run(command, cwd=self.folder, env=environment, stdout=log, stderr=log, check=False)
+        redirected = ">" in command
+        typed, into = (command[:-2], command[-1]) if redirected else (command, os.devnull)
+        with self.log.open("w") as log, (self.folder / into).open("w") as file:
+            out = file if redirected else log
+            done = subprocess.run(typed, cwd=self.folder, env=environment, stdout=out, stderr=log, check=False)
         assert done.returncode == 0, f"{' '.join(command)}\n{self._said()}"
 
     def _said(self) -> str:

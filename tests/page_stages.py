@@ -197,11 +197,12 @@ STAGES: dict[str, Stage] = {
     ),
     "docs/federated.md": Stage(
         files=(silos, squad),
-        names={"federated.silos=DIR": "federated.silos=silos", "RUN/silos": "runs/silos/silos"},
+        names={"federated.silos=DIR": "federated.silos=silos", "distilbert-base-uncased": "minilm",
+               "train-v1.1.json": "DIR/train-v1.1.json"},
     ),
     "docs/howto/own_log.md": Stage(
         files=(private_log,),
-        left=("runs/plan/plan.json", "runs/generator/privacy_card.html", "runs/filtered/filtered/privacy_card.json"),
+        left=("runs/plan/plan.json", "runs/generator/privacy_card.html", "release/queries/privacy_card.sig"),
     ),
     "docs/howto/federation.md": Stage(files=(private_log,), first=(CHECK,), snippets=True),
     "docs/howto/release.md": Stage(
@@ -222,6 +223,7 @@ STAGES: dict[str, Stage] = {
     "docs/reproduction.md": Stage(files=(cifar, our_pages), names={"DIR": "cifar10"}),
     "docs/paper_000.md": Stage(files=(our_pages,)),
     "docs/search.md": Stage(first=(GENERATOR, SYNTHETIC, ENCODER)),
+    "docs/several_processes.md": Stage(names={"/shared/runs": "runs"}),
     "docs/similarity.md": Stage(
         files=(public_text, measured_texts), first=(GENERATOR, SYNTHETIC),
         names={"RUN/synthetic": "runs/synthetic/synthetic", "c4_sample.jsonl.gz": "c4_sample.jsonl"},

@@ -21,7 +21,7 @@ from page_runs import NOT_EXECUTED, OTHER_PROGRAMS, TINY, shortened
 from page_snippets import REPLACED, SURROUNDINGS
 from shown_commands import PAGES, ROOT, Shown, commands, snippets
 
-from lit_dpret.cli import listing, with_task
+from lit_dpret.cli import checked_task, listing, with_task
 from lit_dpret.configuration import arguments_of, choices, groups, names, top_level
 from lit_dpret.tasks.silo_command import silo_parser
 from lit_dpret.testing import assert_private
@@ -50,8 +50,8 @@ def test_a_command_is_made_of_what_there_is(shown: Shown, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     cfg = composed(*(word for word in with_task(arguments) if not word.startswith(("hydra.", "-"))))
     assert wrong_keys(cfg) == []
-    for part in ("task", "privacy"):
-        assert instantiate(cfg[part], _convert_="all") is not None
+    assert checked_task(cfg) is not None
+    assert instantiate(cfg.privacy, _convert_="all") is not None
 
 
 def first_of_each() -> dict[str, Shown]:

@@ -175,7 +175,8 @@ def _sections(
     whose = f"{count} {facts.split} questions of {len(facts.silos)} silos, each on its own collection"
     if not facts.silos:
         whose = f"{facts.split} questions of silos elsewhere, means that they share by their own choice"
-    where = f"{whose}; {facts.model}. {max(len(row.values) for row in rows)} seeds."
+    seeds = max(len(row.values) for row in rows)
+    where = f"{whose}; {facts.model}. {seeds} seed{'s' if seeds > 1 else ''}."
     sections = [
         Section(
             "Table 1: ours / the paper's", [Paragraph(where), Paragraph(_HOW), table_1(_systems(rows)), *_impossible()]

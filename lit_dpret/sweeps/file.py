@@ -17,6 +17,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from lit_dpret.errors import ConfigurationError
 
 _KEYS = {"program", "method", "metric", "parameters", "command", "run_cap", "name", "description", "project", "entity"}
 _ENVIRONMENT = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
+SHIPPED = files("lit_dpret.configs").joinpath("sweep")
 _MACROS = ("${env}", "${interpreter}", "${program}", "${args_no_hyphens}")
 
 
@@ -76,14 +78,22 @@ class SweepFile:
     def read(cls, path: str | Path) -> SweepFile:
         """Read and check a file.
 
+        Args:
+            path: Of the file; or the name of one that comes with the package, such as ``quickstart``.
+
         Raises:
             ConfigurationError: It is missing, no sweep, or asks for something whose trials are not known beforehand.
         """
         file = Path(path).expanduser()
+        shipped = {f.name.removesuffix(".yaml"): f for f in SHIPPED.iterdir() if f.name.endswith(".yaml")}
+        source = shipped.get(str(path), file) if not file.exists() else file
         try:
-            content = yaml.safe_load(file.read_text(encoding="utf-8"))
+            content = yaml.safe_load(source.read_text(encoding="utf-8"))
         except OSError as error:
-            raise ConfigurationError(f"task.file={path} cannot be read: {error.strerror}.") from error
+            raise ConfigurationError(
+                f"task.file={path} cannot be read: {error.strerror}. It takes a file, or one of "
+                f"{', '.join(sorted(shipped))}."
+            ) from error
         except yaml.YAMLError as error:
             raise ConfigurationError(f"task.file={path} is not YAML: {' '.join(str(error).split())}.") from error
         if not isinstance(content, dict):

@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, get_args
 
@@ -164,12 +165,13 @@ def _source(data: PairsDataModule) -> str:
 
 def _command(given: str, read_by: Mapping[str, str], more: Mapping[str, str]) -> str:
     """The command that trains: the given one without its task, reading ``read_by`` where that is not empty."""
-    shown = ["python", "train.py"]
     try:
-        overrides = shlex.split(given)[2:]
+        words = shlex.split(given)
     except ValueError:  # a lone quote mark in a value
-        overrides = given.split()[2:]
-    for override in overrides:
+        words = given.split()
+    program = list(takewhile(lambda word: "=" not in word, words))
+    shown = list(program)
+    for override in words[len(program) :]:
         key = override.lstrip("+~").partition("=")[0]
         if key.partition(".")[0] in ("task", "hydra", "run_dir") or key in more:
             continue
@@ -178,5 +180,6 @@ def _command(given: str, read_by: Mapping[str, str], more: Mapping[str, str]) ->
             continue
         shown.append(override)
     if read_by:
-        shown[2:2] = ["datamodule=pairs", *(f"datamodule.{key}={value}" for key, value in read_by.items())]
+        at = len(program)
+        shown[at:at] = ["datamodule=pairs", *(f"datamodule.{key}={value}" for key, value in read_by.items())]
     return shlex.join([*shown, *(f"{key}={value}" for key, value in more.items())])

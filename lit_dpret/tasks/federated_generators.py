@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 
@@ -65,6 +65,8 @@ class FederatedGenerators:
     Raises:
         ConfigurationError: A number is out of range.
     """
+
+    takes_federation: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.crew import Crew, crew_here
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.generation.writer import synthesize
+from lit_dpret.privacy.budget import require_choice
+from lit_dpret.privacy.card_tuning import TuningData
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
 SYNTHETIC = "synthetic"
@@ -40,6 +42,7 @@ class Synthesize:
         groups_in_flight: Groups that each worker holds at once, computed or waiting.
         language: ISO codes for the data card, with commas between them.
         license: Licence for the data card, as the Hugging Face hub writes it.
+        tuning_data, tuning_note: On which data the settings above were chosen; they go into the card.
     """
 
     takes_ranks = True
@@ -64,6 +67,8 @@ class Synthesize:
         groups_in_flight: int = 2,
         language: str = "en",
         license: str = "other",
+        tuning_data: str = "unknown",
+        tuning_note: str | None = None,
     ) -> None:
         for knob, value, least in (
             ("queries_per_passage", queries_per_passage, 1),
@@ -76,6 +81,7 @@ class Synthesize:
                 raise ConfigurationError(f"task.{knob}={value} must be at least {least}.")
         if max_passages is not None and max_passages < 1:
             raise ConfigurationError(f"task.max_passages={max_passages} must be at least 1.")
+        require_choice("task.tuning_data", tuning_data, get_args(TuningData))
         self.generator = Path(generator)
         self.passages_are_public = passages_are_public
         self.queries_per_passage = queries_per_passage
@@ -84,7 +90,7 @@ class Synthesize:
             "top_p": top_p, "temperature": temperature, "top_k": top_k, "max_new_tokens": max_new_tokens,
             "min_new_tokens": min_new_tokens, "group_size": group_size, "precision": precision, "device": device,
             "threads": threads, "workers": workers, "groups_in_flight": groups_in_flight, "language": language,
-            "license": license,
+            "license": license, "tuning": {"data": tuning_data, "note": tuning_note or ""},
         }  # fmt: skip
 
     def run(self, parts: Parts) -> dict[str, float]:

@@ -120,6 +120,18 @@ def test_every_sweep_that_is_shipped_composes_in_every_trial(path: Path) -> None
     assert "trial_of=${envvar:LIT_DPRET_SWEEP}" in file.command
 
 
+def test_a_sweep_that_is_shipped_is_found_by_its_name_from_anywhere_and_a_file_of_that_name_goes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped = SweepFile.read("quickstart")
+    assert shipped.fingerprint() == SweepFile.read(ROOT / "configs" / "sweep" / "quickstart.yaml").fingerprint()
+    with pytest.raises(ConfigurationError, match=r"It takes a file, or one of eps_by_size, paper_grid, quickstart\."):
+        SweepFile.read("quickstrat")
+    written(tmp_path).rename("quickstart")
+    assert SweepFile.read("quickstart").fingerprint() != shipped.fingerprint()
+
+
 def test_the_quickstart_has_four_trials() -> None:
     assert len(SweepFile.read(ROOT / "configs" / "sweep" / "quickstart.yaml").trials()) == 4
 

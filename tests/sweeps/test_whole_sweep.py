@@ -108,7 +108,7 @@ def test_the_quickstart_sweep_ends_with_four_cards_and_one_total(tmp_path: Path)
     pytest.importorskip("insuranceqa_data")
     ledger, folder = tmp_path / "insuranceqa.jsonl", tmp_path / "sweep"
     command = [
-        "sweep", "configs/sweep/quickstart.yaml", f"hydra.run.dir={folder}", f"task.dataset_ledger={ledger}",
+        "sweep", "quickstart", f"hydra.run.dir={folder}", f"task.dataset_ledger={ledger}",
         "task.total_eps=12", "datamodule=insuranceqa",
     ]  # fmt: skip
     done = call(*command, folder=tmp_path)

@@ -294,16 +294,15 @@ def test_the_example_of_the_page_on_data_is_what_the_task_says(
 # -- users and splits ----------------------------------------------------------------------------
 
 
-def test_users_and_a_cap_are_told_and_stand_in_the_command(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", ["python train.py", "lit-dpret"])
+def test_users_and_a_cap_are_told_and_stand_in_the_command(tmp_path: Path, program: str) -> None:
     log = write_log(tmp_path)
     given = job(tmp_path, pairs=log)
-    CheckData().run(Parts(**{**vars(given), "command": f"python train.py task=check_data datamodule.pairs={log}"}))
+    CheckData().run(Parts(**{**vars(given), "command": f"{program} task=check_data datamodule.pairs={log}"}))
     found = report(tmp_path)
     assert found["users"]["users"] == 20 and found["users"]["recommended_cap"] == 5
     assert found["split"]["by"] == "user" and found["split"]["written"] is None
-    assert found["command"] == (
-        f"python train.py datamodule.pairs={log} privacy.unit=user datamodule.max_rows_per_unit=5"
-    )
+    assert found["command"] == (f"{program} datamodule.pairs={log} privacy.unit=user datamodule.max_rows_per_unit=5")
 
 
 @pytest.mark.parametrize("declared", [True, False])
