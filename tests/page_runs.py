@@ -127,7 +127,7 @@ TINY: dict[str, list[str]] = {
     "experiment=pdd_as2": ["federated.clients=3", "federated.stage1.top_k=10", "federated.stage1.batch_size=4",
                            "federated.stage2.batch_size=4", "federated.stage2.n=4", "federated.stage2.top_k=10",
                            "federated.model.max_sentence_length=16", "federated.model.max_query_length=8"],
-    "federated.model.train_embeddings=true": ["federated.model.layers=1"],
+    "federated.silos=silos": ["federated.model.encoder=minilm", "federated.model.layers=1"],  # not of invented words
     "task=federated_study": ["task.seeds=[0]"],
     "task.study=data_ratio": ["task.values=[0.5,1]"],
     "task.study=hubness": ["task.values=[10,20]"],
