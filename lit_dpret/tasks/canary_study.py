@@ -31,7 +31,7 @@ from lit_dpret.tasks.retriever_stage import stage_callbacks, train_retriever
 from lit_dpret.tasks.stages import DONE, Stages
 
 NAME = "canaries"
-_HOW_NOT_WHAT = ("hydra.run.dir=", "resume=", "privacy.secret_file=")  # words of a command that change no number
+_HOW_NOT_WHAT = ("hydra.run.dir=", "privacy.secret_file=")  # words of a command that change no number
 
 
 class CanaryStudy:
@@ -188,7 +188,7 @@ class CanaryStudy:
                 "These models are canaried ones: none of them is for release.",
                 *([self.tuning_note] if self.tuning_note else []),
             ],
-            command=" ".join(word for word in self._parts.command.split() if not word.startswith(_HOW_NOT_WHAT)),
+            command=self._parts.command_again(*_HOW_NOT_WHAT),
         )
         if contradictions:
             raise PrivacyViolation(

@@ -122,7 +122,7 @@ class Comparison(ABC, Generic[C]):
             headings=self.headings,
             metrics=list(METRIC_NAMES.values()),
             evaluated_on=self.evaluated_on(),
-            command=parts.command,
+            command=parts.command_again(),
             notes=[*([self.tuning_note] if self.tuning_note else []), *self.notes()],
             private_runs=self.private_trainings(cells),
             sections=self.sections(rows),

@@ -29,7 +29,7 @@ from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages
 
 PRIVATE = "private"
-_HOW_NOT_WHAT = ("hydra.run.dir=", "resume=", "federated.secret_file=")
+_HOW_NOT_WHAT = ("hydra.run.dir=", "federated.secret_file=")
 
 
 class Federated:
@@ -138,7 +138,7 @@ class Federated:
             trust=[(one.what, one.server, one.silos, one.protection) for one in sights(settings)],
             eps=plan.privacy.eps,
             unit=plan.privacy.unit,
-            command=" ".join(word for word in parts.command.split() if not word.startswith(_HOW_NOT_WHAT)),
+            command=parts.command_again(*_HOW_NOT_WHAT),
             settings=plan.describe(),
             notes=[*filter(None, (self.note, plan.note)), *_notes(plan, self.seeds)],
         )

@@ -152,7 +152,7 @@ class FederatedStudy:
         return tell(
             self.study, points, found, out, plan=plan, sizes=clients, plot=self.plot,
             notes=[*filter(None, [plan.note]), *self._notes(points, base)],
-            command=" ".join(word for word in parts.command.split() if not word.startswith("resume=")),
+            command=parts.command_again(),
         )  # fmt: skip
 
     def _points(self, plan: FederationPlan, base: Mapping[str, Path]) -> list[Point]:

@@ -62,6 +62,10 @@ class Parts:
     seed: int = 0
     command: str = field(default="python train.py")
 
+    def command_again(self, *how: str) -> str:
+        """What gives the same results anew: the command without ``resume=`` and without words that begin as ``how``."""
+        return " ".join(word for word in self.command.split() if not word.startswith(("resume=", *how)))
+
 
 def check_run_dir(folder: Path, *, min_free_mb: float) -> None:
     """Refuse a run folder that cannot be written or lies on a disk that is nearly full.

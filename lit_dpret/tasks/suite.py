@@ -22,8 +22,6 @@ from lit_dpret.report.reproduction import PartTold, write_reproduction
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages
 
-_HOW_NOT_WHAT = ("resume=", "task.report_only=")
-
 
 @dataclass(frozen=True, kw_only=True)
 class SuitePart:
@@ -115,7 +113,7 @@ class Suite:
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         fingerprint = hashlib.sha256(f"{self.paper.name} {parts.seed}".encode()).hexdigest()
         self._run_dir, self._seed = parts.run_dir, parts.seed
-        self._command = " ".join(word for word in parts.command.split() if not word.startswith(_HOW_NOT_WHAT))
+        self._command = parts.command_again("task.report_only=")
         self._stages = Stages(parts.run_dir, resume=parts.resume or self.report_only, fingerprint=fingerprint)
         todo = [] if self.report_only else [name for name in self.parts if not self._why_not(name, planned=True)]
         runs = {name: self._composed(parts, name) for name in todo}

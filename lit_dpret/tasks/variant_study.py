@@ -37,7 +37,7 @@ from lit_dpret.tasks.variant_study_report import Finished, write_study
 from lit_dpret.vision import evaluate_knn
 
 # Settings of a command that change nothing about what it makes.
-_HOW_NOT_WHAT = ("resume=", "task.report_only=", "task.note=")
+_HOW_NOT_WHAT = ("task.report_only=", "task.note=")
 
 
 class VariantStudy:
@@ -245,7 +245,7 @@ class VariantStudy:
             baseline=self.baseline,
             class_names=self._data.class_names(),
             note=self.note,
-            command=" ".join(word for word in self._parts.command.split() if not word.startswith(_HOW_NOT_WHAT)),
+            command=self._parts.command_again(*_HOW_NOT_WHAT),
             net=self._net,
         )
 
