@@ -146,6 +146,10 @@ def write_reproduction(
         "json": json.dumps(facts, indent=1, allow_nan=False) + "\n",
     }
     files = {f"{paper.name}.{ending}": text for ending, text in texts.items()} | _tables(told)
+    for item in paper.items:  # an earlier page may have shown what this one must not
+        for stale in {*folder.glob(f"{_slug(item.number)}.csv"), *folder.glob(f"{_slug(item.number)}_[0-9].csv")}:
+            if stale.name not in files:
+                stale.unlink()
     for name, text in files.items():
         write_whole(folder / name, text, owner_only=paper.internal)
     return {one.item.number: one.state for one in told}

@@ -211,6 +211,9 @@ def test_texts_of_the_data_are_left_out_of_the_page_where_they_must_not_be_passe
     assert "task.quote=false" in (tmp_path / "report" / "paper_x.md").read_text(encoding="utf-8")
     suite().run(parts(tmp_path, ran, resume=True))
     assert page(tmp_path)["items"][0]["blocks"][0]["rows"] == [[1, 0.5]]
+    assert (tmp_path / "report" / "table_1.csv").exists()
+    suite(quote=False).run(parts(tmp_path, ran, resume=True))
+    assert not (tmp_path / "report" / "table_1.csv").exists()
 
 
 @pytest.mark.parametrize(
