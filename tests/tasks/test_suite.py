@@ -422,3 +422,9 @@ def test_the_pages_in_the_docs_are_what_their_stored_results_make(
     assert len(ours) >= len(TAKEN[paper])
     for number, item in ours.items():
         assert stored[number]["blocks"] == item["blocks"], number
+
+
+def test_the_command_on_a_page_starts_anew(tmp_path: Path, ran: list[str]) -> None:
+    typed = replace(parts(tmp_path, ran), command="python train.py task=ablate resume=true task.note=x task.seeds=2")
+    assert typed.command_again() == "python train.py task=ablate task.note=x task.seeds=2"
+    assert typed.command_again("task.note=") == "python train.py task=ablate task.seeds=2"
