@@ -219,7 +219,7 @@ STAGES: dict[str, Stage] = {
                "task.cross_encoder_is_public=true hydra.run.dir=runs/labels"),
         names={"DIR": "runs/synthetic/synthetic", "RUN/pseudo": "runs/labels/pseudo"},
     ),
-    "docs/reproduce.md": Stage(files=(cifar,), names={"DIR": "cifar10"}),
+    "docs/reproduce.md": Stage(files=(cifar,), names={"DIR": "cifar10", "clients/annuities": "clients/life-insurance"}),
     "docs/reproduction.md": Stage(files=(cifar, our_pages), names={"DIR": "cifar10"}),
     "docs/paper_000.md": Stage(files=(our_pages,)),
     "docs/search.md": Stage(first=(GENERATOR, SYNTHETIC, ENCODER)),
