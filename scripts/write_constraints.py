@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("quickstart", "parquet", "plot", "peft", "wandb", "faiss-cpu", "sign", "federated", "vision", "quality",
+EXTRAS = ("quickstart", "hf", "parquet", "plot", "peft", "wandb", "faiss-cpu", "sign", "federated", "vision", "quality",
           "docs", "dev")  # fmt: skip
 HEAD = """\
 # What the tests ran with: python scripts/write_constraints.py writes this file, nobody edits it.

@@ -174,6 +174,7 @@ OTHER_PROGRAMS: dict[str, str] = {
     "flower-superlink": "a server that runs until it is stopped: tests/federated/test_superlink.py starts one",
     "flwr supernode": "needs that server: tests/federated/test_superlink.py does it",
     "scripts/xla_env.sh": "makes an environment of 7.5 GB",
+    "python scripts/public_cross_encoder.py": "is in a clone: tests/test_public_cross_encoder.py runs it",
 }
 
 

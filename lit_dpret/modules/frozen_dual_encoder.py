@@ -20,13 +20,15 @@ from torch import Tensor, nn
 
 from lit_dpret.encoders import Side, TextEncoder
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.losses import InBatchSoftmaxLoss, PairwiseLoss, PublicPoolSoftmaxLoss, false_negatives
+from lit_dpret.losses import InBatchSoftmaxLoss, MarginMSELoss, PairwiseLoss, PublicPoolSoftmaxLoss, false_negatives
 from lit_dpret.modules.frozen_texts import FrozenTexts, Progress
+from lit_dpret.modules.labelled_margins import LabelledMargins
 from lit_dpret.modules.new_encoder import make_encoder
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.pair_module import PairModule
 from lit_dpret.modules.public_pool import PublicPool
 from lit_dpret.modules.row_by_row import marked, row_by_row
+from lit_dpret.negatives.row_negatives import Sources
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes import PrivacyMode, PublicPassages
 from lit_dpret.privacy.sampling import Row, UnitBatch
@@ -64,7 +66,7 @@ class FrozenDualEncoder(PairModule):
     Guarantees:
         - Untrained, it ranks as the encoder does.
         - With ``negatives="pool"``, the loss and gradient of a row depend on its own query, positives
-          and passage, and on public passages.
+          and passage, and on public passages; with labels, on its own labels too.
         - No positive of a query is a negative of the same query.
         - The encoder is not among the module's parameters, nor in its checkpoints.
         - The pool of a step is drawn by public coins from (``pool_seed``, step) and from nothing else.
@@ -81,8 +83,9 @@ class FrozenDualEncoder(PairModule):
             lies across them as it is; null for all directions. It has as many parameters as the square of this
             number, so that noise, which grows by their root, has less to disturb.
         negatives: From a public ``pool``, or from the ``batch``; ``auto`` takes what the privacy mode is for,
-            and where it is for both, the pool with ``head="query"`` and else the batch.
-        loss: A loss of the table of similarities, for negatives from the batch; null for the softmax.
+            and where it is for both, the pool with ``head="query"`` and else the batch. Or the source ``labelled``.
+        loss: A loss of the table of similarities, for negatives from the batch; `MarginMSELoss` for labelled ones; null
+            for the softmax.
         pool_size: How many public passages a step draws as candidates; null for all of them.
         pool_seed: Of those draws; public.
         temperature: Divides the cosine similarity.
@@ -112,8 +115,8 @@ class FrozenDualEncoder(PairModule):
         encoder: str | Path | TextEncoder = "minilm",
         head: Head = "query",
         head_dim: int | None = None,
-        negatives: Negatives = "auto",
-        loss: PairwiseLoss | None = None,
+        negatives: Negatives | Sources = "auto",
+        loss: PairwiseLoss | MarginMSELoss | None = None,
         pool_size: int | None = None,
         pool_seed: int = 0,
         temperature: float = 0.05,
@@ -129,16 +132,24 @@ class FrozenDualEncoder(PairModule):
         super().__init__(privacy=privacy, optimizer=optimizer, log_private_loss=log_private_loss)
         self.keep_settings(settings)
         require_choice("model.head", head, get_args(Head))
-        if not isinstance(negatives, str):
-            raise ConfigurationError(
-                "model.negatives of model=frozen_dual_encoder is auto, pool or batch; sources of negatives "
-                "(negatives=bm25 and others) are for model=dual_encoder."
-            )
-        require_choice("model.negatives", negatives, get_args(Negatives))
+        self._labels = None if isinstance(negatives, str) else LabelledMargins(negatives, loss, privacy)
+        if isinstance(negatives, str):
+            require_choice("model.negatives", negatives, get_args(Negatives))
+            if isinstance(loss, MarginMSELoss):
+                raise ConfigurationError(
+                    f"model.negatives={negatives} has no labels for model.loss=MarginMSELoss. Set negatives=labelled "
+                    "and model.negatives.labelled.file."
+                )
         if isinstance(privacy, PublicPassages):
             _refuse_passage_gradient(privacy)
             pool_size, pool_seed = privacy.pool_size, privacy.pool_seed
-        self.coupled_loss = not _takes_pool(negatives, head, privacy)
+        self.coupled_loss = isinstance(negatives, str) and not _takes_pool(negatives, head, privacy)
+        if self._labels is not None and (head != "query" or pool_size is not None):
+            raise ConfigurationError(
+                f"model.head={head} with model.pool_size={pool_size} cannot go with model.negatives=labelled: passages "
+                "keep their embeddings, and a query is compared with those that have labels alone. Set "
+                "model.head=query and model.pool_size=null."
+            )
         if not self.coupled_loss and head != "query":
             raise ConfigurationError(
                 f"model.head={head} cannot be trained against a public pool, whose passages keep their embeddings "
@@ -150,7 +161,7 @@ class FrozenDualEncoder(PairModule):
                 "negatives come from the batch, which couples the queries, and clipping each of them bounds nothing. "
                 "Set model.head=query and model.negatives=pool, or choose privacy=logit_dp."
             )
-        if loss is not None and not self.coupled_loss:
+        if loss is not None and not self.coupled_loss and self._labels is None:
             raise ConfigurationError(
                 f"model.loss={type(loss).__name__} is a loss of the batch's table of similarities; against a public "
                 "pool it is the softmax of each query. Set model.loss to null, or model.negatives=batch."
@@ -211,6 +222,8 @@ class FrozenDualEncoder(PairModule):
         queries = {row.query_id: row.query for row in data.pair_rows("train")}
         passages = dict(sorted(data.public_passages().items()))  # one order: the cache knows the same set again
         self.prepare_texts(passages, queries, progress=progress)
+        if self._labels is not None:
+            self._labels.learn(data, self._pool.place)
 
     def prepare_texts(
         self, passages: Mapping[str, str], queries: Mapping[str, str] | None = None, *, progress: Progress | None = None
@@ -230,6 +243,10 @@ class FrozenDualEncoder(PairModule):
             self.basis = principal_directions(self.passage_embeddings, self.basis.shape[1])
         if queries:
             self._frozen.learn(queries.values(), "query", progress)
+
+    def assumptions(self) -> list[str]:
+        """What is taken on trust about the file of labels."""
+        return [] if self._labels is None else self._labels.of_rows.assumptions()
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -268,8 +285,8 @@ class FrozenDualEncoder(PairModule):
         Returns:
             ``query``, ``(rows, dim)``, and against a pool ``positive``, the place of each row's passage,
             ``(rows,)``, and ``others``, the places of the query's further positives, ``(rows, most of
-            them)``, filled up with -1; with negatives from the batch instead ``passage``, ``(rows,
-            dim)``, and ``answers``, booleans ``(rows, rows)``.
+            them)``, filled up with -1; with labels instead of ``others`` what the rows are known by; with negatives
+            from the batch ``passage``, ``(rows, dim)``, and ``answers``, booleans ``(rows, rows)``.
 
         Raises:
             DataError: A row's passage was not among those of `prepare`.
@@ -280,6 +297,8 @@ class FrozenDualEncoder(PairModule):
         if self.coupled_loss:
             passages = self.passage_embeddings[positive.to(self.passage_embeddings.device)].cpu()
             return {"query": queries, "passage": passages, "answers": false_negatives(ids, ids, positives)}
+        if self._labels is not None:
+            return {"query": queries, "positive": positive, **self._labels.keys(rows)}
         return {"query": queries, "positive": positive, "others": others}
 
     def represent(self, features: Any, side: Side) -> Tensor:
@@ -305,14 +324,21 @@ class FrozenDualEncoder(PairModule):
         }
 
     def before_batch(self, batch: UnitBatch) -> None:
-        """Note the step, which decides what is in the pool."""
+        """Note the step, which decides what is in the pool, or look the labels of its rows up."""
         self._step = batch.step
+        if self._labels is not None:
+            self._labels.before_batch(batch, epoch=int(self.current_epoch))
 
     def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
-        """Cross entropy in nats of each query's own passage among its candidates, ``(rows,)``."""
+        """Cross entropy in nats of each query's own passage among its candidates, ``(rows,)``.
+
+        Under `MarginMSELoss` the squared error of its margins.
+        """
         if self.coupled_loss:
             return super().per_row_loss(rows)
         queries = self.embed(rows["query"], "query")
+        if self._labels is not None:
+            return self._labels.row_losses(queries, rows, self.passage_embeddings)
         chosen, place_in_pool = self.pool(self._step)
         pool = self.passage_embeddings if chosen is None else self.passage_embeddings[chosen]
 

@@ -21,7 +21,9 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.generation.pseudo_queries import write_pseudo_queries
-from lit_dpret.postprocessing import load_released
+from lit_dpret.losses import MarginMSELoss
+from lit_dpret.negatives import LabelledNegatives
+from lit_dpret.postprocessing import ReleasedQueries, load_released
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.card_text import privacy_line
 from lit_dpret.privacy.modes import NoPrivacy
@@ -35,8 +37,10 @@ from lit_dpret.tasks.consistency import KEPT, check_round_trip
 from lit_dpret.tasks.generator_stage import draw, likeness, train_generator
 from lit_dpret.tasks.head_comparison import HeadComparison
 from lit_dpret.tasks.parts import Parts
-from lit_dpret.tasks.recipe import PSEUDO, GeneratorRecipe, Recipe, told_settings
+from lit_dpret.tasks.recipe import PSEUDO, GeneratorRecipe, Recipe
 from lit_dpret.tasks.synthesize import public_sample
+from lit_dpret.tasks.teacher import LABELS, Teacher, of_those
+from lit_dpret.tasks.told_settings import told_settings
 
 _MEBI = 2**20
 _WARM_UP = (
@@ -61,13 +65,15 @@ class Ablate(HeadComparison[_Cell]):
         retriever: Makes the frozen dual encoder, given its privacy mode and a recipe's settings.
         variants: The recipes, by a short name; those without privacy are upper bounds.
         generators: The query generators that recipes may learn from, by a short name.
+        teacher: A cross-encoder, for recipes with ``pseudo_labels``: a folder or a hub name. It is declared public:
+            nothing private may have gone into it.
         eps: The budget of every private run, and of every generator.
         delta: Of every claim; null for 1 / (2 n), n the public number of queries.
         seeds: Training runs of each row; run i has the seed ``seed + i``, and noise and coins of its own.
         written_passages: Queries are made for a public sample of so many passages; null for all that are searched.
         likeness_texts: BLEU and MAUVE look at so many queries of each generator; null computes neither.
         only: Names of the recipes to take; null for all but those whose generator starts from a folder that is not
-            there. Such a one that is named is refused when the task runs.
+            there, or whose teacher is not. Such a one that is named is refused when the task runs.
         max_passages: Public sample of passages that are encoded and searched; null for all.
         split: On which questions the runs are judged.
         tuning_note, tuning_data: What the settings were chosen on; they go into the cards.
@@ -81,7 +87,7 @@ class Ablate(HeadComparison[_Cell]):
     headings: ClassVar[Headings] = Headings(
         name="ablation", title="What helps at one budget: ways to train a retriever on private queries", rows="Recipes"
     )
-    growing = HeadComparison.growing | {"generators", "likeness_texts"}
+    growing = HeadComparison.growing | {"generators", "likeness_texts", "teacher"}
 
     def __init__(
         self,
@@ -89,6 +95,7 @@ class Ablate(HeadComparison[_Cell]):
         retriever: Callable[..., Any],
         variants: Mapping[str, Recipe],
         generators: Mapping[str, GeneratorRecipe] | None = None,
+        teacher: str | Path | None = None,
         eps: float = 3.0,
         delta: float | None = None,
         seeds: int = 3,
@@ -121,6 +128,7 @@ class Ablate(HeadComparison[_Cell]):
             if number is not None and number < 1:
                 raise ConfigurationError(f"task.{knob}={number} must be at least 1, or null.")
         self.written_passages = written_passages
+        self.teacher = None if teacher is None else Teacher(str(teacher))
         self.eps, self.generators, self.likeness_texts = float(eps), dict(generators or {}), likeness_texts
         for name in self.only:
             source = self.variants[name].queries
@@ -137,24 +145,40 @@ class Ablate(HeadComparison[_Cell]):
         return super().run(parts)
 
     def _that_can_start(self) -> list[str]:
-        """The recipes whose generator has what it starts from; others are left out, or refused if they were chosen."""
+        """The recipes that have what they start from; others are left out, or refused if they were chosen."""
         missing = {}
         for name in self.only:
             generator = self.generators.get(str(self.variants[name].queries))
-            if generator is None:
-                continue
-            if (folder := generator.missing_start()) is not None:
+            if generator is not None and (folder := generator.missing_start()) is not None:
                 missing[name] = (
                     f"task.variants.{name} learns from a generator that starts from {folder}, and there is none. Make "
                     f"it from public pairs: {_WARM_UP.format(run=generator.public_start)}"
                 )
-            else:
+            elif generator is not None:
                 generator.check_start()
+            if name not in missing and (why := self._no_teacher(name)):
+                missing[name] = why
         if missing and (self._chosen_by_name or len(missing) == len(self.only)):
             raise ConfigurationError(next(iter(missing.values())))
         for why in missing.values():
             sys.stdout.write(f"left out: {why}\n")
         return [name for name in self.only if name not in missing]
+
+    def _no_teacher(self, name: str) -> str | None:
+        """Why a recipe has nobody to learn from; None where it asks for nobody, or has one."""
+        if self.variants[name].pseudo_labels is None:
+            return None
+        try:
+            if self.teacher is not None:
+                self.teacher.check()
+                return None
+            reason = "it is null"
+        except ConfigurationError as error:
+            reason = str(error)
+        return (
+            f"task.variants.{name} learns the margins of task.teacher, a public cross-encoder, and there is none: "
+            f"{reason} docs/ablations.md says how one is made."
+        )
 
     def cells(self) -> list[_Cell]:
         """The recipes, upper bounds first."""
@@ -174,6 +198,8 @@ class Ablate(HeadComparison[_Cell]):
         else:
             made = self._pseudo(recipe) if recipe.queries == PSEUDO else self._made(recipe, seed)
             data = self._chosen(recipe, made)
+            if recipe.pseudo_labels is not None:
+                return self.train_on(cell, data, seed, folder, resume, **self._margins(recipe, data, made, seed))
         return self.train_on(cell, data, seed, folder, resume)
 
     def _pseudo(self, recipe: Recipe) -> Path:
@@ -241,7 +267,7 @@ class Ablate(HeadComparison[_Cell]):
         return self._as_data(made, keep)
 
     def _as_data(self, made: Path, keep: Path | None) -> SyntheticDataModule:
-        card = not made.parent.name.startswith(PSEUDO)
+        card = self._has_card(made)
         return SyntheticDataModule(folder=made, evaluation=self._searched, keep=keep, require_privacy_card=card)
 
     def _consistent(self, made: Path, k: int, stage: Path, resume: bool) -> dict[str, Any]:
@@ -250,9 +276,57 @@ class Ablate(HeadComparison[_Cell]):
         model = self.retriever(NoPrivacy())
         with ProgressLine("encoding made queries") as progress:
             model.prepare(data, progress=progress)
-        released = load_released(made, declared_public=not data.require_privacy_card)
-        released = replace(released, passages=self._searched.public_passages())
-        return check_round_trip(model, released, stage, k=k, seed=self._parts.seed)
+        return check_round_trip(model, self._released(made), stage, k=k, seed=self._parts.seed)
+
+    def _released(self, made: Path) -> ReleasedQueries:
+        """Made queries, and all passages that are searched."""
+        released = load_released(made, declared_public=not self._has_card(made))
+        return replace(released, passages=self._searched.public_passages())
+
+    def _has_card(self, made: Path) -> bool:
+        return not made.parent.name.startswith(PSEUDO)
+
+    def _margins(self, recipe: Recipe, data: SyntheticDataModule, made: Path, seed: int) -> dict[str, Any]:
+        """What a retriever is given to learn the teacher's margins of made queries."""
+        if self.teacher is None or recipe.pseudo_labels is None:
+            raise ConfigurationError("task.teacher is null.")
+        teacher, per_query = self.teacher, recipe.pseudo_labels
+
+        def work(folder: Path, resume: bool) -> dict[str, Any]:
+            zero_shot = self.retriever(NoPrivacy())
+            zero_shot.prepare(data)
+            released = of_those(self._released(made), None if data.keep is None else Path(data.keep))
+            return teacher.label(released, folder, zero_shot=zero_shot, per_query=per_query, seed=self._parts.seed)
+
+        stage = self._labels(recipe, seed)
+        self._stages.run(stage, work)
+        file = self._parts.run_dir / stage / LABELS
+        return {
+            "negatives": [LabelledNegatives(file=file, per_query=per_query, seed=seed)],
+            "loss": MarginMSELoss(temperature=recipe.temperature),
+        }
+
+    def _labels(self, recipe: Recipe, seed: int) -> str:
+        """The stage of the labels of what a recipe learns from."""
+        chosen = "all" if recipe.round_trip_filter is None else f"round_trip{recipe.round_trip_filter}"
+        source = f"{recipe.queries}-{recipe.queries_per_passage}"
+        run = "" if recipe.queries == PSEUDO else f"-seed{seed}"
+        return f"labels{recipe.pseudo_labels}-{chosen}-{source}{run}"
+
+    def before_training(self, cells: Sequence[_Cell]) -> None:
+        """Refuse to go on with another teacher than the one of finished labels."""
+        for cell in cells:
+            recipe: Recipe = self.variants[cell.variant]
+            for seed in range(self._parts.seed, self._parts.seed + self.seeds):
+                stage = self._labels(recipe, seed)
+                if recipe.pseudo_labels is None or self.teacher is None or not self._stages.is_done(stage):
+                    continue
+                if self._stages.run(stage, _nothing)["teacher"] != self.teacher.fingerprint():
+                    raise ResumeError(
+                        f"resume=true, but {stage} was made by another cross-encoder than task.teacher="
+                        f"{self.teacher.source}. Restore it, or remove {self._parts.run_dir / stage} and the runs of "
+                        f"task.variants.{cell.variant}."
+                    )
 
     # -- the report -------------------------------------------------------------------------------
 

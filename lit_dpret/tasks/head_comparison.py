@@ -64,15 +64,17 @@ class HeadComparison(Comparison[C]):
             self._qrels,
         )
 
-    def train_on(self, cell: C, data: PairsDataModule, seed: int, folder: Path, resume: bool) -> EvaluationResult:
-        """One training run of the row's variant, judged."""
+    def train_on(
+        self, cell: C, data: PairsDataModule, seed: int, folder: Path, resume: bool, **settings: Any
+    ) -> EvaluationResult:
+        """One training run of the row's variant, judged; ``settings`` of the retriever go before the variant's."""
         variant: Variant = self.variants[cell.variant]
         L.seed_everything(seed, verbose=False)
         noise, cap = self._calibrated(cell)
         privacy = variant.make_privacy(
             eps=self.budget_of(cell), delta=self.claimed_delta(), seed=seed, noise_multiplier=noise
         )
-        model = self.retriever(privacy, **variant.module_settings(seed=seed))
+        model = self.retriever(privacy, **variant.module_settings(seed=seed) | settings)
         tuning: dict[str, Any] = {"tuning_data": self.tuning_data, "tuning_note": self.tuning_note}
         label = self.run_name(cell, seed)
         data.physical_batch_size = 2 * variant.batch

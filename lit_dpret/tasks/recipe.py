@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.start import model_folder, read_start
 from lit_dpret.tasks.compare_variant import Variant
+from lit_dpret.tasks.told_settings import told_settings
 
 PSEUDO = "pseudo"
 RowsPerUnit = Literal["one", "all"]
@@ -35,6 +35,8 @@ class Recipe(Variant):
         queries_per_passage: How many are made for each passage.
         round_trip_filter: Learn from the made queries that find their passage among so many results of the
             zero-shot encoder; null learns from all.
+        pseudo_labels: Learn the margins that ``task.teacher`` gives each made query, between its passage and so many
+            others, instead of which passage is its own; null learns that.
         part: ``bound`` for what may be reached without privacy, to which shares are taken; ``baseline`` for what
             every recipe is tested against; else ``recipe``.
         **settings: The arguments of `Variant`.
@@ -46,6 +48,7 @@ class Recipe(Variant):
     queries: str | None = None
     queries_per_passage: int = 1
     round_trip_filter: int | None = None
+    pseudo_labels: int | None = None
     part: Part = "recipe"
 
     def __post_init__(self) -> None:
@@ -54,7 +57,7 @@ class Recipe(Variant):
             ("head", self.head, Head), ("rows_per_unit", self.rows_per_unit, RowsPerUnit), ("part", self.part, Part),
         ):  # fmt: skip
             require_choice(f"task.variants: {name}", value, get_args(choices))
-        for name in ("queries_per_passage", "round_trip_filter", "head_dim"):
+        for name in ("queries_per_passage", "round_trip_filter", "pseudo_labels", "head_dim"):
             number = getattr(self, name)
             if number is not None and number < 1:
                 raise ConfigurationError(f"task.variants: {name}={number} must be at least 1.")
@@ -70,16 +73,26 @@ class Recipe(Variant):
                 "Choose privacy=none."
             )
 
+        if self.pseudo_labels is not None and (self.queries is None or self.head != "query"):
+            raise ConfigurationError(
+                f"task.variants: pseudo_labels={self.pseudo_labels} cannot go with queries={self.queries} and head="
+                f"{self.head}. A teacher reads made queries alone, and its margins train a query head. Set queries, "
+                "and head=query."
+            )
+
     def module_settings(self, *, seed: int) -> dict[str, Any]:
         return {**super().module_settings(seed=seed), "head": self.head, "head_dim": self.head_dim}
 
     def describe(self, card: Mapping[str, Any]) -> dict[str, Any]:
-        made = self.queries is not None
+        made, told = self.queries is not None, super().describe(card)
+        if self.pseudo_labels is not None:
+            told["loss"] = f"margins of a teacher, temperature {self.temperature:g}"
         return {
-            **super().describe(card),
+            **told,
             "queries": self.queries or "private",
             "per_passage": self.queries_per_passage if made else None,
             "round_trip": self.round_trip_filter,
+            "pseudo_labels": self.pseudo_labels,
             "head": self.head,
             "head_dim": self.head_dim,
             "passages_of_a_query": None if made else self.rows_per_unit,
@@ -154,13 +167,3 @@ class GeneratorRecipe:
         """
         start = "" if self.public_start is None else f" start={weights_hash(model_folder(self.public_start))}"
         return told_settings(repr(self)) + start
-
-
-def told_settings(text: str) -> str:
-    """The repr of settings without those that are null.
-
-    Example:
-        >>> told_settings("Recipe(steps=3, lora=None, model=partial(T5, top_k=None, lr=0.1, seed=None))")
-        'Recipe(steps=3, model=partial(T5, lr=0.1))'
-    """
-    return re.sub(r", \w+=None(?=[,)])", "", text)

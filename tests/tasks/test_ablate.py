@@ -9,11 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_generator import generator, write_parent_card
+from tiny_models import tiny_tokenizer
 from tiny_tasks import parts, retriever
+from transformers import BertConfig, BertForSequenceClassification
 
-from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.errors import ConfigurationError, PrivateDataError, ResumeError
 from lit_dpret.modules import OptimizerSpec
+from lit_dpret.negatives.labels import read_labels
+from lit_dpret.postprocessing import load_released
+from lit_dpret.postprocessing.cross_encoder import CrossEncoder
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PublicPassages, SyntheticData
@@ -196,3 +203,84 @@ def test_a_setting_that_a_later_version_brings_makes_no_other_generator(tmp_path
         replace(known, model=partial(generator, prompt_tuning={"num_virtual_tokens": 2})).describe() != known.describe()
     )
     assert replace(known, steps=2).describe() != known.describe()
+
+
+# -- a teacher ---------------------------------------------------------------------------------
+
+
+def taught(folder: Path, source: Path | None, **changes: Any) -> Ablate:
+    """The study with rows that learn a teacher's margins: of made queries, and of words that nobody asked."""
+    known = recipes(folder)
+    rows = {
+        "labelled": replace(known["made"], label="labelled", head="query", round_trip_filter=20, pseudo_labels=2),
+        "pseudo_labelled": replace(known["pseudo"], label="pseudo labelled", pseudo_labels=1),
+    }
+    settings: dict[str, Any] = {"teacher": source, "seeds": 1, "variants": known | rows, "only": ["none", *rows]}
+    return study(folder, **settings | changes)
+
+
+def write_teacher(folder: Path, *, seed: int = 0) -> Path:
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16}
+    config = BertConfig(vocab_size=len(tiny_tokenizer()), num_hidden_layers=1, num_labels=1, **settings)
+    BertForSequenceClassification(config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_rows_learn_the_margins_of_a_public_teacher_between_passages_of_the_list(tmp_path: Path) -> None:
+    source = write_teacher(tmp_path / "teacher")
+    taught(tmp_path, source).run(parts(tmp_path))
+    run = tmp_path / "run"
+    rows = {row["system"]: row for row in results(run)["rows"]}
+    assert rows["labelled"]["settings"]["pseudo_labels"] == 2 and rows["none"]["settings"]["pseudo_labels"] is None
+    assert rows["labelled"]["settings"]["loss"] == "margins of a teacher, temperature 1"
+    assert rows["labelled"]["budget"] == 8 and rows["pseudo labelled"]["privacy"] == "no private data"
+    labels = read_labels(run / "labels2-round_trip20-tiny-1-seed0" / "gpl-training-data.tsv")
+    kept = (run / "round_trip20-made-tiny-1-seed0" / "kept_queries.txt").read_text(encoding="utf-8").split()
+    assert sorted({label.query_id for label in labels}) == sorted(kept) and len(labels) == 2 * len(kept)
+    assert read_labels(run / "labels1-all-pseudo-1" / "gpl-training-data.tsv")
+    made = load_released(run / "made-tiny-1-seed0" / "data")
+    scorer = CrossEncoder.load(source)
+    asked = {query.query_id: query.text for query in made}
+    data = PairsDataModule(folder=tmp_path / "log")
+    data.setup("fit")
+    texts = data.public_passages()
+    one = labels[0]
+    own, other = scorer.score([asked[one.query_id]] * 2, [texts[one.passage_id], texts[one.negative_id]], batch_size=2)
+    assert one.margin == pytest.approx(own - other, abs=1e-4)
+    assert "of released queries and of public data" in json.dumps(read_card(run / "labelled-seed0")["assumptions"])
+
+
+def test_without_a_teacher_its_rows_are_left_out_unless_they_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "cross_encoder"
+    for source, reason in ((None, "it is null"), (missing, "is not a folder on this machine")):
+        with pytest.raises(
+            ConfigurationError, match=rf"task\.variants\.labelled learns .*{reason}.*docs/ablations\.md"
+        ):
+            taught(tmp_path, source).run(parts(tmp_path))
+    assert not (tmp_path / "run").exists(), "refused before anything is computed"
+    few = {name: row for name, row in taught(tmp_path, None).variants.items() if name in ("none", "labelled")}
+    assert "none" in taught(tmp_path, missing, variants=few, only=None).run(parts(tmp_path))
+    assert "left out: task.variants.labelled" in capsys.readouterr().out
+
+
+def test_a_teacher_of_private_data_and_another_one_than_before_are_refused(tmp_path: Path) -> None:
+    source = write_teacher(tmp_path / "teacher")
+    taught(tmp_path, source, only=["none", "labelled"]).run(parts(tmp_path))
+    write_teacher(tmp_path / "teacher", seed=1)
+    with pytest.raises(ResumeError, match=r"labels2-.* was made by another cross-encoder than task\.teacher="):
+        taught(tmp_path, source, only=["none", "labelled"]).run(parts(tmp_path, resume=True))
+    write_parent_card(source)
+    with pytest.raises(PrivateDataError, match=r"task\.teacher=.* was trained on private data of its own"):
+        taught(tmp_path, source).run(parts(tmp_path, resume=True))
+
+
+@pytest.mark.parametrize("change", [{"queries": None, "privacy": partial(NoPrivacy)}, {"head": "both"}])
+def test_a_teacher_reads_made_queries_and_trains_a_query_head(tmp_path: Path, change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"pseudo_labels=2 cannot go with queries="):
+        replace(recipes(tmp_path)["made"], **{"head": "query", "pseudo_labels": 2} | change)
+    with pytest.raises(ConfigurationError, match="pseudo_labels=0 must be at least 1"):
+        replace(recipes(tmp_path)["made"], pseudo_labels=0)

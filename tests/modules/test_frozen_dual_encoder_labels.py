@@ -1,0 +1,171 @@
+"""A frozen encoder whose head learns a teacher's margins: its loss by hand, what it learns, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from frozen_heads import frozen
+from negative_cases import JUDGED, NOISE, PASSAGES, QUERIES, lines
+from pair_stand_ins import batch_of, data_module
+from stand_ins import fit
+from torch import Tensor
+
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.losses import MarginMSELoss
+from lit_dpret.modules import FrozenDualEncoder
+from lit_dpret.negatives import LabelledNegatives, RandomNegatives
+from lit_dpret.negatives.labels import LabelledNegative
+from lit_dpret.privacy.clipping import ENGINES, make_engine
+from lit_dpret.privacy.modes import DPSGD, BatchClip, NoPrivacy, PublicPassages, SyntheticData
+
+#: Query i is told from two passages; query 3 has no label.
+LABELS = [
+    LabelledNegative(query_id=f"q{i}", passage_id=f"p{2 * i}", negative_id=name, margin=margin)
+    for i in (0, 1, 2)
+    for name, margin in ((f"p{2 * i + 7}", 4.0 - i), (f"p{2 * i + 9}", -1.5))
+]
+
+
+class _Data:
+    """A DataModule as far as labels look at it."""
+
+    planted_facts = None
+
+    def public_passages(self) -> dict[str, str]:
+        return PASSAGES
+
+    def pair_rows(self, split: str = "train") -> list[Any]:
+        return list(lines(*range(8)))
+
+    def evaluation_set(self, split: str) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
+        return QUERIES, JUDGED
+
+
+def labelled(folder: Path, records: list[LabelledNegative] = LABELS, **settings: Any) -> LabelledNegatives:
+    path = folder / "labels.tsv"
+    path.write_text("".join(record.line() for record in records))
+    return LabelledNegatives(file=path, **{"per_query": 2} | settings)
+
+
+def head(folder: Path, privacy: Any = None, **settings: Any) -> FrozenDualEncoder:
+    settings.setdefault("loss", MarginMSELoss(temperature=0.1))
+    if "negatives" not in settings:
+        settings["negatives"] = {"labelled": labelled(folder)}
+    module = frozen(privacy=privacy or NoPrivacy(), **settings)
+    module.prepare(_Data())
+    return module
+
+
+def losses_of(module: FrozenDualEncoder, *numbers: int, queries: dict[str, str] = QUERIES) -> Tensor:
+    batch = batch_of(module.collate_rows(lines(*numbers, queries=queries)))
+    module.before_batch(batch)
+    return module.per_row_loss(batch.rows)
+
+
+@pytest.mark.parametrize("settings", [{}, {"head_dim": 5}])
+def test_the_loss_of_a_row_is_the_error_of_its_labelled_margins(tmp_path: Path, settings: dict[str, Any]) -> None:
+    module = head(tmp_path, **settings)
+    found = losses_of(module, 0, 2, 3)
+    for row, i in enumerate((0, 2)):
+        own, *others = module.encode_passages(
+            [PASSAGES[name] for name in (f"p{2 * i}", f"p{2 * i + 7}", f"p{2 * i + 9}")]
+        )
+        query = module.encode_queries([QUERIES[f"q{i}"]])[0]
+        margins = [(query @ own - query @ other) / 0.1 for other in others]
+        wanted = sum((margin - label) ** 2 for margin, label in zip(margins, (4.0 - i, -1.5), strict=True)) / 2
+        torch.testing.assert_close(found[row], wanted, rtol=1e-4, atol=1e-4)
+    assert found[2].item() == 0  # no label, no loss
+
+
+def test_places_are_those_of_the_embeddings_whatever_the_order_of_the_list(tmp_path: Path) -> None:
+    """Labels count passages by the order of their ids, and embeddings stand in the order of `prepare_texts`."""
+    module = head(tmp_path)
+    wanted = losses_of(module, 0, 1, 2)
+    module.prepare_texts(dict(reversed(sorted(PASSAGES.items()))), QUERIES)
+    assert module._labels is not None
+    module._labels.learn(_Data(), module._pool.place)
+    torch.testing.assert_close(losses_of(module, 0, 1, 2), wanted)
+
+
+def test_training_brings_the_margins_near_the_teachers(tmp_path: Path) -> None:
+    data = data_module(tmp_path / "data")
+    records = [
+        LabelledNegative(
+            query_id=f"queries{i}", passage_id=f"corpus{i}", negative_id=f"corpus{(i + 5) % 13}",
+            margin=2.0 if i % 2 else -2.0,
+        )
+        for i in range(13)
+    ]  # fmt: skip
+    module = FrozenDualEncoder(
+        privacy=NoPrivacy(),
+        optimizer=frozen().optimizer_spec,
+        encoder=frozen().encoder,
+        loss=MarginMSELoss(temperature=0.2),
+        negatives=[labelled(tmp_path, records)],
+    )
+    data.setup("fit")
+    module.prepare(data)
+
+    def mean_loss() -> float:
+        batch = batch_of(module.collate_rows(data.pair_rows("train")))
+        module.before_batch(batch)
+        return float(module.per_row_loss(batch.rows).mean().detach())
+
+    before = mean_loss()
+    fit(tmp_path / "run", module, data, steps=80)
+    assert mean_loss() < 0.2 * before
+
+
+def test_a_private_row_moves_its_own_loss_alone_and_is_clipped_alone(tmp_path: Path) -> None:
+    sources = [labelled(tmp_path, lines_are_independent=True)]
+    module = head(tmp_path, DPSGD(max_grad_norm=1.0, **NOISE), negatives=sources)
+    plain = losses_of(module, 0, 1, 2)
+    poisoned = losses_of(module, 0, 1, 2, queries={**QUERIES, "q1": "policy best best"})
+    assert torch.equal(plain[[0, 2]], poisoned[[0, 2]]) and plain[1] != poisoned[1]
+    batch = batch_of(module.collate_rows(lines(0, 1, 2)))
+    module.before_batch(batch)
+    assert not module.coupled_loss and module.assumptions() == [
+        "Each line of the file of model.negatives.labelled (labels.tsv) was made of its own query and of public data "
+        "alone, as declared."
+    ]
+    by_hand = torch.zeros_like(module.query_head.weight)
+    for loss in module.per_row_loss(batch.rows):
+        (gradient,) = torch.autograd.grad(loss, module.query_head.weight, retain_graph=True)
+        by_hand += gradient * min(1.0, 0.5 / float(gradient.norm()))
+    for engine in ENGINES:
+        clipper = make_engine(engine, module, max_grad_norm=0.5)
+        clipper.add(lambda: module.per_row_loss(batch.rows), batch.unit_ids, batch.mask)
+        torch.testing.assert_close(clipper.take()["query_head.weight"], by_hand, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss": None}, r"model\.negatives=labelled .* model\.loss=null\. Set loss=margin_mse"),
+        ({"negatives": "pool"}, r"model\.negatives=pool has no labels for model\.loss=MarginMSELoss"),
+        ({"negatives": [RandomNegatives()]}, r"is auto, pool, batch or labelled, and not random"),
+        ({"negatives": []}, r"and not \[\]"),
+        ({"head": "both"}, r"model\.head=both .* cannot go with model\.negatives=labelled"),
+        ({"pool_size": 4}, r"model\.pool_size=4 cannot go with model\.negatives=labelled"),
+        ({"privacy": PublicPassages(max_grad_norm=1.0, **NOISE)}, r"privacy=public_passages is for a softmax"),
+        ({"privacy": BatchClip(max_grad_norm=1.0, sub_batches=2, **NOISE)}, r"privacy=batch_clip is for a softmax"),
+        ({"privacy": DPSGD(max_grad_norm=1.0, **NOISE), "declare": False}, r"labelled\.lines_are_independent=true"),
+    ],
+)
+def test_what_cannot_go_with_labels_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    declared = settings.pop("declare", True)
+    known: dict[str, Any] = {"negatives": [labelled(tmp_path, lines_are_independent=declared)]}
+    with pytest.raises(ConfigurationError, match=message):
+        head(tmp_path, **known | settings)
+
+
+def test_synthetic_queries_need_no_declaration_and_labels_of_other_data_are_refused(tmp_path: Path) -> None:
+    assert "of released queries and of public data" in head(tmp_path, SyntheticData()).assumptions()[0]
+    other = [LabelledNegative(query_id="x", passage_id="p0", negative_id="p1", margin=1.0)]
+    with pytest.raises(DataError, match="labels no train query"):
+        head(tmp_path, negatives=[labelled(tmp_path, other)])
+    with pytest.raises(ConfigurationError, match=r"Call prepare\(datamodule\)"):
+        losses_of(frozen(loss=MarginMSELoss(), negatives=[labelled(tmp_path)]), 0)
