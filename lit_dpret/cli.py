@@ -38,7 +38,7 @@ from lit_dpret.configuration import CONFIG_MODULE, format_choices, names
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.ranks import lost_rank
 from lit_dpret.tasks import Fit, TrialOf
-from lit_dpret.tasks.parts import ComposedRun, Parts, model_folder
+from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed, model_folder
 from lit_dpret.tasks.silo_command import silo_command
 
 USER_ERROR = 2
@@ -87,7 +87,7 @@ def build_parts(cfg: DictConfig) -> Parts:
         make_federation=lambda: None if cfg.get("federated") is None else node("federated", _convert_="all"),
         make_run=partial(_composed, cfg),
         trial_of=None if cfg.trial_of is None else Path(cfg.trial_of),
-        command=" ".join([_program(), *_shown_overrides()]),
+        command=" ".join([_program(), as_typed(_shown_overrides())]).strip(),
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +14,9 @@ from typing import Any
 from lit_dpret.errors import ConfigurationError, StorageError
 from lit_dpret.privacy.start import model_folder
 
-__all__ = ["ComposedRun", "Parts", "check_run_dir", "model_folder"]
+__all__ = ["ComposedRun", "Parts", "as_typed", "check_run_dir", "model_folder"]
+
+_PLAIN = re.compile(r"[\w@%+=:,./\[\]-]+")
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,24 @@ class Parts:
 
     def command_again(self, *how: str) -> str:
         """What gives the same results anew: the command without ``resume=`` and without words that begin as ``how``."""
-        return " ".join(word for word in self.command.split() if not word.startswith(("resume=", *how)))
+        return as_typed([word for word in _words(self.command) if not word.startswith(("resume=", *how))])
+
+
+def as_typed(words: Sequence[str]) -> str:
+    """A command as a shell takes it: words that the shell would change are quoted, and lists are left readable.
+
+    Example:
+        >>> print(as_typed(["train.py", "task.only=[a,b]", "task.root=${oc.env:DATA}"]))
+        train.py task.only=[a,b] 'task.root=${oc.env:DATA}'
+    """
+    return " ".join(word if _PLAIN.fullmatch(word) else shlex.quote(word) for word in words)
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:  # a lone quote mark in a value
+        return command.split()
 
 
 def check_run_dir(folder: Path, *, min_free_mb: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from lit_dpret.report.relative_table import relative_table, write_table
 from lit_dpret.report.reproduction import Item, Paper
 from lit_dpret.report.variant_runs import write_runs
 from lit_dpret.tasks import SecondTask, Suite, SuitePart
-from lit_dpret.tasks.parts import ComposedRun, Parts
+from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed
 
 
 def shown(results: Path, _: Path) -> Sequence[Block]:
@@ -428,3 +429,14 @@ def test_the_command_on_a_page_starts_anew(tmp_path: Path, ran: list[str]) -> No
     typed = replace(parts(tmp_path, ran), command="python train.py task=ablate resume=true task.note=x task.seeds=2")
     assert typed.command_again() == "python train.py task=ablate task.note=x task.seeds=2"
     assert typed.command_again("task.note=") == "python train.py task=ablate task.seeds=2"
+
+
+def test_what_a_shell_would_change_is_quoted_on_a_page(tmp_path: Path, ran: list[str]) -> None:
+    words = ["task.only=[a,b]", "task.root=${oc.env:DATA}", "task.note=two words", "+task.x={a: 1}", "~task.y"]
+    command = f"python train.py {as_typed(words)}"
+    assert command == (
+        "python train.py task.only=[a,b] 'task.root=${oc.env:DATA}' 'task.note=two words' '+task.x={a: 1}' '~task.y'"
+    )
+    assert replace(parts(tmp_path, ran), command=f"{command} resume=true").command_again() == command
+    shell = ["bash", "-c", f"printf '%s\\n' {as_typed(words)}"]
+    assert subprocess.run(shell, capture_output=True, text=True, check=True).stdout.splitlines() == words

@@ -186,7 +186,6 @@ class Paper000:
         return made[name]()
 
     def _page(self, kept: Kept, tables: Sequence[Table], left_out: Mapping[str, str]) -> PaperPage:
-        command = kept.parts.command.split()
         return PaperPage(
             name="paper_000",
             title=_TITLE,
@@ -198,7 +197,7 @@ class Paper000:
                 "Ours beside the paper's, on other data, with other models and sizes: compare orders, not levels. Rows "
                 "marked public only are had without any private query, and show what the private ones bought."
             ),
-            command=" ".join(word for word in command if not word.startswith(_HOW_NOT_WHAT)),
+            command=kept.parts.command_again(*_HOW_NOT_WHAT),
             seconds=kept.seconds,
         )
 
