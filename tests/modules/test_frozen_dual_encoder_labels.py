@@ -20,6 +20,7 @@ from lit_dpret.negatives import LabelledNegatives, RandomNegatives
 from lit_dpret.negatives.labels import LabelledNegative
 from lit_dpret.privacy.clipping import ENGINES, make_engine
 from lit_dpret.privacy.modes import DPSGD, BatchClip, NoPrivacy, PublicPassages, SyntheticData
+from lit_dpret.testing import assert_private
 
 #: Query i is told from two passages; query 3 has no label.
 LABELS = [
@@ -139,6 +140,21 @@ def test_a_private_row_moves_its_own_loss_alone_and_is_clipped_alone(tmp_path: P
         clipper = make_engine(engine, module, max_grad_norm=0.5)
         clipper.add(lambda: module.per_row_loss(batch.rows), batch.unit_ids, batch.mask)
         torch.testing.assert_close(clipper.take()["query_head.weight"], by_hand, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_on_labels_is_as_private_as_it_claims(tmp_path: Path) -> None:
+    """Row by row, in company, padded and replaced; every row has labels, or a silent unit would test nothing."""
+    records = [
+        LabelledNegative(query_id=f"q{i}", passage_id=f"p{2 * i}", negative_id=f"p{(2 * i + 7) % 20}", margin=60.0)
+        for i in range(6)
+    ]
+    mode = DPSGD(max_grad_norm=0.5, eps=3.0)
+    module = head(tmp_path, mode, negatives=[labelled(tmp_path, records, lines_are_independent=True)])
+    rows = module.collate_rows(lines(*range(6)))
+    batch = batch_of(rows)
+    module.before_batch(batch)
+    report = assert_private(module, batch.rows, 1.0, 1e-5, trials=60)
+    assert 0.99 < report.sensitivity <= 1.001
 
 
 @pytest.mark.parametrize(
