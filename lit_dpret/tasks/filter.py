@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.errors import ConfigurationError
@@ -17,6 +17,7 @@ from lit_dpret.privacy.card_environment import environment_facts
 from lit_dpret.privacy.card_tuning import TuningData
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
+_SHOWN_WORDS = 25
 FILTERED = "filtered"
 
 
@@ -76,7 +77,7 @@ class Filter:
         folder = write_selection(kept, parts.run_dir / FILTERED, applied=facts, tuning=tuning, environment=made_on)
         report = {"data": str(self.data), "queries": len(released), "kept": len(kept), "filters": facts}
         (parts.run_dir / "filter.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        (parts.run_dir / "examples.md").write_text(_examples(applied), encoding="utf-8")
+        (parts.run_dir / "examples.md").write_text(_examples(applied, released.passages), encoding="utf-8")
         for one in applied:
             sys.stdout.write(f"{_line(one)}\n")
         sys.stdout.write(
@@ -94,15 +95,25 @@ def _line(one: Applied) -> str:
     return line
 
 
-def _examples(applied: Sequence[Applied]) -> str:
+def _examples(applied: Sequence[Applied], passages: Mapping[str, str]) -> str:
     lines = ["# What the filters kept, and what they did not", ""]
     for one in applied:
         lines += [f"## {_line(one)}", "", "| | score | query | passage |", "| --- | ---: | --- | --- |"]
         for word, rows in zip(("kept", "dropped"), one.examples, strict=True):
-            lines += [f"| {word} | {score:.3g} | {_cell(text)} | {_cell(name)} |" for score, text, name in rows]
+            lines += [
+                f"| {word} | {score:.3g} | {_cell(text)} | {_cell(f'{name}: {_beginning(passages[name])}')} |"
+                for score, text, name in rows
+            ]
         lines.append("")
     return "\n".join(lines)
 
 
-def _cell(text: Any) -> str:
-    return str(text).replace("|", "\\|")
+def _beginning(text: str) -> str:
+    """So much of a passage that one sees what it is about."""
+    words = text.split()
+    return " ".join(words[:_SHOWN_WORDS]) + (" ..." if len(words) > _SHOWN_WORDS else "")
+
+
+def _cell(text: str) -> str:
+    """Text in a table of Markdown: on one line."""
+    return " ".join(text.split()).replace("|", "\\|")

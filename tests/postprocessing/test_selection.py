@@ -14,8 +14,10 @@ from lit_dpret.datamodules import SyntheticDataModule
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, StorageError
 from lit_dpret.generation.dataset_folder import DATA_FILES
 from lit_dpret.postprocessing import BestOf, LanguageModelScore, ReleasedQueries, load_released, write_selection
+from lit_dpret.postprocessing.selection import Applied
 from lit_dpret.privacy.card import card_sha256, read_card
 from lit_dpret.tasks import Filter
+from lit_dpret.tasks.filter import _examples
 from lit_dpret.tasks.parts import Parts
 
 
@@ -72,6 +74,18 @@ def test_the_card_of_a_selection_claims_what_the_whole_claims_and_lists_the_filt
     assert report["queries"] == len(load_released(data)) and report["kept"] == len(PASSAGES)
     examples = (tmp_path / "examples.md").read_text()
     assert examples.count("| kept |") == examples.count("| dropped |") == 5
+    passages = load_released(data).passages
+    rows = [row for row in examples.splitlines() if row.startswith(("| kept |", "| dropped |"))]
+    shown = [row.removesuffix(" |").split(" | ")[-1].split(": ", 1) for row in rows]
+    assert len(shown) == 10 and all(passages[name].startswith(words.removesuffix(" ...")) for name, words in shown)
+
+
+def test_examples_show_the_beginning_of_a_long_passage_on_one_line() -> None:
+    passages = {"p1": "a policy\ncovers | " + "word " * 40}
+    row = (0.5, "what does it cover?", "p1")
+    applied = Applied(settings={"filter": "mine"}, asked=1, kept=1, lowest_kept=0.5, examples=([row], []))
+    text = _examples([applied], passages)
+    assert f"| kept | 0.5 | what does it cover? | p1: a policy covers \\| {'word ' * 20}word ... |" in text.splitlines()
 
 
 def test_filters_add_up_in_the_card_of_a_selection_of_a_selection(data: Path, tmp_path: Path) -> None:
