@@ -28,6 +28,10 @@ from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.encoders.backbones import resolve_folder
 from lit_dpret.errors import ConfigurationError
 
+# The loss compares with the softmax of the labels: so far from 0, that is the right passage alone. Labels of 1 and 0
+# would teach margins of 1 at most.
+_RIGHT = 10.0
+
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
@@ -68,7 +72,7 @@ def questions(source: Path, encoder: SentenceTransformer, args: argparse.Namespa
             if len(wrong) < args.negatives:
                 continue
             listed = [sorted(right[name])[0], *coins.sample(wrong, args.negatives)]
-            labels = [1.0] + [0.0] * args.negatives
+            labels = [_RIGHT] + [0.0] * args.negatives
             yield {"query": asked[name], "docs": [passages[doc] for doc in listed], "labels": labels}
 
 
