@@ -24,6 +24,7 @@ from lit_dpret.generation.pseudo_queries import write_pseudo_queries
 from lit_dpret.losses import MarginMSELoss
 from lit_dpret.negatives import LabelledNegatives
 from lit_dpret.postprocessing import ReleasedQueries, load_released
+from lit_dpret.postprocessing.pseudo_labels import LABELS
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.card_text import privacy_line
 from lit_dpret.privacy.modes import NoPrivacy
@@ -39,7 +40,7 @@ from lit_dpret.tasks.head_comparison import HeadComparison
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.recipe import PSEUDO, GeneratorRecipe, Recipe
 from lit_dpret.tasks.synthesize import public_sample
-from lit_dpret.tasks.teacher import LABELS, Teacher, of_those
+from lit_dpret.tasks.teacher import Teacher, of_those
 from lit_dpret.tasks.told_settings import told_settings
 
 _MEBI = 2**20

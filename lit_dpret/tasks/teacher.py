@@ -12,7 +12,7 @@ from lit_dpret.encoders.backbones import resolve_folder
 from lit_dpret.modules import FrozenDualEncoder
 from lit_dpret.modules.generator_folder import weights_hash
 from lit_dpret.postprocessing import ReleasedQueries
-from lit_dpret.postprocessing.pseudo_labels import LABELS, label
+from lit_dpret.postprocessing.pseudo_labels import label
 from lit_dpret.postprocessing.released import require_covered
 from lit_dpret.retrieval.runs import Ranking
 from lit_dpret.tasks.scoring import rank_embeddings
@@ -95,6 +95,3 @@ class _Untrained:
             self.model.encode_passages(list(passages.values())),
             k=k,
         )
-
-
-__all__ = ["LABELS", "Teacher", "of_those"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from configured import composed
 from tiny_generator import generator, write_parent_card
 from tiny_models import tiny_tokenizer
 from tiny_tasks import parts, retriever
@@ -26,6 +27,7 @@ from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PublicPassages, SyntheticData
 from lit_dpret.tasks import Ablate
 from lit_dpret.tasks.recipe import GeneratorRecipe, Recipe
+from lit_dpret.tasks.teacher import Teacher
 
 
 def recipes(folder: Path) -> dict[str, Recipe]:
@@ -265,6 +267,13 @@ def test_without_a_teacher_its_rows_are_left_out_unless_they_are_asked_for(
     few = {name: row for name, row in taught(tmp_path, None).variants.items() if name in ("none", "labelled")}
     assert "none" in taught(tmp_path, missing, variants=few, only=None).run(parts(tmp_path))
     assert "left out: task.variants.labelled" in capsys.readouterr().out
+
+
+def test_the_teacher_of_the_preset_is_a_folder_and_no_name_on_a_hub() -> None:
+    cfg = composed("experiment=ablate_eps3")
+    assert str(cfg.task.teacher).startswith("./"), "a missing folder must not be looked for among other people's models"
+    with pytest.raises(ConfigurationError, match="is not a folder on this machine"):
+        Teacher(str(cfg.task.teacher) + "_that_is_missing").check()
 
 
 def test_a_teacher_of_private_data_and_another_one_than_before_are_refused(tmp_path: Path) -> None:
