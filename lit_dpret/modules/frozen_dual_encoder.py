@@ -221,9 +221,9 @@ class FrozenDualEncoder(PairModule):
         """
         queries = {row.query_id: row.query for row in data.pair_rows("train")}
         passages = dict(sorted(data.public_passages().items()))  # one order: the cache knows the same set again
+        if self._labels is not None:  # a file that cannot be read is told of before anything is encoded
+            self._labels.learn(data, {name: place for place, name in enumerate(passages)})
         self.prepare_texts(passages, queries, progress=progress)
-        if self._labels is not None:
-            self._labels.learn(data, self._pool.place)
 
     def prepare_texts(
         self, passages: Mapping[str, str], queries: Mapping[str, str] | None = None, *, progress: Progress | None = None

@@ -183,5 +183,12 @@ def test_synthetic_queries_need_no_declaration_and_labels_of_other_data_are_refu
     other = [LabelledNegative(query_id="x", passage_id="p0", negative_id="p1", margin=1.0)]
     with pytest.raises(DataError, match="labels no train query"):
         head(tmp_path, negatives=[labelled(tmp_path, other)])
+    missing = FrozenDualEncoder(
+        privacy=NoPrivacy(), optimizer=frozen().optimizer_spec, encoder=frozen().encoder, loss=MarginMSELoss(),
+        negatives=[LabelledNegatives(file=tmp_path / "missing.tsv")],
+    )  # fmt: skip
+    with pytest.raises(DataError, match=r"missing\.tsv cannot be read"):
+        missing.prepare(_Data())
+    assert not len(missing.passage_embeddings), "nothing was encoded before"
     with pytest.raises(ConfigurationError, match=r"Call prepare\(datamodule\)"):
         losses_of(frozen(loss=MarginMSELoss(), negatives=[labelled(tmp_path)]), 0)
