@@ -222,7 +222,7 @@ class FrozenDualEncoder(PairModule):
         queries = {row.query_id: row.query for row in data.pair_rows("train")}
         passages = dict(sorted(data.public_passages().items()))  # one order: the cache knows the same set again
         if self._labels is not None:  # a file that cannot be read is told of before anything is encoded
-            self._labels.learn(data, {name: place for place, name in enumerate(passages)})
+            self._labels.learn(data)
         self.prepare_texts(passages, queries, progress=progress)
 
     def prepare_texts(
@@ -327,7 +327,7 @@ class FrozenDualEncoder(PairModule):
         """Note the step, which decides what is in the pool, or look the labels of its rows up."""
         self._step = batch.step
         if self._labels is not None:
-            self._labels.before_batch(batch, epoch=int(self.current_epoch))
+            self._labels.before_batch(batch, self._pool.place, epoch=int(self.current_epoch))
 
     def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
         """Cross entropy in nats of each query's own passage among its candidates, ``(rows,)``.

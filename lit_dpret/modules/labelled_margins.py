@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError
@@ -55,35 +54,33 @@ class LabelledMargins:
                 "privacy=dp_sgd, synthetic or none."
             )
         self.of_rows, self.loss = RowNegatives(listed, privacy), loss
-        self._place: Tensor | None = None
 
-    def learn(self, data: Any, place: Mapping[str, int]) -> None:
-        """Read the labels of a DataModule's train queries.
-
-        Args:
-            data: Lists its public passages and its judgements.
-            place: Where the embedding of each passage stands, by id.
-        """
-        texts = TrainTexts.of(data)
-        self.of_rows.learn(texts, _NoTowers())
-        self._place = torch.tensor([place[name] for name in texts.passage_ids])
+    def learn(self, data: Any) -> None:
+        """Read the labels of the train queries of a DataModule that lists its public passages and its judgements."""
+        self.of_rows.learn(TrainTexts.of(data), _NoTowers())
 
     def keys(self, rows: Sequence[TrainRow]) -> dict[str, Tensor]:
         """What rows of a batch are known by; see `TrainTexts.keys`."""
-        self._places()
-        return self.of_rows.keys(rows)
+        return self._texts().keys(rows)
 
-    def _places(self) -> Tensor:
-        if self._place is None:
-            raise ConfigurationError("The labels were not read. Call prepare(datamodule) with the data to train on.")
-        return self._place
+    def before_batch(self, batch: UnitBatch, place: Mapping[str, int], *, epoch: int) -> None:
+        """Put places and labels of its rows into a batch, ``compared_at`` and ``margins``, ``(rows, each)``.
 
-    def before_batch(self, batch: UnitBatch, *, epoch: int) -> None:
-        """Put places and labels of its rows into a batch, ``compared_at`` and ``margins``, ``(rows, each)``."""
+        Args:
+            batch: With the `keys` of its rows.
+            place: Where the embedding of each passage stands, by id.
+            epoch: The epoch.
+        """
         chosen = self.of_rows.places(batch.rows, step=batch.step, epoch=epoch, embed=_nothing_to_embed)
-        own_at, place = chosen["own_at"], self._places().to(chosen["own_at"].device)
-        batch.rows["compared_at"] = torch.where(own_at < 0, own_at, place[own_at.clamp(min=0)])
+        own_at, names = chosen["own_at"], self._texts().passage_ids
+        stands = [NOBODY if at == NOBODY else place[names[at]] for at in own_at.flatten().tolist()]
+        batch.rows["compared_at"] = own_at.new_tensor(stands).view_as(own_at)
         batch.rows["margins"] = chosen["own_margins"]
+
+    def _texts(self) -> TrainTexts:
+        if self.of_rows.texts is None:
+            raise ConfigurationError("The labels were not read. Call prepare(datamodule) with the data to train on.")
+        return self.of_rows.texts
 
     def row_losses(self, queries: Tensor, rows: Mapping[str, Tensor], passages: Tensor) -> Tensor:
         """The error of every row's margins, ``(rows,)``.

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.encoders.backbones import resolve_folder
 from lit_dpret.modules import FrozenDualEncoder
-from lit_dpret.modules.generator_folder import weights_hash
 from lit_dpret.postprocessing import ReleasedQueries
+from lit_dpret.postprocessing.cross_encoder import CrossEncoder
 from lit_dpret.postprocessing.pseudo_labels import label
 from lit_dpret.postprocessing.released import require_covered
 from lit_dpret.retrieval.runs import Ranking
@@ -29,19 +28,20 @@ class Teacher:
     source: str
 
     def check(self) -> None:
-        """Refuse one that is not there, or that a privacy card tells of.
+        """Refuse one that is not there, that is no cross-encoder, or that a privacy card tells of.
 
         Raises:
             ConfigurationError: There is no such folder or model on the hub.
+            UnsupportedModelError: It is another kind of model.
             PrivateDataError: It was trained on private data.
         """
-        resolve_folder(self.source)
         nothing = ReleasedQueries(queries=(), passages={}, provenance="declared public")
         require_covered(self.source, nothing, declared_public=True, knob="task.teacher")
+        CrossEncoder.load(self.source)
 
     def fingerprint(self) -> str:
-        """SHA-256 of its files: another model behind the same name has another one."""
-        return weights_hash(resolve_folder(self.source))
+        """As `CrossEncoder.fingerprint`: another model behind the same name has another one."""
+        return CrossEncoder.load(self.source).fingerprint()
 
     def label(
         self, released: ReleasedQueries, folder: Path, *, zero_shot: FrozenDualEncoder, per_query: int, seed: int

@@ -86,8 +86,6 @@ def test_places_are_those_of_the_embeddings_whatever_the_order_of_the_list(tmp_p
     module = head(tmp_path)
     wanted = losses_of(module, 0, 1, 2)
     module.prepare_texts(dict(reversed(sorted(PASSAGES.items()))), QUERIES)
-    assert module._labels is not None
-    module._labels.learn(_Data(), module._pool.place)
     torch.testing.assert_close(losses_of(module, 0, 1, 2), wanted)
 
 

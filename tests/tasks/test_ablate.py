@@ -17,7 +17,7 @@ from tiny_tasks import parts, retriever
 from transformers import BertConfig, BertForSequenceClassification
 
 from lit_dpret.datamodules import PairsDataModule
-from lit_dpret.errors import ConfigurationError, PrivateDataError, ResumeError
+from lit_dpret.errors import ConfigurationError, PrivateDataError, ResumeError, UnsupportedModelError
 from lit_dpret.modules import OptimizerSpec
 from lit_dpret.negatives.labels import read_labels
 from lit_dpret.postprocessing import load_released
@@ -282,6 +282,9 @@ def test_a_teacher_of_private_data_and_another_one_than_before_are_refused(tmp_p
     write_teacher(tmp_path / "teacher", seed=1)
     with pytest.raises(ResumeError, match=r"labels2-.* was made by another cross-encoder than task\.teacher="):
         taught(tmp_path, source, only=["none", "labelled"]).run(parts(tmp_path, resume=True))
+    retriever(privacy=NoPrivacy()).encoder.backbone.save_pretrained(tmp_path / "encoder")
+    with pytest.raises(UnsupportedModelError, match="cross-encoder"):
+        taught(tmp_path, tmp_path / "encoder").run(parts(tmp_path, resume=True))
     write_parent_card(source)
     with pytest.raises(PrivateDataError, match=r"task\.teacher=.* was trained on private data of its own"):
         taught(tmp_path, source).run(parts(tmp_path, resume=True))

@@ -24,7 +24,7 @@ Part = Literal["retrieval", "examples", "canaries", "similarity", "zero_shot", "
 REPORT = "report"
 _TITLE = "Paper 000, its tables again: synthetic queries by DP language models"
 _SIZES, _BESIDE = {"small": "public_t5", "mini": SHRUNK}, {"small": "T5-Base", "mini": "T5-Small"}
-_HOW_NOT_WHAT = ("resume=", "hydra.run.dir=", "task.only=", "privacy.secret_file=")
+_HOW_NOT_WHAT = ("hydra.run.dir=", "task.only=", "privacy.secret_file=")
 
 
 class Paper000:
