@@ -97,7 +97,10 @@ class GroupedUnitDataset:
             for passage_id in collection.positives(split, query_id):
                 groups.setdefault(self._key(query_id, passage_id), []).append((query_id, passage_id))
         if not any(groups.values()):
-            raise DataError(f"{collection.source}: split {split} has no query with a positive passage.")
+            raise DataError(
+                f"{collection.source}: split {split} has no query with a positive passage. Where "
+                "datamodule.max_passages or datamodule.max_train_queries take a sample, take a larger one."
+            )
         self._units = [_lowest(rows, max_rows_per_unit, collection.queries) for rows in groups.values()]
         self._queries = [tuple(dict.fromkeys(query for query, _ in rows)) for rows in groups.values()]
         self._planted = tuple(planted)

@@ -22,6 +22,15 @@ from lit_dpret.cli import USER_ERROR, with_task
 SMALL_DATA = ["datamodule.expected_batch_size=8", "datamodule.physical_batch_size=8"]
 SMALL_LENGTHS = ["model.max_passage_length=16", "model.max_query_length=8"]
 SAMPLE = ["datamodule.max_passages=500"]  # with the queries that they answer
+SMALL_CANARIES = [
+    "task.trainings=1",
+    "task.steps=2",
+    "task.batch=8",
+    "task.measure.draws=2",
+    "task.canaries.repetitions=[1,2]",
+    "task.canaries.candidates=10",
+    "task.canaries.passage_words=6",
+]
 SMALL_PIPELINE = ["task.generator_steps=2", "task.generator_batch=8", "task.generator_physical_batch=8",
                   "task.retriever_steps=2", "task.retriever_batch=8", "task.max_passages=100",
                   "task.generator.max_passage_length=16", "task.retriever.max_passage_length=16"]  # fmt: skip
@@ -90,9 +99,7 @@ TINY: dict[str, list[str]] = {
                                "task.min_free_mb=1", "task.retriever.max_passage_length=16",
                                "task.only=[in_batch,static,dynamic]"],
     "task=audit": ["task.measure.draws=2"],
-    "task=canaries": ["task.trainings=1", "task.steps=2", "task.batch=8", "task.measure.draws=2",
-                      "task.canaries.repetitions=[1,2]", "task.canaries.candidates=10",
-                      "task.canaries.passage_words=6"],
+    "task=canaries": SMALL_CANARIES,
     "task=federated": ["task.seeds=[0]", "task.systems=[bm25,stage1,fed_negative]", "federated.stage2.batch_size=4"],
     "federated=inprocess": ["federated.privacy.accountant=rdp"],
     "federated=flower": ["federated.privacy.accountant=rdp"],
@@ -110,6 +117,8 @@ TINY: dict[str, list[str]] = {
                       "task.held_out_group=10", "privacy.sub_batches=2"],
     "task=second_task": ["task.data=null", "task.epochs=1"],
     "task=paper_000": [*(setting.replace("task.", "task.pipeline.", 1) for setting in SMALL_PIPELINE),
+                       *(setting.replace("task.", "task.canaries.", 1) for setting in SMALL_CANARIES),
+                       "task.canary_queries=null",
                        "task.eps=[3]", "task.min_free_mb=1", "task.shrink_passages=50", "task.shrink.epochs=1",
                        "task.similarity.max_texts=50", "task.similarity.seeds=1", "task.grid.max_passages=24",
                        "task.grid.lr=[0.001]", "task.grid.batch=[8]", "task.grid.epochs=[0.001]"],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import replace
@@ -101,6 +103,19 @@ def paper(public: Path, **changes: Any) -> Paper000:
 def table(run: Path, name: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads((run / "report" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
     return rows
+
+
+def epsilon_in(text: str) -> float:
+    return float(re.findall(r"has epsilon = ([\d.]+)", text)[0])
+
+
+@pytest.mark.parametrize("only", [["retrieval"], ["retrieval", "canaries"]])
+def test_a_study_taken_without_its_ledgers_is_missing_from_the_sum_and_the_page_says_so(
+    public: Path, tmp_path: Path, asked: list[Any], only: list[str]
+) -> None:
+    paper(public, only=only).run(parts(tmp_path))
+    spent = json.loads((tmp_path / "run" / "report" / "paper_000.json").read_text(encoding="utf-8"))["spent"]
+    assert (f"The study in {CANARIES} was taken as it is" in spent) is ("canaries" in only)
 
 
 def test_each_row_of_tables_3_and_4_is_one_training_under_its_own_budget(
@@ -229,6 +244,10 @@ def test_the_canaries_of_a_finished_study_stand_beside_those_of_the_paper(
     assert "delta" in mine["privacy"] and not asked
     with pytest.raises(DataError, match=r"task\.canaries_from=.* holds no readable canaries\.json"):
         paper(public, only=["retrieval", "canaries"], canaries_from=tmp_path / "no").run(parts(tmp_path, resume=True))
+    few = parts(tmp_path / "few")
+    few = replace(few, make_datamodule=partial(few.make_datamodule, max_passages=4))
+    with pytest.raises(DataError, match=r"max_passages or datamodule\.max_train_queries take a sample"):
+        paper(public, only=["retrieval", "canaries"], canaries=dict, canaries_from=None, canary_queries=1).run(few)
     assert not asked, "refused before the first training"
 
 
@@ -351,5 +370,10 @@ def test_every_part_with_real_trainings_and_nothing_spent_twice_after_an_interru
     spent = spent_under(run)
     assert spent.private == 5, "two generators, one direct training, two points of the grid"
     assert spent.bare >= 3 and "delta" in spent.text and "zero_out" in spent.text
-    assert spent.text in report["spent"]
+    assert report["spent"].startswith(spent.text)
+    assert "its private trainings spent" in report["spent"], "the canary study came without its ledgers"
+    shutil.copytree(run / "whole-eps8", tmp_path / "study" / "eps8-0")
+    more = spent_under(run, taken=tmp_path / "study")
+    assert more.private == 6 and epsilon_in(more.text) > epsilon_in(spent.text), "a study with ledgers is counted"
+    assert spent_under(run, taken=run / "whole-eps8") == spent, "and none twice"
     assert not (run / "embeddings").exists(), "embeddings of queries are as private as the queries"

@@ -20,6 +20,7 @@ from lit_dpret.tasks.paper_000.retrieval import named
 from lit_dpret.tasks.paper_000.study import Study, shown
 from lit_dpret.tasks.parts import Parts
 
+TABLE = "table_7_canaries"
 _COPIES = (10, 100)
 COLUMNS = {f"{what}_{copies}": f"{shown_as}, {copies} copies" for copies in _COPIES
            for what, shown_as in (("rank", "rank of 100"), ("leaked", "leaked"))}  # fmt: skip
@@ -46,7 +47,7 @@ def tables(
     rows = [_row(model, side, facts["rows"]) for model, side in models]
     return [
         PaperTable(
-            name="table_7_canaries",
+            name=TABLE,
             title="Table 7: planted secrets",
             columns=COLUMNS,
             rows=rows,
@@ -60,6 +61,22 @@ def tables(
             ],
         )
     ]
+
+
+def check(study: Study, make_canaries: Callable[..., Any], *, finished: Path | None, train_queries: int | None) -> None:
+    """Refuse what would stop `tables` after hours of other trainings; the arguments are those of `tables`.
+
+    Raises:
+        LitDpretError: A setting is wrong, a finished study cannot be read, or ``train_queries`` leave no pair.
+    """
+    if finished is not None:
+        read(finished)
+        return
+    make_canaries()
+    mode, data = study.parts.make_privacy(), study.parts.make_datamodule(max_train_queries=train_queries)
+    data.use_unit(mode.unit, mode.neighbours)
+    data.setup("fit")
+    data.train_units()
 
 
 def _run(study: Study, make: Callable[..., Any], train_queries: int | None) -> Any:

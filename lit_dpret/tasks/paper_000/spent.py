@@ -28,12 +28,19 @@ class Spent:
     text: str
 
 
-def spent_under(run_dir: Path) -> Spent:
-    """Compose everything that the ledgers under ``run_dir`` are charged with."""
+def spent_under(run_dir: Path, *, taken: Path | None = None) -> Spent:
+    """Compose everything that the ledgers under ``run_dir`` are charged with.
+
+    Args:
+        run_dir: Of the reproduction.
+        taken: A finished study whose results stand on the page as well. Its ledgers are counted where they lie under
+            its folder; where they do not, the text says that what it spent is missing from the sum.
+    """
+    elsewhere = set() if taken is None else {path.resolve() for path in taken.rglob(LEDGER_NAME)}
     releases: dict[tuple[str, str], list[Release]] = {}
     deltas: dict[tuple[str, str], float] = {}
     private = bare = 0
-    for path in sorted(run_dir.rglob(LEDGER_NAME)):
+    for path in sorted({path.resolve() for path in run_dir.rglob(LEDGER_NAME)} | elsewhere):
         records = PrivacyLedger.read(path).records
         plans = [record for record in records if record["kind"] == "plan"]
         planned = [record for record in plans if record.get("plan") is not None]
@@ -47,8 +54,14 @@ def spent_under(run_dir: Path) -> Spent:
         releases.setdefault(kind, []).extend(charged_releases(records))
         deltas[kind] = min(deltas.get(kind, 1.0), float(budget["delta"]))
         private += 1
+    missing = (
+        f" The study in {taken} was taken as it is, without its ledgers: what its private trainings spent of the same "
+        "queries is not in this sum."
+        if taken is not None and not elsewhere
+        else ""
+    )
     if not private:
-        return Spent(0, bare, "No private training is finished, so nothing was spent.")
+        return Spent(0, bare, f"No private training is finished, so nothing was spent.{missing}")
     totals = []
     for (unit, neighbours), found in releases.items():
         eps, how = compose_across_runs(found, delta=deltas[unit, neighbours], neighbours=neighbours)  # type: ignore[arg-type]
@@ -65,4 +78,4 @@ def spent_under(run_dir: Path) -> Spent:
             f" {bare} more trainings had no privacy at all (ε = ∞, or made of public texts alone): what read the "
             "original queries without privacy promises nothing to anybody, whatever else is claimed."
         )
-    return Spent(private, bare, text)
+    return Spent(private, bare, text + missing)

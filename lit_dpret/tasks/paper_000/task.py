@@ -159,12 +159,11 @@ class Paper000:
         """
         study.refuse_wrong_privacy()
         declared: dict[str, Any] = {"card_entry": True}
-        done = self.canaries_from
         checks: dict[Part, Callable[[], object]] = {
             "similarity": lambda: self.make_similarity(synthetic=".", reference="private", **declared),
             "zero_shot": lambda: zero_shot.check(self.make_zero_shot),
             "overlap": lambda: self.make_overlap(queries="private", corpus=".", **declared),
-            "canaries": lambda: self.make_canaries() if done is None else canaries.read(done),
+            "canaries": lambda: canaries.check(study, self.make_canaries, **self._planted()),
         }
         for name, check in checks.items():
             if name in self.only:
@@ -179,19 +178,21 @@ class Paper000:
             "zero_shot": lambda: zero_shot.tables(study, self.make_zero_shot),
             "grid": lambda: grid.tables(study, self.grid),
             "overlap": lambda: overlap.tables(study, self.make_overlap),
-            "canaries": lambda: canaries.tables(
-                study, self.make_canaries, finished=self.canaries_from, train_queries=self.canary_queries
-            ),
+            "canaries": lambda: canaries.tables(study, self.make_canaries, **self._planted()),
         }
         return made[name]()
 
+    def _planted(self) -> dict[str, Any]:
+        return {"finished": self.canaries_from, "train_queries": self.canary_queries}
+
     def _page(self, kept: Kept, tables: Sequence[Table], left_out: Mapping[str, str]) -> PaperPage:
+        taken = self.canaries_from if any(table.name == canaries.TABLE for table in tables) else None
         return PaperPage(
             name="paper_000",
             title=_TITLE,
             tables=sorted(tables, key=lambda table: (not table.name.startswith("table_"), table.name)),
             left_out=left_out,
-            spent=spent_under(kept.parts.run_dir).text,
+            spent=spent_under(kept.parts.run_dir, taken=taken).text,
             public=self.choices.originals_are_public,
             about=(
                 "Ours beside the paper's, on other data, with other models and sizes: compare orders, not levels. Rows "
