@@ -10,9 +10,10 @@ from lit_dpret.report import variant_figures as figures
 from lit_dpret.report.beside_paper import beside_the_paper
 from lit_dpret.report.paper_002 import TABLE_1, TABLE_2, TABLE_3, TABLE_4
 from lit_dpret.report.picture import Picture, copied_picture
-from lit_dpret.report.relative_table import caption, read_table, relative_table, table_grid
+from lit_dpret.report.relative_table import caption, read_table, relative_table, shares_of_the_gain, table_grid
 from lit_dpret.report.reproduction import Item, Paper, Show
-from lit_dpret.report.variant_runs import VariantRun, read_runs
+from lit_dpret.report.variant_report import UNTRAINED_RUNS
+from lit_dpret.report.variant_runs import UNTRAINED, VariantRun, read_runs
 
 BASELINE = "Non-private"
 NET, RESNET = ("embedding_net",), ("resnet18",)
@@ -50,14 +51,15 @@ def _table(paper: Mapping[str, tuple[float, ...]], *, relative: bool) -> Show:
     def show(results: Path, _: Path) -> list[Block]:
         runs = read_runs(results / "runs.jsonl")
         base = BASELINE if any(run.variant == BASELINE for run in runs) else None
-        table = relative_table(runs, baseline=base)
+        untrained = results / UNTRAINED_RUNS
+        table = relative_table([*runs, *(read_runs(untrained) if untrained.is_file() else [])], baseline=base)
         said = caption(table, form="relative" if relative and base else "absolute").replace(
             ": mean / standard deviation", ""
         )
         longest = max(runs, key=lambda run: run.steps[-1])
         took = f"{longest.steps[-1]:,} steps of batches of {longest.batch_size or 0:,}"
         classes = len(longest.confusion or [])
-        said = f"{said} {took}; {classes} classes."
+        said = " ".join([f"{said} {took}; {classes} classes.", shares_of_the_gain(table, start=UNTRAINED)]).rstrip()
         return [beside_the_paper(table, paper, relative=relative), Paragraph(said, small=True)]
 
     return show

@@ -99,6 +99,27 @@ def _cell(values: Sequence[float], base: float | None) -> Cell:
     )
 
 
+def shares_of_the_gain(table: RelativeTable, *, start: str, metric: str = "accuracy") -> str:
+    """What each variant keeps of the baseline's gain over ``start``, in a sentence; empty where that is no gain.
+
+    A mean divided by the baseline's counts what the encoder had before it was trained as if it had been learned.
+    """
+    if table.baseline is None or start not in table.rows or metric not in table.metrics:
+        return ""
+    base, low = table.rows[table.baseline][metric].mean, table.rows[start][metric].mean
+    if base <= low:
+        return ""
+    shares = [
+        f"{variant} {(cells[metric].mean - low) / (base - low):.0%}"
+        for variant, cells in table.rows.items()
+        if variant not in (table.baseline, start)
+    ]
+    return (
+        f"Of the gain of {table.baseline} over {start.lower()} encoders in {table.metrics[metric].lower()} "
+        f"({low:.3f} to {base:.3f}): {', '.join(shares)}."
+    )
+
+
 def table_grid(table: RelativeTable, *, form: Form) -> Grid:
     """Relative means, or means with standard deviations.
 

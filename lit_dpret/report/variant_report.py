@@ -10,10 +10,11 @@ from pathlib import Path
 from lit_dpret.errors import StorageError
 from lit_dpret.report import variant_figures as figures
 from lit_dpret.report.relative_curves import Axis, Band, relative_curves
-from lit_dpret.report.relative_table import PAPER_METRICS, relative_table, write_table
-from lit_dpret.report.variant_runs import VariantRun, write_runs
+from lit_dpret.report.relative_table import PAPER_METRICS, relative_table, shares_of_the_gain, write_table
+from lit_dpret.report.variant_runs import UNTRAINED, VariantRun, write_runs
 
 PAGE = "README.md"
+UNTRAINED_RUNS = "untrained.jsonl"
 
 
 def write_variant_report(
@@ -26,6 +27,7 @@ def write_variant_report(
     metrics: Mapping[str, str] = PAPER_METRICS,
     band: Band = "interval",
     title: str = "",
+    untrained: Sequence[VariantRun] = (),
 ) -> Path:
     """Write everything that ``runs`` have the data for; what they lack is left out.
 
@@ -43,6 +45,7 @@ def write_variant_report(
         metrics: Names and titles of the metrics in the table.
         band: Of the loss curves; see `relative_curves`.
         title: Of the page and the figures.
+        untrained: Encoders before their first step: rows of the table, in ``untrained.jsonl`` and in no figure.
 
     Returns:
         The page.
@@ -66,6 +69,8 @@ def write_variant_report(
     write_runs(runs, folder / "runs.jsonl")
     if batch_runs:
         write_runs(batch_runs, folder / "batch_runs.jsonl")
+    if untrained:
+        write_runs(untrained, folder / UNTRAINED_RUNS)
     show(
         "relative_loss.png",
         figures.draw_relative_loss(runs, folder / "relative_loss.png", axis=axis, band=band, title=title),
@@ -79,10 +84,13 @@ def write_variant_report(
         show("confusion.png", figures.draw_confusions(runs, folder / "confusion.png", names=class_names, title=title))
     if all(run.seconds and len(run.examples) > 1 for run in runs):
         show("runtime.png", figures.draw_runtime(runs, folder / "runtime.png", title=title))
-    told = {name: words for name, words in metrics.items() if all(name in run.metrics for run in runs)}
+    judged = [*runs, *untrained]
+    told = {name: words for name, words in metrics.items() if all(name in run.metrics for run in judged)}
     if told:
-        written = write_table(relative_table(runs, baseline=baseline, metrics=told), folder)
-        page.append(written[-1].read_text(encoding="utf-8"))
+        table = relative_table(judged, baseline=baseline, metrics=told)
+        page.append(write_table(table, folder)[-1].read_text(encoding="utf-8"))
+        if shares := shares_of_the_gain(table, start=UNTRAINED):
+            page += [shares, ""]
     readme = folder / PAGE
     try:
         (folder / "curves.json").write_text(json.dumps([asdict(curve) for curve in curves]) + "\n", encoding="utf-8")

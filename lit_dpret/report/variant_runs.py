@@ -20,6 +20,8 @@ from typing import Any
 from lit_dpret.errors import DataError, StorageError, schema_problem
 
 SCHEMA = "lit-dpret/variant-run/1"
+UNTRAINED = "Untrained"
+"""The variant of encoders before their first step: what a score is without any training, private or not."""
 
 
 @dataclass(frozen=True, kw_only=True)

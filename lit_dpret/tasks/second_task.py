@@ -27,9 +27,10 @@ from lit_dpret.report.beside_paper import beside_the_paper
 from lit_dpret.report.paper_002 import TABLE_2, TABLE_4
 from lit_dpret.report.relative_table import PAPER_METRICS, relative_table
 from lit_dpret.report.variant_report import write_variant_report
-from lit_dpret.report.variant_runs import VariantRun
+from lit_dpret.report.variant_runs import UNTRAINED, VariantRun
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages
+from lit_dpret.tasks.variant_study import START
 from lit_dpret.tasks.variant_study_report import SETTINGS
 from lit_dpret.vision import train_second_task
 
@@ -116,7 +117,7 @@ class SecondTask:
         return parts.make_datamodule(), "coarse"
 
     def _encoders(self) -> list[Encoder]:
-        """The study's runs of the paper's variants.
+        """The study's runs of the paper's variants, and what they started from where the study kept it.
 
         Raises:
             DataError: There are none.
@@ -134,7 +135,8 @@ class SecondTask:
         ]
         if not found:
             raise DataError(f"task.study={self.study} has no finished run of task.seeds={wanted}.")
-        return found
+        starts = [Encoder(UNTRAINED, seed, self.study / f"{START}_seed{seed}") for seed in wanted]
+        return found + [start for start in starts if (start.folder / "model").is_dir()]
 
     def _train(self, parts: Parts, encoder: Encoder, splits: dict[str, Labelled], *, classes: int) -> dict[str, Any]:
         module: EmbeddingTrainer = parts.make_module(

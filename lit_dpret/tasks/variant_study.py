@@ -27,15 +27,16 @@ from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.variant_report import PAGE
-from lit_dpret.report.variant_runs import VariantRun
+from lit_dpret.report.variant_runs import UNTRAINED, VariantRun
 from lit_dpret.tasks.curve_recorder import CurveRecorder, HeldOutLoss, read_curve
 from lit_dpret.tasks.fit import train
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages
 from lit_dpret.tasks.variant import Variant, shared_settings
 from lit_dpret.tasks.variant_study_report import Finished, write_study
-from lit_dpret.vision import evaluate_knn
+from lit_dpret.vision import KnnResult, evaluate_knn
 
+START = "untrained"
 # Settings of a command that change nothing about what it makes.
 _HOW_NOT_WHAT = ("task.report_only=", "task.note=")
 
@@ -46,7 +47,8 @@ class VariantStudy:
     Guarantees:
         - A run that finished is not run again after ``resume=true``; one that was interrupted goes on from its
           newest checkpoint.
-        - Runs of one seed start from the same weights; noise and batches come from the run's own secret.
+        - Runs of one seed start from the same weights, which are kept and judged as the row of untrained encoders;
+          noise and batches come from the run's own secret.
         - The report is written again after every seed, so that a study that is stopped leaves one.
 
     Args:
@@ -88,6 +90,8 @@ class VariantStudy:
     ) -> None:
         chosen = list(variants) if only is None else list(only)
         unknown = [name for name in chosen if name not in variants]
+        if START in variants:
+            raise ConfigurationError(f"task.variants.{START}: that is the name of the encoders before any training.")
         if unknown or not chosen:
             raise ConfigurationError(f"task.only={chosen}: choose from {', '.join(variants) or 'no variants'}.")
         if not seeds or len(set(seeds)) != len(seeds):
@@ -120,14 +124,17 @@ class VariantStudy:
             if not planned:
                 raise ConfigurationError(f"task.report_only=true: no run in {parts.run_dir} is finished.")
         finished: list[Finished] = []
+        starts: list[VariantRun] = []
         with ProgressLine("variants and seeds", every=0) as progress:
             for done, (seed, name) in enumerate(planned):
                 progress(done, len(planned))
                 if done and planned[done - 1][0] != seed:
-                    self._tell(finished)
+                    self._tell(finished, starts)
+                if seed not in {run.seed for run in starts}:
+                    starts += self._start(seed)
                 finished.append(self._finished(name, seed))
             progress(len(planned), len(planned))
-        scores = self._tell(finished)
+        scores = self._tell(finished, starts)
         sys.stdout.write(f"written: {parts.run_dir / 'report' / PAGE}\n")
         return scores
 
@@ -151,6 +158,36 @@ class VariantStudy:
         result = self._stages.run(_stage(name, seed), lambda folder, resume: self._train(name, seed, folder, resume))
         run = VariantRun(**result["run"])
         return Finished(name=name, variant=self.variants[name], run=run, **result["more"])
+
+    def _start(self, seed: int) -> list[VariantRun]:
+        """The encoder that the variants of ``seed`` start from; none where `report_only` finds it missing."""
+        if self.report_only and not self._stages.is_done(_stage(START, seed)):
+            return []
+        return [VariantRun(**self._stages.run(_stage(START, seed), lambda folder, _: self._untrained(seed, folder)))]
+
+    def _untrained(self, seed: int, folder: Path) -> dict[str, Any]:
+        L.seed_everything(seed, verbose=False)
+        module: EmbeddingTrainer = self._parts.make_module(privacy=NoPrivacy(), optimizer=OptimizerSpec())
+        module.save_model(folder / "model")
+        loss, knn = self._held_out(module), self._judge(module)
+        run = VariantRun(
+            variant=UNTRAINED,
+            seed=seed,
+            steps=[0],
+            losses=[loss],
+            metrics={**knn.scores.to_dict(), "held_out_loss": loss},
+            confusion=knn.confusion.tolist(),
+        )
+        return asdict(run)
+
+    def _judge(self, module: EmbeddingTrainer) -> KnnResult:
+        return evaluate_knn(
+            module.net,
+            train=self._data.labelled("train"),
+            test=self._data.labelled("test"),
+            classes=len(self._data.class_names()),
+            k=self.k,
+        )
 
     def _train(self, name: str, seed: int, folder: Path, resume: bool) -> dict[str, Any]:
         variant = self.variants[name]
@@ -185,13 +222,7 @@ class VariantStudy:
             resume=resume,
         )
         curve = read_curve(curve_file)
-        knn = evaluate_knn(
-            module.net,
-            train=data.labelled("train"),
-            test=data.labelled("test"),
-            classes=len(data.class_names()),
-            k=self.k,
-        )
+        knn = self._judge(module)
         run = VariantRun(
             variant=variant.label,
             seed=seed,
@@ -238,7 +269,7 @@ class VariantStudy:
             "eps_of_the_updates": accountant.epsilon(),
         }
 
-    def _tell(self, finished: Sequence[Finished]) -> dict[str, float]:
+    def _tell(self, finished: Sequence[Finished], starts: Sequence[VariantRun]) -> dict[str, float]:
         return write_study(
             finished,
             self._parts.run_dir / "report",
@@ -247,6 +278,7 @@ class VariantStudy:
             note=self.note,
             command=self._parts.command_again(*_HOW_NOT_WHAT),
             net=self._net,
+            untrained=starts,
         )
 
 

@@ -80,6 +80,7 @@ def write_study(
     note: str,
     command: str,
     net: str,
+    untrained: Sequence[VariantRun] = (),
 ) -> dict[str, float]:
     """Write the report; returns the mean k-NN accuracy by variant.
 
@@ -91,6 +92,7 @@ def write_study(
         note: Said first.
         command: What was called.
         net: The encoder's class, whose numbers of the paper stand beside, where it has some.
+        untrained: The encoders of the seeds before their first step.
 
     Raises:
         StorageError: A file cannot be written.
@@ -106,15 +108,16 @@ def write_study(
         class_names=class_names,
         metrics=_METRICS,
         title="Views of one image among those of others",
+        untrained=untrained,
     )
     text = [page.read_text(encoding="utf-8").rstrip(), "", _NOT_COMPARABLE, ""]
     text += ["## Held-out loss", "", *_held_out_figure(main, folder / "held_out_loss.png"), _HELD_OUT_MEANS, ""]
     if net in TABLE_1:
-        text += _paper(relative_table(runs, baseline=base, metrics=PAPER_METRICS), net)
+        text += _paper(relative_table([*runs, *untrained], baseline=base, metrics=PAPER_METRICS), net)
     for part, title in _SIDE_PARTS.items():
         own = [each for each in finished if each.variant.part == part]
         if own:
-            text += ["", f"## {title}", "", *_side_part(own, main, folder, str(part), base)]
+            text += ["", f"## {title}", "", *_side_part(own, main, untrained, folder, str(part), base)]
     text += ["", "## Settings and privacy", "", _WHAT_IS_CLAIMED, "", *_settings(finished)]
     head, rest = text[0].split("\n", 1)
     command_lines = ["", "Made by", "", "```sh", command, "```"]
@@ -157,13 +160,19 @@ def _paper(table: RelativeTable, net: str) -> list[str]:
 
 
 def _side_part(
-    own: Sequence[Finished], main: Sequence[Finished], folder: Path, name: str, baseline: str | None
+    own: Sequence[Finished],
+    main: Sequence[Finished],
+    untrained: Sequence[VariantRun],
+    folder: Path,
+    name: str,
+    baseline: str | None,
 ) -> list[str]:
     """Figure and table of some more variants, beside those of the paper under the same seeds, where there are any."""
     seeds = {each.run.seed for each in own}
     beside = (each for each in main if each.run.seed in seeds and each.variant.part != own[0].variant.part)
     shown = [*beside, *own]
-    table = relative_table([each.run for each in shown], baseline=baseline, metrics=_METRICS)
+    judged = [*(each.run for each in shown), *(run for run in untrained if run.seed in seeds)]
+    table = relative_table(judged, baseline=baseline, metrics=_METRICS)
     write_table(table, folder, name=name)
     form: Any = "absolute" if baseline is None else "relative"
     return [

@@ -11,7 +11,14 @@ import pytest
 from variant_runs import run
 
 from lit_dpret.errors import DataError
-from lit_dpret.report.relative_table import caption, read_table, relative_table, to_markdown, write_table
+from lit_dpret.report.relative_table import (
+    caption,
+    read_table,
+    relative_table,
+    shares_of_the_gain,
+    to_markdown,
+    write_table,
+)
 from lit_dpret.report.variant_runs import VariantRun
 
 TITLES = {"accuracy": "Accuracy", "best_recall": "Recall"}
@@ -93,3 +100,12 @@ def test_a_table_reads_back_as_it_was_written(tmp_path: Path) -> None:
     (tmp_path / "metrics.json").write_text("[]")
     with pytest.raises(DataError, match="holds no table"):
         read_table(tmp_path / "metrics.json")
+
+
+def test_a_share_of_the_gain_counts_from_what_the_encoder_had_before_it_was_trained() -> None:
+    start = [run("Untrained", seed, metrics={"accuracy": 0.1, "best_recall": 0.5}) for seed in (0, 1)]
+    table = relative_table([*runs(), *start], baseline="Non-private", metrics=TITLES)
+    words = shares_of_the_gain(table, start="Untrained")
+    assert words.endswith("in accuracy (0.100 to 0.400): Logit-DP 33%."), "while 0.2 / 0.4 is a half"
+    assert not shares_of_the_gain(table, start="Untrained", metric="best_recall"), "no gain, no share"
+    assert not shares_of_the_gain(relative_table(runs(), baseline="Non-private", metrics=TITLES), start="Untrained")

@@ -19,6 +19,7 @@ from lit_dpret.losses import SigmoidPairLoss
 from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.modes import BatchClip, LogitDP, NoPrivacy
+from lit_dpret.report.relative_table import read_table
 from lit_dpret.report.variant_runs import read_runs
 from lit_dpret.tasks import SecondTask, Variant, VariantStudy
 from lit_dpret.tasks.curve_recorder import HeldOutLoss, read_curve
@@ -93,6 +94,17 @@ def test_a_study_ends_with_the_papers_figures_tables_and_what_was_promised(finis
     ]  # fmt: skip
     assert all(len(run.losses) == STEPS and run.examples == [4, 8, 12] for run in runs)
     assert sum(map(sum, runs[0].confusion or [])) == tiny.TEST
+    starts = read_runs(report / "untrained.jsonl")
+    assert [(run.variant, run.seed) for run in starts] == [("Untrained", 0), ("Untrained", 1)]
+    for start in starts:  # scores of the very weights that the variants started from
+        kept = module(privacy=NoPrivacy(), optimizer=OptimizerSpec(),
+                      encoder=finished / "run" / f"untrained_seed{start.seed}" / "model")  # fmt: skip
+        torch.manual_seed(start.seed)
+        fresh = module(privacy=NoPrivacy(), optimizer=OptimizerSpec())
+        assert all(map(torch.equal, kept.net.state_dict().values(), fresh.net.state_dict().values()))
+        assert start.metrics["held_out_loss"] == start.losses[0] and len(start.metrics) == len(runs[0].metrics)
+    for name in ("metrics", "losses", "equal_negatives"):
+        assert "Untrained" in read_table(report / f"{name}.json").rows, name
     page = (report / "README.md").read_text(encoding="utf-8")
     assert "Twelve images." in page and "python train.py experiment=tiny" in page
     assert "/ 0.819" in page and "/ 0.212" in page  # the paper's, beside ours
@@ -118,9 +130,10 @@ def test_runs_of_one_seed_start_from_the_same_weights_and_others_from_others(tmp
 
     study(only=["logit_dp", "non_private"]).run(parts(tmp_path, make_module=noting))
     del starts[0]  # made to see which net it is
-    assert [name for name, _ in starts] == ["logit_dp", "none", "logit_dp", "none"]
-    first, second, third, _ = (weight for _, weight in starts)
+    assert [name for name, _ in starts] == ["none", "logit_dp", "none"] * 2, "the first is judged untrained"
+    untrained, first, second, other, third, _ = (weight for _, weight in starts)
     assert torch.equal(first, second) and not torch.equal(first, third)
+    assert torch.equal(untrained, first) and torch.equal(other, third)
 
 
 class Stop(L.Callback):
@@ -152,7 +165,7 @@ def test_the_second_task_trains_a_classifier_on_each_frozen_encoder(finished: Pa
     missing = ImagesDataModule(source="fashion_mnist", folder=tmp_path / "nowhere")
     second = SecondTask(study=finished / "run", data=missing, epochs=2, batch_size=4, min_free_mb=1)
     told = second.run(parts(tmp_path))
-    assert set(told) == {"logit_dp_seed0", "non_private_seed0"}
+    assert set(told) == {"logit_dp_seed0", "non_private_seed0", "untrained_seed0"}
     page = (tmp_path / "run" / "report" / "README.md").read_text(encoding="utf-8")
     assert "the coarse labels of cifar10" in page and "/ 1.013" in page and "/ 0.169" in page
     assert weights.read_bytes() == before
