@@ -33,6 +33,7 @@ from lit_dpret.privacy.modes import GaussianMode, PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream, load_secret, published_secret
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.ranks import Ranks
+from lit_dpret.privacy.releases import Release
 from lit_dpret.privacy.run import Position, PrivateRun
 from lit_dpret.privacy.sampling import UnitCollator
 from lit_dpret.privacy.shared_gate import SharedGate
@@ -232,9 +233,23 @@ class PrivacyAccountant(Callback):
         ledger = mode.ledger_of_dataset(self.plan.budget, run_dir=self.run_dir)
         if self.sweep is not None:
             ledger = trial_ledger(self.sweep, self.plan.budget, own=ledger, mode=mode.name)
+        start = self.start()
+        known = set() if start is None else start.counted_in()
+        if start is not None and known and (ledger is None or not ledger.path.exists() or ledger.begin() not in known):
+            raise ConfigurationError(
+                f"{start.knob}={start.folder} was counted in a privacy.dataset_ledger, and this run names none or "
+                "another: the total of the data set would miss this run. Name the same file."
+            )
         if ledger is not None and not self.resume:
-            ledger.require([self.plan.release(self.planned_steps)])
+            ledger.require([self.plan.release(self.planned_steps), *self._uncounted(ledger)])
         return ledger
+
+    def _uncounted(self, ledger: DatasetLedger) -> list[Release]:
+        """What the model that the run starts from cost, where the data set's ledger does not count it."""
+        start = self.start()
+        if start is None or (ledger.path.exists() and ledger.begin() in start.counted_in()):
+            return []
+        return start.releases()
 
     # -- resuming ----------------------------------------------------------------------------
 
@@ -288,7 +303,9 @@ class PrivacyAccountant(Callback):
         """Reserve the run's steps in the ledger of its data set, on rank 0."""
         if self._dataset is not None:
             name = str(self.run_dir)
-            self._account = DatasetAccount(self._dataset, self._gate.own, steps=self.planned_steps, name=name)
+            self._account = DatasetAccount(
+                self._dataset, self._gate.own, steps=self.planned_steps, name=name, earlier=self._uncounted(self._dataset)
+            )
             self._account.reserve()
 
     def _keep_covered(self) -> None:

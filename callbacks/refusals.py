@@ -32,7 +32,7 @@ from lit_dpret.callbacks.strategies import (
 from lit_dpret.callbacks.zero_settings import refuse_zero_settings
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.card_file import CARD_NAME
-from lit_dpret.privacy.card_subject import check_dataset_card
+from lit_dpret.privacy.card_subject import card_above, check_dataset_card
 from lit_dpret.privacy.guard import uncounted
 from lit_dpret.privacy.sampling import PrivateBatchSampler
 from lit_dpret.privacy.start import Start, model_folder
@@ -184,14 +184,35 @@ def _carries_a_card(run: Candidate) -> None:
 def _starts_public(run: Candidate) -> None:
     """Refuse weights that were themselves trained on private data, unless their cost is composed with this run's."""
     weights = getattr(run.module, "pretrained", None)
-    if not weights or not (Path(str(weights)) / CARD_NAME).is_file():
+    if not weights:
+        return
+    place = Path(str(weights)).expanduser()
+    if not place.is_dir():  # the name of a public model
+        return
+    card = place / CARD_NAME if (place / CARD_NAME).is_file() else card_above(place)
+    if card is None:
         return
     start = run.start
-    if start is None or Path(str(weights)).resolve() != model_folder(start.folder).resolve():
+    if start is None or place.resolve() != model_folder(start.folder).resolve():
         raise ConfigurationError(
-            f"{weights} carries a privacy card: its weights were trained on private data, and this run's card would "
-            "forget what that cost. Name the run that it lies in as init_from, or start from a public model.",
+            f"{weights} carries a privacy card ({card}): its weights were trained on private data, and this run's card "
+            "would forget what that cost. Name the run that it lies in as init_from, or start from a public model.",
             trap="T30",
+        )
+
+
+def _shows_nothing_beside_a_total(run: Candidate) -> None:
+    """Refuse to count a run in a total whose own card will prove nothing."""
+    ledger = getattr(run.module.privacy, "dataset_ledger", None)
+    if ledger is None:
+        return
+    shown = [f"callbacks: {type(c).__name__}(data=private)" for c in run.callbacks if getattr(c, "data", None) == "private"]
+    if run.module.log_private_loss:
+        shown.append("model.log_private_loss=true")
+    if shown:
+        raise ConfigurationError(
+            f"{shown[0]} shows numbers of the private rows that nobody counts, and privacy.dataset_ledger={ledger} adds "
+            "up what all runs on these data cost: no total would hold any more. Leave one of them out."
         )
 
 
@@ -289,6 +310,6 @@ _EVERY: tuple[Check, ...] = (_is_counted, _shown_strategy, _one_shape_where_it_c
 _ANY_CLAIM: tuple[Check, ...] = (_starts_public, _validates_on_declared_data)
 _INHERITED: tuple[Check, ...] = (_carries_a_card,)
 _DP: tuple[Check, ...] = (
-    _stops_by_a_fixed_number, _keeps_the_last, _tunes_nothing, _validates_nothing, _whole_batches, _no_loss_scaler,
+    _shows_nothing_beside_a_total, _stops_by_a_fixed_number, _keeps_the_last, _tunes_nothing, _validates_nothing, _whole_batches, _no_loss_scaler,
     _no_accumulation, _no_clipping_of_the_sum,
 )  # fmt: skip

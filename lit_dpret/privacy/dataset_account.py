@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.dataset_total import TOTAL_EVENT, Total
 from lit_dpret.privacy.gate import ReleaseGate
-from lit_dpret.privacy.ledger import charged_releases
+from lit_dpret.privacy.owed import owed_releases
+from lit_dpret.privacy.releases import NonPrivateRelease, Release, merge
 from lit_dpret.privacy.run_lock import RunLock
 
 
@@ -14,6 +17,8 @@ class DatasetAccount:
 
     Guarantees:
         - The gate grants no step that is not reserved.
+        - A run whose own ledger refutes its claim is counted without privacy (`owed_releases`), and a model that it
+          starts from is counted with it, unless that one's run was.
         - A run whose steps cost more than it reserved (less noise, another law) reserves anew before
           its next step, and is refused where the limit does not cover it.
         - From the first reservation until it is settled or closed, no other object reserves for the same
@@ -24,9 +29,13 @@ class DatasetAccount:
         gate: Of the run; its position is settled.
         steps: The step that the run ends before.
         name: Where the run lies, for messages.
+        earlier: What the model that the run starts from cost on the same data, where no entry counts it.
     """
 
-    def __init__(self, ledger: DatasetLedger, gate: ReleaseGate, *, steps: int, name: str) -> None:
+    def __init__(
+        self, ledger: DatasetLedger, gate: ReleaseGate, *, steps: int, name: str, earlier: Sequence[Release] = ()
+    ) -> None:
+        self._earlier = list(earlier)
         self._ledger, self._gate, self._steps, self._name = ledger, gate, steps, name
         self._lock = RunLock(ledger.path, gate.run.run_id)
         self._held = False
@@ -41,11 +50,13 @@ class DatasetAccount:
         """
         run, gate = self._gate.run, self._gate
         self._lock.take()
+        owed = self._owed()
+        refuted = [release for release in owed if isinstance(release, NonPrivateRelease)]
         try:
             total = self._ledger.reserve(
                 run.run_id,
-                spent=charged_releases(run.ledger.records),
-                planned=gate.forthcoming(self._steps),
+                spent=owed,
+                planned=merge([*gate.forthcoming(self._steps), *self._earlier, *refuted]),
                 heads=self._heads(),
                 name=self._name,
             )
@@ -72,8 +83,7 @@ class DatasetAccount:
         if not self._held:
             return
         run = self._gate.run
-        spent = charged_releases(run.ledger.records)
-        total = self._ledger.settle(run.run_id, spent=spent, heads=self._heads(), name=self._name)
+        total = self._ledger.settle(run.run_id, spent=self._owed(), heads=self._heads(), name=self._name)
         self._held = False
         self._lock.release()
         run.ledger.append("event", name=TOTAL_EVENT, **total.to_dict())
@@ -81,6 +91,9 @@ class DatasetAccount:
     def close(self) -> None:
         """Let another process go on with the run; what was reserved and not settled stays charged."""
         self._lock.release()
+
+    def _owed(self) -> list[Release]:
+        return merge([*owed_releases(self._gate.run.ledger.records), *self._earlier])
 
     def _heads(self) -> list[str]:
         return [str(record["hash"]) for record in self._gate.run.ledger.records]

@@ -20,6 +20,7 @@ from lit_dpret.privacy.card_audit_text import contradicted
 from lit_dpret.privacy.card_check import verify_card
 from lit_dpret.privacy.card_facts import Assumption, Verdict, every_unit_in_every_step
 from lit_dpret.privacy.card_file import CARD_NAME, card_sha256, read_card
+from lit_dpret.privacy.card_subject import card_above
 from lit_dpret.privacy.card_text import show_delta, show_epsilon
 from lit_dpret.privacy.charges import START_EVENT, claimed_releases, start_of
 from lit_dpret.privacy.ledger import PrivacyLedger
@@ -43,6 +44,18 @@ class Start:
     folder: Path
     facts: Mapping[str, Any]
     knob: str = "init_from"
+
+    def counted_in(self) -> set[str]:
+        """The data-set ledgers that the start's own run was counted in, by their identities."""
+        if self.facts["public"]:
+            return set()
+        ledger = self.folder / str(read_card(self.folder)["ledger"]["name"])
+        plans = (record for record in PrivacyLedger.read(ledger).records if record["kind"] == "plan")
+        return {str(plan["dataset_ledger"]) for plan in plans if plan.get("dataset_ledger")}
+
+    def releases(self) -> list[Release]:
+        """What the start cost; empty for a public one."""
+        return [release_from_dict(release) for release in self.facts["releases"]]
 
     def check(self, mode: Any) -> None:
         """Refuse a start with which the run could not claim what its mode promises.
@@ -71,7 +84,7 @@ class Start:
                     f"privacy.{knob}={getattr(mode, knob)}, but {self.knob}={self.folder} was trained under "
                     f"privacy.{knob}={facts[knob]}, and epsilons of different guarantees do not add up. Use the same."
                 )
-        for release in map(release_from_dict, facts["releases"]):
+        for release in self.releases():
             if isinstance(release, GaussianRelease):
                 accounting.check_supported(release.law, mode.accountant, mode.neighbours)
 
@@ -131,6 +144,11 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
             raise ConfigurationError(
                 f"{knob}={run} has no {CARD_NAME}: nobody can say which private data its weights have seen. If it "
                 "was trained on public data alone, say init_from_is_public=true."
+            )
+        if (above := card_above(folder)) is not None:
+            raise ConfigurationError(
+                f"{knob}={run} is declared public, but it is a part of what {above} describes, and that card tells of "
+                "private data. Name the run that it lies in, without init_from_is_public=true."
             )
         return Start(folder, {"name": name, "card_sha256": None, "public": True, "guarantee": None,
                               "releases": [], "parents": []}, knob)  # fmt: skip

@@ -13,9 +13,9 @@ from typing import Any
 from lit_dpret.errors import LitDpretError
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.card_text import show_epsilon
-from lit_dpret.privacy.charges import charged_releases
 from lit_dpret.privacy.dataset_total import compose_across_runs
 from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.owed import owed_releases
 from lit_dpret.privacy.releases import Release
 from lit_dpret.report.sweep_figure import can_draw, draw_sweep
 from lit_dpret.sweeps.folder import SweepFolder
@@ -82,7 +82,7 @@ def _spent(sweep: SweepFolder) -> tuple[float | None, str | None]:
     for path in sorted((sweep.folder / "trials").rglob(LEDGERS)):
         records = PrivacyLedger.read(path).records
         if any(record["kind"] == "plan" and record.get("plan") is not None for record in records):
-            releases += charged_releases(records)
+            releases += owed_releases(records)
     return compose_across_runs(
         releases, delta=budget["delta"], neighbours=budget["neighbours"], accountant=sweep.facts["accountant"]
     )

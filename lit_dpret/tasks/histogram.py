@@ -16,7 +16,6 @@ from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.card import CARD_NAME, LEDGER_NAME, build_card, read_card, subject_of, verify_card, write_card
 from lit_dpret.privacy.card_environment import environment_facts
 from lit_dpret.privacy.card_leaks import leaks
-from lit_dpret.privacy.charges import charged_releases
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.dataset_total import TOTAL_EVENT
 from lit_dpret.privacy.histogram import (
@@ -29,6 +28,7 @@ from lit_dpret.privacy.histogram import (
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.noise import PHILOX, SHAKE, load_secret, published_secret
+from lit_dpret.privacy.owed import owed_releases
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.run import PrivateRun
 from lit_dpret.privacy.run_lock import RunLock
@@ -204,13 +204,11 @@ class Histogram:
         lock.take()
         try:
             heads = [str(record["hash"]) for record in run.ledger.records]
-            spent = charged_releases(run.ledger.records)
+            spent = owed_releases(run.ledger.records)
             dataset.reserve(run.run_id, spent=spent, planned=[*spent, plan.release()], heads=heads, name=str(folder))
             noised = made()
             heads = [str(record["hash"]) for record in run.ledger.records]
-            total = dataset.settle(
-                run.run_id, spent=charged_releases(run.ledger.records), heads=heads, name=str(folder)
-            )
+            total = dataset.settle(run.run_id, spent=owed_releases(run.ledger.records), heads=heads, name=str(folder))
             run.ledger.append("event", name=TOTAL_EVENT, **total.to_dict())
         finally:
             lock.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from lit_dpret.privacy.dataset_account import DatasetAccount
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases, noise_keys
 from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.owed import owed_releases
 from lit_dpret.privacy.releases import GaussianRelease, Release, merge
 
 DELTA = 1 / 400
@@ -305,3 +307,24 @@ def test_the_card_states_the_total_when_the_run_ended(tmp_path: Path) -> None:
     assert stated["epsilon"] > card["claim"]["epsilon"]
     assert (stated["runs"], stated["running"], stated["total_eps"], stated["delta"]) == (2, 0, LIMIT, DELTA)
     assert "all runs on this data set" in card_markdown(card)
+
+
+def test_a_total_is_refused_beside_a_loss_that_is_shown(tmp_path: Path) -> None:
+    shown = module(tmp_path)
+    shown.log_private_loss = True
+    with pytest.raises(ConfigurationError, match="log_private_loss=true shows numbers of the private rows"):
+        train(tmp_path / "run", shown)
+    assert not (tmp_path / "data.jsonl").exists(), "before anything is counted"
+
+
+def test_a_run_whose_ledger_refutes_its_claim_leaves_no_finite_total(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path / "one", module(tmp_path))
+    assert total(tmp_path).epsilon < LIMIT
+    refuted = owed_releases([{**record, "log_private_loss": True} if record["kind"] == "plan" else record
+                             for record in records(tmp_path / "one")])  # fmt: skip
+    assert epsilon(refuted, delta=DELTA, neighbours="zero_out") == math.inf
+    monkeypatch.setattr("lit_dpret.privacy.dataset_account.owed_releases", lambda _: refuted)
+    with pytest.raises(BudgetExceededError):
+        train(tmp_path / "two", module(tmp_path))

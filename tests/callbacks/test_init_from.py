@@ -12,10 +12,11 @@ from stand_ins import Numbers, Regression, dp, fit
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cli import build_parts, run
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import BudgetExceededError, ConfigurationError
 from lit_dpret.privacy.accounting import epsilon
 from lit_dpret.privacy.card import read_card, verify_card
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
+from lit_dpret.privacy.start import read_start
 
 
 class Saved(Regression):
@@ -29,13 +30,17 @@ class Saved(Regression):
 
     def save_model(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
-        torch.save(self.state_dict(), folder / "weights.pt")
+        (folder / "tower").mkdir(exist_ok=True)
+        for place in (folder, folder / "tower"):
+            torch.save(self.state_dict(), place / "weights.pt")
 
 
-def train(folder: Path, start: Path | None = None, *, named: bool = True, resume: bool = False) -> dict[str, Any]:
+def train(
+    folder: Path, start: Path | None = None, *, named: bool = True, resume: bool = False, **privacy: Any
+) -> dict[str, Any]:
     L.seed_everything(0, verbose=False)
-    privacy = dp(folder.parent, noise_multiplier=4.0)
-    module = Saved(privacy=privacy, pretrained=None if start is None else start / "model")
+    mode = dp(folder.parent, **{"noise_multiplier": 4.0} | privacy)
+    module = Saved(privacy=mode, pretrained=None if start is None else start / "model")
     accountant = PrivacyAccountant(run_dir=folder, resume=resume, eps_log_points=1, init_from=start if named else None)
     card = PrivacyCard(run_dir=folder)
     fit(folder, module, Numbers(sampling="poisson"), resume=resume, accountant=accountant, extra=[card], steps=4)
@@ -43,8 +48,7 @@ def train(folder: Path, start: Path | None = None, *, named: bool = True, resume
 
 
 def own_cost(folder: Path) -> float:
-    records = PrivacyLedger.read(folder / "privacy_ledger.jsonl").records
-    return epsilon(charged_releases(records), delta=1 / 400, neighbours="zero_out")
+    return epsilon(charged_releases(records_of(folder)), delta=1 / 400, neighbours="zero_out")
 
 
 def test_a_run_from_a_private_run_claims_both_and_budgets_its_own(tmp_path: Path) -> None:
@@ -59,6 +63,47 @@ def test_a_run_from_a_private_run_claims_both_and_budgets_its_own(tmp_path: Path
     assert verify_card(card, child / "privacy_ledger.jsonl", folder=child / "model") == []
     again = train(child, parent, resume=True)
     assert again["claim"]["epsilon"] == card["claim"]["epsilon"]
+
+
+def test_no_other_way_to_write_the_folder_hides_a_private_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path / "parent")
+    inner = tmp_path / "parent" / "model"
+    (tmp_path / "link").symlink_to(inner, target_is_directory=True)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "parent")
+    tower = inner / "tower"
+    assert not (tower / "privacy_card.json").is_file(), "a part of the artefact, and the card lies above"
+    for number, name in enumerate((str(inner), "~/parent/model", "model", str(tmp_path / "link"), str(tower))):
+        module = Saved(privacy=dp(tmp_path, noise_multiplier=4.0))
+        module.pretrained = name
+        with pytest.raises(ConfigurationError, match="carries a privacy card"):
+            fit(tmp_path / str(number), module, Numbers(sampling="poisson"), steps=4)
+    with pytest.raises(ConfigurationError, match=r"part of what .* describes"):
+        read_start(tower, public=True)
+
+
+def test_a_data_set_counts_the_model_that_a_run_starts_from_once(tmp_path: Path) -> None:
+    ledger = {"dataset_ledger": tmp_path / "data.jsonl", "total_eps": 50.0}
+    parent, child, counted = (tmp_path / name for name in ("parent", "child", "counted"))
+    train(parent)
+    card = train(child, parent, **ledger)
+    told = card["accounting"]["dataset_total"]["epsilon"]
+    assert told == pytest.approx(card["claim"]["epsilon"], rel=1e-3), "the parent was counted nowhere else"
+    train(counted, child, **ledger)
+    three = [r for name in (parent, child, counted) for r in charged_releases(records_of(name))]
+    total = read_card(counted)["accounting"]["dataset_total"]["epsilon"]
+    assert total == pytest.approx(epsilon(three, delta=1 / 400, neighbours="zero_out"), rel=1e-3)
+    with pytest.raises(ConfigurationError, match="the total of the data set would miss this run"):
+        train(tmp_path / "outside", child)
+    tight = {"dataset_ledger": tmp_path / "tight.jsonl", "total_eps": told * 0.9}
+    with pytest.raises(BudgetExceededError):
+        train(tmp_path / "late", parent, **tight)
+
+
+def records_of(folder: Path) -> list[dict[str, Any]]:
+    return PrivacyLedger.read(folder / "privacy_ledger.jsonl").records
 
 
 def test_the_knob_takes_the_place_of_the_models_own_start() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+from cards import Run, make_plan, rewrite_chain
 from lightning.pytorch.callbacks import Callback
 from tiny_generator import generator
 from tiny_models import tiny_bert, tiny_tokenizer
@@ -109,6 +110,28 @@ def epsilon_in(text: str) -> float:
     return float(re.findall(r"has epsilon = ([\d.]+)", text)[0])
 
 
+def test_a_sum_counts_each_ledger_once_wherever_it_lies_and_no_claim_that_is_refuted(tmp_path: Path) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "disk"
+    for steps, folder in ((10, run / "one"), (11, elsewhere), (12, tmp_path / "study" / "eps16-0")):
+        folder.mkdir(parents=True)
+        Run(folder, make_plan()).train(steps)
+    (run / "two").symlink_to(elsewhere)
+    (run / "one" / "loop").symlink_to(run)
+    shutil.copytree(run / "one", run / "set" / "data", symlinks=True)
+    spent = spent_under(run)
+    assert spent.private == 2, "a link is followed, and a copy counts once, whatever its folder is called"
+    with_study = spent_under(run, taken=tmp_path / "study", taken_private=3)
+    assert with_study.private == 3 and epsilon_in(with_study.text) > epsilon_in(spent.text)
+    assert "ledgers of 2 of its 3 private trainings are not there" in with_study.text
+    (run / "pairs").mkdir()
+    Run(run / "pairs", make_plan(unit="pair")).train()
+    assert "For all of them together no epsilon is proved" in spent_under(run).text
+    (tmp_path / "seeded").mkdir()
+    seeded = Run(tmp_path / "seeded", make_plan()).train(3)
+    rewrite_chain(seeded.path, lambda record: record.update({"noise_seed": 1} if record["kind"] == "plan" else {}))
+    assert "no proved epsilon" in spent_under(tmp_path / "seeded").text
+
+
 @pytest.mark.parametrize("only", [["retrieval"], ["retrieval", "canaries"]])
 def test_a_study_taken_without_its_ledgers_is_missing_from_the_sum_and_the_page_says_so(
     public: Path, tmp_path: Path, asked: list[Any], only: list[str]
@@ -116,6 +139,7 @@ def test_a_study_taken_without_its_ledgers_is_missing_from_the_sum_and_the_page_
     paper(public, only=only).run(parts(tmp_path))
     spent = json.loads((tmp_path / "run" / "report" / "paper_000.json").read_text(encoding="utf-8"))["spent"]
     assert (f"The study in {CANARIES} was taken as it is" in spent) is ("canaries" in only)
+    assert ("ledgers of 5 of its 5 private trainings" in spent) is ("canaries" in only)
 
 
 def test_each_row_of_tables_3_and_4_is_one_training_under_its_own_budget(
@@ -371,9 +395,5 @@ def test_every_part_with_real_trainings_and_nothing_spent_twice_after_an_interru
     assert spent.private == 5, "two generators, one direct training, two points of the grid"
     assert spent.bare >= 3 and "delta" in spent.text and "zero_out" in spent.text
     assert report["spent"].startswith(spent.text)
-    assert "its private trainings spent" in report["spent"], "the canary study came without its ledgers"
-    shutil.copytree(run / "whole-eps8", tmp_path / "study" / "eps8-0")
-    more = spent_under(run, taken=tmp_path / "study")
-    assert more.private == 6 and epsilon_in(more.text) > epsilon_in(spent.text), "a study with ledgers is counted"
-    assert spent_under(run, taken=run / "whole-eps8") == spent, "and none twice"
+    assert "5 of its 5 private trainings" in report["spent"], "the canary study came without its ledgers"
     assert not (run / "embeddings").exists(), "embeddings of queries are as private as the queries"

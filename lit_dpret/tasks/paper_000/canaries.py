@@ -107,6 +107,12 @@ def read(folder: Path) -> Any:
     return facts
 
 
+def private_trainings(folder: Path) -> int:
+    """How many trainings of the finished study in ``folder`` spent of a budget."""
+    facts = read(folder)
+    return int(facts["trainings"]) * len({row["model"] for row in facts["rows"] if row["limits"]["eps"] is not None})
+
+
 def _row(model: str, side: str, found: Any) -> PaperRow:
     pooled = {row["copies"]: row for row in found if (row["model"], row["side"], row["kind"]) == (model, side, POOLED)}
     eps = None if model == "no privacy" else float(model.removeprefix("eps = "))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lit_dpret.privacy.card import LEDGER_NAME
 from lit_dpret.privacy.card_text import show_delta, show_epsilon
-from lit_dpret.privacy.charges import charged_releases
 from lit_dpret.privacy.dataset_total import compose_across_runs
 from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.owed import owed_releases
 from lit_dpret.privacy.releases import Release
+
+_Records = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -28,54 +32,101 @@ class Spent:
     text: str
 
 
-def spent_under(run_dir: Path, *, taken: Path | None = None) -> Spent:
+def spent_under(run_dir: Path, *, taken: Path | None = None, taken_private: int = 0) -> Spent:
     """Compose everything that the ledgers under ``run_dir`` are charged with.
+
+    Guarantees:
+        - A ledger counts once, wherever copies of it lie; folders that are links are followed.
+        - A training whose own ledger refutes its claim counts as one without privacy.
+        - Trainings under several units or neighbours are added up apart, and the text says that nothing is proved of
+          them together.
 
     Args:
         run_dir: Of the reproduction.
         taken: A finished study whose results stand on the page as well. Its ledgers are counted where they lie under
-            its folder; where they do not, the text says that what it spent is missing from the sum.
+            its folder.
+        taken_private: How many private trainings that study had; the text says how many of them the sum lacks.
     """
-    elsewhere = set() if taken is None else {path.resolve() for path in taken.rglob(LEDGER_NAME)}
+    elsewhere = [] if taken is None else _ledgers(taken)
     releases: dict[tuple[str, str], list[Release]] = {}
     deltas: dict[tuple[str, str], float] = {}
-    private = bare = 0
-    for path in sorted({path.resolve() for path in run_dir.rglob(LEDGER_NAME)} | elsewhere):
-        records = PrivacyLedger.read(path).records
+    counts: dict[tuple[str, str], int] = {}
+    bare = found = 0
+    for records in _ledgers(run_dir, *([] if taken is None else [taken])):
         plans = [record for record in records if record["kind"] == "plan"]
         planned = [record for record in plans if record.get("plan") is not None]
         if not planned:
             bare += any(record.get("mode") == "none" for record in plans)
             continue
-        if path.parent.name == "data":  # the copy that travels with a data set
-            continue
         budget = planned[-1]["plan"]["budget"]
         kind = (str(budget["unit"]), str(budget["neighbours"]))
-        releases.setdefault(kind, []).extend(charged_releases(records))
+        releases.setdefault(kind, []).extend(owed_releases(records))
         deltas[kind] = min(deltas.get(kind, 1.0), float(budget["delta"]))
-        private += 1
+        counts[kind] = counts.get(kind, 0) + 1
+        found += any(_begins(records, other) for other in elsewhere)
+    private, lacking = sum(counts.values()), max(0, taken_private - found)
     missing = (
-        f" The study in {taken} was taken as it is, without its ledgers: what its private trainings spent of the same "
-        "queries is not in this sum."
-        if taken is not None and not elsewhere
+        f" The study in {taken} was taken as it is: the ledgers of {lacking} of its {taken_private} private trainings "
+        "are not there, and what those spent of the same queries is not in this sum."
+        if lacking
         else ""
     )
     if not private:
         return Spent(0, bare, f"No private training is finished, so nothing was spent.{missing}")
-    totals = []
-    for (unit, neighbours), found in releases.items():
-        eps, how = compose_across_runs(found, delta=deltas[unit, neighbours], neighbours=neighbours)  # type: ignore[arg-type]
-        totals.append(
-            f"epsilon = {show_epsilon(eps)} at delta = {show_delta(deltas[unit, neighbours])} (unit {unit}, neighbours "
-            f"{neighbours}, composed by {how})"
-        )
+    totals = [_total(found, deltas[kind], kind, counts[kind]) for kind, found in releases.items()]
     text = (
         f"The {private} private trainings behind this page read the same queries. The epsilon of a row is that of its "
-        f"own training; whoever sees all of them has {' and '.join(totals)}."
+        f"own training; whoever sees {'all of them' if len(totals) == 1 else 'several'} has {'; '.join(totals)}."
     )
+    if len(totals) > 1:
+        text += (
+            " For all of them together no epsilon is proved: guarantees of different units or neighbours do not add up."
+        )
     if bare:
         text += (
             f" {bare} more trainings had no privacy at all (ε = ∞, or made of public texts alone): what read the "
             "original queries without privacy promises nothing to anybody, whatever else is claimed."
         )
     return Spent(private, bare, text + missing)
+
+
+def _ledgers(*folders: Path) -> list[_Records]:
+    """The records of each ledger under ``folders``; of copies the longest alone."""
+    found: list[_Records] = []
+    for place in dict.fromkeys(place for folder in folders for place in _places(folder)):
+        records = PrivacyLedger.read(place / LEDGER_NAME).records
+        if not any(_begins(other, records) for other in found):
+            found = [*(other for other in found if not _begins(records, other)), records]
+    return found
+
+
+def _begins(longer: _Records, records: _Records) -> bool:
+    """Whether ``records`` are the first ones of ``longer``: a hash covers all records before it."""
+    count = len(records)
+    return count == 0 or (count <= len(longer) and longer[count - 1]["hash"] == records[-1]["hash"])
+
+
+def _places(folder: Path) -> list[Path]:
+    """The folders under ``folder`` that hold a ledger, resolved, those behind links among them."""
+    seen: set[Path] = set()
+    todo, found = [folder.resolve()], []
+    while todo:
+        place = todo.pop()
+        if place in seen or not place.is_dir():
+            continue
+        seen.add(place)
+        todo += [inner.resolve() for inner in place.iterdir() if inner.is_dir()]
+        if (place / LEDGER_NAME).is_file():
+            found.append(place)
+    return sorted(found)
+
+
+def _total(releases: list[Release], delta: float, kind: tuple[str, str], count: int) -> str:
+    unit, neighbours = kind
+    eps, how = compose_across_runs(releases, delta=delta, neighbours=neighbours)  # type: ignore[arg-type]
+    if not math.isfinite(eps):
+        return f"no proved epsilon, because a ledger among them refutes its own claim (unit {unit}, {count} trainings)"
+    return (
+        f"epsilon = {show_epsilon(eps)} at delta = {show_delta(delta)} (unit {unit}, neighbours {neighbours}, {count} "
+        f"trainings, composed by {how})"
+    )

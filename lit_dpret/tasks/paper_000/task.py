@@ -192,7 +192,11 @@ class Paper000:
             title=_TITLE,
             tables=sorted(tables, key=lambda table: (not table.name.startswith("table_"), table.name)),
             left_out=left_out,
-            spent=spent_under(kept.parts.run_dir, taken=taken).text,
+            spent=spent_under(
+                kept.parts.run_dir,
+                taken=taken,
+                taken_private=0 if taken is None else canaries.private_trainings(taken),
+            ).text,
             public=self.choices.originals_are_public,
             about=(
                 "Ours beside the paper's, on other data, with other models and sizes: compare orders, not levels. Rows "
