@@ -304,7 +304,11 @@ class PrivacyAccountant(Callback):
         if self._dataset is not None:
             name = str(self.run_dir)
             self._account = DatasetAccount(
-                self._dataset, self._gate.own, steps=self.planned_steps, name=name, earlier=self._uncounted(self._dataset)
+                self._dataset,
+                self._gate.own,
+                steps=self.planned_steps,
+                name=name,
+                earlier=self._uncounted(self._dataset),
             )
             self._account.reserve()
 

@@ -206,13 +206,15 @@ def _shows_nothing_beside_a_total(run: Candidate) -> None:
     ledger = getattr(run.module.privacy, "dataset_ledger", None)
     if ledger is None:
         return
-    shown = [f"callbacks: {type(c).__name__}(data=private)" for c in run.callbacks if getattr(c, "data", None) == "private"]
+    shown = [
+        f"callbacks: {type(c).__name__}(data=private)" for c in run.callbacks if getattr(c, "data", None) == "private"
+    ]
     if run.module.log_private_loss:
         shown.append("model.log_private_loss=true")
     if shown:
         raise ConfigurationError(
-            f"{shown[0]} shows numbers of the private rows that nobody counts, and privacy.dataset_ledger={ledger} adds "
-            "up what all runs on these data cost: no total would hold any more. Leave one of them out."
+            f"{shown[0]} shows numbers of the private rows that nobody counts, and privacy.dataset_ledger={ledger} "
+            "adds up what all runs on these data cost: no total would hold any more. Leave one of them out."
         )
 
 
@@ -310,6 +312,6 @@ _EVERY: tuple[Check, ...] = (_is_counted, _shown_strategy, _one_shape_where_it_c
 _ANY_CLAIM: tuple[Check, ...] = (_starts_public, _validates_on_declared_data)
 _INHERITED: tuple[Check, ...] = (_carries_a_card,)
 _DP: tuple[Check, ...] = (
-    _shows_nothing_beside_a_total, _stops_by_a_fixed_number, _keeps_the_last, _tunes_nothing, _validates_nothing, _whole_batches, _no_loss_scaler,
-    _no_accumulation, _no_clipping_of_the_sum,
+    _shows_nothing_beside_a_total, _stops_by_a_fixed_number, _keeps_the_last, _tunes_nothing, _validates_nothing,
+    _whole_batches, _no_loss_scaler, _no_accumulation, _no_clipping_of_the_sum,
 )  # fmt: skip

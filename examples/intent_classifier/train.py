@@ -45,7 +45,7 @@ class IntentClassifier(PrivateModule):
         return nn.functional.cross_entropy(self.net(rows["words"]), rows["intent"], reduction="none")
 
 
-def write_log(path: Path, count: int = 600) -> None:
+def write_log(path: Path, count: int = 600, seed: int = 0) -> None:
     """A log to try it on: each intent has words of its own."""
     words = {
         "claim": ["report", "accident", "damage", "claim"],
@@ -53,7 +53,7 @@ def write_log(path: Path, count: int = 600) -> None:
         "price": ["price", "cost", "cheap", "discount"],
         "coverage": ["cover", "include", "insured", "policy"],
     }
-    coins = random.Random(0)
+    coins = random.Random(seed)
     with path.open("w", encoding="utf-8") as file:
         for _ in range(count):
             intent = coins.choice(INTENTS)
@@ -88,7 +88,7 @@ def main() -> None:
 
     card = json.loads((given.folder / "privacy_card.json").read_text(encoding="utf-8"))
     held_out = given.folder / "held_out.jsonl"
-    write_log(held_out, count=200)  # generated, so nothing private
+    write_log(held_out, count=200, seed=1)  # other people's queries: an accuracy on the log itself would be a release
     rows = [json.loads(line) for line in held_out.read_text(encoding="utf-8").splitlines()]
     right = accuracy(module, rows)
     print(f"epsilon {card['claim']['epsilon']:.3f} at delta {card['claim']['delta']:.1e}, accuracy {right:.2f}")

@@ -23,8 +23,8 @@ class Order:
     def told(self, metric: str, title: str) -> str | None:
         """The order in words; None where ours has not both.
 
-        An interval over queries does not decide between two systems judged on the same queries; where the two
-        intervals overlap, neither order is shown.
+        Both rows are judged on the same queries, so that overlapping intervals neither show an order nor exclude one.
+        Nor do they know of the luck of a run: `experiment=compare_modes` tests differences over queries and runs.
         """
         ours, other = self.better.ours.get(metric), self.worse.ours.get(metric)
         if ours is None or other is None:
@@ -38,7 +38,7 @@ class Order:
         else:
             verdict = "so here" if ours.mean > other.mean else "the other way round here"
         apart = ours.low > other.high or other.low > ours.high
-        sure = "and the intervals do not overlap" if apart else "but the intervals overlap, so this run shows no order"
+        sure = "and the intervals do not overlap" if apart else "and the intervals overlap, which decides nothing"
         return (
             f"{_name(self.better)} above {_name(self.worse)}, in {title}: {verdict}, {ours.mean:.3f} against "
             f"{other.mean:.3f}, {sure}.{theirs}"

@@ -16,7 +16,7 @@ def row(mean: float, reach: float, **more: object) -> PaperRow:
     [
         (row(0.6, 0.05), row(0.4, 0.05), "so here, 0.600 against 0.400, and the intervals do not overlap."),
         (row(0.4, 0.05), row(0.6, 0.05), "the other way round here, 0.400 against 0.600, and the intervals do not"),
-        (row(0.5, 0.1), row(0.55, 0.1), "the other way round here, 0.500 against 0.550, but the intervals overlap"),
+        (row(0.5, 0.1), row(0.55, 0.1), "the other way round here, 0.500 against 0.550, and the intervals overlap"),
         (row(0.5, 0.1), row(0.5, 0.1), "equal here"),
     ],
 )

@@ -400,7 +400,7 @@ def test_a_wrong_setting_of_a_part_is_named_with_the_part_before_anything_runs(
 
 
 TAKEN = {
-    "paper_002": {"embedding_net": "logit_dp_cifar10", "fine_tune": "logit_dp_finetune"},
+    "paper_002": {part: f"paper_002/parts/{part}" for part in ("embedding_net", "fine_tune", "resnet18")},
     "paper_004": {"table_1": "federated/insuranceqa", "hubness": "federated/insuranceqa",
                   "gain": "federated/insuranceqa", "negatives": "federated/insuranceqa",
                   "data_ratio": "federated/insuranceqa"},
