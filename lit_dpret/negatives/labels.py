@@ -6,7 +6,6 @@ header.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +24,9 @@ class LabelledNegative:
     def line(self) -> str:
         """The label as the file has it."""
         return f"{self.query_id}\t{self.passage_id}\t{self.negative_id}\t{self.margin!r}\n"
+
+
+_LARGEST = 3.4028234663852886e38  # of float32: beyond it one private record would stop the run in its own step
 
 
 def read_labels(path: str | Path) -> list[LabelledNegative]:
@@ -49,7 +51,7 @@ def read_labels(path: str | Path) -> list[LabelledNegative]:
         fields = line.split("\t")
         try:
             query, passage, negative, margin = fields[0], fields[1], fields[2], float(fields[3])
-            if len(fields) != 4 or not math.isfinite(margin):
+            if len(fields) != 4 or not abs(margin) <= _LARGEST:
                 raise ValueError
         except (ValueError, IndexError):
             raise DataError(

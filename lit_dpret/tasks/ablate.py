@@ -254,7 +254,8 @@ class Ablate(HeadComparison[_Cell]):
         if told_settings(self._stages.run(stage, work)["settings"]) != recipe.describe():
             raise ResumeError(
                 f"resume=true, but {stage} was trained with other settings of task.generators.{name}. Restore them, "
-                f"or remove {self._parts.run_dir / stage}."
+                f"or move {self._parts.run_dir / stage} and what was made with it elsewhere; what its ledger is "
+                "charged with stays spent."
             )
         return self._parts.run_dir / stage
 

@@ -237,7 +237,7 @@ class Comparison(ABC, Generic[C]):
         if told_settings(result["settings"]) != told_settings(settings):
             raise ResumeError(
                 f"resume=true, but {name} was trained with other settings of task.variants.{cell.variant}. Restore "
-                f"them, or remove {self._parts.run_dir / name}."
+                f"them, or move {self._parts.run_dir / name} elsewhere; what its ledger is charged with stays spent."
             )
         return result
 

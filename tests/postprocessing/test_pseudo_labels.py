@@ -121,7 +121,9 @@ def test_private_data_and_undeclared_models_are_refused(
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("line", ["q1\tp1\tp2", "q1\tp1\tp2\tmuch", "q1\tp1\tp2\tnan"])
+@pytest.mark.parametrize(
+    "line", ["q1\tp1\tp2", "q1\tp1\tp2\tmuch", "q1\tp1\tp2\tnan", "q1\tp1\tp2\t1e300", "q1\tp1\tp2\t-inf"]
+)
 def test_a_malformed_label_is_refused_by_line(line: str, tmp_path: Path) -> None:
     (tmp_path / "labels.tsv").write_text(f"q0\tp0\tp1\t0.5\n{line}\n")
     with pytest.raises(DataError, match=r"labels.tsv line 2"):

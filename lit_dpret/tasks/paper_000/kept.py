@@ -58,7 +58,7 @@ class Kept:
         found = self._stages.run(name, made)
         if found["settings"] != mark:
             raise ResumeError(
-                f"resume=true, but {self.folder(name)} was made with other settings. Restore them, or remove it to "
-                "have it made again."
+                f"resume=true, but {self.folder(name)} was made with other settings. Restore them, or move it "
+                "elsewhere to have it made again; what its ledger is charged with stays spent."
             )
         return found["result"]
