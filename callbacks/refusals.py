@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelCheckpoint,
 )
+from torch import nn
 
 from lit_dpret.callbacks.fixed_shapes import refuse_changing_shapes
 from lit_dpret.callbacks.strategies import (
@@ -183,22 +184,26 @@ def _carries_a_card(run: Candidate) -> None:
 
 def _starts_public(run: Candidate) -> None:
     """Refuse weights that were themselves trained on private data, unless their cost is composed with this run's."""
-    weights = getattr(run.module, "pretrained", None)
-    if not weights:
-        return
-    place = Path(str(weights)).expanduser()
-    if not place.is_dir():  # the name of a public model
-        return
-    card = place / CARD_NAME if (place / CARD_NAME).is_file() else card_above(place)
-    if card is None:
-        return
     start = run.start
-    if start is None or place.resolve() != model_folder(start.folder).resolve():
-        raise ConfigurationError(
-            f"{weights} carries a privacy card ({card}): its weights were trained on private data, and this run's card "
-            "would forget what that cost. Name the run that it lies in as init_from, or start from a public model.",
-            trap="T30",
-        )
+    own = None if start is None else model_folder(start.folder).resolve()
+    for place in _origins(run.module):
+        card = place / CARD_NAME if (place / CARD_NAME).is_file() else card_above(place)
+        if card is not None and (own is None or not place.resolve().is_relative_to(own)):
+            raise ConfigurationError(
+                f"{place} carries a privacy card ({card}): its weights were trained on private data, and this run's "
+                "card would forget what that cost. Name the run that it lies in as init_from, or start from a public "
+                "model.",
+                trap="T30",
+            )
+
+
+def _origins(module: Any) -> list[Path]:
+    """The folders that the weights came from: by the module's setting, and by what its transformers remember."""
+    parts = module.modules() if isinstance(module, nn.Module) else ()
+    remembered = (getattr(getattr(part, "config", None), "_name_or_path", None) for part in parts)
+    named = dict.fromkeys(str(name) for name in (getattr(module, "pretrained", None), *remembered) if name)
+    places = (Path(name).expanduser() for name in named)
+    return [place for place in places if place.is_dir()]
 
 
 def _shows_nothing_beside_a_total(run: Candidate) -> None:

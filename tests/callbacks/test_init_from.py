@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -80,6 +81,11 @@ def test_no_other_way_to_write_the_folder_hides_a_private_start(
         module.pretrained = name
         with pytest.raises(ConfigurationError, match="carries a privacy card"):
             fit(tmp_path / str(number), module, Numbers(sampling="poisson"), steps=4)
+    ready = Saved(privacy=dp(tmp_path, noise_multiplier=4.0))  # a model that was loaded before, as an object
+    ready.part = torch.nn.Identity()
+    ready.part.config = SimpleNamespace(_name_or_path=str(tower))  # type: ignore[assignment]
+    with pytest.raises(ConfigurationError, match="carries a privacy card"):
+        fit(tmp_path / "ready", ready, Numbers(sampling="poisson"), steps=4)
     with pytest.raises(ConfigurationError, match=r"part of what .* describes"):
         read_start(tower, public=True)
 
