@@ -1,7 +1,7 @@
-"""What a federation is measured against: silos that train alone, and one party that holds everything.
+"""What a federation is measured against: no training, silos that train alone, and one party that holds everything.
 
-Both are `SiloClient` without a server: the losses, negatives and batches of stage 1, as many epochs as the federation
-has rounds, and no budget, since nothing leaves. Whoever trains alone has no need to add noise.
+Those that train are `SiloClient` without a server: the losses, negatives and batches of stage 1, as many epochs as the
+federation has rounds, and no budget, since nothing leaves. Whoever trains alone has no need to add noise.
 """
 
 from __future__ import annotations
@@ -51,6 +51,15 @@ def train_alone(client: SiloClient, make_module: MakeModule) -> Weights:
     for number in range(first, stage.warmup_rounds + stage.rounds):
         weights = client.train_shared(weights, number)
     return weights
+
+
+def untrained(
+    settings: PddAs2, silos: Mapping[str, Path], make_module: MakeModule, folder: Path, *, split: str
+) -> PerClient:
+    """The public weights that everything starts from, measured on each silo's own collection; arguments as below."""
+    weights = start_of(make_module)
+    judges = {name: SiloClient(data, folder / name, settings, make_module) for name, data in silos.items()}
+    return {name: judge.evaluate(weights, personal=False, split=split) for name, judge in judges.items()}
 
 
 def single_clients(

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 from safetensors.torch import load_file
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.federated.baselines import alone, central, single_clients
+from lit_dpret.federated.baselines import alone, central, single_clients, untrained
 from lit_dpret.federated.inprocess import FedResult, PerClient
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.settings import PddAs2, Stage1Negatives
@@ -26,7 +26,15 @@ from lit_dpret.modules.as2 import AS2DualEncoder
 from lit_dpret.privacy.modes import NoPrivacy
 
 System = Literal[
-    "bm25", "single_random", "single_bm25", "single_star", "stage1", "customised", "fed_negative", "central"
+    "bm25",
+    "zero_shot",
+    "single_random",
+    "single_bm25",
+    "single_star",
+    "stage1",
+    "customised",
+    "fed_negative",
+    "central",
 ]
 SYSTEMS: tuple[System, ...] = get_args(System)
 FEDERATED: tuple[System, ...] = ("stage1", "customised", "fed_negative")
@@ -86,7 +94,7 @@ class SystemRunner:
             found = self._federated(system, settings)
         else:
             folder = self.folder / f"seed{seed}" / system
-            train = central if system == "central" else single_clients
+            train = {"central": central, "zero_shot": untrained}.get(system, single_clients)
             own = alone(settings, _NEGATIVES.get(system, "static"))
             found = SystemResult(_listed(train(own, self.silos, self.plan.model, folder, split=self.split)))
         found.cpu_seconds = time.process_time() - began
@@ -193,7 +201,7 @@ def check_elsewhere(systems: Sequence[System], seeds: Sequence[int]) -> None:
     apart = [system for system in systems if system not in ("bm25", *FEDERATED)]
     if apart:
         raise ConfigurationError(
-            f"task.systems has {', '.join(apart)}, which trains on the silos' data here, and with federated=flower "
+            f"task.systems has {', '.join(apart)}, which reads the silos' data here, and with federated=flower "
             "they are elsewhere. Set task.systems=[bm25,stage1,fed_negative]."
         )
     if {"customised", "fed_negative"} <= set(systems):

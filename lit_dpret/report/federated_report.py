@@ -223,11 +223,12 @@ def _orders(by_name: Mapping[str, FederatedRow]) -> list[Block]:
     metric = "sentence/mrr@10"
     body = []
     for better, worse in ORDERS:
-        if better not in by_name or worse not in by_name:
+        theirs = TABLE_1[better][2], TABLE_1[worse][2]
+        if better not in by_name or worse not in by_name or theirs[0] is None or theirs[1] is None:
             continue
         if paired := _paired(by_name[better].over_silos(metric), by_name[worse].over_silos(metric)):
             gain = seed_interval(paired)
-            paper = TABLE_1[better][2][0] - TABLE_1[worse][2][0]
+            paper = theirs[0][0] - theirs[1][0]
             body.append(
                 (f"{TABLE_1[better][1]} over {TABLE_1[worse][1]}", f"{paper:+.3f}", signed(gain), verdict(gain))
             )
@@ -331,7 +332,7 @@ def _systems(rows: Sequence[FederatedRow]) -> dict[str, Any]:
                 "over_queries": {"per_seed": _keyed(row.over_queries(name))},
                 "paper": paper,
             }
-            for name, paper in zip(COLUMNS, TABLE_1[row.system][2], strict=True)
+            for name, paper in zip(COLUMNS, TABLE_1[row.system][2] or [None] * len(COLUMNS), strict=True)
         }
         clients = {client: {name: _keyed(row.of_client(client, name)) for name in COLUMNS} for client in row.clients}
         table[row.system] = {

@@ -27,8 +27,9 @@ def table_1(systems: Mapping[str, Any]) -> Grid:
             heading = group
             body.append([group, *([""] * len(COLUMNS))])
         measures = systems[system]["measures"]
+        papers = ["–"] * len(COLUMNS) if theirs is None else [f"{paper:.3f}" for paper in theirs]
         cells = [
-            f"{_cell(measures[name]['over_silos'])} / {paper:.3f}" for name, paper in zip(COLUMNS, theirs, strict=True)
+            f"{_cell(measures[name]['over_silos'])} / {paper}" for name, paper in zip(COLUMNS, papers, strict=True)
         ]
         body.append([label, *cells])
     return Grid(("ours / paper", *COLUMNS.values()), body, frozenset(range(1, 1 + len(COLUMNS))))

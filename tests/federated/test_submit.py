@@ -168,7 +168,7 @@ def test_the_command_prints_the_rows_that_a_server_can_know(
 
 
 @pytest.mark.parametrize(("setting", "message"), [
-    ("task.systems=[bm25,single_star]", "single_star, which trains on the silos' data here"),
+    ("task.systems=[bm25,single_star]", "single_star, which reads the silos' data here"),
     ("task.systems=[customised,fed_negative]", "both customised and fed_negative"),
     ("task.systems=[stage1]", r"task\.seeds=\[0, 1, 2\]: with federated=flower"),
 ])  # fmt: skip
