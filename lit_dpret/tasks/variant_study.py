@@ -174,7 +174,7 @@ class VariantStudy:
             variant=UNTRAINED,
             seed=seed,
             steps=[0],
-            losses=[loss],
+            losses=[loss],  # a point in the place of a curve: nothing was trained, so it is the held-out loss
             metrics={**knn.scores.to_dict(), "held_out_loss": loss},
             confusion=knn.confusion.tolist(),
         )
