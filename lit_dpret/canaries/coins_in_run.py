@@ -59,8 +59,7 @@ def coins_in_run(
         suite = CanarySuite(
             kinds=(kind,), repetitions=(1,), count=count, candidates=2, include=0.5, queries=queries, seed=seed
         )
-        canaries = suite.make(data)
-        check_all_fit(reader, canaries.canaries, shorter=SHORTER)
+        canaries = suite.make(data, reader, shorter=SHORTER)
         write_canaries(canaries, run_dir)
         return coins_of(canaries)
     path = run_dir / CANARIES

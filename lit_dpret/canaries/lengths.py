@@ -7,8 +7,8 @@ secret and whichever side it stands on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, Protocol
 
 from lit_dpret.canaries.canary import Canary
 from lit_dpret.errors import ConfigurationError
@@ -33,6 +33,20 @@ def check_all_fit(reader: object, canaries: Iterable[Canary], *, shorter: str | 
             check_fits(reader, canary, shorter=shorter)
 
 
+def cut_side(reader: object, canary: Canary) -> Literal["query", "passage"] | None:
+    """The side whose text is too long for the model to read to its end, with any of the candidates; the query first.
+
+    Which candidate was drawn has no say in it, so a canary may be taken or passed over by this.
+    """
+    if not hasattr(reader, "token_ids"):
+        return None
+    for side, texts in _filled(canary):
+        whole, read = reader.token_ids(texts, side, whole=True), reader.token_ids(texts, side)
+        if whole is not None and whole != read:
+            return side
+    return None
+
+
 def check_fits(reader: Reader, canary: Canary, *, shorter: str | None = None) -> None:
     """Refuse a canary of which a model does not see the whole secret.
 
@@ -47,11 +61,7 @@ def check_fits(reader: Reader, canary: Canary, *, shorter: str | None = None) ->
     """
     if canary.kind == "new_token":
         _check_sentinels(reader, canary)
-    for side in ("query", "passage"):
-        if canary.side not in (side, "both"):
-            continue
-        filled = canary.query_with if side == "query" else canary.passage_with
-        texts = [filled(secret) for secret in canary.candidates]
+    for side, texts in _filled(canary):
         whole, read = reader.token_ids(texts, side, whole=True), reader.token_ids(texts, side)
         if whole is None or read is None:
             return
@@ -67,6 +77,14 @@ def check_fits(reader: Reader, canary: Canary, *, shorter: str | None = None) ->
                 "characters of canaries.kinds? A new_token canary needs a model with as many <extra_id_N> as "
                 "canaries.new_tokens."
             )
+
+
+def _filled(canary: Canary) -> Iterator[tuple[Literal["query", "passage"], list[str]]]:
+    """Each side that holds the secret, and its text with every candidate."""
+    if canary.side in ("query", "both"):
+        yield "query", [canary.query_with(secret) for secret in canary.candidates]
+    if canary.side in ("passage", "both"):
+        yield "passage", [canary.passage_with(secret) for secret in canary.candidates]
 
 
 def _check_sentinels(reader: Reader, canary: Canary) -> None:

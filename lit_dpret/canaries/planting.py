@@ -82,8 +82,7 @@ def plant_in_run(
                 f"resume=true, but the canaries of {path} were made by another suite. Restore the settings of canaries."
             )
     else:
-        canaries = suite.make(data)
-        check_all_fit(reader, canaries.canaries)
+        canaries = suite.make(data, reader)
         write_canaries(canaries, run_dir)
     check_all_fit(reader, canaries.canaries)
     plant(data, canaries)

@@ -19,6 +19,7 @@ from typing import Any, Protocol, get_args
 import numpy as np
 
 from lit_dpret.canaries.canary import OWN_ID, Canary, CanarySet, Kind, Side
+from lit_dpret.canaries.lengths import check_all_fit, cut_side
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.generation.pseudo_queries import pseudo_queries
 
@@ -133,16 +134,23 @@ class CanarySuite:
         """How many units the canaries are."""
         return self.count * sum(copies for _, _, copies in self._combinations())
 
-    def make(self, data: Sources) -> CanarySet:
-        """The canaries for a data set; the same for the same seed and the same public texts.
+    def make(self, data: Sources, reader: object = None, *, shorter: str | None = None) -> CanarySet:
+        """The canaries for a data set; the same for the same seed, the same public texts and the same reader.
 
         Guarantees:
             - No training query is read.
             - Each secret is drawn uniformly from its candidates, by coins that nothing else uses.
             - No two canaries share a query.
+            - Words that leave a model no room for a secret are passed over for others, whichever secret was drawn.
+
+        Args:
+            data: The public side of a DataModule.
+            reader: The model that will be trained on them, where it has a say in tokens (``token_ids``).
+            shorter: What an error advises about texts that are too long, beside raising the length.
 
         Raises:
-            ConfigurationError: The data have no public list of passages, or no such split.
+            ConfigurationError: The data have no public list of passages, or no such split; or too few of the queries
+                leave room for a secret, or two secrets are one to the tokenizer.
             DataError: There are too few queries to make so many canaries.
         """
         seed = secrets.randbits(63) if self.seed is None else self.seed
@@ -156,30 +164,58 @@ class CanarySuite:
                 "canaries.count, or take another source."
             )
         words = _vocabulary(passages, ids, seed) if "echo" in self.kinds else []
-        order = _coins(seed, "queries").permutation(len(known))
-        canaries = []
-        for place, (kind, side, copies, number) in zip(order, planned, strict=False):
-            query, own = known[place]
-            name = f"{kind}-{side}-{copies}-{number}"
-            coins = _coins(seed, name)
-            candidates = self._candidates(kind, coins, words)
-            passage_id, passage = self._passage(kind, side, name, own, passages, ids, coins)
-            short = query.split()[: max(1, self.query_words // 2) if kind == "echo" else None]
-            canaries.append(
-                Canary(
-                    name=name,
-                    kind=kind,
-                    side=side,
-                    query=" ".join(short),
-                    passage_id=passage_id,
-                    passage=passage,
-                    candidates=candidates,
-                    secret=candidates[int(coins.integers(len(candidates)))],
-                    copies=copies,
-                    included=bool(coins.random() < self.include),
-                )
-            )
+        order = iter(_coins(seed, "queries").permutation(len(known)))
+        canaries: list[Canary] = []
+        cut: Canary | None = None
+        for kind, side, copies, number in planned:
+            for place in order:
+                made = self._canary(kind, side, copies, number, known[place], passages, ids, words, seed)
+                if cut_side(reader, made) is None:
+                    canaries.append(made)
+                    break
+                cut = made
+            else:
+                try:
+                    check_all_fit(reader, [cut] if cut else [], shorter=shorter)
+                except ConfigurationError as error:
+                    raise ConfigurationError(
+                        f"{len(canaries)} of the {len(known)} queries of canaries.queries={self.queries} leave room "
+                        f"for a secret, {len(planned)} are needed. {error}"
+                    ) from None
+        check_all_fit(reader, canaries, shorter=shorter)
         return CanarySet(tuple(canaries), self.settings(), secrets.token_hex(16))
+
+    def _canary(
+        self,
+        kind: Kind,
+        side: Side,
+        copies: int,
+        number: int,
+        known: tuple[str, str],
+        passages: Mapping[str, str],
+        ids: Sequence[str],
+        words: Sequence[str],
+        seed: int,
+    ) -> Canary:
+        """One canary with a known query; its secret and its coin do not depend on which query it is."""
+        query, own = known
+        name = f"{kind}-{side}-{copies}-{number}"
+        coins = _coins(seed, name)
+        candidates = self._candidates(kind, coins, words)
+        passage_id, passage = self._passage(kind, side, name, own, passages, ids, coins)
+        short = query.split()[: max(1, self.query_words // 2) if kind == "echo" else None]
+        return Canary(
+            name=name,
+            kind=kind,
+            side=side,
+            query=" ".join(short),
+            passage_id=passage_id,
+            passage=passage,
+            candidates=candidates,
+            secret=candidates[int(coins.integers(len(candidates)))],
+            copies=copies,
+            included=bool(coins.random() < self.include),
+        )
 
     def _combinations(self) -> Iterator[tuple[Kind, Side, int]]:
         for kind, side, copies in product(self.kinds, self.sides, self.repetitions):

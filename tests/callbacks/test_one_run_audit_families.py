@@ -101,9 +101,9 @@ def test_a_secret_that_the_model_would_not_read_to_its_end_is_refused_before_any
     """Under replace_one canary and twin would be one text, and every audit would find nothing."""
     write_large_log(tmp_path / "log", vocabulary=WORDS if kind != "echo" else GENERATOR_WORDS)
     data = large_log(tmp_path, expected_batch_size=6, physical_batch_size=40)
-    module = CUT[family](NOISE | {"neighbours": "replace_one", "secret_file": tmp_path / "secret"}, 9)
+    module = CUT[family](NOISE | {"neighbours": "replace_one", "secret_file": tmp_path / "secret"}, 5)
     audit = OneRunAudit(canaries=40, max_share=0.9, kind=kind)
-    with pytest.raises(ConfigurationError, match=r"its query is longer than model\.max_query_length=9.*audit\.queries"):
+    with pytest.raises(ConfigurationError, match=r"its query is longer than model\.max_query_length=5.*audit\.queries"):
         audited(tmp_path, module=module, data=data, steps=1, audit=audit)
     assert not (tmp_path / "run" / "canaries.json").exists()
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()

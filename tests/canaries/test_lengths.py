@@ -1,0 +1,85 @@
+"""Words that leave a model no room for a secret are passed over, and no secret or coin has a say in which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_tasks import write_log
+
+from lit_dpret.canaries import CanarySuite
+from lit_dpret.canaries.canary import Canary
+from lit_dpret.canaries.lengths import cut_side
+from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.errors import ConfigurationError
+
+
+class Words:
+    """Reads the first ``longest`` words of a query."""
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+
+    def token_ids(self, texts: Sequence[str], side: str, *, whole: bool = False) -> list[list[int]]:
+        last = None if whole or side == "passage" else self.longest
+        return [[int.from_bytes(word.encode(), "big") for word in text.split()][:last] for text in texts]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> PairsDataModule:
+    return PairsDataModule(folder=write_log(tmp_path / "log"), sampling="poisson")
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> CanarySuite:
+    """Eight canaries of forty public queries, of three to seven words in turn."""
+    lines = [" ".join(f"word{word}" for word in range(number, number + 3 + number % 5)) for number in range(40)]
+    path = tmp_path / "public.txt"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return CanarySuite(
+        kinds=("random_passage",), repetitions=(1,), count=8, candidates=2, include=0.5, seed=3, queries=str(path)
+    )
+
+
+def words_of(text: str) -> int:
+    return len(text.split())
+
+
+def test_a_query_that_leaves_no_room_for_the_secret_is_passed_over_for_another(
+    data: PairsDataModule, suite: CanarySuite
+) -> None:
+    free = suite.make(data).canaries
+    assert max(words_of(one.query) for one in free) == 7
+    read = suite.make(data, Words(7)).canaries
+    assert [one.name for one in read] == [one.name for one in free]
+    assert all(words_of(one.query_with(one.secret)) <= 7 for one in read)
+    assert len({one.query for one in read}) == len(read)
+    assert suite.make(data, Words(8)).canaries == free, "what fits is taken as it comes"
+
+
+def test_the_secret_and_the_coin_are_the_same_whichever_query_was_taken(
+    data: PairsDataModule, suite: CanarySuite
+) -> None:
+    free, read = suite.make(data).canaries, suite.make(data, Words(7)).canaries
+    assert [one.query for one in read] != [one.query for one in free]
+    assert [(one.candidates, one.secret, one.included) for one in read] == [
+        (one.candidates, one.secret, one.included) for one in free
+    ]
+
+
+def test_every_candidate_has_to_fit_so_that_the_one_drawn_has_no_say() -> None:
+    """Among two candidates of different lengths the longer one decides, drawn or not."""
+    one = Canary(
+        name="a", kind="echo", side="query", query="x", passage_id="p", passage="", candidates=("y", "y z"), secret="y"
+    )
+    assert cut_side(Words(2), one) == cut_side(Words(2), replace(one, secret="y z")) == "query"
+    assert cut_side(Words(3), one) is None
+
+
+def test_too_few_queries_with_room_are_refused_with_their_number_and_the_knobs(
+    data: PairsDataModule, suite: CanarySuite
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"^0 of the 40 queries .* 8 are needed.*max_query_length=3.*Raise it"):
+        suite.make(data, Words(3))
