@@ -1,4 +1,4 @@
-"""What a federation is measured against: no training, silos that train alone, and one party that holds everything.
+"""What a federation is measured against: public data alone, silos that train alone, one party that holds everything.
 
 Those that train are `SiloClient` without a server: the losses, negatives and batches of stage 1, as many epochs as the
 federation has rounds, and no budget, since nothing leaves. Whoever trains alone has no need to add noise.
@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from lit_dpret.datamodules.silo_folder import CLIENTS, read_silo, write_silos
 from lit_dpret.federated.aggregation import Weights
-from lit_dpret.federated.data import merged_silo
+from lit_dpret.federated.data import merged_silo, pseudo_silo
 from lit_dpret.federated.inprocess import PerClient
 from lit_dpret.federated.model import start_of
 from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Stage1Negatives
@@ -35,6 +35,32 @@ def alone(settings: PddAs2, negatives: Stage1Negatives = "static") -> PddAs2:
         train_on="queries",
         secure_sum=False,
     )
+
+
+_NEGATIVES: Mapping[str, Stage1Negatives] = {"single_random": "random", "single_bm25": "bm25"}
+
+
+def trained_alone(
+    system: str,
+    settings: PddAs2,
+    silos: Mapping[str, Path],
+    make_module: MakeModule,
+    folder: Path,
+    *,
+    split: str,
+) -> PerClient:
+    """What one of the rows reaches that need no federation.
+
+    Args:
+        system: ``zero_shot``, ``pseudo_queries``, ``central`` or a ``single_...``.
+        settings: Of the federation.
+        silos: The data folder of each client.
+        make_module: Builds the model.
+        folder: Of the state.
+        split: On which questions.
+    """
+    train = {"central": central, "zero_shot": untrained, "pseudo_queries": pseudo_clients}.get(system, single_clients)
+    return train(alone(settings, _NEGATIVES.get(system, "static")), silos, make_module, folder, split=split)
 
 
 def train_alone(client: SiloClient, make_module: MakeModule) -> Weights:
@@ -81,6 +107,23 @@ def single_clients(
             client = SiloClient(data, folder / name, settings, make_module)
             found[name] = client.evaluate(train_alone(client, make_module), personal=False, split=split)
         progress(len(silos), len(silos))
+    return found
+
+
+def pseudo_clients(
+    settings: PddAs2, silos: Mapping[str, Path], make_module: MakeModule, folder: Path, *, split: str
+) -> PerClient:
+    """Each silo alone, on questions made of its own sentences; arguments as above.
+
+    Guarantees:
+        - Nobody's train query has a say in the weights, so nothing is spent of them.
+    """
+    made = folder / "data"
+    if not made.exists():
+        write_silos(made, [pseudo_silo(read_silo(data)) for data in silos.values()], facts={}, knob="hydra.run.dir")
+    own = {name: made / CLIENTS / read_silo(data, verify=False).name for name, data in silos.items()}
+    found = single_clients(settings, own, make_module, folder, split=split)
+    shutil.rmtree(made)
     return found
 
 

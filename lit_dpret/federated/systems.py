@@ -17,10 +17,10 @@ from typing import Literal, get_args
 from safetensors.torch import load_file
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.federated.baselines import alone, central, single_clients, untrained
+from lit_dpret.federated.baselines import trained_alone
 from lit_dpret.federated.inprocess import FedResult, PerClient
 from lit_dpret.federated.plan import FederationPlan
-from lit_dpret.federated.settings import PddAs2, Stage1Negatives
+from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.transport import run_federation
 from lit_dpret.modules.as2 import AS2DualEncoder
 from lit_dpret.privacy.modes import NoPrivacy
@@ -28,6 +28,7 @@ from lit_dpret.privacy.modes import NoPrivacy
 System = Literal[
     "bm25",
     "zero_shot",
+    "pseudo_queries",
     "single_random",
     "single_bm25",
     "single_star",
@@ -37,8 +38,8 @@ System = Literal[
     "central",
 ]
 SYSTEMS: tuple[System, ...] = get_args(System)
+PUBLIC_ONLY: tuple[System, ...] = ("zero_shot", "pseudo_queries")
 FEDERATED: tuple[System, ...] = ("stage1", "customised", "fed_negative")
-_NEGATIVES: dict[str, Stage1Negatives] = {"single_random": "random", "single_bm25": "bm25"}
 
 
 @dataclass
@@ -94,9 +95,8 @@ class SystemRunner:
             found = self._federated(system, settings)
         else:
             folder = self.folder / f"seed{seed}" / system
-            train = {"central": central, "zero_shot": untrained}.get(system, single_clients)
-            own = alone(settings, _NEGATIVES.get(system, "static"))
-            found = SystemResult(_listed(train(own, self.silos, self.plan.model, folder, split=self.split)))
+            measured = trained_alone(system, settings, self.silos, self.plan.model, folder, split=self.split)
+            found = SystemResult(_listed(measured))
         found.cpu_seconds = time.process_time() - began
         return found
 

@@ -74,6 +74,9 @@ def _lines(axis: Any, page: StudyPage) -> None:
         axis.set_xscale("log")
     for number, (style, (line, rows)) in enumerate(zip(_cycled(), _by_line(page).items(), strict=False)):
         colour, dashes, marker = style
+        if all(row.at is None for row in rows):
+            axis.axhline(rows[0].interval(SHOWN).mean, color=_GREY, linestyle=dashes, linewidth=1.0, label=line)
+            continue
         at = {id(row): _aside(row.at or 0.0, number, places, logarithmic=axis.get_xscale() == "log") for row in rows}
         found = [row.interval(SHOWN) for row in rows]
         axis.errorbar(

@@ -95,7 +95,7 @@ def test_every_system_and_seed_is_run_once_told_beside_the_paper_and_a_later_sta
         "lit_dpret.federated.systems.SystemRunner._federation",
         lambda *_: SystemResult({"client0": {}, "client1": {}}),
     )
-    monkeypatch.setattr("lit_dpret.federated.systems.single_clients", lambda *_, **__: {})
+    monkeypatch.setattr("lit_dpret.federated.systems.trained_alone", lambda *_, **__: {})
     monkeypatch.setattr("lit_dpret.tasks.federated.write_federated_report", lambda *_: {"pdd_as2.md": tmp_path / "x"})
     (tmp_path / "x").write_text("", encoding="utf-8")
     monkeypatch.setattr("lit_dpret.report.federated_report.FederatedRow.over_silos", lambda *_: {0: 0.0})

@@ -13,12 +13,14 @@ from typing import Literal, get_args
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.studies.contrast import Contrast, Trend
-from lit_dpret.federated.studies.point import Point, SiloChange
-from lit_dpret.federated.systems import System
+from lit_dpret.federated.studies.point import AS_THEY_ARE, Point, SiloChange
+from lit_dpret.federated.systems import PUBLIC_ONLY, System
 
 StudyName = Literal["negatives", "data_ratio", "hubness", "gain", "communication", "clients"]
 STUDIES: tuple[StudyName, ...] = get_args(StudyName)
 LINES: dict[System, str] = {
+    "zero_shot": "public only: untrained encoder",
+    "pseudo_queries": "public only: pseudo-queries of each client's sentences",
     "single_bm25": "single client, BM25 negatives",
     "single_star": "single client, STAR",
     "stage1": "PDD-AS2, stage 1",
@@ -91,9 +93,22 @@ def study_of(name: str | None) -> Study:
 # -- points -------------------------------------------------------------------------------------
 
 
+def _public_only(asked: Asked, silos: SiloChange = AS_THEY_ARE) -> list[Point]:
+    """What no train query has a say in is one row of every study, whatever varies in the others."""
+    return [
+        Point(line=LINES[system], label="no train query", system=system, silos=silos)
+        for system in asked.systems
+        if system in PUBLIC_ONLY
+    ]
+
+
+def _others(asked: Asked) -> list[System]:
+    return [system for system in asked.systems if system not in PUBLIC_ONLY]
+
+
 def _negatives(asked: Asked) -> list[Point]:
-    found: list[Point] = []
-    for system in asked.systems:
+    found = _public_only(asked)
+    for system in _others(asked):
         second = system in ("customised", "fed_negative")
         for n in (10, 200) if second else (2, 8):
             stage1 = {} if second else {"bm25_n": n, "static_n": n, "top_k": max(n, asked.run.stage1.top_k)}
@@ -103,17 +118,17 @@ def _negatives(asked: Asked) -> list[Point]:
 
 
 def _data_ratio(asked: Asked) -> list[Point]:
-    return [
+    return _public_only(asked) + [
         Point(line=LINES[system], label=f"{share:g}", system=system, at=share, silos=SiloChange(share=share))
-        for system in asked.systems
+        for system in _others(asked)
         for share in asked.values
     ]
 
 
 def _hubness(asked: Asked) -> list[Point]:
     n = 10
-    found: list[Point] = []
-    for system in asked.systems:
+    found = _public_only(asked)
+    for system in _others(asked):
         for k in map(int, asked.values):
             second = system in ("customised", "fed_negative")
             stage1 = {} if second else {"bm25_n": n, "static_n": n, "top_k": k}
@@ -124,9 +139,9 @@ def _hubness(asked: Asked) -> list[Point]:
 
 def _gain(asked: Asked) -> list[Point]:
     (skew,) = asked.values
-    return [
-        Point(line=LINES[system], label="silos of other sizes", system=system, silos=SiloChange(skew=skew))
-        for system in asked.systems
+    silos = SiloChange(skew=skew)
+    return _public_only(asked, silos) + [
+        Point(line=LINES[system], label="silos of other sizes", system=system, silos=silos) for system in _others(asked)
     ]
 
 
@@ -135,7 +150,7 @@ def _communication(asked: Asked) -> list[Point]:
     epochs = max(_COMMUNICATION_EPOCHS, stage.epochs)
     ratio = stage.top_k / stage.n
     base = {"epochs": epochs, "refresh_every": 1, "select": "all", "select_count": None, "send_as": "float16"}
-    found: list[Point] = []
+    found = _public_only(asked)
 
     def add(line: str, label: str, **change: object) -> None:
         found.append(Point(line=line, label=label, system="fed_negative", stage2={**base, **change}))
@@ -155,8 +170,8 @@ def _communication(asked: Asked) -> list[Point]:
 
 
 def _clients(asked: Asked) -> list[Point]:
-    found: list[Point] = []
-    for system in asked.systems:
+    found = _public_only(asked)
+    for system in _others(asked):
         for count in map(int, asked.values):
             parts, rest = divmod(count, asked.clients)
             if rest or not parts:
@@ -221,8 +236,8 @@ _CATALOGUE: dict[str, Study] = {
         Study(
             name="negatives",
             title="Number of negatives (Table 4)",
-            systems=("single_bm25", "single_star", "stage1", "customised", "fed_negative"),
-            default=("single_bm25", "single_star", "stage1", "customised", "fed_negative"),
+            systems=(*PUBLIC_ONLY, "single_bm25", "single_star", "stage1", "customised", "fed_negative"),
+            default=(*PUBLIC_ONLY, "single_bm25", "single_star", "stage1", "customised", "fed_negative"),
             values=(),
             axis="negatives of a query",
             points=_negatives,
@@ -241,8 +256,8 @@ _CATALOGUE: dict[str, Study] = {
         Study(
             name="data_ratio",
             title="Share of the train queries (Figure 5)",
-            systems=("single_star", "stage1", "customised", "fed_negative"),
-            default=("single_star", "stage1"),
+            systems=(*PUBLIC_ONLY, "single_star", "stage1", "customised", "fed_negative"),
+            default=(*PUBLIC_ONLY, "single_star", "stage1"),
             values=(0.1, 0.25, 0.5, 1.0),
             axis="share of the train queries",
             points=_data_ratio,
@@ -255,8 +270,8 @@ _CATALOGUE: dict[str, Study] = {
         Study(
             name="hubness",
             title="10 negatives of the best k (Table 2)",
-            systems=("stage1", "customised", "fed_negative"),
-            default=("stage1",),
+            systems=(*PUBLIC_ONLY, "stage1", "customised", "fed_negative"),
+            default=(*PUBLIC_ONLY, "stage1"),
             values=(10, 50, 100, 300),
             axis="k, the best of which 10 are drawn",
             points=_hubness,
@@ -270,8 +285,8 @@ _CATALOGUE: dict[str, Study] = {
         Study(
             name="gain",
             title="Gain of each client over training alone (Figure 4)",
-            systems=("single_star", "stage1", "customised", "fed_negative"),
-            default=("single_star", "stage1", "customised"),
+            systems=(*PUBLIC_ONLY, "single_star", "stage1", "customised", "fed_negative"),
+            default=(*PUBLIC_ONLY, "single_star", "stage1", "customised"),
             values=(),
             axis="train queries of the client",
             points=_gain,
@@ -283,8 +298,8 @@ _CATALOGUE: dict[str, Study] = {
         Study(
             name="communication",
             title="Quality against bytes of stage 2",
-            systems=("customised", "fed_negative"),
-            default=("customised", "fed_negative"),
+            systems=(*PUBLIC_ONLY, "customised", "fed_negative"),
+            default=(*PUBLIC_ONLY, "customised", "fed_negative"),
             values=(),
             axis="requests and answers of a client, over all refreshes",
             points=_communication,
@@ -298,8 +313,8 @@ _CATALOGUE: dict[str, Study] = {
         Study(
             name="clients",
             title="Number of clients",
-            systems=("single_star", "stage1", "customised", "fed_negative"),
-            default=("single_star", "stage1"),
+            systems=(*PUBLIC_ONLY, "single_star", "stage1", "customised", "fed_negative"),
+            default=(*PUBLIC_ONLY, "single_star", "stage1"),
             values=(10, 30, 100),
             axis="clients",
             points=_clients,

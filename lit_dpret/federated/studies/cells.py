@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.datamodules.silo_folder import MANIFEST
-from lit_dpret.federated.baselines import alone, central, single_clients
+from lit_dpret.federated.baselines import trained_alone
 from lit_dpret.federated.inprocess import FedResult, PerClient, Phase
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.settings import PddAs2
@@ -81,10 +81,8 @@ class Cells:
         elif point.system == "bm25":
             found = _result(self._federation(_stage_1_alone(settings), silos, state, "bm25"), "bm25")
         else:
-            train = central if point.system == "central" else single_clients
-            own = alone(settings, "bm25" if point.system == "single_bm25" else
-                        "random" if point.system == "single_random" else "static")  # fmt: skip
-            found = SystemResult(_listed(train(own, silos, self.plan.model, state, split=self.split)))
+            measured = trained_alone(point.system, settings, silos, self.plan.model, state, split=self.split)
+            found = SystemResult(_listed(measured))
         shutil.rmtree(state, ignore_errors=True)
         return found
 
