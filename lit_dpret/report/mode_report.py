@@ -7,6 +7,7 @@ the same queries cost more together than any one of them.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -15,13 +16,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.errors import StorageError
 from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
 from lit_dpret.report.chart import bar_chart
 from lit_dpret.report.html import Drawing
 from lit_dpret.report.mode_comparison import Difference, ModeRow, differences
 from lit_dpret.report.table import RowResult, show
 from lit_dpret.retrieval.statistics import Interval
+from lit_dpret.whole_file import write_whole
 
 _SCHEMA = "lit-dpret/mode-comparison/1"
 _HOW_SURE = (
@@ -65,10 +66,13 @@ def write_mode_report(
     command: str,
     notes: Sequence[str] = (),
     private_runs: int = 0,
+    spent: str = "",
     more: Sequence[Section] = (),
     references: Sequence[str] = (),
 ) -> dict[str, Path]:
     """Write ``NAME.{html,md,json,csv}``, as the headings name it, and ``differences.csv`` into ``folder``.
+
+    They are for their owner alone: measures of private queries stand in them, which no budget covers.
 
     Args:
         folder: It exists.
@@ -79,6 +83,7 @@ def write_mode_report(
         command: What to type to get the same again.
         notes: Further remarks.
         private_runs: How many trainings on the private queries claim an epsilon of their own.
+        spent: What all of them have spent together, in words.
         more: Further sections, after the results.
         references: Names of the systems that the others are tested against; without any, every two are compared.
 
@@ -90,7 +95,7 @@ def write_mode_report(
         StorageError: A file cannot be written.
     """
     found = {metric: differences(rows, metric, references) for metric in metrics}
-    lead, sections = _lead(private_runs), _sections(rows, found, evaluated_on, command, notes, references)
+    lead, sections = _lead(private_runs, spent), _sections(rows, found, evaluated_on, command, notes, references)
     sections[2:2] = more
     subtitle = f"lit-dpret report, {datetime.now(UTC).strftime('%Y-%m-%d %H:%M UTC')}"
     facts = {
@@ -99,6 +104,7 @@ def write_mode_report(
         "command": command,
         "notes": list(notes),
         "private_runs": private_runs,
+        "spent": spent,
         "rows": [_row_facts(row, metrics) for row in rows],
         "references": list(references),
         "differences": [_difference_facts(each) for of_metric in found.values() for each in of_metric],
@@ -109,28 +115,25 @@ def write_mode_report(
         f"{headings.name}.json": json.dumps(facts, indent=1, allow_nan=False) + "\n",
     }
     tables = {f"{headings.name}.csv": _row_table(rows, metrics), "differences.csv": _difference_table(found)}
-    try:
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
-        for name, table in tables.items():
-            with (folder / name).open("w", encoding="utf-8", newline="") as file:
-                csv.writer(file).writerows(table)
-    except OSError as error:
-        raise StorageError(f"{folder} could not be written to: {error.strerror}.") from error
-    return {name: folder / name for name in [*texts, *tables]}
+    texts |= {name: _csv(table) for name, table in tables.items()}
+    return {name: write_whole(folder / name, text, owner_only=True) for name, text in texts.items()}
 
 
-def _lead(private_runs: int) -> list[Block]:
+def _csv(table: Sequence[Sequence[object]]) -> str:
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows(table)
+    return file.getvalue()
+
+
+def _lead(private_runs: int, spent: str) -> list[Block]:
     if not private_runs:
         return []
-    return [
-        Banner(
-            f"{private_runs} trainings on the same private queries stand behind this page. The epsilon of a row is "
-            "that of one of its runs; all of them together have spent much more. A comparison like this is for queries "
-            "that may be read, not for those that are to be protected.",
-            "caution",
-        )
-    ]
+    together = spent or (
+        f"{private_runs} trainings on the same private queries stand behind this page. The epsilon of a row is that of "
+        "one of its runs; all of them together have spent more, and it was not added up."
+    )
+    for_what = "A comparison like this is for queries that may be read, not for those that are to be protected."
+    return [Banner(f"{together} {for_what}", "caution")]
 
 
 def _sections(

@@ -39,6 +39,8 @@ TABLE_1: Mapping[str, tuple[str, str, tuple[float, ...] | None]] = {
     ),
     "fed_negative": ("Federated", "+ fed-negative", (0.309, 0.252, 0.577, 0.720, 0.458, 0.431, 0.504, 0.762)),
 }  # fmt: skip
+#: Rows that no private query has a say in.
+PUBLIC_ONLY = tuple(name for name, (group, _, _) in TABLE_1.items() if group.startswith("Public only"))
 #: What the paper says is better than what, in its text or by its table.
 ORDERS: tuple[tuple[str, str], ...] = (
     ("single_star", "single_random"),

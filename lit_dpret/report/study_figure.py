@@ -126,12 +126,13 @@ def _clients(axis: Any, page: StudyPage) -> None:
 
 def _bytes(axis: Any, page: StudyPage) -> None:
     sent = [row.stage2_bytes for row in page.rows if row.stage2_bytes > 0]
-    for number, ((colour, _, marker), (line, rows)) in enumerate(zip(_cycled(), _by_line(page).items(), strict=False)):
+    lines = zip(_cycled(), _by_line(page).items(), strict=False)
+    for number, ((colour, dashes, marker), (line, rows)) in enumerate(lines):
         if all(row.stage2_bytes == 0 for row in rows):
             axis.axhline(
                 rows[0].interval(SHOWN).mean,
                 color=_GREY,
-                linestyle="--",
+                linestyle=dashes,
                 linewidth=1.0,
                 label=f"{line}: {rows[0].label}",
             )

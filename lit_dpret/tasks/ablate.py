@@ -264,7 +264,7 @@ class Ablate(HeadComparison[_Cell]):
         keep, k = None, recipe.round_trip_filter
         if k is not None:
             stage = f"round_trip{k}-{made.parent.name}"
-            self._stages.run(stage, partial(self._consistent, made, k))
+            self._from(made, stage, partial(self._consistent, made, k))
             keep = self._parts.run_dir / stage / KEPT
         return self._as_data(made, keep)
 
@@ -278,7 +278,19 @@ class Ablate(HeadComparison[_Cell]):
         model = self.retriever(NoPrivacy())
         with ProgressLine("encoding made queries") as progress:
             model.prepare(data, progress=progress)
-        return check_round_trip(model, self._released(made), stage, k=k, seed=self._parts.seed)
+        found = check_round_trip(model, self._released(made), stage, k=k, seed=self._parts.seed)
+        return found | self._source(made)
+
+    def _source(self, made: Path) -> dict[str, str]:
+        """Which training wrote the queries; nothing for those that no training wrote."""
+        return {"ledger_head": self._head(str(made.relative_to(self._parts.run_dir)))} if self._has_card(made) else {}
+
+    def _from(self, made: Path, stage: str, work: Callable[[Path, bool], dict[str, Any]]) -> dict[str, Any]:
+        """A stage that reads made queries; a finished one that read those of another training is refused."""
+        found, source = self._stages.run(stage, work), self._source(made)
+        if found.get("ledger_head", source.get("ledger_head")) != source.get("ledger_head"):
+            raise self._of_another_generator(stage, made.parent.name)
+        return found
 
     def _released(self, made: Path) -> ReleasedQueries:
         """Made queries, and all passages that are searched."""
@@ -298,10 +310,11 @@ class Ablate(HeadComparison[_Cell]):
             zero_shot = self.retriever(NoPrivacy())
             zero_shot.prepare(data)
             released = of_those(self._released(made), None if data.keep is None else Path(data.keep))
-            return teacher.label(released, folder, zero_shot=zero_shot, per_query=per_query, seed=self._parts.seed)
+            made_of = teacher.label(released, folder, zero_shot=zero_shot, per_query=per_query, seed=self._parts.seed)
+            return made_of | self._source(made)
 
         stage = self._labels(recipe, seed)
-        self._stages.run(stage, work)
+        self._from(made, stage, work)
         file = self._parts.run_dir / stage / LABELS
         return {
             "negatives": [LabelledNegatives(file=file, per_query=per_query, seed=seed)],
@@ -316,8 +329,9 @@ class Ablate(HeadComparison[_Cell]):
         return f"labels{recipe.pseudo_labels}-{chosen}-{source}{run}"
 
     def before_training(self, cells: Sequence[_Cell]) -> None:
-        """Refuse to go on with another teacher than the one of finished labels."""
+        """Refuse to go on with another generator, or another teacher, than those of what is finished."""
         for cell in cells:
+            self._refuse_other_generators(cell)
             recipe: Recipe = self.variants[cell.variant]
             for seed in range(self._parts.seed, self._parts.seed + self.seeds):
                 stage = self._labels(recipe, seed)
@@ -329,6 +343,30 @@ class Ablate(HeadComparison[_Cell]):
                         f"{self.teacher.source}. Restore it, or remove {self._parts.run_dir / stage} and the runs of "
                         f"task.variants.{cell.variant}."
                     )
+
+    def _refuse_other_generators(self, cell: _Cell) -> None:
+        """Queries, and a retriever that learnt from them, are of the generator whose ledger their cards name."""
+        recipe: Recipe = self.variants[cell.variant]
+        if recipe.queries in (None, PSEUDO):
+            return
+        for seed in range(self._parts.seed, self._parts.seed + self.seeds):
+            generator = f"generator-{recipe.queries}-seed{seed}"
+            head = self._head(generator) if self._stages.is_done(generator) else None
+            made, row = f"made-{recipe.queries}-{recipe.queries_per_passage}-seed{seed}", self.run_name(cell, seed)
+            for stage, card in ((made, f"{made}/data"), (row, row)):
+                if self._stages.is_done(stage) and self._head(card) != head:
+                    raise self._of_another_generator(stage, generator)
+
+    def _head(self, folder: str) -> str:
+        """What tells the training behind a card from every other: the last record of its ledger."""
+        return str(read_card(self._parts.run_dir / folder)["ledger"]["head"])
+
+    def _of_another_generator(self, stage: str, generator: str) -> ResumeError:
+        return ResumeError(
+            f"resume=true, but {stage} comes from another training than the one in {generator}, which was moved away, "
+            f"or made anew. Restore that, or move {self._parts.run_dir / stage} and what was made with it elsewhere as "
+            "well; what a ledger is charged with stays spent."
+        )
 
     # -- the report -------------------------------------------------------------------------------
 
@@ -391,7 +429,7 @@ class Ablate(HeadComparison[_Cell]):
             if self.likeness_texts is None:
                 continue
             made = next(self._parts.run_dir.glob(f"made-{name}-*-seed{seed}")) / "data"
-            alike.append(self._stages.run(f"likeness-{name}-seed{seed}", partial(self._likeness, made)))
+            alike.append(self._from(made, f"likeness-{name}-seed{seed}", partial(self._likeness, made)))
         cells: list[object] = [self.generators[name].label, f"{trained[0]['trained_parameters']:,}"]
         cells.append(f"{max(each['extra_bytes'] for each in trained) / _MEBI:.0f}")
         for key, shown in (("bleu", "{:.2f}"), ("mauve", "{:.3f}")) if alike else ():
@@ -399,7 +437,7 @@ class Ablate(HeadComparison[_Cell]):
         return cells
 
     def _likeness(self, made: Path, folder: Path, resume: bool) -> dict[str, Any]:
-        return likeness(made, folder, parts=self._parts, max_texts=self.likeness_texts or 1)
+        return likeness(made, folder, parts=self._parts, max_texts=self.likeness_texts or 1) | self._source(made)
 
     def private_trainings(self, cells: Sequence[_Cell]) -> int:
         used = {self.variants[cell.variant].queries for cell in cells} - {None, PSEUDO}

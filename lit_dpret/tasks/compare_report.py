@@ -23,6 +23,7 @@ def tell(
     command: str,
     notes: Sequence[str],
     private_runs: int,
+    spent: str,
     seconds: float,
     sections: Sequence[Section] = (),
     references: Sequence[str] = (),
@@ -37,6 +38,7 @@ def tell(
         command=command,
         notes=notes,
         private_runs=private_runs,
+        spent=spent,
         more=sections,
         references=references,
     )

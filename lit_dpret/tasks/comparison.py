@@ -29,6 +29,7 @@ from lit_dpret.retrieval.runs import EvaluationResult
 from lit_dpret.tasks.compare_report import tell
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.scoring import score_bm25
+from lit_dpret.tasks.spent import spent_under
 from lit_dpret.tasks.stages import DONE, Stages
 from lit_dpret.tasks.told_settings import told_settings
 
@@ -125,7 +126,8 @@ class Comparison(ABC, Generic[C]):
             evaluated_on=self.evaluated_on(),
             command=parts.command_again(),
             notes=[*([self.tuning_note] if self.tuning_note else []), *self.notes()],
-            private_runs=self.private_trainings(cells),
+            private_runs=(private := self.private_trainings(cells)),
+            spent=spent_under(parts.run_dir).text if private else "",
             sections=self.sections(rows),
             references=self.references(rows),
             seconds=sum(self._stages.seconds.values()),

@@ -83,6 +83,18 @@ def test_the_untrained_encoder_stands_beside_no_number_of_the_paper(tmp_path: Pa
     assert facts["systems"]["zero_shot"]["measures"]["sentence/mrr@10"]["paper"] is None
 
 
+def test_what_queries_bought_is_the_difference_from_public_data_alone_paired_by_seed(tmp_path: Path) -> None:
+    reached = {"zero_shot": (0.2, 0.2, 0.2), "pseudo_queries": (0.4, 0.5, 0.3), "stage1": (0.41, 0.5, 0.42)}
+    rows = [row(name, {seed: {"a": [value]} for seed, value in enumerate(found)}) for name, found in reached.items()]
+    text = write_federated_report(tmp_path, rows, FACTS)["pdd_as2.md"].read_text(encoding="utf-8")
+    (line,) = [line for line in text.split("What people's queries bought")[1].splitlines() if "stage 1) |" in line]
+    cells = [cell.strip().replace("\\", "") for cell in line.split("|")]
+    assert cells[2].startswith("+0.243 [") and cells[3] == "holds"
+    assert cells[4].startswith("+0.043 [-") and cells[5] == "not decided"
+    alone = write_federated_report(tmp_path, rows[2:], FACTS)["pdd_as2.md"].read_text(encoding="utf-8")
+    assert "What people's queries bought" not in alone
+
+
 def test_the_cells_of_the_paper_that_cannot_be_are_those_of_recall_at_20() -> None:
     found = impossible_cells()
     dense = [label for group, label, numbers in TABLE_1.values() if group != "Sparse retriever" and numbers is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -83,6 +84,10 @@ def test_every_run_on_synthetic_queries_has_a_generator_of_its_own_and_its_claim
     assert rows["direct"]["settings"]["head_dim"] == 4 and rows["direct"]["budget"] == 8
     assert rows["pseudo"]["privacy"] == "no private data" and rows["pseudo"]["budget"] is None
     assert results(run)["private_runs"] == 2 * 3, "two direct rows and a generator, twice each"
+    (together,) = re.findall(r"The 6 private trainings .* has epsilon = ([\d.]+) at", results(run)["spent"])
+    assert float(together) > max(read_card(run / f"{row}-seed0")["claim"]["epsilon"] for row in ("direct", "made"))
+    assert {path.stat().st_mode & 0o077 for path in run.glob("ablation.*")} == {0}, "measures of private queries"
+    assert results(run)["spent"] in (run / "ablation.md").read_text(encoding="utf-8").replace("\\", "")
     assert not (run / "embeddings").exists(), "embeddings of queries are as private as the queries"
 
 
@@ -109,6 +114,34 @@ def test_a_study_grows_and_no_finished_stage_is_done_again(tmp_path: Path) -> No
         study(tmp_path, eps=7.0, seeds=1, **only).run(parts(tmp_path, resume=True))
     told = study(tmp_path, seeds=2, only=["made", "none", "pseudo"]).run(parts(tmp_path, resume=True))
     assert ledger.read_bytes() == before and "pseudo" in told
+
+
+def test_what_the_queries_of_another_generator_made_is_refused_until_it_is_moved_as_well(tmp_path: Path) -> None:
+    only = {"only": ["made", "none"], "likeness_texts": None, "seeds": 1}
+    study(tmp_path, **only).run(parts(tmp_path))
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (run / "generator-tiny-seed0").rename(elsewhere / "generator-tiny-seed0")
+    for stage in ("made-tiny-1-seed0", "made-seed0"):
+        with pytest.raises(ResumeError, match=rf"{stage} comes from another training than the one in generator-tiny"):
+            study(tmp_path, **only).run(parts(tmp_path, resume=True))
+        (run / stage).rename(elsewhere / stage)
+    with pytest.raises(ResumeError, match="round_trip20-made-tiny-1-seed0 comes from another training"):
+        study(tmp_path, **only).run(parts(tmp_path, resume=True))
+    (run / "round_trip20-made-tiny-1-seed0").rename(elsewhere / "round_trip")
+    study(tmp_path, **only).run(parts(tmp_path, resume=True))
+    assert read_card(run / "made-seed0")["ledger"]["head"] != read_card(elsewhere / "made-seed0")["ledger"]["head"]
+
+
+def test_the_sum_says_where_a_training_has_a_card_and_no_ledger(tmp_path: Path) -> None:
+    only = {"only": ["direct", "none"], "seeds": 2}
+    study(tmp_path, **only).run(parts(tmp_path))
+    assert "left no ledger" not in results(tmp_path / "run")["spent"]
+    (tmp_path / "run" / "direct-seed1" / "privacy_ledger.jsonl").unlink()
+    study(tmp_path, **only).run(parts(tmp_path, resume=True))
+    spent = results(tmp_path / "run")["spent"]
+    assert spent.startswith("The 1 private training behind")
+    assert "1 private training with a card here left no ledger" in spent
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from lit_dpret.st_folder import save_sentence_transformer
 from lit_dpret.tasks import CanaryStudy, Paper000, Pipeline, PretrainingOverlap, Similarity, ZeroShot
 from lit_dpret.tasks.paper_000.grid import Grid
 from lit_dpret.tasks.paper_000.kept import Kept
-from lit_dpret.tasks.paper_000.spent import spent_under
+from lit_dpret.tasks.spent import spent_under
 
 CANARIES = Path(__file__).parents[2] / "docs" / "reproduction" / "canaries"
 STEPS = 2

@@ -16,9 +16,9 @@ from lit_dpret.report.paper_page import PaperPage, Table, write_paper_page
 from lit_dpret.tasks.fit import refuse_several_ranks
 from lit_dpret.tasks.paper_000 import canaries, examples, grid, overlap, retrieval, similarity, zero_shot
 from lit_dpret.tasks.paper_000.kept import Kept
-from lit_dpret.tasks.paper_000.spent import spent_under
 from lit_dpret.tasks.paper_000.study import SHRUNK, Choices, LeftOut, Study
 from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.spent import spent_under
 
 Part = Literal["retrieval", "examples", "canaries", "similarity", "zero_shot", "overlap", "grid"]
 REPORT = "report"

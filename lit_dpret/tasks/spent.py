@@ -1,4 +1,4 @@
-"""What all trainings of the reproduction have spent together, which is more than any row says."""
+"""What all trainings behind a page have spent together, which is more than any row says."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.privacy.card import LEDGER_NAME
+from lit_dpret.privacy.card_file import CARD_NAME, read_card
 from lit_dpret.privacy.card_text import show_delta, show_epsilon
 from lit_dpret.privacy.dataset_total import compose_across_runs
 from lit_dpret.privacy.ledger import PrivacyLedger
@@ -38,11 +39,12 @@ def spent_under(run_dir: Path, *, taken: Path | None = None, taken_private: int 
     Guarantees:
         - A ledger counts once, wherever copies of it lie; folders that are links are followed.
         - A training whose own ledger refutes its claim counts as one without privacy.
+        - Where a card under ``run_dir`` rests on a ledger that is nowhere there, the text says how many the sum lacks.
         - Trainings under several units or neighbours are added up apart, and the text says that nothing is proved of
           them together.
 
     Args:
-        run_dir: Of the reproduction.
+        run_dir: Of the trainings, and of what was made with them.
         taken: A finished study whose results stand on the page as well. Its ledgers are counted where they lie under
             its folder.
         taken_private: How many private trainings that study had; the text says how many of them the sum lacks.
@@ -52,7 +54,9 @@ def spent_under(run_dir: Path, *, taken: Path | None = None, taken_private: int 
     deltas: dict[tuple[str, str], float] = {}
     counts: dict[tuple[str, str], int] = {}
     bare = found = 0
+    known: set[str] = set()
     for records in _ledgers(run_dir, *([] if taken is None else [taken])):
+        known.update(str(record["hash"]) for record in records)
         plans = [record for record in records if record["kind"] == "plan"]
         planned = [record for record in plans if record.get("plan") is not None]
         if not planned:
@@ -64,6 +68,7 @@ def spent_under(run_dir: Path, *, taken: Path | None = None, taken_private: int 
         deltas[kind] = min(deltas.get(kind, 1.0), float(budget["delta"]))
         counts[kind] = counts.get(kind, 0) + 1
         found += any(_begins(records, other) for other in elsewhere)
+    lost = len(_heads(run_dir) - known)
     private, lacking = sum(counts.values()), max(0, taken_private - found)
     missing = (
         f" The study in {taken} was taken as it is: the ledgers of {lacking} of its {taken_private} private trainings "
@@ -71,11 +76,16 @@ def spent_under(run_dir: Path, *, taken: Path | None = None, taken_private: int 
         if lacking
         else ""
     )
+    if lost:
+        missing += (
+            f" {_trainings(lost)} with a card here left no ledger: what was spent of the same queries there is not "
+            "in this sum."
+        )
     if not private:
         return Spent(0, bare, f"No private training is finished, so nothing was spent.{missing}")
     totals = [_total(found, deltas[kind], kind, counts[kind]) for kind, found in releases.items()]
     text = (
-        f"The {private} private trainings behind this page read the same queries. The epsilon of a row is that of its "
+        f"The {_trainings(private)} behind this page read the same queries. The epsilon of a row is that of its "
         f"own training; whoever sees {'all of them' if len(totals) == 1 else 'several'} has {'; '.join(totals)}."
     )
     if len(totals) > 1:
@@ -93,11 +103,21 @@ def spent_under(run_dir: Path, *, taken: Path | None = None, taken_private: int 
 def _ledgers(*folders: Path) -> list[_Records]:
     """The records of each ledger under ``folders``; of copies the longest alone."""
     found: list[_Records] = []
-    for place in dict.fromkeys(place for folder in folders for place in _places(folder)):
+    for place in dict.fromkeys(place for folder in folders for place in _places(folder, LEDGER_NAME)):
         records = PrivacyLedger.read(place / LEDGER_NAME).records
         if not any(_begins(other, records) for other in found):
             found = [*(other for other in found if not _begins(records, other)), records]
     return found
+
+
+def _trainings(count: int) -> str:
+    return f"{count} private training{'s' if count > 1 else ''}"
+
+
+def _heads(run_dir: Path) -> set[str]:
+    """What the cards under ``run_dir`` name as the last record of the ledger that they rest on."""
+    cards = [read_card(place) for place in _places(run_dir, CARD_NAME)]
+    return {str(card["ledger"]["head"]) for card in cards if card["ledger"]}
 
 
 def _begins(longer: _Records, records: _Records) -> bool:
@@ -106,8 +126,8 @@ def _begins(longer: _Records, records: _Records) -> bool:
     return count == 0 or (count <= len(longer) and longer[count - 1]["hash"] == records[-1]["hash"])
 
 
-def _places(folder: Path) -> list[Path]:
-    """The folders under ``folder`` that hold a ledger, resolved, those behind links among them."""
+def _places(folder: Path, name: str) -> list[Path]:
+    """The folders under ``folder`` that hold a file of that name, resolved, those behind links among them."""
     seen: set[Path] = set()
     todo, found = [folder.resolve()], []
     while todo:
@@ -116,7 +136,7 @@ def _places(folder: Path) -> list[Path]:
             continue
         seen.add(place)
         todo += [inner.resolve() for inner in place.iterdir() if inner.is_dir()]
-        if (place / LEDGER_NAME).is_file():
+        if (place / name).is_file():
             found.append(place)
     return sorted(found)
 
