@@ -30,9 +30,10 @@ from lit_dpret.privacy.card import LEDGER_NAME
 from lit_dpret.privacy.charges import SCHEMA, start_of
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.dataset_total import Total
-from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
+from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.noise import KeyedStream, load_secret
+from lit_dpret.privacy.owed import owed_releases
 from lit_dpret.privacy.releases import FullBatch, GaussianRelease, Release, SamplingLaw, merge
 from lit_dpret.privacy.search import DecimalGrid, least
 
@@ -179,7 +180,7 @@ class SiloLedger:
 
             yield noised
             ledger.append("end", reason="finished", steps=done)
-            self._ledger.settle(run_id, spent=charged_releases(ledger.records), heads=heads(), name=label)
+            self._ledger.settle(run_id, spent=owed_releases(ledger.records), heads=heads(), name=label)
 
     def total(self) -> Total | None:
         """What is spent and reserved now; None where nothing was ever charged."""
@@ -226,7 +227,7 @@ class SiloLedger:
                 "Train it from a public model."
             )
         releases, head = charge
-        told = sorted(str(one.to_dict()) for one in merge(charged_releases(records)))
+        told = sorted(str(one.to_dict()) for one in merge(owed_releases(records)))
         if head not in {record.get("hash") for record in records} or told != sorted(
             str(one.to_dict()) for one in releases
         ):

@@ -199,6 +199,10 @@ class DualEncoder(PairModule):
         """What is taken on trust about the files that sources of negatives read."""
         return [] if self._negatives is None else self._negatives.of_rows.assumptions()
 
+    def files_read(self) -> list[Path]:
+        """The files of the sources of negatives; what stands in them is part of the data that a run claims for."""
+        return [] if self._negatives is None else self._negatives.of_rows.files_read()
+
     def tower(self, side: Side) -> TextEncoder:
         """The encoder of one side."""
         return self.encoder if side == "query" or self.passage_encoder is None else self.passage_encoder

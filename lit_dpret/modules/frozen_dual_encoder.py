@@ -248,6 +248,10 @@ class FrozenDualEncoder(PairModule):
         """What is taken on trust about the file of labels."""
         return [] if self._labels is None else self._labels.of_rows.assumptions()
 
+    def files_read(self) -> list[Path]:
+        """The file of labels; what stands in it is part of the data that a run claims something about."""
+        return [] if self._labels is None else self._labels.of_rows.files_read()
+
     def setup(self, stage: str) -> None:
         super().setup(stage)
         data: Any = getattr(self.trainer, "datamodule", None)

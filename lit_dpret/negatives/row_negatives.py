@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,6 +91,10 @@ class RowNegatives:
                 if source.file is not None
             ]
         )
+
+    def files_read(self) -> list[Path]:
+        """The files that sources read, in their order."""
+        return [source.file for source in self.sources if source.file is not None]
 
     def learn(self, texts: TrainTexts, towers: Towers) -> None:
         """Mine with the weights as they are before the first step."""

@@ -1,0 +1,76 @@
+"""What a training reads beside its DataModule is part of the data: a resume with another file is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from frozen_heads import frozen
+from negative_cases import dual
+from pair_stand_ins import data_module
+from stand_ins import fit
+
+from lit_dpret.callbacks.inputs import fingerprint_of_inputs
+from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.errors import DataError, ResumeError
+from lit_dpret.losses import MarginMSELoss
+from lit_dpret.modules import FrozenDualEncoder
+from lit_dpret.negatives import LabelledNegatives
+from lit_dpret.negatives.labels import LabelledNegative
+from lit_dpret.privacy.modes import DPSGD
+
+KEY = bytes(32)
+
+
+def labels(path: Path, margin: float = 1.0) -> Path:
+    records = [
+        LabelledNegative(
+            query_id=f"queries{i}", passage_id=f"corpus{i}", negative_id=f"corpus{(i + 5) % 13}", margin=margin
+        )
+        for i in range(13)
+    ]
+    path.write_text("".join(record.line() for record in records), encoding="utf-8")
+    return path
+
+
+def head(**settings: Any) -> FrozenDualEncoder:
+    """Not prepared: it looks through the data that it is given."""
+    return FrozenDualEncoder(optimizer=frozen().optimizer_spec, encoder=frozen().encoder, **settings)
+
+
+def module_of(folder: Path, family: Any = head, **settings: Any) -> Any:
+    privacy = DPSGD(eps=8.0, delta=1e-2, max_grad_norm=0.1, secret_file=folder / "secret", noise_multiplier=4.0)
+    source = LabelledNegatives(file=folder / "labels.tsv", lines_are_independent=True)
+    return family(privacy=privacy, negatives=[source], loss=MarginMSELoss(), **settings)
+
+
+def private_data(folder: Path) -> PairsDataModule:
+    if not (folder / "data").exists():
+        data_module(folder / "data")
+    return PairsDataModule(folder=folder / "data", sampling="poisson", expected_batch_size=4, physical_batch_size=16)
+
+
+def test_a_run_goes_on_with_the_labels_that_it_began_with_and_no_others(tmp_path: Path) -> None:
+    labels(tmp_path / "labels.tsv")
+    fit(tmp_path / "run", module_of(tmp_path), private_data(tmp_path), steps=2)
+    labels(tmp_path / "labels.tsv", margin=-1.0)
+    with pytest.raises(ResumeError, match="another data set"):
+        fit(tmp_path / "run", module_of(tmp_path), private_data(tmp_path), steps=2, resume=True)
+    labels(tmp_path / "labels.tsv")
+    fit(tmp_path / "run", module_of(tmp_path), private_data(tmp_path), steps=2, resume=True)
+
+
+@pytest.mark.parametrize("family", [head, dual])
+def test_the_fingerprint_is_keyed_and_covers_data_and_files(family: Any, tmp_path: Path) -> None:
+    labels(tmp_path / "labels.tsv")
+    data, module = private_data(tmp_path), module_of(tmp_path, family)
+    data.setup("fit")
+    found = fingerprint_of_inputs(module, data, KEY)
+    assert found == fingerprint_of_inputs(module, data, KEY) != fingerprint_of_inputs(module, data, bytes([1] * 32))
+    assert fingerprint_of_inputs(frozen(), data, KEY) == data.data_fingerprint(KEY), "as before where no file is read"
+    labels(tmp_path / "labels.tsv", margin=2.0)
+    assert fingerprint_of_inputs(module, data, KEY) != found
+    (tmp_path / "labels.tsv").unlink()
+    with pytest.raises(DataError, match=r"labels\.tsv, which model\.negatives names, cannot be read"):
+        fingerprint_of_inputs(module, data, KEY)
