@@ -64,3 +64,59 @@ def test_the_federated_tables_are_those_of_their_runs(place: int, run: str) -> N
         if "each silo at" in name:
             spent = max(systems[ROWS[name]]["epsilon"].values())
             assert 0 <= float(name.rpartition(" ")[2]) - spent < 0.01, "rounded up"
+
+
+# -- membership ----------------------------------------------------------------------------------
+
+
+def of_attack(name: str, run: str) -> dict[str, Any]:
+    """An attack's cells of a page: AUC, two true positive rates, and the proved epsilon."""
+    (found,) = [each for each in facts(f"membership/{run}.json")["attacks"] if each["attack"] == name]
+    rates = [found["auc"], found["tpr_at_fpr"]["0.1"], found["tpr_at_fpr"]["0.01"]]
+    eps = found["evidence"]["eps_lower"]
+    return {"cells": [_bracketed(rate) for rate in rates], "eps": "0" if eps == 0 else f"{eps:.2f}"}
+
+
+def _bracketed(found: dict[str, Any]) -> str:
+    return f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+
+
+@pytest.mark.parametrize(
+    ("heading", "run"),
+    [
+        ("## Measured", "generator"),
+        ("### What is released alone, and a model made from it", "release"),
+        ("### A dual encoder", "encoder"),
+    ],
+)
+def test_the_attacks_are_those_of_their_runs(heading: str, run: str) -> None:
+    header, shown = next(tables("membership.md", heading))
+    *attacks, ceiling = shown
+    for name, *cells in attacks:
+        free, private = of_attack(name, run), of_attack(name, f"{run}_eps3")
+        assert cells[:7] == [*free["cells"], free["eps"], *private["cells"]]
+        assert cells[7:] == [private["eps"]] * (len(header) - 8)
+    claim = facts(f"membership/{run}_eps3.json")["claim"]
+    assert ceiling[6:8] == [f"{claim['ceilings']['tpr_at_fpr'][rate]:.3f}" for rate in ("0.1", "0.01")]
+    if run != "release":
+        assert {name for name, *_ in attacks} == {
+            each["attack"] for each in facts(f"membership/{run}.json")["attacks"]
+        }, "no attack is left out"
+
+
+def test_what_a_release_repeats_is_told_as_it_was_counted() -> None:
+    page = "### What is released alone, and a model made from it"
+    _, shown = list(tables("membership.md", page))[1]
+    counted = {name: facts(f"membership/{run}.json") for name, run in (
+        ("no privacy", "release"), ("epsilon 3", "release_eps3"),
+    )}  # fmt: skip
+    for name, *cells in shown:
+        found = counted[name]["disclosures"]
+        eps = found["evidence"]["eps_lower"]
+        numbers = [found["trained"], found["phantoms"], found["excess"]]
+        assert cells == [f"{found['repeated']} of 1,000", *map(str, numbers), "0" if eps == 0 else f"{eps:.2f}"]
+    members = counted["no privacy"]["suspects"]["members"]
+    free, private = (counted[name]["disclosures"] for name in ("no privacy", "epsilon 3"))
+    concepts = " ".join((DOCS / "concepts.md").read_text(encoding="utf-8").split())
+    assert f"wrote {free['trained']} of {members} questions" in concepts
+    assert f"it wrote {private['trained']} of them, and {private['phantoms']} of {1000 - members}" in concepts
