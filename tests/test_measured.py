@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,3 +122,78 @@ def test_what_a_release_repeats_is_told_as_it_was_counted() -> None:
     concepts = " ".join((DOCS / "concepts.md").read_text(encoding="utf-8").split())
     assert f"wrote {free['trained']} of {members} questions" in concepts
     assert f"it wrote {private['trained']} of them, and {private['phantoms']} of {1000 - members}" in concepts
+
+
+# -- ways to train at one budget -----------------------------------------------------------------
+
+WAYS = {
+    "a generator that learned nothing private": "generator untrained",
+    "no filter, instead of a place among the first 10": "no round-trip filter",
+    "filter at the first place": "filter at 1",
+    "a head in 128 directions": "128 directions",
+    "two heads": "two heads",
+    "prompt tuning, 3,840 numbers": "generator by prompt tuning",
+    "LoRA, 36,864 numbers": "generator by LoRA",
+    "DP-AdamBC": "generator by DP-AdamBC",
+    "a batch of 768 in 20 steps": "generator with 3 times the batch, a third of the steps",
+    "three queries for each passage": "3 for each passage",
+    "begun on 1,473 public pairs": "generator warmed up on public pairs",
+    "pseudo-labels of a small public cross-encoder": "pseudo-labels",
+    "pseudo-labels, no filter": "pseudo-labels, no round-trip filter",
+}
+
+
+def shares(run: str) -> dict[str, str]:
+    """What each row keeps of the gain of a query head without privacy, as ``34% [21, 46]``."""
+    header, rows = next(tables(f"reproduction/{run}/ablation.md", "## How much of the gain is kept"))
+    assert header[1] == "of the gain of no privacy, query head"
+    return {row[0]: row[1].replace("\\", "").replace("%,", ",").replace("%]", "]") for row in rows}
+
+
+def difference(run: str, first: str, second: str) -> dict[str, float]:
+    """nDCG@10 of one row above another, and p over training runs, as a comparison stored it."""
+    with (RUNS / run / "differences.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            if row["metric"] == "nDCG@10" and {row["first"], row["second"]} == {first, second}:
+                sign = 1 if row["first"] == first else -1
+                return {"gain": sign * float(row["difference"]), "p": float(row["p_runs"])}
+    raise AssertionError(f"{run} compares {first} and {second} nowhere")
+
+
+def test_the_shares_of_the_ablation_are_those_of_its_runs() -> None:
+    found = shares("ablate_eps3")
+    _, shown = next(tables("ablations.md", "## What came out"))
+    assert {name for name, *_ in shown} == set(WAYS)
+    for name, share, _ in shown:
+        assert share == found[f"synthetic, {WAYS[name]}"], name
+    page = " ".join((DOCS / "ablations.md").read_text(encoding="utf-8").split())
+    everywhere = shares("ablate_eps3_all")
+    best, made = everywhere["direct, clip 2, 128 directions"], everywhere["synthetic"]
+    assert f"`best_eps3` keeps {best.replace('%', ' percent')} of the gain" in page
+    assert f"the same generators keep {made.replace('%', ' percent')}" in page
+    assert f"Kept are {found['synthetic'].replace('%', ' percent')} of the gain of a query head without privacy" in page
+    assert f"direct training with public passages ({found['public_passages']})" in page
+    for run, count in (("ablate_eps3", "51"), ("ablate_eps3_all", "21")):
+        (spent,) = re.findall(rf"has epsilon = ([\d.]+) .* {count} trainings", facts(f"{run}/ablation.json")["spent"])
+        assert re.search(rf"{spent} for the {count}\b", page)
+
+
+def test_what_synthetic_queries_gain_is_told_with_its_p() -> None:
+    page = " ".join((DOCS / "ablations.md").read_text(encoding="utf-8").split())
+    small, large = "ablate_eps3_generators", "ablate_eps3_all"
+    told = {base: difference(small, "synthetic", base) for base in
+            ("zero-shot", "per_example_duplicated", "batch_clip", "public_passages")}  # fmt: skip
+    for base in ("zero-shot", "per_example_duplicated", "public_passages"):
+        assert f"({told[base]['gain']:+.3f}, adjusted p {told[base]['p']:.3f})" in page, base
+    assert (
+        f"not told apart from `batch_clip` ({told['batch_clip']['gain']:+.3f})" in page
+        and told["batch_clip"]["p"] > 0.05
+    )
+    over = {base: difference(large, "synthetic", base) for base in told}
+    start, weak, batch, public = over.values()
+    assert f"{start['gain']:+.3f} over it and {weak['gain']:+.3f} over `per_example_duplicated`" in page
+    assert f"(adjusted p {start['p']:.3f} and {weak['p']:.3f})" in page
+    assert f"below `batch_clip` by {-batch['gain']:.3f} ({batch['p']:.3f})" in page
+    assert f"below `public_passages` by {-public['gain']:.3f} ({public['p']:.3f})" in page
+    best = difference(large, "direct, clip 2, 128 directions", "public_passages")
+    assert f"(adjusted p {best['p']:.3f})" in page and best["gain"] > 0
