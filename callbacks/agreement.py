@@ -19,7 +19,7 @@ import lightning as L
 import torch
 
 import lit_dpret
-from lit_dpret.callbacks.inputs import fingerprint_of_inputs
+from lit_dpret.callbacks.inputs import fingerprint_of_files
 from lit_dpret.callbacks.planning import PlannedRun
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.noise import KeyedStream
@@ -67,7 +67,8 @@ def facts_of(trainer: L.Trainer, module: Any, data: Any, *, planned: PlannedRun,
         "number of steps": [planned.steps, planned.steps_per_epoch],
         "privacy setting": [module.privacy.name, mode],
         "plan": [None if planned.plan is None else planned.plan.to_dict(), planned.law.to_dict(), planned.sub_batches],
-        "data set": [data.n_units, fingerprint_of_inputs(module, data, bytes.fromhex(stream.tag("ranks")))],
+        "data set": [data.n_units, data.data_fingerprint(key := bytes.fromhex(stream.tag("ranks")))],
+        "file of labels or negatives": fingerprint_of_files(module, key),
         "way of batching": [data.physical_batch_size, data.rows_per_unit],
         "model": parameters,
         "optimizer": _plain(getattr(module, "optimizer_spec", None)),

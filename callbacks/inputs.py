@@ -1,4 +1,4 @@
-"""A keyed fingerprint of all that a training reads of private data, the files beside the DataModule among it."""
+"""A keyed fingerprint of the files that a training reads beside its DataModule."""
 
 from __future__ import annotations
 
@@ -9,26 +9,23 @@ from typing import Any
 from lit_dpret.errors import DataError
 
 
-def fingerprint_of_inputs(module: Any, data: Any, key: bytes, *, planted: bool = True) -> str:
-    """The DataModule's fingerprint, and with it what the module reads from files of its own.
+def fingerprint_of_files(module: Any, key: bytes) -> str | None:
+    """What stands in the module's own files, if it reads any.
 
-    Labels and hard negatives were made of private queries, so another file is another data set to a claim, and a
-    resume with one is refused like a resume with another log. Without such files it is the DataModule's alone.
+    Labels and hard negatives were made of private queries, so to a claim another file is another data set, and a
+    resume with one is refused like a resume with another log.
 
     Args:
         module: With ``files_read()``, where it has any.
-        data: With ``data_fingerprint(key)``.
-        key: Of the run's privacy secret; without it the fingerprint says nothing about the data.
-        planted: Whether what is planted in the data counts.
+        key: Of the run's privacy secret; without it the fingerprint says nothing about the files.
 
     Raises:
         DataError: A file cannot be read.
     """
-    own: str = data.data_fingerprint(key) if planted else data.data_fingerprint(key, planted=False)
     files: list[Path] = module.files_read() if hasattr(module, "files_read") else []
     if not files:
-        return own
-    found = hmac.new(key, own.encode(), digestmod="sha256")
+        return None
+    found = hmac.new(key, digestmod="sha256")
     for path in files:
         try:
             found.update(hmac.new(key, path.read_bytes(), digestmod="sha256").digest())

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.callbacks.agreement import require_agreement
 from lit_dpret.callbacks.fixed_shapes import place_early, shape_of_batches, tie_again
-from lit_dpret.callbacks.inputs import fingerprint_of_inputs
+from lit_dpret.callbacks.inputs import fingerprint_of_files
 from lit_dpret.callbacks.physical_batch import fit_physical_batch
 from lit_dpret.callbacks.planning import PlannedRun, plan_run
 from lit_dpret.callbacks.refusals import refuse_broken_claims, refuse_replaced_sampler
@@ -203,8 +203,9 @@ class PrivacyAccountant(Callback):
                 "dataset_ledger": None if self._dataset is None else self._dataset.begin(),
                 "planted": planted,
             },
-            data_fingerprint=partial(fingerprint_of_inputs, module, data),
-            unplanted_fingerprint=partial(fingerprint_of_inputs, module, data, planted=False) if planted else None,
+            data_fingerprint=data.data_fingerprint,
+            unplanted_fingerprint=partial(data.data_fingerprint, planted=False) if planted else None,
+            files_fingerprint=partial(fingerprint_of_files, module),
             run_id=None if mode.noise_seed is None else "seeded",
         )
         note_start(self._run.ledger, self.start())

@@ -42,8 +42,8 @@ def with_ends(found: dict[str, Any], *, sign: str = "") -> str:
 
 
 ROWS = {
-    "Central-training": "central", "BM25": "bm25", "Untrained encoder, public alone": "zero_shot",
-    "Pseudo-queries, public alone": "pseudo_queries", "Random negatives": "single_random",
+    "Central-training": "central", "BM25": "bm25", "Untrained encoder, no query": "zero_shot",
+    "Pseudo-queries, no query": "pseudo_queries", "Random negatives": "single_random",
     "BM25 negatives": "single_bm25", "STAR": "single_star", "PDD-AS2 (stage 1)": "stage1",
     "+ client-customised query encoding": "customised", "+ fed-negative": "fed_negative",
     "PDD-AS2 (stage 1), each silo at 5.40": "stage1", "+ fed-negative, each silo at 8.00": "fed_negative",

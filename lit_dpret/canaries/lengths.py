@@ -42,7 +42,7 @@ def cut_side(reader: object, canary: Canary) -> Literal["query", "passage"] | No
         return None
     for side, texts in _filled(canary):
         whole, read = reader.token_ids(texts, side, whole=True), reader.token_ids(texts, side)
-        if whole is not None and whole != read:
+        if whole is not None and read is not None and whole != read:
             return side
     return None
 
@@ -67,9 +67,10 @@ def check_fits(reader: Reader, canary: Canary, *, shorter: str | None = None) ->
             return
         if whole != read:
             longest = max(map(len, read))
+            words = "suffix" if canary.kind == "echo" else side
             raise ConfigurationError(
                 f"Canary {canary.name}: its {side} is longer than model.max_{side}_length={longest}, so the secret "
-                f"would be cut. Raise it, or {shorter or f'lower canaries.{side}_words'}."
+                f"would be cut. Raise it, or {shorter or f'lower canaries.{words}_words'}."
             )
         if len(set(map(tuple, whole))) < len(whole):
             raise ConfigurationError(

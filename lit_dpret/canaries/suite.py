@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Protocol, get_args
@@ -141,7 +141,7 @@ class CanarySuite:
             - No training query is read.
             - Each secret is drawn uniformly from its candidates, by coins that nothing else uses.
             - No two canaries share a query.
-            - Words that leave a model no room for a secret are passed over for others, whichever secret was drawn.
+            - A query that leaves a model no room for a secret is passed over for another, whichever secret was drawn.
 
         Args:
             data: The public side of a DataModule.
@@ -166,23 +166,19 @@ class CanarySuite:
         words = _vocabulary(passages, ids, seed) if "echo" in self.kinds else []
         order = iter(_coins(seed, "queries").permutation(len(known)))
         canaries: list[Canary] = []
-        cut: Canary | None = None
         for kind, side, copies, number in planned:
             for place in order:
                 made = self._canary(kind, side, copies, number, known[place], passages, ids, words, seed)
-                if cut_side(reader, made) is None:
+                if cut_side(reader, made) != "query" or cut_side(reader, replace(made, query="")) == "query":
+                    check_all_fit(reader, [made], shorter=shorter)  # no other query would help
                     canaries.append(made)
                     break
-                cut = made
             else:
-                try:
-                    check_all_fit(reader, [cut] if cut else [], shorter=shorter)
-                except ConfigurationError as error:
-                    raise ConfigurationError(
-                        f"{len(canaries)} of the {len(known)} queries of canaries.queries={self.queries} leave room "
-                        f"for a secret, {len(planned)} are needed. {error}"
-                    ) from None
-        check_all_fit(reader, canaries, shorter=shorter)
+                raise ConfigurationError(
+                    f"{len(canaries)} of the {len(known)} queries of canaries.queries={self.queries} leave room for a "
+                    f"secret, {len(planned)} are needed: others and a secret are longer than model.max_query_length, "
+                    f"so the secret would be cut. Raise it, or {shorter or 'lower canaries.query_words'}."
+                )
         return CanarySet(tuple(canaries), self.settings(), secrets.token_hex(16))
 
     def _canary(

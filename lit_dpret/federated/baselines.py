@@ -1,4 +1,4 @@
-"""What a federation is measured against: public data alone, silos that train alone, one party that holds everything.
+"""What a federation is measured against: no query at all, silos that train alone, one party that holds everything.
 
 Those that train are `SiloClient` without a server: the losses, negatives and batches of stage 1, as many epochs as the
 federation has rounds, and no budget, since nothing leaves. Whoever trains alone has no need to add noise.
@@ -116,7 +116,8 @@ def pseudo_clients(
     """Each silo alone, on questions made of its own sentences; arguments as above.
 
     Guarantees:
-        - Nobody's train query has a say in the weights, so nothing is spent of them.
+        - Given a silo's collection, no train query has a say in its weights. They are made of its sentences, which may
+          be private: what trains here is no public model.
     """
     made = folder / "data"
     if not made.exists():

@@ -38,7 +38,7 @@ System = Literal[
     "central",
 ]
 SYSTEMS: tuple[System, ...] = get_args(System)
-PUBLIC_ONLY: tuple[System, ...] = ("zero_shot", "pseudo_queries")
+WITHOUT_QUERIES: tuple[System, ...] = ("zero_shot", "pseudo_queries")
 FEDERATED: tuple[System, ...] = ("stage1", "customised", "fed_negative")
 
 

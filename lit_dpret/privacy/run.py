@@ -95,6 +95,7 @@ class PrivateRun:
         described: Mapping[str, Any],
         data_fingerprint: Callable[[bytes], str],
         unplanted_fingerprint: Callable[[bytes], str] | None = None,
+        files_fingerprint: Callable[[bytes], str | None] | None = None,
         run_id: str | None = None,
     ) -> PrivateRun:
         """Begin a ledger, or go on with the one at ``path``.
@@ -107,6 +108,7 @@ class PrivateRun:
             described: The mechanism as public JSON values; becomes the ``plan`` record.
             data_fingerprint: Given a key, a keyed hash of the data set.
             unplanted_fingerprint: The same without what was planted in it; None where nothing was.
+            files_fingerprint: The same of files that are read beside the data set; None of it where there are none.
             run_id: Of a ledger that is begun; None for one that no other run has.
 
         Raises:
@@ -131,6 +133,7 @@ class PrivateRun:
             now["data_fingerprint"] = data_fingerprint(key)
             if unplanted_fingerprint is not None:
                 now["unplanted_fingerprint"] = unplanted_fingerprint(key)
+            now["files_fingerprint"] = None if files_fingerprint is None else files_fingerprint(key)
             if earlier:
                 _refuse_leaving([record.get("dataset_ledger") for record in earlier], now.get("dataset_ledger"))
                 run._compare_with(earlier[-1], now)
@@ -167,6 +170,12 @@ class PrivateRun:
             raise ResumeError(
                 "resume=true with another data set than the ledger's: the claim is about one data set. "
                 "Restore it, or start a new run in another hydra.run.dir."
+            )
+        elif before.get("files_fingerprint", now["files_fingerprint"]) != now["files_fingerprint"]:
+            raise ResumeError(
+                "resume=true with another file of labels or negatives than the ledger's: what stands there was made of "
+                "private queries, and the claim is about one data set. Restore it, or start a new run in another "
+                "hydra.run.dir."
             )
         elif self.intents and before.get("noise_stream", 1) != NOISE_STREAM:
             # The old noise under a sum and then the new one under the same sum would be two releases for one charge.

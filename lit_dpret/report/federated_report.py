@@ -19,7 +19,7 @@ from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph
 from lit_dpret.report.federated_words import ends, megabytes, signed, spent, verdict
 from lit_dpret.report.gain_figure import gain_figure
 from lit_dpret.report.html import Drawing
-from lit_dpret.report.paper_004 import COLUMNS, ORDERS, PUBLIC_ONLY, TABLE_1, impossible_cells
+from lit_dpret.report.paper_004 import COLUMNS, ORDERS, TABLE_1, WITHOUT_QUERIES, impossible_cells
 from lit_dpret.report.paper_004_tables import table_1
 from lit_dpret.retrieval.seeds import seed_interval
 from lit_dpret.retrieval.statistics import Interval
@@ -242,9 +242,9 @@ def _orders(by_name: Mapping[str, FederatedRow]) -> list[Block]:
 
 
 def _bought(by_name: Mapping[str, FederatedRow]) -> list[Block]:
-    """Every system that learnt from people's queries against those that could not, paired by seed."""
-    bases = [name for name in PUBLIC_ONLY if name in by_name]
-    learnt = [name for name in TABLE_1 if name in by_name and name not in (*PUBLIC_ONLY, "bm25")]
+    """Every system that learnt from people's queries against those that could not."""
+    bases = [name for name in WITHOUT_QUERIES if name in by_name]
+    learnt = [name for name in TABLE_1 if name in by_name and name not in (*WITHOUT_QUERIES, "bm25")]
     metric = "sentence/mrr@10"
     body = []
     for name in learnt:
@@ -254,8 +254,9 @@ def _bought(by_name: Mapping[str, FederatedRow]) -> list[Block]:
             body.append((TABLE_1[name][1], *(text for gain in gains for text in (signed(gain), verdict(gain)))))
     head = ("system", *(text for base in bases for text in (f"over: {TABLE_1[base][1]}", "above it")))
     said = (
-        "Differences in sentence MRR@10 from what no private query had a say in; paired by seed, with the 95 % "
-        "t-interval over seeds. What is not above that has bought nothing with people's queries that these runs show."
+        "Differences in sentence MRR@10 from what no train query had a say in, given the collections; paired by seed, "
+        "with the 95 % t-interval over seeds. What is not above that has bought nothing with people's queries that "
+        "these runs show. Pseudo-queries are of the silo's own sentences, one a passage, as many as it has passages."
     )
     return [Paragraph(said), Grid(head, body, frozenset(range(1, len(head), 2)))] if body else []
 

@@ -126,7 +126,7 @@ def _csv(table: Sequence[Sequence[object]]) -> str:
 
 
 def _lead(private_runs: int, spent: str) -> list[Block]:
-    if not private_runs:
+    if not private_runs and not spent:
         return []
     together = spent or (
         f"{private_runs} trainings on the same private queries stand behind this page. The epsilon of a row is that of "

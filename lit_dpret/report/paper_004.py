@@ -20,8 +20,8 @@ COLUMNS: Mapping[str, str] = {
 TABLE_1: Mapping[str, tuple[str, str, tuple[float, ...] | None]] = {
     "central": ("Upper bound", "Central-training", (0.338, 0.284, 0.629, 0.781, 0.502, 0.447, 0.553, 0.821)),
     "bm25": ("Sparse retriever", "BM25", (0.172, 0.152, 0.343, 0.533, 0.343, 0.288, 0.345, 0.598)),
-    "zero_shot": ("Public only, not in the paper", "Untrained encoder", None),
-    "pseudo_queries": ("Public only, not in the paper", "Pseudo-queries of each silo's sentences", None),
+    "zero_shot": ("Without any query, not in the paper", "Untrained encoder", None),
+    "pseudo_queries": ("Without any query, not in the paper", "Pseudo-queries of each silo's own sentences", None),
     "single_random": (
         "Dense retriever, each silo alone", "Random negatives",
         (0.194, 0.171, 0.466, 0.620, 0.376, 0.323, 0.401, 0.702),
@@ -39,8 +39,8 @@ TABLE_1: Mapping[str, tuple[str, str, tuple[float, ...] | None]] = {
     ),
     "fed_negative": ("Federated", "+ fed-negative", (0.309, 0.252, 0.577, 0.720, 0.458, 0.431, 0.504, 0.762)),
 }  # fmt: skip
-#: Rows that no private query has a say in.
-PUBLIC_ONLY = tuple(name for name, (group, _, _) in TABLE_1.items() if group.startswith("Public only"))
+#: Rows that no train query has a say in, given the collections; the second learns from a silo's sentences.
+WITHOUT_QUERIES = tuple(name for name, (group, _, _) in TABLE_1.items() if group.startswith("Without any query"))
 #: What the paper says is better than what, in its text or by its table.
 ORDERS: tuple[tuple[str, str], ...] = (
     ("single_star", "single_random"),

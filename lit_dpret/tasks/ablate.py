@@ -39,6 +39,7 @@ from lit_dpret.tasks.generator_stage import draw, likeness, train_generator
 from lit_dpret.tasks.head_comparison import HeadComparison
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.recipe import PSEUDO, GeneratorRecipe, Recipe
+from lit_dpret.tasks.stages import DONE
 from lit_dpret.tasks.synthesize import public_sample
 from lit_dpret.tasks.teacher import Teacher, of_those
 from lit_dpret.tasks.told_settings import told_settings
@@ -264,7 +265,7 @@ class Ablate(HeadComparison[_Cell]):
         keep, k = None, recipe.round_trip_filter
         if k is not None:
             stage = f"round_trip{k}-{made.parent.name}"
-            self._from(made, stage, partial(self._consistent, made, k))
+            self._stages.run(stage, partial(self._consistent, made, k))
             keep = self._parts.run_dir / stage / KEPT
         return self._as_data(made, keep)
 
@@ -284,13 +285,6 @@ class Ablate(HeadComparison[_Cell]):
     def _source(self, made: Path) -> dict[str, str]:
         """Which training wrote the queries; nothing for those that no training wrote."""
         return {"ledger_head": self._head(str(made.relative_to(self._parts.run_dir)))} if self._has_card(made) else {}
-
-    def _from(self, made: Path, stage: str, work: Callable[[Path, bool], dict[str, Any]]) -> dict[str, Any]:
-        """A stage that reads made queries; a finished one that read those of another training is refused."""
-        found, source = self._stages.run(stage, work), self._source(made)
-        if found.get("ledger_head", source.get("ledger_head")) != source.get("ledger_head"):
-            raise self._of_another_generator(stage, made.parent.name)
-        return found
 
     def _released(self, made: Path) -> ReleasedQueries:
         """Made queries, and all passages that are searched."""
@@ -314,7 +308,7 @@ class Ablate(HeadComparison[_Cell]):
             return made_of | self._source(made)
 
         stage = self._labels(recipe, seed)
-        self._from(made, stage, work)
+        self._stages.run(stage, work)
         file = self._parts.run_dir / stage / LABELS
         return {
             "negatives": [LabelledNegatives(file=file, per_query=per_query, seed=seed)],
@@ -329,7 +323,10 @@ class Ablate(HeadComparison[_Cell]):
         return f"labels{recipe.pseudo_labels}-{chosen}-{source}{run}"
 
     def before_training(self, cells: Sequence[_Cell]) -> None:
-        """Refuse to go on with another generator, or another teacher, than those of what is finished."""
+        """Refuse to go on with another generator, or another teacher, than those of what is finished.
+
+        Nothing was trained, and so nothing spent, before.
+        """
         for cell in cells:
             self._refuse_other_generators(cell)
             recipe: Recipe = self.variants[cell.variant]
@@ -345,28 +342,35 @@ class Ablate(HeadComparison[_Cell]):
                     )
 
     def _refuse_other_generators(self, cell: _Cell) -> None:
-        """Queries, and a retriever that learnt from them, are of the generator whose ledger their cards name."""
+        """All that is finished of made queries must come from the training whose folder says so."""
         recipe: Recipe = self.variants[cell.variant]
         if recipe.queries in (None, PSEUDO):
             return
         for seed in range(self._parts.seed, self._parts.seed + self.seeds):
             generator = f"generator-{recipe.queries}-seed{seed}"
             head = self._head(generator) if self._stages.is_done(generator) else None
-            made, row = f"made-{recipe.queries}-{recipe.queries_per_passage}-seed{seed}", self.run_name(cell, seed)
-            for stage, card in ((made, f"{made}/data"), (row, row)):
-                if self._stages.is_done(stage) and self._head(card) != head:
-                    raise self._of_another_generator(stage, generator)
+            made = f"made-{recipe.queries}-{recipe.queries_per_passage}-seed{seed}"
+            named = {made: f"{made}/data", (row := self.run_name(cell, seed)): row}
+            read = [f"round_trip{recipe.round_trip_filter}-{made}", f"likeness-{recipe.queries}-seed{seed}"]
+            for stage in filter(self._stages.is_done, [*named, *read, self._labels(recipe, seed)]):
+                if (self._head(named[stage]) if stage in named else self._head_read(stage, made)) != head:
+                    raise ResumeError(
+                        f"resume=true, but {stage} comes from another training than the one in {generator}, which was "
+                        f"moved away, or made anew. Restore that, or move {self._parts.run_dir / stage} and what was "
+                        "made with it elsewhere as well; what a ledger is charged with stays spent."
+                    )
+
+    def _head_read(self, stage: str, made: str) -> str | None:
+        """The training whose queries a finished stage read; an older version's says so by its age alone."""
+        found: str | None = self._stages.run(stage, _nothing).get("ledger_head")
+        if found is not None or not self._stages.is_done(made):
+            return found
+        ages = [(self._parts.run_dir / name / DONE).stat().st_mtime for name in (made, stage)]
+        return self._head(f"{made}/data") if ages[0] <= ages[1] else None
 
     def _head(self, folder: str) -> str:
         """What tells the training behind a card from every other: the last record of its ledger."""
         return str(read_card(self._parts.run_dir / folder)["ledger"]["head"])
-
-    def _of_another_generator(self, stage: str, generator: str) -> ResumeError:
-        return ResumeError(
-            f"resume=true, but {stage} comes from another training than the one in {generator}, which was moved away, "
-            f"or made anew. Restore that, or move {self._parts.run_dir / stage} and what was made with it elsewhere as "
-            "well; what a ledger is charged with stays spent."
-        )
 
     # -- the report -------------------------------------------------------------------------------
 
@@ -429,7 +433,7 @@ class Ablate(HeadComparison[_Cell]):
             if self.likeness_texts is None:
                 continue
             made = next(self._parts.run_dir.glob(f"made-{name}-*-seed{seed}")) / "data"
-            alike.append(self._from(made, f"likeness-{name}-seed{seed}", partial(self._likeness, made)))
+            alike.append(self._stages.run(f"likeness-{name}-seed{seed}", partial(self._likeness, made)))
         cells: list[object] = [self.generators[name].label, f"{trained[0]['trained_parameters']:,}"]
         cells.append(f"{max(each['extra_bytes'] for each in trained) / _MEBI:.0f}")
         for key, shown in (("bleu", "{:.2f}"), ("mauve", "{:.3f}")) if alike else ():

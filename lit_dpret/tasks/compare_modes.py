@@ -194,6 +194,9 @@ class CompareModes(HeadComparison[_Cell]):
             "frozen encoder with a linear query head"
         )
 
+    def given(self) -> Sequence[Path]:
+        return self.synthetic
+
     def notes(self) -> Iterable[str]:
         for name in self.only:
             if self.variants[name].learns_from_synthetic:

@@ -118,6 +118,7 @@ class Comparison(ABC, Generic[C]):
         self.before_training(cells)
         self._train_all(cells)
         rows += [self._row(cell) for cell in cells]
+        given = self.given()
         told = tell(
             parts.run_dir,
             rows,
@@ -127,7 +128,7 @@ class Comparison(ABC, Generic[C]):
             command=parts.command_again(),
             notes=[*([self.tuning_note] if self.tuning_note else []), *self.notes()],
             private_runs=(private := self.private_trainings(cells)),
-            spent=spent_under(parts.run_dir).text if private else "",
+            spent=spent_under(parts.run_dir, near=given).text if private or given else "",
             sections=self.sections(rows),
             references=self.references(rows),
             seconds=sum(self._stages.seconds.values()),
@@ -172,6 +173,10 @@ class Comparison(ABC, Generic[C]):
     def private_trainings(self, cells: Sequence[C]) -> int:
         """How many trainings on the private queries stand behind the table."""
         return self.seeds * sum(map(self.is_private, cells))
+
+    def given(self) -> Sequence[Path]:
+        """Folders of private runs, or of what was made by them, that a comparison did not train itself."""
+        return ()
 
     def sections(self, rows: Sequence[ModeRow]) -> Sequence[Section]:
         """What the page says beside the table, which differences are significant, and the settings."""

@@ -12,7 +12,7 @@ from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.studies.catalogue import Study
 from lit_dpret.federated.studies.contrast import Contrast, Trend
 from lit_dpret.federated.studies.point import Point
-from lit_dpret.federated.systems import PUBLIC_ONLY, SystemResult
+from lit_dpret.federated.systems import WITHOUT_QUERIES, SystemResult
 from lit_dpret.report.paper_004 import COLUMNS
 from lit_dpret.report.paper_004_studies import paper_numbers
 from lit_dpret.report.study import ClientGain, StudyPage, StudyRow, with_reach, write_study
@@ -136,7 +136,7 @@ def _gains(
 ) -> list[ClientGain]:
     """By the rank of a client in size, the largest first; by its name where all seeds have the same order."""
     base = next((point for point in points if point.line == trend.over), None)
-    lines = [point for point in points if point is not base and point.system not in PUBLIC_ONLY]
+    lines = [point for point in points if point is not base and point.system not in WITHOUT_QUERIES]
     if base is None or not lines:
         return []
     orders = {seed: sorted(counts, key=lambda name: (-counts[name], name)) for seed, counts in sizes.items()}

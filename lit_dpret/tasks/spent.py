@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,18 +34,22 @@ class Spent:
     text: str
 
 
-def spent_under(run_dir: Path, *, taken: Path | None = None, taken_private: int = 0) -> Spent:
+def spent_under(
+    run_dir: Path, *, near: Sequence[Path] = (), taken: Path | None = None, taken_private: int = 0
+) -> Spent:
     """Compose everything that the ledgers under ``run_dir`` are charged with.
 
     Guarantees:
         - A ledger counts once, wherever copies of it lie; folders that are links are followed.
         - A training whose own ledger refutes its claim counts as one without privacy.
-        - Where a card under ``run_dir`` rests on a ledger that is nowhere there, the text says how many the sum lacks.
+        - Where a card under ``run_dir`` rests on a private ledger that is not found, the text says so.
         - Trainings under several units or neighbours are added up apart, and the text says that nothing is proved of
           them together.
 
     Args:
         run_dir: Of the trainings, and of what was made with them.
+        near: What they were given from elsewhere, as a set that another run made: around it as well a ledger is
+            looked for that a card under ``run_dir`` rests on.
         taken: A finished study whose results stand on the page as well. Its ledgers are counted where they lie under
             its folder.
         taken_private: How many private trainings that study had; the text says how many of them the sum lacks.
@@ -54,9 +59,14 @@ def spent_under(run_dir: Path, *, taken: Path | None = None, taken_private: int 
     deltas: dict[tuple[str, str], float] = {}
     counts: dict[tuple[str, str], int] = {}
     bare = found = 0
-    known: set[str] = set()
-    for records in _ledgers(run_dir, *([] if taken is None else [taken])):
-        known.update(str(record["hash"]) for record in records)
+    here = _ledgers(run_dir, *([] if taken is None else [taken]))
+    known = _hashes(here)
+    heads = _private_heads(run_dir)
+    for records in _around(near):
+        if (heads - known) & _hashes([records]):  # a copy of what was found adds nothing
+            here.append(records)
+            known |= _hashes([records])
+    for records in here:
         plans = [record for record in records if record["kind"] == "plan"]
         planned = [record for record in plans if record.get("plan") is not None]
         if not planned:
@@ -68,7 +78,7 @@ def spent_under(run_dir: Path, *, taken: Path | None = None, taken_private: int 
         deltas[kind] = min(deltas.get(kind, 1.0), float(budget["delta"]))
         counts[kind] = counts.get(kind, 0) + 1
         found += any(_begins(records, other) for other in elsewhere)
-    lost = len(_heads(run_dir) - known)
+    lost = len(heads - known)
     private, lacking = sum(counts.values()), max(0, taken_private - found)
     missing = (
         f" The study in {taken} was taken as it is: the ledgers of {lacking} of its {taken_private} private trainings "
@@ -78,11 +88,13 @@ def spent_under(run_dir: Path, *, taken: Path | None = None, taken_private: int 
     )
     if lost:
         missing += (
-            f" {_trainings(lost)} with a card here left no ledger: what was spent of the same queries there is not "
-            "in this sum."
+            f" {_trainings(lost)} with a card here {'has' if lost == 1 else 'have'} no ledger under this folder: what "
+            "was spent of the same queries there is not in this sum."
         )
+    if not private and missing:
+        return Spent(0, bare, f"What was spent cannot be added up.{missing}")
     if not private:
-        return Spent(0, bare, f"No private training is finished, so nothing was spent.{missing}")
+        return Spent(0, bare, "No private training is finished, so nothing was spent.")
     totals = [_total(found, deltas[kind], kind, counts[kind]) for kind, found in releases.items()]
     text = (
         f"The {_trainings(private)} behind this page read the same queries. The epsilon of a row is that of its "
@@ -114,10 +126,29 @@ def _trainings(count: int) -> str:
     return f"{count} private training{'s' if count > 1 else ''}"
 
 
-def _heads(run_dir: Path) -> set[str]:
-    """What the cards under ``run_dir`` name as the last record of the ledger that they rest on."""
+def _private_heads(run_dir: Path) -> set[str]:
+    """What the cards under ``run_dir`` name as the last record of the ledger that they rest on, if it was private."""
     cards = [read_card(place) for place in _places(run_dir, CARD_NAME)]
-    return {str(card["ledger"]["head"]) for card in cards if card["ledger"]}
+    return {
+        str(card["ledger"]["head"])
+        for card in cards
+        if card["ledger"] and (card["mechanism"] or {}).get("mode") != "none"
+    }
+
+
+def _hashes(ledgers: Sequence[_Records]) -> set[str]:
+    return {str(record["hash"]) for records in ledgers for record in records}
+
+
+def _around(near: Sequence[Path]) -> list[_Records]:
+    """The ledgers in and beside the folders of what was given, and one level above."""
+    found: list[_Records] = []
+    for folder in near:
+        inside = folder.resolve()
+        for place in (inside, inside.parent, inside.parent.parent):
+            paths = [place / LEDGER_NAME, *sorted(place.glob(f"*/{LEDGER_NAME}"))]
+            found += [PrivacyLedger.read(path).records for path in paths if path.is_file()]
+    return found
 
 
 def _begins(longer: _Records, records: _Records) -> bool:

@@ -6,19 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cards import rewrite_chain
 from frozen_heads import frozen
 from negative_cases import dual
 from pair_stand_ins import data_module
 from stand_ins import fit
 
-from lit_dpret.callbacks.inputs import fingerprint_of_inputs
+from lit_dpret.callbacks.inputs import fingerprint_of_files
 from lit_dpret.datamodules import PairsDataModule
-from lit_dpret.errors import DataError, ResumeError
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.losses import MarginMSELoss
 from lit_dpret.modules import FrozenDualEncoder
 from lit_dpret.negatives import LabelledNegatives
 from lit_dpret.negatives.labels import LabelledNegative
+from lit_dpret.privacy.card import LEDGER_NAME
 from lit_dpret.privacy.modes import DPSGD
+from lit_dpret.tasks.uncovered import refuse_training_data
 
 KEY = bytes(32)
 
@@ -39,10 +42,11 @@ def head(**settings: Any) -> FrozenDualEncoder:
     return FrozenDualEncoder(optimizer=frozen().optimizer_spec, encoder=frozen().encoder, **settings)
 
 
-def module_of(folder: Path, family: Any = head, **settings: Any) -> Any:
-    privacy = DPSGD(eps=8.0, delta=1e-2, max_grad_norm=0.1, secret_file=folder / "secret", noise_multiplier=4.0)
+def module_of(folder: Path, family: Any = head, **mode: Any) -> Any:
+    known = {"eps": 8.0, "delta": 1e-2, "max_grad_norm": 0.1, "noise_multiplier": 4.0, "secret_file": folder / "secret"}
+    privacy = DPSGD(**known | mode)
     source = LabelledNegatives(file=folder / "labels.tsv", lines_are_independent=True)
-    return family(privacy=privacy, negatives=[source], loss=MarginMSELoss(), **settings)
+    return family(privacy=privacy, negatives=[source], loss=MarginMSELoss())
 
 
 def private_data(folder: Path) -> PairsDataModule:
@@ -55,22 +59,40 @@ def test_a_run_goes_on_with_the_labels_that_it_began_with_and_no_others(tmp_path
     labels(tmp_path / "labels.tsv")
     fit(tmp_path / "run", module_of(tmp_path), private_data(tmp_path), steps=2)
     labels(tmp_path / "labels.tsv", margin=-1.0)
-    with pytest.raises(ResumeError, match="another data set"):
+    with pytest.raises(ResumeError, match="another file of labels or negatives"):
         fit(tmp_path / "run", module_of(tmp_path), private_data(tmp_path), steps=2, resume=True)
     labels(tmp_path / "labels.tsv")
     fit(tmp_path / "run", module_of(tmp_path), private_data(tmp_path), steps=2, resume=True)
 
 
-@pytest.mark.parametrize("family", [head, dual])
-def test_the_fingerprint_is_keyed_and_covers_data_and_files(family: Any, tmp_path: Path) -> None:
+def test_a_run_that_was_begun_before_files_were_noted_goes_on(tmp_path: Path) -> None:
     labels(tmp_path / "labels.tsv")
-    data, module = private_data(tmp_path), module_of(tmp_path, family)
+    fit(tmp_path / "run", module_of(tmp_path), private_data(tmp_path), steps=2)
+    rewrite_chain(tmp_path / "run" / LEDGER_NAME, lambda record: record.pop("files_fingerprint", None))
+    fit(tmp_path / "run", module_of(tmp_path), private_data(tmp_path), steps=2, resume=True)
+
+
+def test_the_data_of_a_run_with_labels_are_known_as_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What asks the ledger whether somebody's public queries are the ones it trained on is not led astray."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    labels(tmp_path / "labels.tsv")
+    module = module_of(tmp_path, secret_file=None)
+    fit(tmp_path / "run", module, private_data(tmp_path), steps=1)
+    data = private_data(tmp_path)
     data.setup("fit")
-    found = fingerprint_of_inputs(module, data, KEY)
-    assert found == fingerprint_of_inputs(module, data, KEY) != fingerprint_of_inputs(module, data, bytes([1] * 32))
-    assert fingerprint_of_inputs(frozen(), data, KEY) == data.data_fingerprint(KEY), "as before where no file is read"
+    with pytest.raises(ConfigurationError, match="these are the data that run was trained on privately"):
+        refuse_training_data(data, tmp_path / "run", knob="task.reference")
+
+
+@pytest.mark.parametrize("family", [head, dual])
+def test_the_fingerprint_is_keyed_and_covers_the_files(family: Any, tmp_path: Path) -> None:
+    labels(tmp_path / "labels.tsv")
+    module = module_of(tmp_path, family)
+    found = fingerprint_of_files(module, KEY)
+    assert found == fingerprint_of_files(module, KEY) != fingerprint_of_files(module, bytes([1] * 32))
+    assert fingerprint_of_files(frozen(), KEY) is None
     labels(tmp_path / "labels.tsv", margin=2.0)
-    assert fingerprint_of_inputs(module, data, KEY) != found
+    assert fingerprint_of_files(module, KEY) != found
     (tmp_path / "labels.tsv").unlink()
     with pytest.raises(DataError, match=r"labels\.tsv, which model\.negatives names, cannot be read"):
-        fingerprint_of_inputs(module, data, KEY)
+        fingerprint_of_files(module, KEY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_tasks import write_log
@@ -81,5 +82,34 @@ def test_every_candidate_has_to_fit_so_that_the_one_drawn_has_no_say() -> None:
 def test_too_few_queries_with_room_are_refused_with_their_number_and_the_knobs(
     data: PairsDataModule, suite: CanarySuite
 ) -> None:
-    with pytest.raises(ConfigurationError, match=r"^0 of the 40 queries .* 8 are needed.*max_query_length=3.*Raise it"):
+    with pytest.raises(ConfigurationError, match=r"^0 of the 40 queries .* 8 are needed: .*max_query_length.*Raise it"):
         suite.make(data, Words(3))
+
+
+def test_where_no_query_would_help_the_first_canary_is_refused_by_name(
+    data: PairsDataModule, suite: CanarySuite
+) -> None:
+    class Counted(Words):
+        asked = 0
+
+        def token_ids(self, *words: Any, **how: Any) -> list[list[int]]:
+            self.asked += 1
+            return super().token_ids(*words, **how)
+
+    with pytest.raises(ConfigurationError, match=r"-0: its query is longer than model\.max_query_length=0"):
+        suite.make(data, reader := Counted(0))
+    assert reader.asked < 10, "nor were all others tried"
+    echo = replace(suite, kinds=("echo",), suffix_words=6)
+    with pytest.raises(ConfigurationError, match=r"max_query_length=5.*lower canaries\.suffix_words"):
+        echo.make(data, Words(5))
+    short = type(
+        "Short",
+        (Words,),
+        {
+            "token_ids": lambda self, texts, side, *, whole=False: [
+                [1] * len(text.split()) if whole or side == "query" else [1] for text in texts
+            ]
+        },
+    )(9)
+    with pytest.raises(ConfigurationError, match=r"-0: its passage is longer than model\.max_passage_length=1"):
+        replace(suite, sides=("passage",)).make(data, short)

@@ -83,7 +83,7 @@ def test_the_untrained_encoder_stands_beside_no_number_of_the_paper(tmp_path: Pa
     assert facts["systems"]["zero_shot"]["measures"]["sentence/mrr@10"]["paper"] is None
 
 
-def test_what_queries_bought_is_the_difference_from_public_data_alone_paired_by_seed(tmp_path: Path) -> None:
+def test_what_queries_bought_is_the_difference_from_what_needed_none_paired_by_seed(tmp_path: Path) -> None:
     reached = {"zero_shot": (0.2, 0.2, 0.2), "pseudo_queries": (0.4, 0.5, 0.3), "stage1": (0.41, 0.5, 0.42)}
     rows = [row(name, {seed: {"a": [value]} for seed, value in enumerate(found)}) for name, found in reached.items()]
     text = write_federated_report(tmp_path, rows, FACTS)["pdd_as2.md"].read_text(encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,7 @@ from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PublicPassages, SyntheticData
 from lit_dpret.tasks import Ablate
 from lit_dpret.tasks.recipe import GeneratorRecipe, Recipe
+from lit_dpret.tasks.stages import DONE
 from lit_dpret.tasks.teacher import Teacher
 
 
@@ -116,32 +118,46 @@ def test_a_study_grows_and_no_finished_stage_is_done_again(tmp_path: Path) -> No
     assert ledger.read_bytes() == before and "pseudo" in told
 
 
-def test_what_the_queries_of_another_generator_made_is_refused_until_it_is_moved_as_well(tmp_path: Path) -> None:
-    only = {"only": ["made", "none"], "likeness_texts": None, "seeds": 1}
+def test_what_the_queries_of_another_generator_made_is_refused_until_it_is_moved_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lit_dpret.tasks.ablate.likeness", lambda *_, **__: {"bleu": 1.0, "mauve": 0.5})
+    only = {"only": ["made", "none"], "likeness_texts": 20, "seeds": 1}
     study(tmp_path, **only).run(parts(tmp_path))
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     elsewhere.mkdir()
     (run / "generator-tiny-seed0").rename(elsewhere / "generator-tiny-seed0")
-    for stage in ("made-tiny-1-seed0", "made-seed0"):
+    for stage in ("made-tiny-1-seed0", "made-seed0", "round_trip20-made-tiny-1-seed0", "likeness-tiny-seed0"):
         with pytest.raises(ResumeError, match=rf"{stage} comes from another training than the one in generator-tiny"):
             study(tmp_path, **only).run(parts(tmp_path, resume=True))
+        assert not (run / "generator-tiny-seed0").exists(), "nothing was trained, and spent, before"
         (run / stage).rename(elsewhere / stage)
-    with pytest.raises(ResumeError, match="round_trip20-made-tiny-1-seed0 comes from another training"):
-        study(tmp_path, **only).run(parts(tmp_path, resume=True))
-    (run / "round_trip20-made-tiny-1-seed0").rename(elsewhere / "round_trip")
     study(tmp_path, **only).run(parts(tmp_path, resume=True))
     assert read_card(run / "made-seed0")["ledger"]["head"] != read_card(elsewhere / "made-seed0")["ledger"]["head"]
+
+
+def test_a_filter_of_an_older_version_is_known_by_its_age(tmp_path: Path) -> None:
+    only = {"only": ["made", "none"], "seeds": 1}
+    study(tmp_path, **only).run(parts(tmp_path))
+    done = tmp_path / "run" / "round_trip20-made-tiny-1-seed0" / DONE
+    facts = json.loads(done.read_text(encoding="utf-8"))
+    assert facts["result"].pop("ledger_head") == read_card(tmp_path / "run" / "made-seed0")["ledger"]["head"]
+    done.write_text(json.dumps(facts), encoding="utf-8")
+    study(tmp_path, **only).run(parts(tmp_path, resume=True))
+    os.utime(done, (1.0, 1.0))
+    with pytest.raises(ResumeError, match="round_trip20-made-tiny-1-seed0 comes from another training"):
+        study(tmp_path, **only).run(parts(tmp_path, resume=True))
 
 
 def test_the_sum_says_where_a_training_has_a_card_and_no_ledger(tmp_path: Path) -> None:
     only = {"only": ["direct", "none"], "seeds": 2}
     study(tmp_path, **only).run(parts(tmp_path))
-    assert "left no ledger" not in results(tmp_path / "run")["spent"]
+    assert "no ledger under" not in results(tmp_path / "run")["spent"]
     (tmp_path / "run" / "direct-seed1" / "privacy_ledger.jsonl").unlink()
     study(tmp_path, **only).run(parts(tmp_path, resume=True))
     spent = results(tmp_path / "run")["spent"]
     assert spent.startswith("The 1 private training behind")
-    assert "1 private training with a card here left no ledger" in spent
+    assert "1 private training with a card here has no ledger under this folder" in spent
 
 
 @pytest.mark.parametrize(

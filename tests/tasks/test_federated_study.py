@@ -81,10 +81,10 @@ def test_every_study_has_the_points_that_the_issue_asks_for() -> None:
     assert [label for line, label in labels["negatives"] if line == "PDD-AS2, stage 1"] == ["n=2", "n=8"]
     assert [label for line, label in labels["negatives"] if line == "+ fed-negative"] == ["n=10", "n=200"]
     public = [
-        ("public only: untrained encoder", "no train query"),
-        ("public only: pseudo-queries of each client's sentences", "no train query"),
+        ("no query: untrained encoder", "no train query"),
+        ("no query: pseudo-queries of the client's own sentences", "no train query"),
     ]
-    assert all(found[:2] == public for found in labels.values()), "every study says what public data alone reach"
+    assert all(found[:2] == public for found in labels.values()), "every study says what is had without a query"
     labels = {name: found[2:] for name, found in labels.items()}
     assert [label for _, label in labels["hubness"]] == ["k=10", "k=50", "k=100", "k=300"]
     assert labels["data_ratio"] == [

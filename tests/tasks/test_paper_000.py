@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +12,6 @@ from typing import Any
 
 import lightning as L
 import pytest
-from cards import Run, make_plan, rewrite_chain
 from lightning.pytorch.callbacks import Callback
 from tiny_generator import generator
 from tiny_models import tiny_bert, tiny_tokenizer
@@ -104,32 +101,6 @@ def paper(public: Path, **changes: Any) -> Paper000:
 def table(run: Path, name: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads((run / "report" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
     return rows
-
-
-def epsilon_in(text: str) -> float:
-    return float(re.findall(r"has epsilon = ([\d.]+)", text)[0])
-
-
-def test_a_sum_counts_each_ledger_once_wherever_it_lies_and_no_claim_that_is_refuted(tmp_path: Path) -> None:
-    run, elsewhere = tmp_path / "run", tmp_path / "disk"
-    for steps, folder in ((10, run / "one"), (11, elsewhere), (12, tmp_path / "study" / "eps16-0")):
-        folder.mkdir(parents=True)
-        Run(folder, make_plan()).train(steps)
-    (run / "two").symlink_to(elsewhere)
-    (run / "one" / "loop").symlink_to(run)
-    shutil.copytree(run / "one", run / "set" / "data", symlinks=True)
-    spent = spent_under(run)
-    assert spent.private == 2, "a link is followed, and a copy counts once, whatever its folder is called"
-    with_study = spent_under(run, taken=tmp_path / "study", taken_private=3)
-    assert with_study.private == 3 and epsilon_in(with_study.text) > epsilon_in(spent.text)
-    assert "ledgers of 2 of its 3 private trainings are not there" in with_study.text
-    (run / "pairs").mkdir()
-    Run(run / "pairs", make_plan(unit="pair")).train()
-    assert "For all of them together no epsilon is proved" in spent_under(run).text
-    (tmp_path / "seeded").mkdir()
-    seeded = Run(tmp_path / "seeded", make_plan()).train(3)
-    rewrite_chain(seeded.path, lambda record: record.update({"noise_seed": 1} if record["kind"] == "plan" else {}))
-    assert "no proved epsilon" in spent_under(tmp_path / "seeded").text
 
 
 @pytest.mark.parametrize("only", [["retrieval"], ["retrieval", "canaries"]])

@@ -17,11 +17,11 @@ def pseudo_silo(silo: Silo) -> Silo:
     """The silo with one pseudo-query a passage for its train queries; dev and test queries stay, to measure with.
 
     A pseudo-query is answered by the sentence of its passage that has most of its words, which it was made of, and by
-    no other. (Taking all sentences of the passage for answers was worse on InsuranceQA's dev questions, although there
-    they all count.)
+    no other: the sentences beside it say other things.
 
     Guarantees:
-        - No train query has a say in what is trained on: with others, or other answers to them, the result is the same.
+        - Given the sentences, no train query has a say in what is trained on: with others, or other answers to them,
+          the result is the same. Where a collection was chosen by its queries, that choice remains.
     """
     of_passage: dict[str, dict[str, str]] = {}
     for sid, text in silo.sentences.items():

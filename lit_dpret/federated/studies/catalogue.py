@@ -14,13 +14,13 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.studies.contrast import Contrast, Trend
 from lit_dpret.federated.studies.point import AS_THEY_ARE, Point, SiloChange
-from lit_dpret.federated.systems import PUBLIC_ONLY, System
+from lit_dpret.federated.systems import WITHOUT_QUERIES, System
 
 StudyName = Literal["negatives", "data_ratio", "hubness", "gain", "communication", "clients"]
 STUDIES: tuple[StudyName, ...] = get_args(StudyName)
 LINES: dict[System, str] = {
-    "zero_shot": "public only: untrained encoder",
-    "pseudo_queries": "public only: pseudo-queries of each client's sentences",
+    "zero_shot": "no query: untrained encoder",
+    "pseudo_queries": "no query: pseudo-queries of the client's own sentences",
     "single_bm25": "single client, BM25 negatives",
     "single_star": "single client, STAR",
     "stage1": "PDD-AS2, stage 1",
@@ -93,21 +93,21 @@ def study_of(name: str | None) -> Study:
 # -- points -------------------------------------------------------------------------------------
 
 
-def _public_only(asked: Asked, silos: SiloChange = AS_THEY_ARE) -> list[Point]:
+def _without_queries(asked: Asked, silos: SiloChange = AS_THEY_ARE) -> list[Point]:
     """What no train query has a say in is one row of every study, whatever varies in the others."""
     return [
         Point(line=LINES[system], label="no train query", system=system, silos=silos)
         for system in asked.systems
-        if system in PUBLIC_ONLY
+        if system in WITHOUT_QUERIES
     ]
 
 
 def _others(asked: Asked) -> list[System]:
-    return [system for system in asked.systems if system not in PUBLIC_ONLY]
+    return [system for system in asked.systems if system not in WITHOUT_QUERIES]
 
 
 def _negatives(asked: Asked) -> list[Point]:
-    found = _public_only(asked)
+    found = _without_queries(asked)
     for system in _others(asked):
         second = system in ("customised", "fed_negative")
         for n in (10, 200) if second else (2, 8):
@@ -118,7 +118,7 @@ def _negatives(asked: Asked) -> list[Point]:
 
 
 def _data_ratio(asked: Asked) -> list[Point]:
-    return _public_only(asked) + [
+    return _without_queries(asked) + [
         Point(line=LINES[system], label=f"{share:g}", system=system, at=share, silos=SiloChange(share=share))
         for system in _others(asked)
         for share in asked.values
@@ -127,7 +127,7 @@ def _data_ratio(asked: Asked) -> list[Point]:
 
 def _hubness(asked: Asked) -> list[Point]:
     n = 10
-    found = _public_only(asked)
+    found = _without_queries(asked)
     for system in _others(asked):
         for k in map(int, asked.values):
             second = system in ("customised", "fed_negative")
@@ -140,7 +140,7 @@ def _hubness(asked: Asked) -> list[Point]:
 def _gain(asked: Asked) -> list[Point]:
     (skew,) = asked.values
     silos = SiloChange(skew=skew)
-    return _public_only(asked, silos) + [
+    return _without_queries(asked, silos) + [
         Point(line=LINES[system], label="silos of other sizes", system=system, silos=silos) for system in _others(asked)
     ]
 
@@ -150,7 +150,7 @@ def _communication(asked: Asked) -> list[Point]:
     epochs = max(_COMMUNICATION_EPOCHS, stage.epochs)
     ratio = stage.top_k / stage.n
     base = {"epochs": epochs, "refresh_every": 1, "select": "all", "select_count": None, "send_as": "float16"}
-    found = _public_only(asked)
+    found = _without_queries(asked)
 
     def add(line: str, label: str, **change: object) -> None:
         found.append(Point(line=line, label=label, system="fed_negative", stage2={**base, **change}))
@@ -170,7 +170,7 @@ def _communication(asked: Asked) -> list[Point]:
 
 
 def _clients(asked: Asked) -> list[Point]:
-    found = _public_only(asked)
+    found = _without_queries(asked)
     for system in _others(asked):
         for count in map(int, asked.values):
             parts, rest = divmod(count, asked.clients)
@@ -236,8 +236,8 @@ _CATALOGUE: dict[str, Study] = {
         Study(
             name="negatives",
             title="Number of negatives (Table 4)",
-            systems=(*PUBLIC_ONLY, "single_bm25", "single_star", "stage1", "customised", "fed_negative"),
-            default=(*PUBLIC_ONLY, "single_bm25", "single_star", "stage1", "customised", "fed_negative"),
+            systems=(*WITHOUT_QUERIES, "single_bm25", "single_star", "stage1", "customised", "fed_negative"),
+            default=(*WITHOUT_QUERIES, "single_bm25", "single_star", "stage1", "customised", "fed_negative"),
             values=(),
             axis="negatives of a query",
             points=_negatives,
@@ -256,8 +256,8 @@ _CATALOGUE: dict[str, Study] = {
         Study(
             name="data_ratio",
             title="Share of the train queries (Figure 5)",
-            systems=(*PUBLIC_ONLY, "single_star", "stage1", "customised", "fed_negative"),
-            default=(*PUBLIC_ONLY, "single_star", "stage1"),
+            systems=(*WITHOUT_QUERIES, "single_star", "stage1", "customised", "fed_negative"),
+            default=(*WITHOUT_QUERIES, "single_star", "stage1"),
             values=(0.1, 0.25, 0.5, 1.0),
             axis="share of the train queries",
             points=_data_ratio,
@@ -270,8 +270,8 @@ _CATALOGUE: dict[str, Study] = {
         Study(
             name="hubness",
             title="10 negatives of the best k (Table 2)",
-            systems=(*PUBLIC_ONLY, "stage1", "customised", "fed_negative"),
-            default=(*PUBLIC_ONLY, "stage1"),
+            systems=(*WITHOUT_QUERIES, "stage1", "customised", "fed_negative"),
+            default=(*WITHOUT_QUERIES, "stage1"),
             values=(10, 50, 100, 300),
             axis="k, the best of which 10 are drawn",
             points=_hubness,
@@ -285,8 +285,8 @@ _CATALOGUE: dict[str, Study] = {
         Study(
             name="gain",
             title="Gain of each client over training alone (Figure 4)",
-            systems=(*PUBLIC_ONLY, "single_star", "stage1", "customised", "fed_negative"),
-            default=(*PUBLIC_ONLY, "single_star", "stage1", "customised"),
+            systems=(*WITHOUT_QUERIES, "single_star", "stage1", "customised", "fed_negative"),
+            default=(*WITHOUT_QUERIES, "single_star", "stage1", "customised"),
             values=(),
             axis="train queries of the client",
             points=_gain,
@@ -298,8 +298,8 @@ _CATALOGUE: dict[str, Study] = {
         Study(
             name="communication",
             title="Quality against bytes of stage 2",
-            systems=(*PUBLIC_ONLY, "customised", "fed_negative"),
-            default=(*PUBLIC_ONLY, "customised", "fed_negative"),
+            systems=(*WITHOUT_QUERIES, "customised", "fed_negative"),
+            default=(*WITHOUT_QUERIES, "customised", "fed_negative"),
             values=(),
             axis="requests and answers of a client, over all refreshes",
             points=_communication,
@@ -313,8 +313,8 @@ _CATALOGUE: dict[str, Study] = {
         Study(
             name="clients",
             title="Number of clients",
-            systems=(*PUBLIC_ONLY, "single_star", "stage1", "customised", "fed_negative"),
-            default=(*PUBLIC_ONLY, "single_star", "stage1"),
+            systems=(*WITHOUT_QUERIES, "single_star", "stage1", "customised", "fed_negative"),
+            default=(*WITHOUT_QUERIES, "single_star", "stage1"),
             values=(10, 30, 100),
             axis="clients",
             points=_clients,
