@@ -59,8 +59,7 @@ def check_fits(reader: Reader, canary: Canary, *, shorter: str | None = None) ->
         ConfigurationError: A text with a secret in it is cut, naming canary and length; or two secrets are one to the
             tokenizer.
     """
-    if canary.kind == "new_token":
-        _check_sentinels(reader, canary)
+    check_sentinels(reader, canary)
     for side, texts in _filled(canary):
         whole, read = reader.token_ids(texts, side, whole=True), reader.token_ids(texts, side)
         if whole is None or read is None:
@@ -88,8 +87,14 @@ def _filled(canary: Canary) -> Iterator[tuple[Literal["query", "passage"], list[
         yield "passage", [canary.passage_with(secret) for secret in canary.candidates]
 
 
-def _check_sentinels(reader: Reader, canary: Canary) -> None:
-    """Refuse a tokenizer to which an unused token of T5 is a word like any other, in many pieces."""
+def check_sentinels(reader: object, canary: Canary) -> None:
+    """Refuse a tokenizer to which an unused token of T5 is a word like any other, in many pieces.
+
+    Raises:
+        ConfigurationError: The canary is of kind ``new_token``, and the reader has no such tokens.
+    """
+    if canary.kind != "new_token" or not hasattr(reader, "token_ids"):
+        return
     found = reader.token_ids(["", "<extra_id_0>"], "query", whole=True)
     if found is not None and len(found[1]) - len(found[0]) > _PIECES:
         raise ConfigurationError(

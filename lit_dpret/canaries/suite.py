@@ -19,7 +19,7 @@ from typing import Any, Protocol, get_args
 import numpy as np
 
 from lit_dpret.canaries.canary import OWN_ID, Canary, CanarySet, Kind, Side
-from lit_dpret.canaries.lengths import check_all_fit, cut_side
+from lit_dpret.canaries.lengths import check_all_fit, check_sentinels, cut_side
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.generation.pseudo_queries import pseudo_queries
 
@@ -141,7 +141,7 @@ class CanarySuite:
             - No training query is read.
             - Each secret is drawn uniformly from its candidates, by coins that nothing else uses.
             - No two canaries share a query.
-            - A query that leaves a model no room for a secret is passed over for another, whichever secret was drawn.
+            - A query whose words leave a model no room for a secret is passed over for another, whichever was drawn.
 
         Args:
             data: The public side of a DataModule.
@@ -169,15 +169,17 @@ class CanarySuite:
         for kind, side, copies, number in planned:
             for place in order:
                 made = self._canary(kind, side, copies, number, known[place], passages, ids, words, seed)
-                if cut_side(reader, made) != "query" or cut_side(reader, replace(made, query="")) == "query":
-                    check_all_fit(reader, [made], shorter=shorter)  # no other query would help
+                check_sentinels(reader, made)
+                if not _another_would_help(reader, made):
+                    check_all_fit(reader, [made], shorter=shorter)
                     canaries.append(made)
                     break
             else:
                 raise ConfigurationError(
                     f"{len(canaries)} of the {len(known)} queries of canaries.queries={self.queries} leave room for a "
-                    f"secret, {len(planned)} are needed: others and a secret are longer than model.max_query_length, "
-                    f"so the secret would be cut. Raise it, or {shorter or 'lower canaries.query_words'}."
+                    f"secret, {len(planned)} are needed: with the others a text is longer than "
+                    "model.max_query_length or model.max_passage_length, so the secret would be cut. Raise it, or "
+                    f"{shorter or 'lower canaries.query_words or canaries.passage_words'}."
                 )
         return CanarySet(tuple(canaries), self.settings(), secrets.token_hex(16))
 
@@ -260,6 +262,17 @@ class CanarySuite:
         if side == "query":
             return chosen, passages[chosen]
         return OWN_ID + name, " ".join(passages[chosen].split()[: self.passage_words])
+
+
+def _another_would_help(reader: object, made: Canary) -> bool:
+    """Whether a text is too long because of the words that come with its query, and would not be by the secret alone.
+
+    With ``own_passage`` another query brings another passage as well.
+    """
+    side = cut_side(reader, made)
+    if side == "query":
+        return cut_side(reader, replace(made, query="")) != "query"
+    return side == "passage" and made.kind == "own_passage" and cut_side(reader, replace(made, passage="")) is None
 
 
 def _number(coins: np.random.Generator) -> str:

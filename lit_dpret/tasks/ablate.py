@@ -39,12 +39,12 @@ from lit_dpret.tasks.generator_stage import draw, likeness, train_generator
 from lit_dpret.tasks.head_comparison import HeadComparison
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.recipe import PSEUDO, GeneratorRecipe, Recipe
-from lit_dpret.tasks.stages import DONE
 from lit_dpret.tasks.synthesize import public_sample
 from lit_dpret.tasks.teacher import Teacher, of_those
 from lit_dpret.tasks.told_settings import told_settings
 
 _MEBI = 2**20
+_READ = "ledger_head"  # of the training whose queries a stage read
 _WARM_UP = (
     "python train.py model=generator privacy=none datamodule=pairs datamodule.folder=PUBLIC_PAIRS "
     "trainer.max_steps=300 hydra.run.dir={run}"
@@ -284,7 +284,7 @@ class Ablate(HeadComparison[_Cell]):
 
     def _source(self, made: Path) -> dict[str, str]:
         """Which training wrote the queries; nothing for those that no training wrote."""
-        return {"ledger_head": self._head(str(made.relative_to(self._parts.run_dir)))} if self._has_card(made) else {}
+        return {_READ: self._head(str(made.relative_to(self._parts.run_dir)))} if self._has_card(made) else {}
 
     def _released(self, made: Path) -> ReleasedQueries:
         """Made queries, and all passages that are searched."""
@@ -323,10 +323,7 @@ class Ablate(HeadComparison[_Cell]):
         return f"labels{recipe.pseudo_labels}-{chosen}-{source}{run}"
 
     def before_training(self, cells: Sequence[_Cell]) -> None:
-        """Refuse to go on with another generator, or another teacher, than those of what is finished.
-
-        Nothing was trained, and so nothing spent, before.
-        """
+        """Refuse to go on with another generator, or another teacher, than those of what is finished."""
         for cell in cells:
             self._refuse_other_generators(cell)
             recipe: Recipe = self.variants[cell.variant]
@@ -342,7 +339,11 @@ class Ablate(HeadComparison[_Cell]):
                     )
 
     def _refuse_other_generators(self, cell: _Cell) -> None:
-        """All that is finished of made queries must come from the training whose folder says so."""
+        """All that is finished of made queries must come from the training whose folder says so.
+
+        Filters, labels and likenesses of an older version do not say whose queries they read: they are refused where
+        that training is not there any more, which is when it would be made anew.
+        """
         recipe: Recipe = self.variants[cell.variant]
         if recipe.queries in (None, PSEUDO):
             return
@@ -351,22 +352,16 @@ class Ablate(HeadComparison[_Cell]):
             head = self._head(generator) if self._stages.is_done(generator) else None
             made = f"made-{recipe.queries}-{recipe.queries_per_passage}-seed{seed}"
             named = {made: f"{made}/data", (row := self.run_name(cell, seed)): row}
-            read = [f"round_trip{recipe.round_trip_filter}-{made}", f"likeness-{recipe.queries}-seed{seed}"]
-            for stage in filter(self._stages.is_done, [*named, *read, self._labels(recipe, seed)]):
-                if (self._head(named[stage]) if stage in named else self._head_read(stage, made)) != head:
+            read = [f"round_trip{recipe.round_trip_filter}-{made}", self._labels(recipe, seed)]
+            read += [] if self.likeness_texts is None else [f"likeness-{recipe.queries}-seed{seed}"]
+            for stage in filter(self._stages.is_done, [*named, *read]):
+                kept = {_READ: self._head(named[stage])} if stage in named else self._stages.run(stage, _nothing)
+                if head is None or kept.get(_READ, head) != head:
                     raise ResumeError(
                         f"resume=true, but {stage} comes from another training than the one in {generator}, which was "
                         f"moved away, or made anew. Restore that, or move {self._parts.run_dir / stage} and what was "
                         "made with it elsewhere as well; what a ledger is charged with stays spent."
                     )
-
-    def _head_read(self, stage: str, made: str) -> str | None:
-        """The training whose queries a finished stage read; an older version's says so by its age alone."""
-        found: str | None = self._stages.run(stage, _nothing).get("ledger_head")
-        if found is not None or not self._stages.is_done(made):
-            return found
-        ages = [(self._parts.run_dir / name / DONE).stat().st_mtime for name in (made, stage)]
-        return self._head(f"{made}/data") if ages[0] <= ages[1] else None
 
     def _head(self, folder: str) -> str:
         """What tells the training behind a card from every other: the last record of its ledger."""

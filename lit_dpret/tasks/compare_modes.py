@@ -194,8 +194,8 @@ class CompareModes(HeadComparison[_Cell]):
             "frozen encoder with a linear query head"
         )
 
-    def given(self) -> Sequence[Path]:
-        return self.synthetic
+    def given(self, cells: Sequence[_Cell]) -> Sequence[Path]:
+        return [cell.synthetic for cell in cells if cell.synthetic is not None]
 
     def notes(self) -> Iterable[str]:
         for name in self.only:

@@ -118,7 +118,7 @@ class Comparison(ABC, Generic[C]):
         self.before_training(cells)
         self._train_all(cells)
         rows += [self._row(cell) for cell in cells]
-        given = self.given()
+        given = self.given(cells)
         told = tell(
             parts.run_dir,
             rows,
@@ -174,8 +174,8 @@ class Comparison(ABC, Generic[C]):
         """How many trainings on the private queries stand behind the table."""
         return self.seeds * sum(map(self.is_private, cells))
 
-    def given(self) -> Sequence[Path]:
-        """Folders of private runs, or of what was made by them, that a comparison did not train itself."""
+    def given(self, cells: Sequence[C]) -> Sequence[Path]:
+        """Folders of what the rows learn from that private runs made elsewhere."""
         return ()
 
     def sections(self, rows: Sequence[ModeRow]) -> Sequence[Section]:

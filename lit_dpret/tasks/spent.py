@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lit_dpret.errors import LedgerError
 from lit_dpret.privacy.card import LEDGER_NAME
 from lit_dpret.privacy.card_file import CARD_NAME, read_card
 from lit_dpret.privacy.card_text import show_delta, show_epsilon
@@ -59,13 +61,9 @@ def spent_under(
     deltas: dict[tuple[str, str], float] = {}
     counts: dict[tuple[str, str], int] = {}
     bare = found = 0
-    here = _ledgers(run_dir, *([] if taken is None else [taken]))
-    known = _hashes(here)
     heads = _private_heads(run_dir)
-    for records in _around(near):
-        if (heads - known) & _hashes([records]):  # a copy of what was found adds nothing
-            here.append(records)
-            known |= _hashes([records])
+    given = [records for records in _around(near) if heads & _hashes([records])]
+    here = _longest([*_ledgers(run_dir, *([] if taken is None else [taken])), *given])
     for records in here:
         plans = [record for record in records if record["kind"] == "plan"]
         planned = [record for record in plans if record.get("plan") is not None]
@@ -78,7 +76,7 @@ def spent_under(
         deltas[kind] = min(deltas.get(kind, 1.0), float(budget["delta"]))
         counts[kind] = counts.get(kind, 0) + 1
         found += any(_begins(records, other) for other in elsewhere)
-    lost = len(heads - known)
+    lost = len(heads - _hashes(here))
     private, lacking = sum(counts.values()), max(0, taken_private - found)
     missing = (
         f" The study in {taken} was taken as it is: the ledgers of {lacking} of its {taken_private} private trainings "
@@ -88,13 +86,19 @@ def spent_under(
     )
     if lost:
         missing += (
-            f" {_trainings(lost)} with a card here {'has' if lost == 1 else 'have'} no ledger under this folder: what "
-            "was spent of the same queries there is not in this sum."
+            f" The ledgers of up to {_trainings(lost)} with a card here were not found: what was spent of the same "
+            "queries there is not in this sum."
         )
-    if not private and missing:
-        return Spent(0, bare, f"What was spent cannot be added up.{missing}")
+    without = ""
+    if bare:
+        without = (
+            f" {bare} more training{'s' if bare > 1 else ''} had no privacy at all (ε = ∞, or made of public texts "
+            "alone): what read the original queries without privacy promises nothing to anybody, whatever else is "
+            "claimed."
+        )
     if not private:
-        return Spent(0, bare, "No private training is finished, so nothing was spent.")
+        nothing = "What was spent cannot be added up." if missing else "No private training spent anything."
+        return Spent(0, bare, f"{nothing}{without.replace(' more', '', 1)}{missing}")
     totals = [_total(found, deltas[kind], kind, counts[kind]) for kind, found in releases.items()]
     text = (
         f"The {_trainings(private)} behind this page read the same queries. The epsilon of a row is that of its "
@@ -104,19 +108,19 @@ def spent_under(
         text += (
             " For all of them together no epsilon is proved: guarantees of different units or neighbours do not add up."
         )
-    if bare:
-        text += (
-            f" {bare} more trainings had no privacy at all (ε = ∞, or made of public texts alone): what read the "
-            "original queries without privacy promises nothing to anybody, whatever else is claimed."
-        )
-    return Spent(private, bare, text + missing)
+    return Spent(private, bare, text + without + missing)
 
 
 def _ledgers(*folders: Path) -> list[_Records]:
     """The records of each ledger under ``folders``; of copies the longest alone."""
+    places = dict.fromkeys(place for folder in folders for place in _places(folder, LEDGER_NAME))
+    return _longest([PrivacyLedger.read(place / LEDGER_NAME).records for place in places])
+
+
+def _longest(ledgers: Sequence[_Records]) -> list[_Records]:
+    """Of ledgers that begin alike the longest."""
     found: list[_Records] = []
-    for place in dict.fromkeys(place for folder in folders for place in _places(folder, LEDGER_NAME)):
-        records = PrivacyLedger.read(place / LEDGER_NAME).records
+    for records in ledgers:
         if not any(_begins(other, records) for other in found):
             found = [*(other for other in found if not _begins(records, other)), records]
     return found
@@ -141,13 +145,14 @@ def _hashes(ledgers: Sequence[_Records]) -> set[str]:
 
 
 def _around(near: Sequence[Path]) -> list[_Records]:
-    """The ledgers in and beside the folders of what was given, and one level above."""
+    """The ledgers in and beside the folders of what was given, and one level above; strangers' may be unreadable."""
     found: list[_Records] = []
     for folder in near:
         inside = folder.resolve()
         for place in (inside, inside.parent, inside.parent.parent):
-            paths = [place / LEDGER_NAME, *sorted(place.glob(f"*/{LEDGER_NAME}"))]
-            found += [PrivacyLedger.read(path).records for path in paths if path.is_file()]
+            for path in (place / LEDGER_NAME, *sorted(place.glob(f"*/{LEDGER_NAME}"))):
+                with suppress(LedgerError, OSError):
+                    found += [PrivacyLedger.read(path).records] if path.is_file() else []
     return found
 
 

@@ -113,3 +113,22 @@ def test_where_no_query_would_help_the_first_canary_is_refused_by_name(
     )(9)
     with pytest.raises(ConfigurationError, match=r"-0: its passage is longer than model\.max_passage_length=1"):
         replace(suite, sides=("passage",)).make(data, short)
+
+
+def test_with_own_passage_another_query_brings_another_passage(tmp_path: Path) -> None:
+    """Passages of which some are in words of several tokens: those leave no room for a secret."""
+    folder = write_log(tmp_path / "log", words=[f"{'long' if i % 5 == 0 else 'w'}{i}" for i in range(24)])
+    data = PairsDataModule(folder=folder, sampling="poisson")
+
+    class Pieces(Words):
+        def token_ids(self, texts: Sequence[str], side: str, *, whole: bool = False) -> list[list[int]]:
+            pieces = [[*range(sum(9 if word.startswith("long") else 1 for word in text.split()))] for text in texts]
+            read = pieces if whole or side == "query" else [each[: self.longest] for each in pieces]
+            return [[*each, hash(text)] for each, text in zip(read, texts, strict=True)]
+
+    own = CanarySuite(kinds=("own_passage",), sides=("passage",), repetitions=(1,), count=2, candidates=2, seed=0)
+    reader = Pieces(6)
+    assert any(cut_side(reader, one) == "passage" for one in replace(own, count=8).make(data).canaries)
+    assert all(cut_side(reader, one) is None for one in own.make(data, reader).canaries)
+    with pytest.raises(ConfigurationError, match="its passage is longer than"):
+        replace(own, kinds=("random_passage",), count=8).make(data, reader)

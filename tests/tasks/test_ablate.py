@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import replace
 from functools import partial
@@ -136,28 +135,41 @@ def test_what_the_queries_of_another_generator_made_is_refused_until_it_is_moved
     assert read_card(run / "made-seed0")["ledger"]["head"] != read_card(elsewhere / "made-seed0")["ledger"]["head"]
 
 
-def test_a_filter_of_an_older_version_is_known_by_its_age(tmp_path: Path) -> None:
+def test_a_filter_of_an_older_version_goes_on_with_its_generator_and_not_without(tmp_path: Path) -> None:
     only = {"only": ["made", "none"], "seeds": 1}
     study(tmp_path, **only).run(parts(tmp_path))
-    done = tmp_path / "run" / "round_trip20-made-tiny-1-seed0" / DONE
-    facts = json.loads(done.read_text(encoding="utf-8"))
-    assert facts["result"].pop("ledger_head") == read_card(tmp_path / "run" / "made-seed0")["ledger"]["head"]
-    done.write_text(json.dumps(facts), encoding="utf-8")
+    run, stage = tmp_path / "run", "round_trip20-made-tiny-1-seed0"
+    facts = json.loads((run / stage / DONE).read_text(encoding="utf-8"))
+    assert facts["result"].pop("ledger_head") == read_card(run / "made-seed0")["ledger"]["head"]
+    (run / stage / DONE).write_text(json.dumps(facts), encoding="utf-8")
     study(tmp_path, **only).run(parts(tmp_path, resume=True))
-    os.utime(done, (1.0, 1.0))
-    with pytest.raises(ResumeError, match="round_trip20-made-tiny-1-seed0 comes from another training"):
+    for name in ("generator-tiny-seed0", "made-tiny-1-seed0", "made-seed0"):
+        (run / name).rename(tmp_path / name)
+    with pytest.raises(ResumeError, match=f"{stage} comes from another training"):
         study(tmp_path, **only).run(parts(tmp_path, resume=True))
+    assert not (run / "generator-tiny-seed0").exists(), "nothing was trained, and spent, before"
+
+
+def test_another_number_of_queries_from_the_same_generator_joins_a_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lit_dpret.tasks.ablate.likeness", lambda *_, **__: {"bleu": 1.0, "mauve": 0.5})
+    known = {**recipes(tmp_path), "several": replace(recipes(tmp_path)["made"], label="several", queries_per_passage=2)}
+    settings: dict[str, Any] = {"variants": known, "likeness_texts": 20, "seeds": 1}
+    study(tmp_path, only=["made", "none"], **settings).run(parts(tmp_path))
+    told = study(tmp_path, only=["made", "none", "several"], **settings).run(parts(tmp_path, resume=True))
+    assert "several" in told
 
 
 def test_the_sum_says_where_a_training_has_a_card_and_no_ledger(tmp_path: Path) -> None:
     only = {"only": ["direct", "none"], "seeds": 2}
     study(tmp_path, **only).run(parts(tmp_path))
-    assert "no ledger under" not in results(tmp_path / "run")["spent"]
+    assert "not found" not in results(tmp_path / "run")["spent"]
     (tmp_path / "run" / "direct-seed1" / "privacy_ledger.jsonl").unlink()
     study(tmp_path, **only).run(parts(tmp_path, resume=True))
     spent = results(tmp_path / "run")["spent"]
     assert spent.startswith("The 1 private training behind")
-    assert "1 private training with a card here has no ledger under this folder" in spent
+    assert "The ledgers of up to 1 private training with a card here were not found" in spent
 
 
 @pytest.mark.parametrize(

@@ -52,18 +52,20 @@ def test_a_card_without_its_ledger_is_missing_from_the_sum_and_nothing_is_not_wh
     assert "is not in this sum" not in spent_under(tmp_path).text
     (tmp_path / "two" / "privacy_ledger.jsonl").unlink()
     one = spent_under(tmp_path)
-    assert one.private == 1 and "1 private training with a card here has no ledger under this folder" in one.text
+    assert one.private == 1 and "The ledgers of up to 1 private training with a card here were not found" in one.text
     (tmp_path / "one" / "privacy_ledger.jsonl").unlink()
     none = spent_under(tmp_path)
-    assert none.private == 0 and none.text.startswith("What was spent cannot be added up. 2 private trainings with a")
-    assert "nothing was spent" in spent_under(tmp_path / "one" / "empty").text
+    assert none.private == 0 and none.text.startswith("What was spent cannot be added up. The ledgers of up to 2")
+    assert spent_under(tmp_path / "one" / "empty").text == "No private training spent anything."
 
 
 def test_a_training_without_privacy_is_no_private_one_that_lost_its_ledger(tmp_path: Path) -> None:
     run = Run(tmp_path, None, mode="none").train()
     write_card(run.card(), tmp_path)
+    told = spent_under(tmp_path)
+    assert told.bare == 1 and "1 training had no privacy at all" in told.text and "not found" not in told.text
     run.path.unlink()
-    assert "nothing was spent" in spent_under(tmp_path).text
+    assert "not found" not in spent_under(tmp_path).text
 
 
 def test_the_ledger_of_a_set_that_was_given_is_counted_where_it_lies(tmp_path: Path) -> None:
@@ -76,6 +78,8 @@ def test_the_ledger_of_a_set_that_was_given_is_counted_where_it_lies(tmp_path: P
         write_card(generator.card(plan=make_plan()), place)
     trained(tmp_path / "run" / "direct", steps=10)
     alone, both = spent_under(tmp_path / "run"), spent_under(tmp_path / "run", near=[given])
-    assert alone.private == 1 and "has no ledger under this folder" in alone.text
-    assert both.private == 2 and "this folder" not in both.text, "that of the set, and no other beside it"
+    assert alone.private == 1 and "up to 1 private training with a card here were not found" in alone.text
+    assert both.private == 2 and "not found" not in both.text, "that of the set, and no other beside it"
     assert epsilon_in(both.text) > epsilon_in(alone.text)
+    (tmp_path / "elsewhere" / "another" / "privacy_ledger.jsonl").write_text("not a ledger", encoding="utf-8")
+    assert spent_under(tmp_path / "run", near=[given]).text == both.text, "a stranger's ledger is nobody's business"
