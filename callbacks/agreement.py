@@ -62,12 +62,13 @@ def facts_of(trainer: L.Trainer, module: Any, data: Any, *, planned: PlannedRun,
     """What all ranks must have in common, as hashes by the name that a refusal gives it."""
     mode = {k: v for k, v in vars(module.privacy).items() if not k.startswith("_") and k not in _OF_ONE_RANK}
     parameters = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
+    key = bytes.fromhex(stream.tag("ranks"))
     facts: dict[str, Any] = {
         "version of the code": [lit_dpret.__version__, code_sha256(), torch.__version__],
         "number of steps": [planned.steps, planned.steps_per_epoch],
         "privacy setting": [module.privacy.name, mode],
         "plan": [None if planned.plan is None else planned.plan.to_dict(), planned.law.to_dict(), planned.sub_batches],
-        "data set": [data.n_units, data.data_fingerprint(key := bytes.fromhex(stream.tag("ranks")))],
+        "data set": [data.n_units, data.data_fingerprint(key)],
         "file of labels or negatives": fingerprint_of_files(module, key),
         "way of batching": [data.physical_batch_size, data.rows_per_unit],
         "model": parameters,

@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "federated": {
         "errors", "whole_file", "privacy", "retrieval", "encoders", "losses", "negatives", "modules", "datamodules",
-        "callbacks", "progress", "report", "generation",
+        "callbacks", "progress", "report", "generation", "textsim",
     },
     "sweeps": {"errors", "whole_file", "progress", "privacy", "report"},
     "testing": {"errors", "privacy", "modules"},

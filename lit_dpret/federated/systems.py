@@ -38,7 +38,6 @@ System = Literal[
     "central",
 ]
 SYSTEMS: tuple[System, ...] = get_args(System)
-WITHOUT_QUERIES: tuple[System, ...] = ("zero_shot", "pseudo_queries")
 FEDERATED: tuple[System, ...] = ("stage1", "customised", "fed_negative")
 
 
@@ -96,7 +95,7 @@ class SystemRunner:
         else:
             folder = self.folder / f"seed{seed}" / system
             measured = trained_alone(system, settings, self.silos, self.plan.model, folder, split=self.split)
-            found = SystemResult(_listed(measured))
+            found = SystemResult(as_lists(measured))
         found.cpu_seconds = time.process_time() - began
         return found
 
@@ -163,14 +162,15 @@ class SystemRunner:
 
 
 def _result(found: FedResult, what: str) -> SystemResult:
-    values = _listed(found.systems[what])
+    values = as_lists(found.systems[what])
     if what == "bm25":
         return SystemResult(values)
     sent = {name: dict(count) for name, count in found.traffic.by_silo().items()}
     return SystemResult(values, dict(found.epsilon), sent, list(found.faults))
 
 
-def _listed(found: PerClient) -> dict[str, dict[str, list[float]]]:
+def as_lists(found: PerClient) -> dict[str, dict[str, list[float]]]:
+    """Measures of each client as JSON has them."""
     return {
         name: {metric: [float(value) for value in values] for metric, values in measures.items()}
         for name, measures in found.items()

@@ -37,6 +37,7 @@ from lit_dpret.tasks.comparison import METRIC_NAMES, PUBLIC
 from lit_dpret.tasks.consistency import KEPT, check_round_trip
 from lit_dpret.tasks.generator_stage import draw, likeness, train_generator
 from lit_dpret.tasks.head_comparison import HeadComparison
+from lit_dpret.tasks.made_by import made_by, refuse_other_training
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.recipe import PSEUDO, GeneratorRecipe, Recipe
 from lit_dpret.tasks.synthesize import public_sample
@@ -44,7 +45,6 @@ from lit_dpret.tasks.teacher import Teacher, of_those
 from lit_dpret.tasks.told_settings import told_settings
 
 _MEBI = 2**20
-_READ = "ledger_head"  # of the training whose queries a stage read
 _WARM_UP = (
     "python train.py model=generator privacy=none datamodule=pairs datamodule.folder=PUBLIC_PAIRS "
     "trainer.max_steps=300 hydra.run.dir={run}"
@@ -284,7 +284,7 @@ class Ablate(HeadComparison[_Cell]):
 
     def _source(self, made: Path) -> dict[str, str]:
         """Which training wrote the queries; nothing for those that no training wrote."""
-        return {_READ: self._head(str(made.relative_to(self._parts.run_dir)))} if self._has_card(made) else {}
+        return made_by(made) if self._has_card(made) else {}
 
     def _released(self, made: Path) -> ReleasedQueries:
         """Made queries, and all passages that are searched."""
@@ -304,8 +304,8 @@ class Ablate(HeadComparison[_Cell]):
             zero_shot = self.retriever(NoPrivacy())
             zero_shot.prepare(data)
             released = of_those(self._released(made), None if data.keep is None else Path(data.keep))
-            made_of = teacher.label(released, folder, zero_shot=zero_shot, per_query=per_query, seed=self._parts.seed)
-            return made_of | self._source(made)
+            labelled = teacher.label(released, folder, zero_shot=zero_shot, per_query=per_query, seed=self._parts.seed)
+            return labelled | self._source(made)
 
         stage = self._labels(recipe, seed)
         self._stages.run(stage, work)
@@ -339,33 +339,22 @@ class Ablate(HeadComparison[_Cell]):
                     )
 
     def _refuse_other_generators(self, cell: _Cell) -> None:
-        """All that is finished of made queries must come from the training whose folder says so.
-
-        Filters, labels and likenesses of an older version do not say whose queries they read: they are refused where
-        that training is not there any more, which is when it would be made anew.
-        """
+        """All that is finished of made queries must come from the training whose folder says so."""
         recipe: Recipe = self.variants[cell.variant]
         if recipe.queries in (None, PSEUDO):
             return
+        run_dir = self._parts.run_dir
         for seed in range(self._parts.seed, self._parts.seed + self.seeds):
-            generator = f"generator-{recipe.queries}-seed{seed}"
-            head = self._head(generator) if self._stages.is_done(generator) else None
-            made = f"made-{recipe.queries}-{recipe.queries_per_passage}-seed{seed}"
-            named = {made: f"{made}/data", (row := self.run_name(cell, seed)): row}
-            read = [f"round_trip{recipe.round_trip_filter}-{made}", self._labels(recipe, seed)]
-            read += [] if self.likeness_texts is None else [f"likeness-{recipe.queries}-seed{seed}"]
-            for stage in filter(self._stages.is_done, [*named, *read]):
-                kept = {_READ: self._head(named[stage])} if stage in named else self._stages.run(stage, _nothing)
-                if head is None or kept.get(_READ, head) != head:
-                    raise ResumeError(
-                        f"resume=true, but {stage} comes from another training than the one in {generator}, which was "
-                        f"moved away, or made anew. Restore that, or move {self._parts.run_dir / stage} and what was "
-                        "made with it elsewhere as well; what a ledger is charged with stays spent."
-                    )
-
-    def _head(self, folder: str) -> str:
-        """What tells the training behind a card from every other: the last record of its ledger."""
-        return str(read_card(self._parts.run_dir / folder)["ledger"]["head"])
+            made, row = f"made-{recipe.queries}-{recipe.queries_per_passage}-seed{seed}", self.run_name(cell, seed)
+            readers = [f"round_trip{recipe.round_trip_filter}-{made}", self._labels(recipe, seed)]
+            readers += [] if self.likeness_texts is None else [f"likeness-{recipe.queries}-seed{seed}"]
+            refuse_other_training(
+                self._stages,
+                run_dir,
+                f"generator-{recipe.queries}-seed{seed}",
+                cards={made: run_dir / made / "data", row: run_dir / row},
+                readers=readers,
+            )
 
     # -- the report -------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.studies.catalogue import Study
 from lit_dpret.federated.studies.contrast import Contrast, Trend
 from lit_dpret.federated.studies.point import Point
-from lit_dpret.federated.systems import WITHOUT_QUERIES, SystemResult
-from lit_dpret.report.paper_004 import COLUMNS
+from lit_dpret.federated.systems import SystemResult
+from lit_dpret.report.paper_004 import COLUMNS, WITHOUT_QUERIES
 from lit_dpret.report.paper_004_studies import paper_numbers
 from lit_dpret.report.study import ClientGain, StudyPage, StudyRow, with_reach, write_study
 from lit_dpret.report.study_figure import SHOWN, draw_study

@@ -89,16 +89,10 @@ def spent_under(
             f" The ledgers of up to {_trainings(lost)} with a card here were not found: what was spent of the same "
             "queries there is not in this sum."
         )
-    without = ""
-    if bare:
-        without = (
-            f" {bare} more training{'s' if bare > 1 else ''} had no privacy at all (ε = ∞, or made of public texts "
-            "alone): what read the original queries without privacy promises nothing to anybody, whatever else is "
-            "claimed."
-        )
+    without = _without_privacy(bare, more=private > 0)
     if not private:
         nothing = "What was spent cannot be added up." if missing else "No private training spent anything."
-        return Spent(0, bare, f"{nothing}{without.replace(' more', '', 1)}{missing}")
+        return Spent(0, bare, f"{nothing}{without}{missing}")
     totals = [_total(found, deltas[kind], kind, counts[kind]) for kind, found in releases.items()]
     text = (
         f"The {_trainings(private)} behind this page read the same queries. The epsilon of a row is that of its "
@@ -128,6 +122,16 @@ def _longest(ledgers: Sequence[_Records]) -> list[_Records]:
 
 def _trainings(count: int) -> str:
     return f"{count} private training{'s' if count > 1 else ''}"
+
+
+def _without_privacy(count: int, *, more: bool) -> str:
+    if not count:
+        return ""
+    trainings = f"{count}{' more' if more else ''} training{'s' if count > 1 else ''}"
+    return (
+        f" {trainings} had no privacy at all (ε = ∞, or made of public texts alone): what read the original queries "
+        "without privacy promises nothing to anybody, whatever else is claimed."
+    )
 
 
 def _private_heads(run_dir: Path) -> set[str]:

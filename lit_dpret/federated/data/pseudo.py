@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery
 from lit_dpret.generation.pseudo_queries import pseudo_queries
+from lit_dpret.textsim.words import words
 
 TRAIN = "train"
-_WORD = re.compile(r"\w+")
 
 
 def pseudo_silo(silo: Silo) -> Silo:
@@ -36,9 +35,5 @@ def pseudo_silo(silo: Silo) -> Silo:
 
 
 def _made_of(query: str, sentences: Mapping[str, str]) -> str:
-    words = _words(query)
-    return max(sentences, key=lambda sid: len(words & _words(sentences[sid])))
-
-
-def _words(text: str) -> set[str]:
-    return set(_WORD.findall(text.casefold()))
+    asked = set(words(query))
+    return max(sentences, key=lambda sid: len(asked.intersection(words(sentences[sid]))))

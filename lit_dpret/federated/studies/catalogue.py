@@ -7,14 +7,15 @@ the label says what was run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.studies.contrast import Contrast, Trend
 from lit_dpret.federated.studies.point import AS_THEY_ARE, Point, SiloChange
-from lit_dpret.federated.systems import WITHOUT_QUERIES, System
+from lit_dpret.federated.systems import System
+from lit_dpret.report.paper_004 import WITHOUT_QUERIES
 
 StudyName = Literal["negatives", "data_ratio", "hubness", "gain", "communication", "clients"]
 STUDIES: tuple[StudyName, ...] = get_args(StudyName)
@@ -93,22 +94,9 @@ def study_of(name: str | None) -> Study:
 # -- points -------------------------------------------------------------------------------------
 
 
-def _without_queries(asked: Asked, silos: SiloChange = AS_THEY_ARE) -> list[Point]:
-    """What no train query has a say in is one row of every study, whatever varies in the others."""
-    return [
-        Point(line=LINES[system], label="no train query", system=system, silos=silos)
-        for system in asked.systems
-        if system in WITHOUT_QUERIES
-    ]
-
-
-def _others(asked: Asked) -> list[System]:
-    return [system for system in asked.systems if system not in WITHOUT_QUERIES]
-
-
 def _negatives(asked: Asked) -> list[Point]:
-    found = _without_queries(asked)
-    for system in _others(asked):
+    found: list[Point] = []
+    for system in asked.systems:
         second = system in ("customised", "fed_negative")
         for n in (10, 200) if second else (2, 8):
             stage1 = {} if second else {"bm25_n": n, "static_n": n, "top_k": max(n, asked.run.stage1.top_k)}
@@ -118,17 +106,17 @@ def _negatives(asked: Asked) -> list[Point]:
 
 
 def _data_ratio(asked: Asked) -> list[Point]:
-    return _without_queries(asked) + [
+    return [
         Point(line=LINES[system], label=f"{share:g}", system=system, at=share, silos=SiloChange(share=share))
-        for system in _others(asked)
+        for system in asked.systems
         for share in asked.values
     ]
 
 
 def _hubness(asked: Asked) -> list[Point]:
     n = 10
-    found = _without_queries(asked)
-    for system in _others(asked):
+    found: list[Point] = []
+    for system in asked.systems:
         for k in map(int, asked.values):
             second = system in ("customised", "fed_negative")
             stage1 = {} if second else {"bm25_n": n, "static_n": n, "top_k": k}
@@ -139,9 +127,9 @@ def _hubness(asked: Asked) -> list[Point]:
 
 def _gain(asked: Asked) -> list[Point]:
     (skew,) = asked.values
-    silos = SiloChange(skew=skew)
-    return _without_queries(asked, silos) + [
-        Point(line=LINES[system], label="silos of other sizes", system=system, silos=silos) for system in _others(asked)
+    return [
+        Point(line=LINES[system], label="silos of other sizes", system=system, silos=SiloChange(skew=skew))
+        for system in asked.systems
     ]
 
 
@@ -150,7 +138,7 @@ def _communication(asked: Asked) -> list[Point]:
     epochs = max(_COMMUNICATION_EPOCHS, stage.epochs)
     ratio = stage.top_k / stage.n
     base = {"epochs": epochs, "refresh_every": 1, "select": "all", "select_count": None, "send_as": "float16"}
-    found = _without_queries(asked)
+    found: list[Point] = []
 
     def add(line: str, label: str, **change: object) -> None:
         found.append(Point(line=line, label=label, system="fed_negative", stage2={**base, **change}))
@@ -170,8 +158,8 @@ def _communication(asked: Asked) -> list[Point]:
 
 
 def _clients(asked: Asked) -> list[Point]:
-    found = _without_queries(asked)
-    for system in _others(asked):
+    found: list[Point] = []
+    for system in asked.systems:
         for count in map(int, asked.values):
             parts, rest = divmod(count, asked.clients)
             if rest or not parts:
@@ -230,14 +218,28 @@ def _against_first(points: Sequence[Point]) -> list[Contrast]:
     return [Contrast(claim="", more=base[0].name, less=point.name) for point in points if base and point is not base[0]]
 
 
+def _with_rows_without_queries(study: Study) -> Study:
+    """The same study with the rows that no train query has a say in, whatever varies in the others."""
+
+    def points(asked: Asked) -> list[Point]:
+        learnt = study.points(replace(asked, systems=[name for name in asked.systems if name not in WITHOUT_QUERIES]))
+        silos = {point.silos for point in learnt}
+        same = silos.pop() if len(silos) == 1 else AS_THEY_ARE
+        free = [name for name in asked.systems if name in WITHOUT_QUERIES]
+        return [Point(line=LINES[name], label="no train query", system=name, silos=same) for name in free] + learnt
+
+    systems, default = (*WITHOUT_QUERIES, *study.systems), (*WITHOUT_QUERIES, *study.default)
+    return replace(study, systems=systems, default=default, points=points)
+
+
 _CATALOGUE: dict[str, Study] = {
-    study.name: study
+    study.name: _with_rows_without_queries(study)
     for study in (
         Study(
             name="negatives",
             title="Number of negatives (Table 4)",
-            systems=(*WITHOUT_QUERIES, "single_bm25", "single_star", "stage1", "customised", "fed_negative"),
-            default=(*WITHOUT_QUERIES, "single_bm25", "single_star", "stage1", "customised", "fed_negative"),
+            systems=("single_bm25", "single_star", "stage1", "customised", "fed_negative"),
+            default=("single_bm25", "single_star", "stage1", "customised", "fed_negative"),
             values=(),
             axis="negatives of a query",
             points=_negatives,
@@ -256,8 +258,8 @@ _CATALOGUE: dict[str, Study] = {
         Study(
             name="data_ratio",
             title="Share of the train queries (Figure 5)",
-            systems=(*WITHOUT_QUERIES, "single_star", "stage1", "customised", "fed_negative"),
-            default=(*WITHOUT_QUERIES, "single_star", "stage1"),
+            systems=("single_star", "stage1", "customised", "fed_negative"),
+            default=("single_star", "stage1"),
             values=(0.1, 0.25, 0.5, 1.0),
             axis="share of the train queries",
             points=_data_ratio,
@@ -270,8 +272,8 @@ _CATALOGUE: dict[str, Study] = {
         Study(
             name="hubness",
             title="10 negatives of the best k (Table 2)",
-            systems=(*WITHOUT_QUERIES, "stage1", "customised", "fed_negative"),
-            default=(*WITHOUT_QUERIES, "stage1"),
+            systems=("stage1", "customised", "fed_negative"),
+            default=("stage1",),
             values=(10, 50, 100, 300),
             axis="k, the best of which 10 are drawn",
             points=_hubness,
@@ -285,8 +287,8 @@ _CATALOGUE: dict[str, Study] = {
         Study(
             name="gain",
             title="Gain of each client over training alone (Figure 4)",
-            systems=(*WITHOUT_QUERIES, "single_star", "stage1", "customised", "fed_negative"),
-            default=(*WITHOUT_QUERIES, "single_star", "stage1", "customised"),
+            systems=("single_star", "stage1", "customised", "fed_negative"),
+            default=("single_star", "stage1", "customised"),
             values=(),
             axis="train queries of the client",
             points=_gain,
@@ -298,8 +300,8 @@ _CATALOGUE: dict[str, Study] = {
         Study(
             name="communication",
             title="Quality against bytes of stage 2",
-            systems=(*WITHOUT_QUERIES, "customised", "fed_negative"),
-            default=(*WITHOUT_QUERIES, "customised", "fed_negative"),
+            systems=("customised", "fed_negative"),
+            default=("customised", "fed_negative"),
             values=(),
             axis="requests and answers of a client, over all refreshes",
             points=_communication,
@@ -313,8 +315,8 @@ _CATALOGUE: dict[str, Study] = {
         Study(
             name="clients",
             title="Number of clients",
-            systems=(*WITHOUT_QUERIES, "single_star", "stage1", "customised", "fed_negative"),
-            default=(*WITHOUT_QUERIES, "single_star", "stage1"),
+            systems=("single_star", "stage1", "customised", "fed_negative"),
+            default=("single_star", "stage1"),
             values=(10, 30, 100),
             axis="clients",
             points=_clients,

@@ -18,14 +18,14 @@ from typing import Any
 
 from lit_dpret.datamodules.silo_folder import MANIFEST
 from lit_dpret.federated.baselines import trained_alone
-from lit_dpret.federated.inprocess import FedResult, PerClient, Phase
+from lit_dpret.federated.inprocess import FedResult, Phase
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.storage import save_json
 from lit_dpret.federated.studies.point import Point
 from lit_dpret.federated.studies.silos import changed_silos
 from lit_dpret.federated.synthetic import PUBLIC
-from lit_dpret.federated.systems import SystemResult
+from lit_dpret.federated.systems import SystemResult, as_lists
 from lit_dpret.federated.transport import run_federation
 
 _STAGE_2 = ("customised", "fed_negative")
@@ -82,7 +82,7 @@ class Cells:
             found = _result(self._federation(_stage_1_alone(settings), silos, state, "bm25"), "bm25")
         else:
             measured = trained_alone(point.system, settings, silos, self.plan.model, state, split=self.split)
-            found = SystemResult(_listed(measured))
+            found = SystemResult(as_lists(measured))
         shutil.rmtree(state, ignore_errors=True)
         return found
 
@@ -143,14 +143,7 @@ def _stage_1_alone(settings: PddAs2) -> PddAs2:
 
 def _result(found: FedResult, what: str) -> SystemResult:
     sent = {} if what == "bm25" else {name: dict(count) for name, count in found.traffic.by_silo().items()}
-    return SystemResult(_listed(found.systems[what]), dict(found.epsilon), sent, list(found.faults))
-
-
-def _listed(found: PerClient) -> dict[str, dict[str, list[float]]]:
-    return {
-        name: {metric: [float(value) for value in values] for metric, values in measures.items()}
-        for name, measures in found.items()
-    }
+    return SystemResult(as_lists(found.systems[what]), dict(found.epsilon), sent, list(found.faults))
 
 
 def _contents(folder: Path) -> str:
