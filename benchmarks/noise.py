@@ -1,4 +1,4 @@
-"""How fast the noise of a step is drawn: one thread, two, SHAKE-256, and a parameter at once as before.
+"""How fast the noise of a step is drawn: by Philox on one thread and two, by SHAKE-256, and exactly, on a grid.
 
     python benchmarks/noise.py
 
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from lit_dpret.privacy.noise import BLOCK, KeyedStream
+from lit_dpret.privacy.noise_source import NoiseName, noise_source
 
 OUT = Path(__file__).resolve().parent / "results" / "noise_cpu.json"
 T5_XL = 2.85e9
@@ -48,6 +49,20 @@ def main() -> int:
 
         return draw
 
+    def rounded(threads: int) -> Callable[[], None]:
+        def draw() -> None:
+            plain.rounded_normal(torch.Size([few]), bits=30, attempt=0, step=0, parameter="w", threads=threads)
+
+        return draw
+
+    def added(noise: NoiseName) -> Callable[[], None]:
+        source, total = noise_source(noise, plain, noise_multiplier=1.0, coordinates=few), torch.zeros(few)
+
+        def add() -> None:
+            source.noised(total, std=1.0, attempt=0, step=0, parameter="w")
+
+        return add
+
     few = max(count // 8, 1)  # SHAKE-256 is slow
     ways: dict[str, tuple[Callable[[], None], int]] = {
         "a parameter at once": (at_once, count),
@@ -55,6 +70,10 @@ def main() -> int:
         f"blocks, {arguments.threads} threads": (blocks(plain, arguments.threads), count),
         "SHAKE-256, 1 thread": (blocks(secure, 1, few), few),
         f"SHAKE-256, {arguments.threads} threads": (blocks(secure, arguments.threads, few), few),
+        "on a grid, 1 thread": (rounded(1), few),
+        f"on a grid, {arguments.threads} threads": (rounded(arguments.threads), few),
+        "privacy.noise=gaussian, drawn and added": (added("gaussian"), few),
+        "privacy.noise=discrete, drawn and added": (added("discrete"), few),
     }
     rates: dict[str, list[float]] = {name: [] for name in ways}
     work: dict[str, list[float]] = {name: [] for name in ways}

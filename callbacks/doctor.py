@@ -17,8 +17,9 @@ from typing import Any, Literal
 
 import lightning as L
 
+from lit_dpret.callbacks.log_gate import rehearsed
 from lit_dpret.callbacks.planning import PlannedRun, plan_run
-from lit_dpret.callbacks.refusals import complaints, refuse_replaced_sampler
+from lit_dpret.callbacks.refusals import complaints, refuse_other_units, refuse_replaced_sampler
 from lit_dpret.callbacks.traps import SEVERITIES, TRAPS, Severity, Stage, Trap
 from lit_dpret.errors import LitDpretError
 from lit_dpret.privacy.noise import KeyedStream, load_secret
@@ -208,10 +209,11 @@ def _rest(look: _Look, trainer: L.Trainer, module: Any, data: Any) -> PlannedRun
         data.attach(sampler, UnitCollator(module.collate_rows, data.rows_per_unit))
         loader = data.train_dataloader()
         refuse_replaced_sampler(loader, sampler)
+        refuse_other_units(loader, sampler)
     if mode.guarantee == "dp" and look.passed("engine") and look.passed("loader"):
         batches = _some_batches(loader, sampler)
         if batches:
-            with look.at("rehearsal"):
+            with look.at("rehearsal"), rehearsed(trainer, module):
                 module.rehearse(batches)
     return planned
 

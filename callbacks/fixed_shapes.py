@@ -1,14 +1,20 @@
-"""Getting a run ready for a device that compiles: batches of one shape, and the module in place in time."""
+"""Batches of one shape, for a device that compiles and for low precision, and the module in place in time.
+
+In low precision the gradient of a row is another one when the batch has another shape, or when texts are padded
+further. A bound on what one unit moves rests on the other units' gradients being the same without it. So under a
+guarantee batches get one shape, and every unit keeps its place in it; where that cannot be had, the run is refused.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities import find_shared_parameters, set_shared_parameters
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.fixed_shape import FixedShape
+from lit_dpret.privacy.fixed_shape import Collate, FixedShape, RowsAlone, copied_rows
 from lit_dpret.privacy.xla import cut, is_lazy, use_full_precision
 
 Shared = list[list[str]]
@@ -20,9 +26,75 @@ def shape_of_batches(trainer: L.Trainer, module: Any, data: Any) -> FixedShape |
     Raises:
         ConfigurationError: As `FixedShape.of`.
     """
+    if rests_on_shapes(trainer, module):
+        return FixedShape.of(data, module.place_rows if getattr(module, "fills_up", False) else copied_rows, spare=1)
+    return FixedShape.of(data, module.place_rows) if asks_for_one_program(trainer, module) else None
+
+
+def collate_of(trainer: L.Trainer, module: Any) -> Collate:
+    """The function from rows to features: the module's, or one that lets no row decide another one's shape."""
+    if getattr(module, "fills_up", False) or not rests_on_shapes(trainer, module):
+        return module.collate_rows  # type: ignore[no-any-return]
+    return RowsAlone(module.collate_rows, type(module).__name__)
+
+
+def asks_for_one_program(trainer: L.Trainer, module: Any) -> bool:
+    """Whether a compiler is to see the same operations in every batch, whatever is in it."""
     wanted = getattr(module, "fixed_shapes", False)
-    wanted = is_lazy(trainer.strategy.root_device) if wanted is None else wanted
-    return FixedShape.of(data, module.place_rows) if wanted else None
+    return bool(is_lazy(trainer.strategy.root_device) if wanted is None else wanted)
+
+
+def rests_on_shapes(trainer: L.Trainer, module: Any) -> bool:
+    """Whether the bound on a unit holds only where the batch has the same shape without it."""
+    mode = module.privacy
+    return mode.guarantee == "dp" and not mode.bounds_any_rows and below_float32(trainer, module) is not None
+
+
+def below_float32(trainer: L.Trainer, module: Any) -> str | None:
+    """The setting by which something is computed with fewer digits than float32 has; None where nothing is."""
+    precision = str(trainer.precision)
+    if precision not in ("32-true", "64-true"):
+        return f"trainer.precision={precision}"
+    if torch.get_float32_matmul_precision() != "highest":
+        return f"torch.set_float32_matmul_precision({torch.get_float32_matmul_precision()!r})"
+    parameters = module.named_parameters() if isinstance(module, torch.nn.Module) else ()
+    short = next((f"{name} in {p.dtype}" for name, p in parameters if p.dtype.itemsize < 4), None)
+    return None if short is None else f"trainer.precision={precision} with {short}"
+
+
+def refuse_changing_rows(trainer: L.Trainer, module: Any) -> None:
+    """Refuse low precision under a guarantee where the other rows' gradients would not be the same without a unit.
+
+    Raises:
+        ConfigurationError: Naming ``trainer.precision``.
+    """
+    if not rests_on_shapes(trainer, module) or str(trainer.precision).startswith("16"):  # of 16, T7 tells
+        return
+    found, mode = below_float32(trainer, module), module.privacy
+    why = None
+    if str(trainer.precision) not in ("32-true", "64-true", "bf16-mixed", "bf16-true"):
+        why = "it was never shown that a row's gradient is then a function of that row"
+    elif mode.candidates not in ("rows", "pool"):
+        why = (
+            f"privacy={mode.name} bounds how much each pair is weighted, and takes the gradients of other pairs to be "
+            "the same without a record; in low precision they change with the number of records"
+        )
+    elif getattr(mode, "passage_gradient", None) == "full" and mode.units_at_once > 1:
+        why = f"privacy.units_at_once={mode.units_at_once} takes batches apart again; 1 leaves each unit by itself"
+    if why is not None:
+        way = "Set trainer.precision=32-true."
+        raise ConfigurationError(f"{found} under privacy={mode.name}: {why}. {way}", trap="T39")
+
+
+def precision_assumptions(trainer: L.Trainer, module: Any) -> list[str]:
+    """What the claim takes on trust about low precision, for the card."""
+    if not rests_on_shapes(trainer, module):
+        return []
+    return [
+        f"{below_float32(trainer, module)}: a row has the same loss and gradient, to the last bit, whatever stands in "
+        "the other rows of a batch of the same shape. Every physical batch has one shape, and every unit keeps its "
+        "place; that kernels compute rows independently of each other was tested on a CPU."
+    ]
 
 
 def refuse_changing_shapes(trainer: L.Trainer, module: Any) -> None:

@@ -24,6 +24,9 @@ class MetricsFile(Logger):
         run_dir: The folder of the file.
     """
 
+    writes_no_times = True
+    """What is logged inside a private run is written at once: a line says which step, never when."""
+
     def __init__(self, run_dir: str | Path) -> None:
         super().__init__()
         self._path = Path(run_dir) / "metrics.jsonl"

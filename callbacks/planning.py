@@ -81,11 +81,16 @@ def planned_steps(trainer: L.Trainer, steps_per_epoch: int) -> int:
     """How many logical steps ``trainer`` will take; a private run must know before it starts.
 
     Raises:
-        ConfigurationError: Neither ``max_steps`` nor ``max_epochs`` is set.
+        ConfigurationError: Neither ``max_steps`` nor ``max_epochs`` is set, or one of them is 0.
     """
     epochs = trainer.max_epochs
     by_epochs = epochs * steps_per_epoch if epochs is not None and epochs > 0 else None
     by_steps = trainer.max_steps if trainer.max_steps > 0 else None
+    if epochs == 0 or trainer.max_steps == 0:
+        raise ConfigurationError(
+            f"trainer.max_epochs={epochs} with trainer.max_steps={trainer.max_steps} trains nothing. Set one of them "
+            "above 0."
+        )
     known = [value for value in (by_epochs, by_steps) if value is not None]
     if not known:
         raise ConfigurationError("A private run must know its length: set trainer.max_steps or trainer.max_epochs.")

@@ -8,23 +8,39 @@ that ledger, never from the configuration.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.callbacks.agreement import require_agreement
-from lit_dpret.callbacks.fixed_shapes import place_early, shape_of_batches, tie_again
+from lit_dpret.callbacks.averages import averaging, go_on_averaging
+from lit_dpret.callbacks.between_steps import BetweenSteps
+from lit_dpret.callbacks.fixed_shapes import (
+    asks_for_one_program,
+    collate_of,
+    place_early,
+    precision_assumptions,
+    shape_of_batches,
+    tie_again,
+)
 from lit_dpret.callbacks.inputs import fingerprint_of_files
+from lit_dpret.callbacks.log_gate import LogGate, tell
 from lit_dpret.callbacks.physical_batch import fit_physical_batch
 from lit_dpret.callbacks.planning import PlannedRun, plan_run
-from lit_dpret.callbacks.refusals import refuse_broken_claims, refuse_replaced_sampler
+from lit_dpret.callbacks.refusals import (
+    refuse_broken_claims,
+    refuse_other_units,
+    refuse_other_weights,
+    refuse_replaced_sampler,
+)
 from lit_dpret.callbacks.strategies import keep_the_sampler, note_sigterm_quietly, strategy_name
-from lit_dpret.errors import ConfigurationError, ResumeError
-from lit_dpret.privacy.card import LEDGER_NAME
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
+from lit_dpret.privacy.card import LEDGER_NAME, read_card
+from lit_dpret.privacy.card_leaks import PRIVATE_LOG_EVENT
 from lit_dpret.privacy.dataset_account import DatasetAccount
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.fingerprints import state_hash
@@ -35,11 +51,13 @@ from lit_dpret.privacy.noise import KeyedStream, load_secret, published_secret
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.privacy.releases import Release
-from lit_dpret.privacy.run import Position, PrivateRun
+from lit_dpret.privacy.run import Position, PrivateRun, ledger_identity
 from lit_dpret.privacy.sampling import UnitCollator
 from lit_dpret.privacy.shared_gate import SharedGate
+from lit_dpret.privacy.shown import unaccounted
 from lit_dpret.privacy.start import Start, note_start, read_start
 from lit_dpret.privacy.sweep_places import note_sweep
+from lit_dpret.privacy.trained import TrainedIn, fingerprints, mark, remember, runs_behind
 from lit_dpret.sweeps import SweepFolder, trial_ledger
 
 
@@ -52,16 +70,20 @@ class PrivacyAccountant(Callback):
           included; ``min_epochs`` and ``min_steps`` cannot overrule it.
         - After a crash, epsilon is never less than was spent. A step is repeated under its old
           noise only where the state before it and its clipped sum are bit for bit the same.
+        - Weights that another run is known to have trained on private data are refused under a claim, however they
+          came into the module, unless ``init_from`` names a run that counts them; so is every checkpoint but the
+          run's own.
         - A resume with another sigma, clip norm, sampling law or data set is refused, and so is one that
           leaves the ledger of its data set.
         - With ``privacy.dataset_ledger``, no step is made that would bring the total of all runs on
           the data set past ``privacy.total_eps``; each fit reserves its own steps, also a second one
           with the same object.
+        - Nobody logs what is not declared public, and no logger learns when a step was made (`LogGate`).
         - On several ranks there is one ledger, that of rank 0: what it grants or refuses holds on all.
 
     Args:
         run_dir: Where the ledger lies; null for the Trainer's ``default_root_dir``.
-        resume: Go on with the ledger found there. Without it, an existing ledger is refused.
+        resume: Go on with the ledger found there. Without it an existing ledger is refused, and with it a missing one.
         resume_reserve: Extra steps that the calibration pays for in advance, so that re-executed
             steps after a crash do not end the run early.
         replay: ``auto`` repeats steps bit by bit on a CPU in float32 or float64; ``never`` always
@@ -75,6 +97,8 @@ class PrivacyAccountant(Callback):
     """
 
     counts_releases = True
+    #: Whether somebody else composes this run with those that trained its weights before (the rounds of a federation).
+    counted_by_others = False
 
     def __init__(
         self,
@@ -102,7 +126,8 @@ class PrivacyAccountant(Callback):
         self._dataset: DatasetLedger | None = None
         self._account: DatasetAccount | None = None
         self._restored: Position | None = None
-        self._begun = self._ended = False
+        self._begun = self._ended = self._trained = False
+        self.log_gate: LogGate | None = None
 
     @property
     def ledger(self) -> PrivacyLedger:
@@ -121,6 +146,18 @@ class PrivacyAccountant(Callback):
             self._start = read_start(self.init_from, public=self.init_from_is_public)
         return self._start
 
+    def known_runs(self, module: Any, data: Any) -> list[str]:
+        """The runs whose releases are counted where this one's are: its own, what it starts from, its data's claim."""
+        start = self.start()
+        known = [] if start is None else list(start.facts["runs"])
+        if module.privacy.guarantee == "inherited" and getattr(data, "privacy_card_path", None) is not None:
+            known.append(_claim_of(data))
+        if "_identity" in vars(self):
+            known.append(self._identity)
+        elif self.resume and self.run_dir is not None and (Path(self.run_dir) / LEDGER_NAME).is_file():
+            known.append(ledger_identity(PrivacyLedger.read(Path(self.run_dir) / LEDGER_NAME).records))
+        return known
+
     # -- getting ready -----------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -131,6 +168,7 @@ class PrivacyAccountant(Callback):
         module: Any = pl_module
         mode: Any = getattr(module, "privacy", None)
         data: Any = getattr(trainer, "datamodule", None)
+        self._data = data
         self.run_dir = self.run_dir or Path(trainer.default_root_dir)
         own_plan = ranks.together(lambda: self._planned(trainer, module, data))
         planned = ranks.share(lambda: own_plan)
@@ -141,24 +179,48 @@ class PrivacyAccountant(Callback):
         require_agreement(trainer, module, data, planned=own_plan, stream=agreed, ranks=ranks)
         planned = fit_physical_batch(trainer, module, data, planned, ranks)
         self.plan, self.planned_steps = planned.plan, planned.steps
-        run_id = ranks.share(lambda: self._open(module, data, planned, secret))
+        run_id = ranks.share(lambda: self._open(trainer, module, data, planned, secret))
+        self._identity = ranks.share(lambda: self._run.identity)
         stream = self._run.stream if ranks.is_first else KeyedStream(secret, run_id, secure_rng=mode.secure_rng)
         self.sampler = planned.sampler(data, stream, ranks=ranks)
+        self._strange: str | None = None
+        self._updates = 0
+        self.sampler.watched = self.plan is not None
         self.sampler.before_first_draw = lambda: self._begin(trainer, pl_module)
         own = None
         if ranks.is_first:
             # Until the account reserves, nothing is: a step that came too early would be refused.
             reserved_until = None if self._dataset is None else 0
             own = ReleaseGate(self._run, self.plan, mode, self.sampler, reserved_until=reserved_until)
-        whole = strategy_name(trainer) == "ddp"
-        self._gate = SharedGate(own, stream=stream, run_id=run_id, sampler=self.sampler, ranks=ranks, whole=whole)
+        strategy = strategy_name(trainer)
+        self._gate = SharedGate(
+            own, stream=stream, run_id=run_id, sampler=self.sampler, ranks=ranks, plan=self.plan,
+            whole=strategy == "ddp", parts=strategy in ("fsdp", "deepspeed"),
+        )  # fmt: skip
+        if averaging(trainer) is not None and hasattr(module, "prepare"):
+            ranks.in_turn(lambda: module.prepare(data))  # what is copied now for the average has its final shapes
         shape = shape_of_batches(trainer, module, data)
-        mode.fixed_shapes = shape is not None
-        data.attach(self.sampler, UnitCollator(module.collate_rows, data.rows_per_unit, shape=shape))
+        mode.fixed_shapes = asks_for_one_program(trainer, module)
+        self.sampler.scatters = shape is not None and mode.neighbours == "add_or_remove"
+        collate = collate_of(trainer, module)
+        data.attach(self.sampler, UnitCollator(collate, data.rows_per_unit, shape=shape))
         keep_the_sampler(trainer)
         self._shared = place_early(trainer, pl_module)
         ranks.together(lambda: mode.attach(pl_module, self.plan, stream))
         module.receive_guard(self._gate)
+        self._between = BetweenSteps(trainer, module)
+        if mode.guarantee == "dp":
+            declare = partial(self._note_private, mode) if module.log_private_loss else None
+            self.log_gate = LogGate(trainer, module, step=lambda: self._gate.steps_done, declare=declare)
+            if self.sampler.physical_batches_per_step is None:
+                self.log_gate.log_every_batch()
+
+    def _note_private(self, mode: PrivacyMode, name: str) -> None:
+        """Write down that a private number is shown, for the card; once the run has ended, it is too late for that."""
+        if self._ended:
+            raise unaccounted(repr(name), mode)
+        if self._ranks.is_first:
+            self.ledger.append("event", name=PRIVATE_LOG_EVENT, logged=name)
 
     def _planned(self, trainer: L.Trainer, module: Any, data: Any) -> PlannedRun:
         """What would run, once nothing speaks against it."""
@@ -177,7 +239,7 @@ class PrivacyAccountant(Callback):
             return load_secret(mode.secret_file, run_dir=self.run_dir)
         return published_secret(mode.noise_seed)
 
-    def _open(self, module: Any, data: Any, planned: PlannedRun, secret: bytes) -> str:
+    def _open(self, trainer: L.Trainer, module: Any, data: Any, planned: PlannedRun, secret: bytes) -> str:
         """Begin the ledger or go on with it, on rank 0; returns the id of the run."""
         mode: PrivacyMode = module.privacy
         self._dataset = self._dataset_ledger(mode)
@@ -199,7 +261,7 @@ class PrivacyAccountant(Callback):
                 "secure_rng": mode.secure_rng,
                 "noise_seed": mode.noise_seed,
                 "log_private_loss": bool(module.log_private_loss),
-                "assumptions": module.assumptions() if hasattr(module, "assumptions") else [],
+                "assumptions": [*getattr(module, "assumptions", list)(), *precision_assumptions(trainer, module)],
                 "dataset_ledger": None if self._dataset is None else self._dataset.begin(),
                 "planted": planted,
             },
@@ -215,6 +277,8 @@ class PrivacyAccountant(Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Attach the mode to what a strategy put in the parameters' place: engines know parameters by identity."""
         module: Any = pl_module
+        if self.log_gate is not None:
+            self.log_gate.watch_results()
         if getattr(module, "in_shards", False):
             with module.whole():
                 self._ranks.together(lambda: module.privacy.attach(module, self.plan, self._gate.stream))
@@ -223,9 +287,9 @@ class PrivacyAccountant(Callback):
         """Let nothing of an earlier fit with this object stand for this one: not its reservation, nor its place."""
         if self._account is not None:
             self._account.close()
-        self._begun = self._ended = False
-        self._account, self._restored = None, None
-        for name in ("_run", "_gate"):
+        self._begun = self._ended = self._trained = False
+        self._account, self._restored, self.log_gate = None, None, None
+        for name in ("_run", "_gate", "_between", "_identity"):
             vars(self).pop(name, None)
 
     def _dataset_ledger(self, mode: PrivacyMode) -> DatasetLedger | None:
@@ -261,9 +325,32 @@ class PrivacyAccountant(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = Position.from_dict(state_dict, place="The checkpoint") if state_dict else None
 
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Refuse the checkpoint of another run under a claim; the module, which has its weights by now, is marked."""
+        module: Any = pl_module
+        fits = trainer.state.fn == "fit" and "_gate" in vars(self)
+        if not fits or self.counted_by_others or module.privacy.guarantee == "none":
+            return
+        position = _position_in(checkpoint)
+        if position is None or position.run_id != self._gate.position.run_id:
+            mark(pl_module, [TrainedIn("another checkpoint", "unknown")])
+            whose = "no run that was counted" if position is None else f"run {position.run_id}"
+            raise ResumeError(
+                f"The checkpoint belongs to {whose}, and the ledger in {self.run_dir} to run "
+                f"{self._gate.position.run_id}: what trained its weights would stand on no card. Go on from a "
+                "checkpoint of this run folder, start from the other run by init_from, or leave "
+                "trainer.fit(ckpt_path=) out. The module holds those weights now: build it anew.",
+                trap="T30",
+            )
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         refuse_replaced_sampler(trainer.train_dataloader, self.sampler)
+        if self.plan is not None:
+            self._ranks.together(lambda: refuse_other_units(trainer.train_dataloader, self.sampler))
         note_sigterm_quietly(trainer)
+        if self.log_gate is not None:
+            self.log_gate.training = True
+        self._between.note_requeue_quietly()
         self._begin(trainer, pl_module)
         if self._gate.steps_done < self.planned_steps:
             self._gate.require_budget(self._gate.steps_done)
@@ -279,6 +366,11 @@ class PrivacyAccountant(Callback):
         self._refuse_other_checkpoints()
         self._ranks.share(lambda: self._refuse_unknown_start(trainer))
         module: Any = pl_module
+        if self._restored is None:  # its own checkpoint, which the ledger knows, has put its weights there
+            self._ranks.together(lambda: refuse_other_weights(module, self, self._data))
+        self._start_values = fingerprints(pl_module)
+        if self._restored is not None:
+            go_on_averaging(trainer, pl_module)
         wrapped: Any = module.optimizers()
         optimizer = wrapped.optimizer if hasattr(wrapped, "optimizer") else wrapped
         deterministic = pl_module.device.type == "cpu" and str(trainer.precision) in ("32-true", "64-true")
@@ -323,33 +415,68 @@ class PrivacyAccountant(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._between.begin_batch(batch.step)
+        if self.plan is not None:
+            self._require_drawn(batch)
         if batch.part == self._ranks.rank:  # the first of its step here
             self._gate.require_budget(batch.step)
+
+    def _require_drawn(self, batch: Any) -> None:
+        """Refuse a step with other units than were drawn, on all ranks, before it is released."""
+        try:
+            self.sampler.require_drawn(batch)
+        except DataError as error:
+            self._strange = str(error)
+        if not batch.last:
+            return
+        if (found := next(filter(None, self._ranks.gather(self._strange, quick=True)), None)) is not None:
+            self._gate.forfeit()
+            raise DataError(found, trap="T38")
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        """Refuse an update that nobody granted, as a ``training_step`` of one's own makes it, and the claim."""
+        self._updates += 1
+        module: Any = pl_module
+        if self.plan is None or module.privacy.guarantee != "dp" or self._updates <= self._gate.granted:
+            return
+        self._gate.forfeit()
+        raise ConfigurationError(
+            f"An optimizer makes update {self._updates}, and {self._gate.granted} steps were granted: it carries no "
+            f"noise and is in no ledger. Give {type(pl_module).__name__} a per_row_loss, and leave training_step and "
+            "automatic_optimization as PrivateModule has them.",
+            trap="T7",
+        )
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.plan is None or not batch.last:
+        if not batch.last:
+            return
+        if not self._trained:
+            self._trained = True
+            mark(pl_module, [self._itself(pl_module), *runs_behind(pl_module)])
+        self._between.end_step(self._ranks)
+        if self.plan is None:
             return
         if self._in_dataset:
             self._ranks.share(self._keep_covered)
         every = max(1, -(-self.planned_steps // max(1, self.eps_log_points)))
         done = batch.step + 1
         if (fraction := self._gate.clip_fraction) is not None:
-            self._tell(trainer, {"privacy/clip_fraction": fraction}, done)
+            tell(trainer, {"privacy/clip_fraction": fraction}, done)
         if done % every == 0 or done == self.planned_steps:
             spent = {"privacy/eps_spent": self._gate.share_epsilon(), "privacy/delta": self.plan.budget.delta}
-            self._tell(trainer, spent, done)
-
-    @staticmethod
-    def _tell(trainer: L.Trainer, metrics: dict[str, float], step: int) -> None:
-        """Log public numbers by logical step: how many physical batches there were may be private."""
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=step)
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+            tell(trainer, spent, done)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Where the number of physical batches tells the size of each draw, or that of the data set: hide it."""
+        """Remember what leaves the run, and let it go on with a whole step.
+
+        Where the number of physical batches tells what may be private, hide it.
+        """
+        if not hasattr(self, "_between"):
+            return
+        self._remember(pl_module, checkpoint["state_dict"])
+        self._between.set_back(checkpoint, self._gate.steps_done)
         if self.plan is None or self.sampler.physical_batches_per_step is not None:
             return
         loop = checkpoint["loops"]["fit_loop"]
@@ -363,6 +490,7 @@ class PrivacyAccountant(Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._ended = True
+        self._remember(pl_module)
         self._ranks.share(self._finish)
         if self._ranks.world_size > 1:
             self._gate.share_epsilon()  # for who asks another rank when the run is over
@@ -380,15 +508,30 @@ class PrivacyAccountant(Callback):
             tie_again(pl_module, self._shared)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._remember(pl_module)
         if not hasattr(self, "_run"):  # nothing was opened yet, or this rank holds no ledger
             return
         try:
             begun = hasattr(self, "_gate") and not self._ended  # once ended, the card names the ledger's last record
             if begun and not isinstance(exception, OSError):
+                # A coupling or an uncovered weight that is found late may have been there in the steps before.
+                found = isinstance(exception, UnsupportedModelError) and self.plan is not None
+                if found and self._gate.steps_done and self._ranks.world_size == 1:
+                    self._gate.forfeit()
                 self._settle()
                 self.ledger.append("end", reason=type(exception).__name__, steps=self._gate.steps_done)
         finally:
             self._close()
+
+    def _itself(self, module: Any) -> TrainedIn:
+        inherited = module.privacy.guarantee == "inherited"
+        return TrainedIn(_claim_of(self._data) if inherited else self._identity, module.privacy.name, str(self.run_dir))
+
+    def _remember(self, module: Any, tensors: Mapping[str, Any] | None = None) -> None:
+        """Remember, for whoever trains in this process later, the values that this run has given its parameters."""
+        if self._begun and hasattr(self, "_start_values"):
+            values = dict(module.named_parameters()) if tensors is None else tensors
+            remember(values, self._start_values, self._itself(module))
 
     def _settle(self) -> None:
         if self._account is not None:
@@ -400,5 +543,24 @@ class PrivacyAccountant(Callback):
         self.ledger.close()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage == "fit" and hasattr(self, "_run"):
+        if stage != "fit":
+            return
+        self._remember(pl_module)  # once more: a callback may have put an average in the weights' place
+        if hasattr(self, "_between"):
+            self._between.release()
+        if hasattr(self, "_run"):
             self._close()
+
+
+def _position_in(checkpoint: Mapping[str, Any]) -> Position | None:
+    """Where a checkpoint was taken, by what an accountant left in it."""
+    for state in checkpoint.get("callbacks", {}).values():
+        if isinstance(state, Mapping) and {"run_id", "attempt", "steps_done"} <= set(state):
+            return Position.from_dict(state, place="The checkpoint")
+    return None
+
+
+def _claim_of(data: Any) -> str:
+    """What the data of ``privacy=synthetic`` were released by: all that is made of one release has one claim."""
+    card = read_card(data.privacy_card_path)
+    return f"claim {(card['ledger'] or {}).get('head') or card['checksum']}"

@@ -16,6 +16,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 
+from lit_dpret.callbacks.averages import averaged, describe
 from lit_dpret.callbacks.privacy_accountant import PrivacyAccountant
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.card import LEDGER_NAME, build_card, inherit_card, subject_of, write_card
@@ -27,6 +28,7 @@ from lit_dpret.privacy.card_protocols import note_protocols, protocol_facts
 from lit_dpret.privacy.card_tuning import declared_search
 from lit_dpret.privacy.noise import PHILOX, SHAKE
 from lit_dpret.privacy.ranks import Ranks
+from lit_dpret.privacy.start import declared_start
 
 MODEL_FOLDER = "model"
 
@@ -36,6 +38,7 @@ class PrivacyCard(Callback):
 
     Guarantees:
         - The card's epsilon is recomputed from the ledger on disk.
+        - Where a callback averages the weights, the average is the model.
         - The model folder carries a copy of the card, so that they are not parted.
         - On several ranks, rank 0 writes, and the others wait for it.
 
@@ -112,7 +115,8 @@ class PrivacyCard(Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         module: Any = pl_module
-        with module.assembled() if hasattr(module, "assembled") else nullcontext():  # not every module is ours
+        assembled = module.assembled() if hasattr(module, "assembled") else nullcontext()  # not every module is ours
+        with averaged(trainer, pl_module), assembled:
             Ranks.here().share(lambda: self._write(trainer, pl_module, finished=True))
         self._written = True
 
@@ -149,10 +153,10 @@ class PrivacyCard(Callback):
                 subject,
                 description=f"training a {own} on it",
                 ledger_records=accountant.ledger.records,
-                mechanism=_mechanism(module),
+                mechanism=_mechanism(module) | describe(trainer),
                 tuning=self.tuning,
                 environment=environment,
-                assumptions=leaks(accountant.ledger.records),
+                assumptions=[*leaks(accountant.ledger.records), declared_start(getattr(module, "pretrained", None))],
             )
         else:
             card = build_card(
@@ -160,7 +164,7 @@ class PrivacyCard(Callback):
                 subject=subject,
                 plan=accountant.plan,
                 ledger_name=LEDGER_NAME,
-                mechanism=_mechanism(module),
+                mechanism=_mechanism(module) | describe(trainer),
                 tuning=self.tuning,
                 environment=environment,
                 pretraining={"model": str(getattr(module, "pretrained", None) or "unstated"),

@@ -15,14 +15,21 @@ import lightning as L
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Callback,
+    DeviceStatsMonitor,
     EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
+    SpikeDetection,
+    ThroughputMonitor,
+    Timer,
 )
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.profilers import PassThroughProfiler
 from torch import nn
 
-from lit_dpret.callbacks.fixed_shapes import refuse_changing_shapes
+from lit_dpret.callbacks.averages import refuse_averages
+from lit_dpret.callbacks.fixed_shapes import refuse_changing_rows, refuse_changing_shapes
 from lit_dpret.callbacks.strategies import (
     refuse_parted_sums,
     refuse_second_masters,
@@ -31,12 +38,16 @@ from lit_dpret.callbacks.strategies import (
     strategy_name,
 )
 from lit_dpret.callbacks.zero_settings import refuse_zero_settings
-from lit_dpret.errors import ConfigurationError, LitDpretError
+from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.privacy.card_file import CARD_NAME
 from lit_dpret.privacy.card_subject import card_above, check_dataset_card
 from lit_dpret.privacy.guard import uncounted
-from lit_dpret.privacy.sampling import PrivateBatchSampler
+from lit_dpret.privacy.sampling import Draw, PrivateBatchSampler, UnitOwners, row_key
 from lit_dpret.privacy.start import Start, model_folder
+from lit_dpret.privacy.trained import runs_behind
+
+#: After so many units without a named row, a data set is not asked for the others.
+UNNAMED = 99
 
 
 @dataclass(frozen=True)
@@ -102,6 +113,33 @@ def refuse_replaced_sampler(loader: Any, sampler: PrivateBatchSampler) -> None:
             "Set trainer.use_distributed_sampler=false, and do not override train_dataloader.",
             trap="T2",
         )
+
+
+def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> None:
+    """Ask a training data set that is not of this package for every unit once, and refuse it where units share rows.
+
+    Ours is built unit by unit. Where rows have no names (`row_key`) nothing can be told, and asking ends early.
+
+    Raises:
+        DataError: It answered for another unit, or with a row that it gave for another unit before.
+    """
+    dataset = getattr(loader, "dataset", None)
+    if dataset is None or type(dataset).__module__.startswith("lit_dpret."):
+        return
+    owners, named = UnitOwners(), False
+    for unit in range(sampler.units):
+        draw, rows = dataset[Draw(unit, 0, 0, False)]
+        if draw.unit != unit:
+            raise DataError(
+                f"The training data set answers for unit {draw.unit} where unit {unit} was drawn, so epsilon would be "
+                "false: dataset[draw] must return the draw itself (datamodule.train_dataloader).",
+                trap="T38",
+            )
+        keys = [key for key in map(row_key, rows) if key is not None]
+        named |= bool(keys)
+        if unit == UNNAMED and not named:
+            return
+        owners.note(unit, keys)
 
 
 def refuse_false_bound(mode: Any, data: Any) -> None:
@@ -197,6 +235,41 @@ def _starts_public(run: Candidate) -> None:
             )
 
 
+def _starts_unseen(run: Candidate) -> None:
+    counters = (callback for callback in run.callbacks if hasattr(callback, "known_runs"))
+    if (counter := next(counters, None)) is not None:
+        refuse_other_weights(run.module, counter, run.data)
+
+
+def refuse_other_weights(module: Any, counter: Any, data: Any) -> None:
+    """Refuse weights that a run trained on private data whose releases this run's claim does not count.
+
+    Args:
+        module: What is to be trained.
+        counter: The accountant of the run; it knows which runs are counted.
+        data: The DataModule of the run.
+
+    Raises:
+        ConfigurationError: Naming that run, and the way out.
+    """
+    if counter.counted_by_others or module.privacy.guarantee == "none" or not (behind := runs_behind(module)):
+        return
+    known = counter.known_runs(module, data)
+    unknown = sorted((not run.folder, run) for run in behind if run.run not in known)
+    if not unknown:
+        return
+    run = unknown[0][1]
+    place = f" in {run.folder}" if run.folder else ""
+    way = "Build the module anew, from public weights"
+    if run.folder and (Path(run.folder) / CARD_NAME).is_file():
+        way += f", or start from what that run wrote: init_from={run.folder}"
+    raise ConfigurationError(
+        f"{type(module).__name__} holds weights that a run under privacy={run.privacy} trained{place}, and this run's "
+        f"card would forget what that cost. {way}. To go on with that run itself, say resume=true in its folder.",
+        trap="T30",
+    )
+
+
 def _origins(module: Any) -> list[Path]:
     """The folders that the weights came from: by the module's setting, and by what its transformers remember."""
     parts = module.modules() if isinstance(module, nn.Module) else ()
@@ -271,7 +344,9 @@ def _validates_on_declared_data(run: Candidate) -> None:
 
 
 def _whole_batches(run: Candidate) -> None:
-    if run.trainer.limit_train_batches not in (1.0, None) or getattr(run.trainer, "overfit_batches", False):
+    limit = run.trainer.limit_train_batches
+    whole = limit is None or (isinstance(limit, float) and limit == 1.0)  # the int 1 means one batch
+    if not whole or getattr(run.trainer, "overfit_batches", False):
         raise ConfigurationError(
             "trainer.limit_train_batches and trainer.overfit_batches cut a logical batch short and change "
             "the sampling law. Use trainer.max_steps.",
@@ -279,13 +354,76 @@ def _whole_batches(run: Candidate) -> None:
         )
 
 
-def _no_loss_scaler(run: Candidate) -> None:
+def _takes_its_steps(run: Candidate) -> None:
+    """Refuse what keeps a logical batch from ever being finished, under any mode."""
+    if batches := getattr(run.trainer, "fast_dev_run", False):
+        raise ConfigurationError(
+            f"trainer.fast_dev_run={batches} ends after so many physical batches, in the middle of a logical one, and "
+            "skips what a run writes. Use trainer.max_steps, or task=doctor, which trains nothing.",
+            trap="T2",
+        )
+    every = getattr(run.trainer, "reload_dataloaders_every_n_epochs", 0)
+    if every:
+        raise ConfigurationError(
+            f"trainer.reload_dataloaders_every_n_epochs={every} would throw away batches that the loader has fetched "
+            "ahead, and the logical batch that is due would never come. Set it to 0: the sampler draws anew each step."
+        )
+
+
+def _known_precision(run: Candidate) -> None:
     if str(run.trainer.precision).startswith("16"):
         raise ConfigurationError(
             f"trainer.precision={run.trainer.precision}: the loss scaler skips steps that were paid for. "
             "Choose bf16-mixed or 32-true.",
             trap="T7",
         )
+    if str(run.trainer.precision) not in _PRECISIONS:
+        raise ConfigurationError(
+            f"trainer.precision={run.trainer.precision}: nobody has looked at what it keeps of a batch, or at what it "
+            f"does to an update. Choose one of {', '.join(_PRECISIONS)}."
+        )
+
+
+def _tells_no_times(run: Candidate) -> None:
+    """Refuse what writes down, or acts by, how long private steps take or how much memory they need."""
+    found = type(run.trainer.profiler)  # type: ignore[attr-defined]
+    if found is not PassThroughProfiler:
+        raise ConfigurationError(
+            f"trainer.profiler={found.__name__} writes down how long each step took, which tells how long the texts in "
+            "it were: that is a release nobody counts. Profile under privacy=none; callbacks=with_throughput tells the "
+            "speed on the terminal alone.",
+            trap="T35",
+        )
+    for callback in run.callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, _TIMED):
+            knob = "trainer.max_time" if isinstance(callback, Timer) else f"callbacks: {name}"
+            raise ConfigurationError(
+                f"{knob} writes down, or ends the run by, times, memory or losses of private steps, which depend on "
+                "the texts in them. Remove it, and fix the length by trainer.max_steps; callbacks=with_throughput "
+                "tells the speed on the terminal alone.",
+                trap="T35",
+            )
+        if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
+            raise ConfigurationError(
+                f"{name}(train_time_interval=...) saves by the clock, and which step is saved tells how long private "
+                "steps took. Set every_n_train_steps.",
+                trap="T35",
+            )
+    for logger in run.trainer.loggers:
+        if isinstance(logger, WandbLogger) and not _is_quiet(logger._wandb_init.get("settings")):
+            raise ConfigurationError(
+                "W&B would keep what the terminal shows and measure the machine, with the time of each: that tells how "
+                "long private steps took. Take lit_dpret.callbacks.PublicWandbLogger (logger=wandb), or give the "
+                'WandbLogger settings=wandb.Settings(console="off", x_disable_stats=True).',
+                trap="T35",
+            )
+
+
+def _is_quiet(settings: Any) -> bool:
+    """Whether W&B neither keeps the terminal nor measures the machine."""
+    found = settings if isinstance(settings, dict) else vars(settings) if settings is not None else {}
+    return found.get("console") == "off" and found.get("x_disable_stats") is True
 
 
 def _no_accumulation(run: Candidate) -> None:
@@ -308,15 +446,33 @@ def _no_clipping_of_the_sum(run: Candidate) -> None:
         )
 
 
+def _averages_weights(run: Candidate) -> None:
+    refuse_averages(run.trainer, run.module, run.callbacks)
+
+
 def _one_shape_where_it_compiles(run: Candidate) -> None:
     refuse_changing_shapes(run.trainer, run.module)
 
 
+def _rows_that_keep_their_gradients(run: Candidate) -> None:
+    refuse_changing_rows(run.trainer, run.module)
+
+
+_PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
+_TIMED = (Timer, DeviceStatsMonitor, ThroughputMonitor, SpikeDetection)
+
 _SHAPE: tuple[Check, ...] = (_is_private_module, _states_a_law)
-_EVERY: tuple[Check, ...] = (_is_counted, _shown_strategy, _one_shape_where_it_compiles)
-_ANY_CLAIM: tuple[Check, ...] = (_starts_public, _validates_on_declared_data)
+_EVERY: tuple[Check, ...] = (
+    _is_counted,
+    _shown_strategy,
+    _takes_its_steps,
+    _averages_weights,
+    _one_shape_where_it_compiles,
+)
+_ANY_CLAIM: tuple[Check, ...] = (_starts_public, _starts_unseen, _validates_on_declared_data)
 _INHERITED: tuple[Check, ...] = (_carries_a_card,)
 _DP: tuple[Check, ...] = (
     _shows_nothing_beside_a_total, _stops_by_a_fixed_number, _keeps_the_last, _tunes_nothing, _validates_nothing,
-    _whole_batches, _no_loss_scaler, _no_accumulation, _no_clipping_of_the_sum,
+    _tells_no_times, _whole_batches, _known_precision, _no_accumulation, _no_clipping_of_the_sum,
+    _rows_that_keep_their_gradients,
 )  # fmt: skip

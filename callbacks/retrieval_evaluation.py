@@ -14,9 +14,10 @@ from contextlib import nullcontext
 from typing import Any, Literal, get_args
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import Callback
 
+from lit_dpret.callbacks.averages import averaged
+from lit_dpret.callbacks.log_gate import tell
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.card_leaks import DECLARED_EVENT, PRIVATE_EVENT
 from lit_dpret.privacy.card_subject import check_dataset_card
@@ -40,6 +41,7 @@ class RetrievalEvaluation(Callback):
         - ``data=synthetic`` is held against the privacy card of the data.
         - Nothing is drawn from any random stream, so that the run is the same with and without it.
         - On several ranks, rank 0 evaluates, and all learn the means.
+        - Where a callback averages the weights, the average is evaluated.
 
     Args:
         data: Whose the evaluated queries are: ``public``, ``synthetic`` or ``private``. Null is for
@@ -187,12 +189,11 @@ class RetrievalEvaluation(Callback):
         done = batch.step + 1
         if done % self.every_n_steps == 0 or done == _planned_steps(trainer):
             module: Any = pl_module
-            with module.whole() if hasattr(module, "whole") else nullcontext():  # not every module is ours
+            whole = module.whole() if hasattr(module, "whole") else nullcontext()  # not every module is ours
+            with averaged(trainer, pl_module), whole:
                 self.last = Ranks.here().share(lambda: self._evaluate(trainer, pl_module, done))
             found = {f"{self.prefix}/{name}": mean for name, mean in self.last.means.items()}
-            for logger in trainer.loggers:
-                logger.log_metrics(found, step=done)
-            trainer.callback_metrics.update({name: torch.tensor(mean) for name, mean in found.items()})
+            tell(trainer, found, done)
 
     def _evaluate(self, trainer: L.Trainer, module: Any, step: int) -> EvaluationResult:
         if self.data == "private" and (ledger := _ledger(trainer)) is not None:

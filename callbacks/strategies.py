@@ -73,6 +73,12 @@ def refuse_unsupported(trainer: L.Trainer, mode: Any) -> None:
     row = strategy(strategy_name(trainer))
     name = str(getattr(mode, "name", "none"))
     reason = row.reason_against(name, getattr(mode, "engine", None))
+    if row.name.startswith("xla") and getattr(mode, "noise", "gaussian") == "discrete":
+        raise ConfigurationError(
+            f"privacy.noise=discrete rounds sums in float64 and int64, which nobody has tried under trainer.strategy="
+            f"{row.name}. Set privacy.noise=gaussian, or train on a CPU or a GPU.",
+            trap="T23",
+        )
     if reason is None:
         if row.name == "fsdp":
             _refuse_other_cuts(trainer.strategy)

@@ -62,13 +62,15 @@ TRAPS: tuple[Trap, ...] = (
     Trap("T7", "Steps that nobody counts", "settings",
          "An accountant counts logical steps, and nothing skips one that was paid for.", ("dp", "inherited", "none")),
     Trap("T8", "Norms in low precision", "construction",
-         "Norms, sums and noise are kept in float32 or wider, whatever the precision of the forward pass."),
+         "Norms, sums and noise are kept in float32 or wider, whatever the precision of the forward pass; what else "
+         "low precision does is T39."),
     Trap("T9", "A weight that is used in several places", "rehearsal",
          "The gradients of all uses of a weight are added up before its norm is taken."),
     Trap("T10", "A gradient without a batch axis", "rehearsal",
          "The gradient at each recorded call can be told apart by unit."),
     Trap("T11", "A loss or a layer that couples examples", "rehearsal",
-         "No row changed the loss of another one, and no layer keeps statistics of a batch."),
+         "No row changed the loss or the gradient of another one in the mode in which it trains, nothing of one batch "
+         "changed the next, and no layer keeps statistics of a batch."),
     Trap("T12", "A denominator that is not a public constant", "settings",
          "The noised sum is divided by the plan's constant, and by nothing of the Trainer's."),
     Trap("T13", "A trained parameter that is not clipped", "rehearsal",
@@ -90,15 +92,18 @@ TRAPS: tuple[Trap, ...] = (
     Trap("T21", "Noise that others can compute again", "secret",
          "The secret of noise and coins lies outside the run folder, readable by its owner alone."),
     Trap("T22", "A generator of noise that is not cryptographic", "elsewhere",
-         "Philox with a secret key draws the noise, and the card says so; privacy.secure_rng=true takes SHAKE-256.",
+         "Philox with a secret key draws the noise, and the card says so; privacy.secure_rng=true takes SHAKE-256, and "
+         "so does privacy.noise=discrete.",
          ("dp",), "weakens"),
     Trap("T23", "Noise in floating point", "elsewhere",
-         "The guarantee is that of the idealised mechanism, and the card says so: nothing here closes the gap.",
+         "The guarantee is that of the idealised mechanism, and the card says so; privacy.noise=discrete adds whole "
+         "numbers on a public grid, drawn exactly, to which it applies as it is.",
          ("dp",), "weakens"),
     Trap("T24", "Noise only where a gradient is", "construction",
          "Every coordinate of every trainable parameter gets noise, also in rows of an embedding that nobody used."),
-    Trap("T25", "Metrics and choices on private rows", "settings",
-         "Nothing stops, chooses, tunes, validates or logs by private rows."),
+    Trap("T25", "Metrics and choices on private rows", "rehearsal",
+         "Nothing stops, chooses, tunes or validates by private rows, and the loss of a row logs nothing. What a "
+         "callback or a training step logs meets the gate of the fit."),
     Trap("T26", "Preparation that looked at private queries", "elsewhere",
          "Decide on vocabularies, lengths, filters and the list of passages without the log; the card asks.",
          ("dp", "inherited"), "weakens"),
@@ -110,7 +115,8 @@ TRAPS: tuple[Trap, ...] = (
     Trap("T29", "A delta that permits publishing a unit", "plan",
          "Delta is below 1/n, or n is private and delta is declared.", ("dp",), "weakens"),
     Trap("T30", "A start from weights that were trained on private data", "settings",
-         "The weights to start from carry no privacy card.", ("dp", "inherited")),
+         "The weights to start from carry no privacy card, and no run is known that trained them on private data.",
+         ("dp", "inherited")),
     Trap("T31", "An accountant that rounds in its own favour", "construction",
          "The default accountant discretises pessimistically, so that its epsilon is an upper bound."),
     Trap("T32", "A step of Adam that is mostly noise", "elsewhere",
@@ -122,6 +128,19 @@ TRAPS: tuple[Trap, ...] = (
     Trap("T34", "A clipping bound that nearly nothing reaches", "elsewhere",
          "The noise is in proportion to privacy.max_grad_norm: a bound that is too large adds noise and no signal.",
          ("dp",), "costs_utility"),
+    Trap("T35", "Times of private steps in files that are handed on", "settings",
+         "No callback stops, saves or logs by the clock. Records and cards carry a day, and loggers that stamp times "
+         "are told when the run is over. Who watches the machine or its disk still sees how long a step takes."),
+    Trap("T36", "A mode that adds less noise than it says", "construction",
+         "The noise of every step is measured on every process; a step without the planned noise ends the run, and "
+         "is charged as one without noise."),
+    Trap("T37", "Rounding that nobody charges", "construction",
+         "A unit is clipped to a little less than the bound, so rounding does not bring it above what is charged."),
+    Trap("T38", "A data set that answers with another unit", "loader",
+         "No row came for two units, and each draw was answered by itself."),
+    Trap("T39", "Comparisons in low precision that depend on the batch", "settings",
+         "Rows keep their gradients when a unit is gone: all is computed in float32, or in batches of one shape in "
+         "which units keep their places. What a row is compared with is found without the other rows."),
 )  # fmt: skip
 
 

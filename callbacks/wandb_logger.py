@@ -2,14 +2,16 @@
 
 What W&B collects by itself names private things: the command line and the configuration hold paths of private files,
 the console may show whatever a library prints, and the code of the working tree is the owner's. All of that is off
-here. A text is never logged, whoever asks: nobody can tell a private query from a public one by looking at it.
+here, and so is what it measures of the machine. A text is never logged, whoever asks: nobody can tell a private query
+from a public one by looking at it.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +31,8 @@ class PublicWandbLogger(WandbLogger):
     Guarantees:
         - No text, no path, no command line, no code and no console output reaches W&B's files, offline or online;
           W&B's own debug logs, which stay on this machine, are no part of that.
+        - W&B's run begins with the first number that it is told. Under a guarantee that is when training is over
+          (`LogGate`), so that no time in W&B's files depends on a private step, and the machine is not measured.
         - When the run ends, the claim of its card stands in the summary, and the card beside the curves.
 
     Args:
@@ -65,6 +69,7 @@ class PublicWandbLogger(WandbLogger):
             host="",
             x_disable_meta=True,
             x_disable_machine_info=True,
+            x_disable_stats=True,
             x_save_requirements=False,
         )
         super().__init__(
@@ -73,6 +78,26 @@ class PublicWandbLogger(WandbLogger):
         )  # fmt: skip
         self._run_dir = Path(save_dir)
         self._card_logged = False
+        if not offline and os.environ.get("WANDB_MODE", "online") == "online":
+            self._log_in(wandb)
+
+    @rank_zero_only
+    def _log_in(self, wandb: Any) -> None:
+        """Ask for W&B's key before the training, although nothing is sent before its end."""
+        try:
+            there = wandb.login()
+        except wandb.errors.Error as error:
+            raise ConfigurationError(f"logger=wandb: {error} Or set logger.wandb.offline=true.") from error
+        if not there:
+            raise ConfigurationError("logger=wandb has no key. Run: wandb login. Or set logger.wandb.offline=true.")
+
+    @property
+    def experiment(self) -> Any:
+        """W&B's run; it begins when something of it is used, not when Lightning prepares a fit."""
+        return self._experiment if self._experiment is not None else _Later(self._begin)
+
+    def _begin(self) -> Any:
+        return super().experiment
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
         """Nothing: what a module keeps of its arguments may name private paths."""
@@ -111,6 +136,16 @@ class PublicWandbLogger(WandbLogger):
             shown["privacy/card"] = wandb.Html(page.read_text(encoding="utf-8"), inject=False)
         self.experiment.log(shown)
         self.experiment.summary.update({f"privacy/{name}": value for name, value in claim.items()})
+
+
+class _Later:
+    """Stands for W&B's run before it begins."""
+
+    def __init__(self, begin: Callable[[], Any]) -> None:
+        self._begin = begin
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._begin(), name)
 
 
 def public_settings(groups: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,6 +10,7 @@ import hmac
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from lit_dpret.datamodules.fields import NOT_UNICODE, is_unicode
 from lit_dpret.datamodules.records import SPLITS
 from lit_dpret.errors import ConfigurationError, DataError
 
@@ -87,6 +88,14 @@ class Collection:
         for query_id, text in self.queries.items():
             if not text.strip():
                 yield DataError(f"{self.source}: query {query_id!r} has an empty text.", kind="empty query")
+        held = self.passages if isinstance(self.passages, dict) else {}  # a store is written as UTF-8
+        for what, texts in (
+            ("passage", held), ("query", self.queries), ("the user of query", self.users),
+            ("the domain of query", self.domains), ("the domain of passage", self.passage_domains),
+        ):  # fmt: skip
+            for key, text in texts.items():
+                if not (is_unicode(text) and is_unicode(key)):
+                    yield DataError(f"{self.source}: {what} {key!r} {NOT_UNICODE}.", kind="not Unicode text")
 
     def _bad_qrels(self) -> Iterator[DataError]:
         for split, qrels in self.qrels.items():

@@ -15,6 +15,9 @@ _KNOWN = frozenset(
 )  # fmt: skip
 
 
+NOT_UNICODE = "holds half of a surrogate pair (\\ud800 to \\udfff alone), which is no character; mend the text"
+
+
 class Records(Protocol):
     """Records in order, each with its place, and what to do about a bad one."""
 
@@ -55,7 +58,18 @@ class Fields:
         if found is None:
             kind = "empty" if isinstance(record[name], str) else kind_of(record[name])
             raise DataError(f"{self.file.where(number)}: {name!r} is {kind}; an id is expected.", kind="no id")
-        return found
+        return self.unicode(number, name, found)
+
+    def optional_id(self, number: int, record: Mapping[str, Any], name: str) -> str | None:
+        """The id under ``name``; None where there is none."""
+        found = as_id(record.get(name))
+        return None if found is None else self.unicode(number, name, found)
+
+    def unicode(self, number: int, name: str, value: str) -> str:
+        """Return ``value``, a text; one that cannot be written as UTF-8 raises DataError."""
+        if not is_unicode(value):
+            raise DataError(f"{self.file.where(number)}: {name!r} {NOT_UNICODE}.", kind="not Unicode text")
+        return value
 
     def text(self, number: int, record: Mapping[str, Any], names: tuple[str, ...], *, optional: bool = False) -> str:
         """The text under one of ``names``; ``""`` where it is optional and missing or null."""
@@ -67,7 +81,7 @@ class Fields:
             raise DataError(
                 f"{self.file.where(number)}: {name!r} is {kind_of(value)}; a text is expected.", kind="no text"
             )
-        return value
+        return self.unicode(number, name, value)
 
     def grade(self, number: int, record: Mapping[str, Any], names: tuple[str, ...]) -> int:
         """The relevance grade under one of ``names``: a whole number."""
@@ -82,6 +96,19 @@ class Fields:
                 f"{self.file.where(number)}: grade {name}={shown_number(value)} is not a whole number.",
                 kind="no whole-number grade",
             ) from None
+
+
+def is_unicode(text: str) -> bool:
+    r"""Whether a text can be written as UTF-8. JSON can say half of a surrogate pair, which is no character.
+
+    Example:
+        >>> is_unicode("\N{WAVE DASH}"), is_unicode("\ud800")
+        (True, False)
+    """
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def as_id(value: object) -> str | None:
@@ -108,7 +135,9 @@ def shown_columns(names: Iterable[object]) -> tuple[str, ...]:
     most = 2 if any(name.strip().lower() in _KNOWN for name in found) else 1
     if most == 1 and any(len(name.split()) > 1 for name in found):
         most = 0
-    return tuple(name if len(name) <= 32 and len(name.split()) <= most else "(a text)" for name in found)
+    return tuple(
+        name if len(name) <= 32 and len(name.split()) <= most and is_unicode(name) else "(a text)" for name in found
+    )
 
 
 def shown_number(value: object) -> str:

@@ -72,10 +72,11 @@ def corpus_records(file: RecordFile, *, allow_empty: bool = False) -> Iterator[t
                     "datamodule.allow_empty_passages=true.",
                     kind="empty passage",
                 )
+            domain = fields.optional_id(number, record, "domain")
         except DataError as error:
             file.complain(error)
             continue
-        yield number, passage_id, text, record.get("domain")
+        yield number, passage_id, text, domain
 
 
 def read_corpus(
@@ -133,14 +134,16 @@ def read_queries(
             query_id = fields.id(number, record, _ID)
             if query_id in found.texts:
                 raise repeated_id(file, number, query_id)
-            found.texts[query_id] = query_text(fields, number, record, _TEXT, query_id)
+            text = query_text(fields, number, record, _TEXT, query_id)
+            metadata = record.get("metadata")
+            more = {**metadata, **record} if isinstance(metadata, Mapping) else record
+            user, domain = (fields.optional_id(number, more, name) for name in ("user_id", "domain"))
         except DataError as error:
             complain(error)
             continue
-        metadata = record.get("metadata")
-        more = metadata if isinstance(metadata, Mapping) else {}
-        keep(found.users, query_id, record.get("user_id", more.get("user_id")))
-        keep(found.domains, query_id, record.get("domain", more.get("domain")))
+        found.texts[query_id] = text
+        keep(found.users, query_id, user)
+        keep(found.domains, query_id, domain)
     if not found.texts:
         raise DataError(f"{file.path} holds no queries.", kind="empty file")
     return found

@@ -26,7 +26,7 @@ from typing import Any
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.complaints import Complain, refuse
 from lit_dpret.datamodules.corpus import InMemory, open_corpus
-from lit_dpret.datamodules.fields import Fields, Records, as_id
+from lit_dpret.datamodules.fields import Fields, Records
 from lit_dpret.datamodules.layouts import Passages, keep, query_text, split_name
 from lit_dpret.datamodules.passage_store import PassageStore
 from lit_dpret.datamodules.readers import RecordFile
@@ -181,7 +181,8 @@ class PairReader:
             query_id = f"row-{number}" if file == 1 else f"row-{file}.{number}"
         text = query_text(self._fields, number, record, (columns.query,), query_id)
         where = self._where(number)
-        user = as_id(record.get(columns.user))
+        user = self._fields.optional_id(number, record, columns.user)
+        domain = self._fields.optional_id(number, record, columns.domain)
         split = split_name(self._fields.text(number, record, (columns.split,), optional=True) or split, where)
         if query_id in self.queries:
             for word, old, new in (
@@ -198,12 +199,12 @@ class PairReader:
             self.queries[query_id], self.splits[query_id] = text, split
             self.first[query_id] = self._here(number)
             keep(self.users, query_id, user)
-            keep(self.domains, query_id, record.get(columns.domain))
+            keep(self.domains, query_id, domain)
         return query_id
 
     def _passage(self, number: int, record: Mapping[str, Any]) -> str:
         where, names = self._where(number), (self.columns.passage,)
-        passage_id = as_id(record.get(self.columns.passage_id))
+        passage_id = self._fields.optional_id(number, record, self.columns.passage_id)
         if passage_id is None or self.corpus is None:
             text = self._fields.text(number, record, names).strip()
         else:

@@ -171,8 +171,9 @@ class RecordFile:
                 continue
             try:
                 record = json.loads(line)
-            except (json.JSONDecodeError, RecursionError) as error:
-                reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+            except (ValueError, RecursionError) as error:
+                reason = "a number is too long" if isinstance(error, ValueError) else "nested too deeply"
+                reason = error.msg if isinstance(error, json.JSONDecodeError) else reason
                 self._note(f"{self.where(number)}: malformed JSON ({reason}).", "malformed JSON", error)
                 continue
             if not isinstance(record, dict):
@@ -249,6 +250,8 @@ class RecordFile:
                     for record in batch.to_pylist():
                         number += 1
                         yield number, record
+        except UnicodeDecodeError as error:
+            raise _unreadable(f"{self.path} row {number + 1} or one soon after it: not UTF-8 text.") from error
         except (pyarrow.ArrowException, OSError) as error:
             reason = one_line(error)
             raise _unreadable(f"{self.path} is not a readable parquet file ({reason}).") from error

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.datamodules.complaints import Complain, refuse
-from lit_dpret.datamodules.fields import Fields
+from lit_dpret.datamodules.fields import NOT_UNICODE, Fields, is_unicode
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.datamodules.records import SPLITS
 from lit_dpret.errors import ConfigurationError, DataError, StorageError, schema_problem
@@ -77,6 +77,11 @@ class Silo:
         for what, found in (("passages", self.passages), ("sentences", self.sentences), ("queries", self.queries)):
             if not found:
                 yield DataError(f"{where} holds no {what}.", kind="empty part")
+        asked = {query.qid: query.text for query in self.queries}
+        for what, texts in (("passage", self.passages), ("sentence", self.sentences), ("query", asked)):
+            for key, text in texts.items():
+                if not (is_unicode(key) and is_unicode(text)):
+                    yield DataError(f"{where}: {what} {key!r} {NOT_UNICODE}.", kind="not Unicode text")
         for sid, text in self.sentences.items():
             if self.passage_of.get(sid) not in self.passages:
                 yield DataError(f"{where}: sentence {sid!r} belongs to no known passage.", kind="unknown passage")
@@ -252,6 +257,7 @@ def _records(path: Path, columns: tuple[str, str], complain: Complain) -> Iterat
         try:
             name = fields.id(number, record, columns[:1])
             second = fields.text(number, record, columns[1:])
+            fields.unicode(number, "text", str(record.get("text", "")))
             if name in seen:
                 raise DataError(f"{file.where(number)}: id {name!r} was given before.", kind="repeated id")
         except DataError as error:

@@ -19,6 +19,7 @@ from typing import Any, Literal, Unpack
 
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.complaints import Complain, refuse
+from lit_dpret.datamodules.fields import NOT_UNICODE, is_unicode
 from lit_dpret.datamodules.layouts import find_part
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.records import collapse_whitespace, stable_hash
@@ -178,6 +179,8 @@ def _text(path: Path, found: Any, key: str, named: str) -> str:
     value = found.get(key) if isinstance(found, dict) else None
     if not isinstance(value, str) or (key == "id" and not value.strip()):
         raise DataError(f"{path}: {named} has no text {key!r}.", kind="missing column")
+    if not is_unicode(value):
+        raise DataError(f"{path}: {key!r} of {named} {NOT_UNICODE}.", kind="not Unicode text")
     return value
 
 

@@ -11,9 +11,10 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import partial
@@ -35,15 +36,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lit_dpret import rank_watch
 from lit_dpret.configuration import CONFIG_MODULE, format_choices, names
-from lit_dpret.errors import ConfigurationError, LitDpretError
+from lit_dpret.errors import ConfigurationError, LitDpretError, WorkerError
 from lit_dpret.privacy.ranks import lost_rank
 from lit_dpret.tasks import Fit, TrialOf
 from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed, model_folder
 from lit_dpret.tasks.silo_command import silo_command
+from lit_dpret.tasks.stages import holds_a_run
 
 USER_ERROR = 2
 _POSITIONAL = {"compare": ("run_a", "run_b"), "verify": ("card",), "audit": ("run",), "sweep": ("file",)}
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
+_places: list[tuple[str, Path]] = []  # the setting and the folder of the command that runs
 _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT)
 
 
@@ -169,6 +172,8 @@ def run(cfg: DictConfig) -> Any:
         raise ConfigurationError(
             f"{started} processes were started for a task that one process does. Start it without torchrun or srun."
         )
+    _note_place()
+    _begin_what_is_left(cfg)
     trial = None if cfg.trial_of is None else TrialOf(cfg.trial_of, Path(cfg.run_dir))
     before = dict(os.environ)
     with _one_job():
@@ -179,6 +184,26 @@ def run(cfg: DictConfig) -> Any:
     if trial is not None:
         trial.finish(_own_overrides(), result)
     return result
+
+
+def _note_place() -> None:
+    """Remember where this command writes; Hydra forgets it before an interruption is told."""
+    _places.clear()
+    if HydraConfig.initialized():
+        known: Any = HydraConfig.get()
+        many = known.mode == RunMode.MULTIRUN
+        folder = known.sweep.dir if many else known.runtime.output_dir
+        _places.append((f"hydra.{'sweep' if many else 'run'}.dir", Path(folder)))
+
+
+def _begin_what_is_left(cfg: DictConfig) -> None:
+    """Under ``-m``, let ``resume=true`` begin those jobs that an interrupted multirun had not come to."""
+    known: Any = HydraConfig.get() if HydraConfig.initialized() else None
+    if known is None or known.mode != RunMode.MULTIRUN or not cfg.resume:
+        return
+    if holds_a_run(Path(known.sweep.dir)) and not holds_a_run(Path(cfg.run_dir)):
+        with read_write(cfg):
+            cfg.resume = False
 
 
 @contextmanager
@@ -226,6 +251,7 @@ def main() -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     _quieten()
     rank_watch.begin()
+    interrupted = _note_interrupt()
     try:
         if sys.argv[1:2] == ["silo"]:
             silo_command(sys.argv[2:])
@@ -235,11 +261,19 @@ def main() -> None:
             return
         sys.argv[1:] = with_task(sys.argv[1:])
         _hydra_main()
-    except KeyboardInterrupt:
-        _stop("interrupted. The same command with resume=true goes on from the last checkpoint.", 130)
     except SIGTERMException:  # a SystemExit without a code, which would be status 0
-        _stop("ended by SIGTERM. The same command with resume=true goes on from the last checkpoint.", 143)
-    except Exception as error:
+        _stop(f"ended by SIGTERM. {_way_on()}", 143)
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        # Lightning answers Ctrl-C by SystemExit(1); on several ranks one may first notice that another is gone.
+        causes = list(_causes(error))
+        if any(isinstance(cause, KeyboardInterrupt) for cause in causes) or (
+            interrupted() and any(isinstance(cause, WorkerError) or lost_rank(cause) for cause in causes)
+        ):
+            if rank_watch.is_started_by_launcher():  # the first process tells it, and takes another status for a defect
+                raise SystemExit(0) from None
+            _stop(f"interrupted. {_way_on()}", 130)
+        if not isinstance(error, Exception):
+            raise
         told_elsewhere = any(getattr(cause, "told_by_rank", None) is not None for cause in _causes(error))
         if told_elsewhere:  # by the rank that it happened on, which may still be writing what it has to
             rank_watch.wait_for_launcher()
@@ -248,6 +282,28 @@ def main() -> None:
         if line is None:
             raise
         _stop(line, USER_ERROR)
+
+
+def _note_interrupt() -> Callable[[], bool]:
+    """Raise KeyboardInterrupt on Ctrl-C, as Python does; returns what tells whether there was one."""
+    found: list[int] = []
+
+    def note(signum: int, frame: Any) -> None:
+        found.append(signum)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # neither ignored nor somebody else's
+        signal.signal(signal.SIGINT, note)
+    return lambda: bool(found)
+
+
+def _way_on() -> str:
+    """How a command that was ended goes on."""
+    for knob, folder in _places:
+        if holds_a_run(folder):
+            place = as_typed([f"{knob}={folder}"])
+            return f"The same command with {place} resume=true goes on from the last checkpoint."
+    return "Nothing was begun yet: the same command starts it."
 
 
 def listing(arguments: list[str]) -> str:

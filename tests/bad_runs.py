@@ -6,7 +6,8 @@ Imported by path through ``conftest.py``; not a test.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import (
+    DeviceStatsMonitor,
     EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
@@ -27,6 +29,7 @@ from lit_dpret.callbacks import PrivacyAccountant, examine
 from lit_dpret.callbacks.doctor import Examination
 from lit_dpret.privacy.modes import SyntheticData
 from lit_dpret.privacy.noise import load_secret
+from lit_dpret.privacy.trained import TrainedIn, mark
 from lit_dpret.tasks.fit import train
 
 
@@ -99,8 +102,37 @@ def used_twice(module: Any, rows: Any, losses: Tensor) -> Tensor:
     return losses + F.linear(rows["inputs"], module.net[0].weight).sum(1)
 
 
+def by_pairs(module: Any) -> Any:
+    """As ``logit_dp``: the bound takes the other pairs' gradients to be what they are without a record."""
+    module.privacy.candidates = "batch"
+    return module
+
+
 def coupled(module: Any, rows: Any, losses: Tensor) -> Tensor:
     return losses / losses.mean().detach()
+
+
+def coupled_in_training(module: Any, rows: Any, losses: Tensor) -> Tensor:
+    return losses * losses.mean().detach() if module.training else losses
+
+
+def divided_in_training(module: Any, rows: Any, losses: Tensor) -> Tensor:
+    return losses / len(losses) if module.training else losses
+
+
+def remembering(module: Any, rows: Any, losses: Tensor) -> Tensor:
+    before, module.before = getattr(module, "before", 1.0), rows["target"].mean()
+    return losses * before
+
+
+def logged(module: Any, rows: Any, losses: Tensor) -> Tensor:
+    module.log("train/own", losses.mean().detach())
+    return losses
+
+
+def told_to_a_logger(module: Any, rows: Any, losses: Tensor) -> Tensor:
+    module.logger.log_metrics({"train/own": float(losses.mean())})
+    return losses
 
 
 def buffered(module: Any) -> Any:
@@ -179,6 +211,23 @@ class Swapped(Numbers):
         return DataLoader(honest.dataset, batch_sampler=list(self.batch_sampler), collate_fn=self.collate_fn)
 
 
+class Repeating(Numbers):
+    """A data set in which the second half of the units are the first half once more."""
+
+    def train_dataloader(self) -> Any:
+        honest = super().train_dataloader()
+        half = self.size // 2
+
+        class Halved:
+            def __getitem__(self, draw: Any) -> Any:
+                return draw, honest.dataset[replace(draw, unit=draw.unit % half)][1] if draw.unit >= 0 else []
+
+            def __len__(self) -> int:
+                return 2 * half
+
+        return DataLoader(Halved(), batch_sampler=self.batch_sampler, collate_fn=self.collate_fn)  # type: ignore[arg-type]
+
+
 class Lawless(L.LightningDataModule):
     def __init__(self, **settings: Any) -> None:
         super().__init__()
@@ -206,6 +255,11 @@ def with_private_start(folder: Path) -> dict[str, Any]:
     return {"wrap": wrap}
 
 
+def trained_before(module: Any) -> Any:
+    mark(module, [TrainedIn("another run", "none")])
+    return module
+
+
 DECLARED: dict[str, Any] = {"neighbours": "add_or_remove", "delta": 1e-3}
 NO_DELTA: dict[str, Any] = {"neighbours": "add_or_remove"}
 RATE: dict[str, Any] = {"sample_rate": 0.1}
@@ -230,6 +284,9 @@ BAD: list[tuple[str, str, Any]] = [
     ("T10", r"no batch axis", {"make_module": Shared}),
     ("T11", r"its loss couples the examples", {"wrap": declared_coupled}),
     ("T11", r"when other rows are in the batch", {"wrap": with_loss(coupled)}),
+    ("T11", r"when other rows are in the batch", {"wrap": with_loss(coupled_in_training)}),
+    ("T11", r"are not there", {"wrap": with_loss(divided_in_training)}),
+    ("T11", r"keeps of one batch", {"wrap": with_loss(remembering)}),
     ("T11", r"net.1 is a BatchNorm1d", {"wrap": normalised}),
     ("T11", r"Buffer queue", {"wrap": buffered}),
     ("T12", r"trainer.accumulate_grad_batches=2", {"trainer": {"accumulate_grad_batches": 2}}),
@@ -238,6 +295,7 @@ BAD: list[tuple[str, str, Any]] = [
     ("T14", r"net.0.weight has a gradient hook", {"wrap": watched}),
     ("T14", r"net.3.bias was replaced", {"wrap": retied}),
     ("T16", r"trainer.gradient_clip_val=1", {"trainer": {"gradient_clip_val": 1.0}}),
+    ("T39", r"trainer.precision=bf16-mixed", {"trainer": {"precision": "bf16-mixed"}, "wrap": by_pairs}),
     ("T21", r"lies inside the run folder", with_secret_in_the_run),
     ("T21", r"can be read by others", with_secret_for_all),
     ("T25", r"EarlyStopping", {"callbacks": [EarlyStopping(monitor="train/loss")]}),
@@ -248,4 +306,11 @@ BAD: list[tuple[str, str, Any]] = [
     ("T27", r"Choose datamodule=synthetic", {"make_mode": SyntheticData}),
     ("T29", r"privacy.delta=0.5 is not below 1/n", {"mode": {"delta": 0.5}}),
     ("T30", r"carries a privacy card", with_private_start),
+    ("T30", r"holds weights that a run under privacy=none", {"wrap": trained_before}),
+    ("T35", r"trainer\.max_steps", {"trainer": {"max_time": "00:01:00:00"}}),
+    ("T35", r"every_n_train_steps", {"callbacks": [ModelCheckpoint(train_time_interval=timedelta(hours=1))]}),
+    ("T35", r"callbacks=with_throughput", {"callbacks": [DeviceStatsMonitor()]}),
+    ("T25", r"model\.log_private_loss", {"wrap": with_loss(logged)}),
+    ("T25", r"model\.log_private_loss", {"wrap": with_loss(told_to_a_logger)}),
+    ("T38", r"datamodule.train_dataloader", {"make_data": Repeating}),
 ]

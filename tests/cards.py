@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ class Run:
         self.ledger.append(
             "plan",
             run_id="r",
+            nonce=secrets.token_hex(16),
             attempt=0,
             mode=mode,
             plan=None if plan is None else plan.to_dict(),

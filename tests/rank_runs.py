@@ -64,11 +64,13 @@ def fit(folder: Path, rank: int, world: int, *, module: str = "regression", mode
         data: dict[str, Any] | None = None, steps: int = 6, resume: bool = False, replay: str = "never",
         dropout: float = 0.0, shifted: bool = False, doom: dict[str, Any] | None = None,
         trainer: dict[str, Any] | None = None, module_settings: dict[str, Any] | None = None,
-        other: dict[str, Any] | None = None, patience: float | None = None) -> dict[str, Any]:  # fmt: skip
+        other: dict[str, Any] | None = None, patience: float | None = None,
+         average: float | None = None, asks: dict[str, Any] | None = None) -> dict[str, Any]:  # fmt: skip
     """A fit whose noise is keyed by the step alone; the weights of each rank come back.
 
     ``shifted`` begins with other weights on every rank. ``doom`` ends one rank at a moment (`doomed`). ``other`` are
     arguments that only the last of several ranks gets. ``patience``: seconds for which ranks wait for a stuck one.
+    ``asks``: when a callback asks for a checkpoint (`asking`).
     """
     if other is not None and rank == world - 1 > 0:
         changed: dict[str, Any] = {
@@ -79,6 +81,7 @@ def fit(folder: Path, rank: int, world: int, *, module: str = "regression", mode
     import lightning as L
     import stand_ins
     import torch
+    from lightning.pytorch.callbacks import EMAWeightAveraging
 
     from lit_dpret.callbacks import PrivacyAccountant
     from lit_dpret.callbacks.strategies import ddp_strategy
@@ -102,10 +105,13 @@ def fit(folder: Path, rank: int, world: int, *, module: str = "regression", mode
     settings: dict[str, Any] = {"strategy": "ddp", "devices": world} if world > 1 else {}
     if patience is not None:
         settings["strategy"] = ddp_strategy(timeout_minutes=patience / 60)
+    extra: list[Any] = [] if doom is None else [doomed(rank, **doom)]
+    if average is not None:
+        extra.append(EMAWeightAveraging(decay=average))
     runner = stand_ins.fit(
         folder, made, source, steps=steps, resume=resume,
         accountant=PrivacyAccountant(run_dir=folder, resume=resume, eps_log_points=1, replay=replay),
-        extra=[] if doom is None else [doomed(rank, **doom)],
+        extra=[*extra, *([] if asks is None else [asking(folder, **asks)])],
         **settings | (trainer or {}),
     )  # fmt: skip
     return {
@@ -176,18 +182,46 @@ def carded(base: type, folder: Path, data: dict[str, Any]) -> Any:
     return Carded(**{"sampling": "poisson"} | data)
 
 
-def doomed(rank: int, *, whose: int, at: int, how: str = "kill", where: str = "batch") -> Any:
-    """A callback that ends rank ``whose`` (-1: every one) in logical step ``at``, or ``where`` it is ``setup``."""
+def asking(folder: Path, *, at: int, part: int, where: str = "start") -> Any:
+    """A callback that asks for the checkpoint ``asked.ckpt`` in physical batch ``part`` of logical step ``at``."""
+    from lightning.pytorch.callbacks import Callback
+
+    class Asking(Callback):
+        parts = 0
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            self.ask(trainer, batch, "start")
+            self.parts += batch.step == at
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            self.ask(trainer, batch, "end")
+
+        def ask(self, trainer: Any, batch: Any, here: str) -> None:
+            if batch.step == at and here == where and self.parts == part + (here == "end"):
+                trainer.save_checkpoint(folder / "asked.ckpt")
+
+    return Asking()
+
+
+def doomed(rank: int, *, whose: int, at: int, how: str = "kill", where: str = "batch", part: int = 0) -> Any:
+    """A callback that ends rank ``whose`` (-1: every one) in logical step ``at``, or ``where`` it is ``setup``.
+
+    ``part``: before which physical batch of the step, counted from 0.
+    """
     from lightning.pytorch.callbacks import Callback
 
     class Doom(Callback):
+        parts = 0
+
         def setup(self, trainer: Any, module: Any, stage: str) -> None:
             if where == "setup" and rank == whose:
                 self.end()
 
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
             if where == "batch" and whose in (rank, -1) and batch.step == at:
-                self.end()
+                self.parts += 1
+                if self.parts == part + 1:
+                    self.end()
 
         def end(self) -> None:
             if how == "kill":

@@ -277,3 +277,28 @@ def evaluated(folder: Path, rank: int, world: int) -> dict[str, Any]:
     evaluation = RetrievalEvaluation(data="public", every_n_steps=2, metrics=["mrr@10"])
     runner = stand_ins.fit(folder, Deep(privacy=mode), Judged(sampling="poisson"), extra=[evaluation], **settings)
     return {"mrr": float(runner.callback_metrics["val/mrr@10"]), "step": runner.global_step}
+
+
+def quiet(folder: Path, rank: int, world: int, *, how: str, sharded: bool) -> dict[str, Any]:
+    """A fit in which the privacy mode of the last rank does something else with the noise than it says."""
+    import rank_runs
+
+    from lit_dpret.privacy.modes import DPSGD, Update
+    from lit_dpret.privacy.noise import KeyedStream
+
+    real, normal = DPSGD.privatize, KeyedStream.normal
+
+    def without(self: Any, sums: dict[str, Any], **key: Any) -> Update:
+        update = real(self, sums, **key)
+        for name in update.gradients:
+            update.gradients[name] = sums[name] / update.denominator
+        return update
+
+    if how == "without" and rank == world - 1:
+        DPSGD.privatize = without  # type: ignore[method-assign]
+    if how == "shared":  # each rank draws the noise of its part as if the part began the parameter
+        KeyedStream.normal = lambda *a, **k: normal(*a, **k | {"start": 0})  # type: ignore[method-assign]
+    mode = {"name": "dp_sgd", "clip_fraction_budget": 0.1}
+    job = fit if sharded else rank_runs.fit
+    found: dict[str, Any] = job(folder, rank, world, mode=mode, steps=12)
+    return found

@@ -174,7 +174,7 @@ def test_noise_is_timed_in_every_way_and_compared_with_drawing_at_once(tmp_path:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 5 and rows["a parameter at once"]["ratio_to_a_parameter_at_once"] == 1.0
+    assert len(rows) == 9 and rows["a parameter at once"]["ratio_to_a_parameter_at_once"] == 1.0
     assert all(row["normals_per_second"] > 0 for row in rows.values())
 
 

@@ -416,7 +416,7 @@ def test_a_program_that_was_told_to_end_does_not_end_as_if_it_had_finished(
     monkeypatch.setattr(sys, "argv", ["train.py"])
     with pytest.raises(SystemExit) as found:
         cli.main()
-    assert found.value.code == 143 and "resume=true" in capsys.readouterr().err
+    assert found.value.code == 143 and "SIGTERM" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_explained_and_a_defect_is_not() -> None:

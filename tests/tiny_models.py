@@ -75,7 +75,7 @@ def tiny_bert(seed: int = 0, **settings: Any) -> BertModel:
     torch.manual_seed(seed)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     sizes["vocab_size"] = 64
-    config = BertConfig(max_position_embeddings=48, initializer_range=0.5, **{**sizes, **settings})
+    config = BertConfig(max_position_embeddings=48, **{"initializer_range": 0.5, **sizes, **settings})
     return BertModel(config).eval()
 
 

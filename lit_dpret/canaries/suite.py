@@ -309,7 +309,11 @@ def _queries(
     path = Path(source)
     if not path.is_file():
         raise ConfigurationError(f"canaries.queries={source} is neither pseudo, dev or test, nor a file.")
-    lines = dict.fromkeys(" ".join(line.split()) for line in path.read_text(encoding="utf-8").splitlines())
+    try:
+        lines = dict.fromkeys(" ".join(line.split()) for line in path.read_text(encoding="utf-8").splitlines())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise DataError(f"canaries.queries={source} cannot be read: {reason}.", kind="unreadable file") from error
     owners = _coins(seed, "owners").integers(len(ids), size=len(lines))
     return [(line, ids[int(owner)]) for line, owner in zip(lines, owners, strict=True) if line]
 

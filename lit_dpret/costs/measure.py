@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from operator import add
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lit_dpret.costs.live_bytes import LiveBytes
 from lit_dpret.costs.memory import Line
@@ -20,6 +22,7 @@ from lit_dpret.modules.master_weights import gradient_slot
 from lit_dpret.privacy.clipping.phases import PHASES
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.noise_source import NoiseName
 from lit_dpret.privacy.plan import PrivacyPlan
 
 TIMED_BATCHES = 2
@@ -173,12 +176,13 @@ class TrialStep:
         self._optimizer.zero_grad(set_to_none=True)
 
 
-def seconds_per_normal(device: torch.device) -> float:
+def seconds_per_normal(device: torch.device, noise: NoiseName = "gaussian") -> float:
     """Seconds to draw the noise of one coordinate."""
     stream, count = KeyedStream(os.urandom(32), run_id="costs"), 400_000
+    drawn: Callable[..., Tensor] = stream.normal if noise == "gaussian" else partial(stream.rounded_normal, bits=30)
 
     def draw() -> None:
-        stream.normal(torch.Size((count,)), attempt=0, step=0, parameter="x", device=device, dtype=torch.float32)
+        drawn(torch.Size((count,)), attempt=0, step=0, parameter="x", device=device)
 
     return min(seconds(draw, device) for _ in range(3)) / count
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lit_dpret.encoders.apart import embed_apart
 from lit_dpret.encoders.backbones import make_lower_casing, position_limit, take_pooler, vocabulary
 from lit_dpret.encoders.bulk import BUFFER, Progress, encode_windows
 from lit_dpret.encoders.contract import Contract, Side
@@ -214,6 +215,43 @@ class TextEncoder(nn.Module):
             start += len(part)
         return result
 
+    def encode_apart(self, texts: Sequence[str], side: Side, *, device: torch.device | str | None = None) -> Tensor:
+        """The embeddings of private texts, none of which has a say in another one's (`embed_apart`).
+
+        Slower than `encode`, which joins texts of like lengths: an embedding's last bits then depend on what the
+        other texts are.
+        """
+        found = torch.empty(len(texts), self.dim, dtype=self.wide)
+        embedding = self.one_side(side, device)
+        with embedding, evaluation_mode(self):
+            place = next(self.parameters()).device
+            for start in range(0, len(texts), BUFFER):
+                part = self.at_full_length(self.tokenize(texts[start : start + BUFFER], side), side)
+                made = embed_apart(lambda batch: self(_on(batch, place)), part, self.tokenizer.pad_token_id)
+                found[start : start + len(made)] = made.to(found)
+        return found
+
+    def at_full_length(self, features: Mapping[str, Tensor], side: Side) -> dict[str, Tensor]:
+        """Tokenised texts padded to the side's maximal length: a length that follows from no text."""
+        short = self.contract.max_length(side) - features["input_ids"].shape[1]
+        pad = (short, 0) if self.tokenizer.padding_side == "left" else (0, short)
+        filler = {"input_ids": self.tokenizer.pad_token_id, "attention_mask": 0}
+        return {name: F.pad(features[name], pad, value=value) for name, value in filler.items()}
+
+    def placed(self, features: Mapping[str, Tensor], side: Side, places: Sequence[int], rows: int) -> dict[str, Tensor]:
+        """Tokenised texts at some places among ``rows`` rows of the side's maximal length.
+
+        The others have one token, so that attention is defined and a batch with one of them has some padding:
+        transformers takes another way through attention for a batch without, which would then follow from its texts.
+        """
+        full = self.at_full_length(features, side)
+        ids, mask = full["input_ids"], full["attention_mask"]
+        found = {"input_ids": ids.new_full((rows, ids.shape[1]), self.tokenizer.pad_token_id)}
+        found["attention_mask"] = mask.new_zeros(rows, ids.shape[1])
+        found["attention_mask"][:, 0] = 1
+        found["input_ids"][list(places)], found["attention_mask"][list(places)] = ids, mask
+        return found
+
     def encode_stream(
         self,
         texts: Iterable[str],
@@ -364,3 +402,7 @@ class OneSide:
             batch = encoder._padded(ids)
             found: Tensor = encoder({name: value.to(self._where) for name, value in batch.items()})
             return found.to("cpu", encoder.wide)
+
+
+def _on(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in batch.items()}

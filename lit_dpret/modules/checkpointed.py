@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
@@ -9,9 +10,10 @@ from typing import Any, Self
 
 import lightning as L
 
-from lit_dpret.errors import DataError
+from lit_dpret.errors import DataError, ResumeError
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
+from lit_dpret.privacy.trained import mark, note, noted
 
 #: Where a checkpoint names the class that wrote it.
 CLASS_KEY = "lit_dpret_class"
@@ -24,6 +26,8 @@ class Checkpointed(L.LightningModule):
     Guarantees:
         - Checkpoints hold plain values and tensors alone, so that they are read without running code.
         - ``Class.load_from_checkpoint(path)`` gives the module with its weights, whichever mode trained it.
+        - Checkpoints and state dicts name the runs that trained their weights on private data, and a module into
+          which they are loaded remembers them.
     """
 
     def keep_settings(self, settings: Mapping[str, Any]) -> None:
@@ -74,9 +78,52 @@ class Checkpointed(L.LightningModule):
         module.eval()
         return module
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        mark(self, noted(checkpoint))
+        trainer = self._trainer
+        if trainer is not None and trainer.state.fn == "fit" and type(trainer.strategy).__name__ != "ZeroStrategy":
+            refuse_zero_state(checkpoint)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         own = getattr(self, "own_class", type(self))
         checkpoint[CLASS_KEY] = f"{own.__module__}.{own.__qualname__}"
+        note(self, checkpoint)
+        state = checkpoint.get("state_dict")
+        if state is not None and not hasattr(state, "_metadata"):  # one that a strategy or an average put together
+            checkpoint["state_dict"] = whole = OrderedDict(state)
+            whole._metadata = OrderedDict({"": {}})  # type: ignore[attr-defined]
+            note(self, whole._metadata[""])  # type: ignore[attr-defined]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        own = getattr(destination, "_metadata", {}).get(prefix[:-1])
+        if own is not None:
+            note(self, own)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any, **named: Any
+    ) -> None:
+        mark(self, noted(local_metadata))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest, **named)
+
+
+def is_zero_state(state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's state in a checkpoint is one of ZeRO's (`lit_dpret.modules.zero`)."""
+    return set(state) == {"groups", "states", "numbers"}
+
+
+def refuse_zero_state(checkpoint: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of ZeRO where another strategy is to go on from it.
+
+    Raises:
+        ResumeError: It is one.
+    """
+    if any(map(is_zero_state, checkpoint.get("optimizer_states", ()))):
+        raise ResumeError(
+            "The checkpoint was written under trainer=deepspeed: its optimizer state lies as ZeRO keeps it, and no "
+            "other trainer reads it. Go on with trainer=deepspeed, under any stage and on any number of ranks (on CPUs "
+            "with trainer.accelerator=cpu)."
+        )
 
 
 def is_plain(value: Any) -> bool:

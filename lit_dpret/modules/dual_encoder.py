@@ -31,6 +31,7 @@ from lit_dpret.modules.step_negatives import Compared, StepNegatives
 from lit_dpret.negatives import TrainTexts
 from lit_dpret.negatives.row_negatives import Sources
 from lit_dpret.privacy.budget import require_choice
+from lit_dpret.privacy.fixed_shape import copied_rows
 from lit_dpret.privacy.modes import PrivacyMode, PublicPassages
 from lit_dpret.privacy.sampling import Row, UnitBatch, map_rows
 from lit_dpret.st_folder import save_sentence_transformer
@@ -271,6 +272,16 @@ class DualEncoder(PairModule):
             return batch | {"answers": torch.cat([own.unsqueeze(1), others], dim=1)}
         return batch if negatives is not None else batch | {"answers": false_negatives(ids, ids, positives)}
 
+    def place_rows(self, features: Any, places: Sequence[int], rows: int) -> Any:
+        """As `PrivateModule.place_rows`, every text filled up to its maximal length."""
+        found: dict[str, Any] = {}
+        for name, value in features.items():
+            if name == "query" or name == "passage":
+                found[name] = self.tower(name).placed(value, name, places, rows)
+            else:
+                found[name] = copied_rows(value, places, rows)
+        return found
+
     def represent(self, features: Any, side: Side) -> Tensor:
         """The embeddings of tokenised texts, ``(rows, dim)``."""
         tower, at_once = self.tower(side), self._grad_cache_rows
@@ -354,6 +365,7 @@ class DualEncoder(PairModule):
             checkpoint[_NEGATIVES_KEY] = self._negatives.of_rows.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
         if self._negatives is not None and _NEGATIVES_KEY in checkpoint:
             self._negatives.of_rows.load_state_dict(checkpoint[_NEGATIVES_KEY], self.device)
 

@@ -30,6 +30,7 @@ from lit_dpret.modules.public_pool import PublicPool
 from lit_dpret.modules.row_by_row import marked, row_by_row
 from lit_dpret.negatives.row_negatives import Sources
 from lit_dpret.privacy.budget import require_choice
+from lit_dpret.privacy.fixed_shape import copied_rows
 from lit_dpret.privacy.modes import PrivacyMode, PublicPassages
 from lit_dpret.privacy.sampling import Row, UnitBatch
 from lit_dpret.st_folder import save_sentence_transformer
@@ -304,6 +305,10 @@ class FrozenDualEncoder(PairModule):
         if self._labels is not None:
             return {"query": queries, "positive": positive, **self._labels.keys(rows)}
         return {"query": queries, "positive": positive, "others": others}
+
+    def place_rows(self, features: Any, places: Sequence[int], rows: int) -> Any:
+        """As `PrivateModule.place_rows`."""
+        return copied_rows(features, places, rows)
 
     def represent(self, features: Any, side: Side) -> Tensor:
         """The embeddings of one side after its head, ``(rows, dim)``; those without a head as they are."""

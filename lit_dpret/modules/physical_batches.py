@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import torch
+
 from lit_dpret.errors import DeviceMemoryError
 from lit_dpret.memory import give_back_memory, is_out_of_memory
 from lit_dpret.privacy.sampling import UnitBatch, map_rows, rows_in_turn, take_rows
@@ -108,20 +110,24 @@ def memory_advice(may_split: bool) -> str:
 
 
 def pieces_of(batch: UnitBatch, limit: int | None) -> Iterator[UnitBatch]:
-    """``batch`` in pieces of at most ``limit`` units; every slot is in one piece, those without rows included."""
+    """``batch`` in pieces of at most ``limit`` units; every slot is in one piece, those without rows included.
+
+    A batch of fixed shape may end in a slot that nobody fills (`FixedShape.of`): it ends every piece.
+    """
     if limit is None or len(batch.mask) <= limit:
         yield batch
         return
     for slots in rows_in_turn(len(batch.mask), limit):
         inside = ((batch.unit_ids >= slots.start) & (batch.unit_ids < slots.stop)).nonzero().flatten()
+        unit_ids, mask = batch.unit_ids[inside] - slots.start, batch.mask[slots]
+        data_rows = None if batch.data_rows is None else batch.data_rows[inside]
+        if data_rows is not None and len(inside):
+            end = (batch.unit_ids == len(batch.mask) - 1).nonzero().flatten()
+            unit_ids = torch.cat([unit_ids, torch.full_like(end, len(mask))])
+            inside, mask = torch.cat([inside, end]), torch.cat([mask, mask.new_zeros(1)])
+            data_rows = torch.cat([data_rows, data_rows.new_zeros(len(end))])
         rows = None if batch.rows is None or not len(inside) else take_rows(batch.rows, inside)
-        yield replace(
-            batch,
-            rows=rows,
-            unit_ids=batch.unit_ids[inside] - slots.start,
-            mask=batch.mask[slots],
-            data_rows=None if batch.data_rows is None else batch.data_rows[inside],
-        )
+        yield replace(batch, rows=rows, unit_ids=unit_ids, mask=mask, data_rows=data_rows, alone=None)
 
 
 def _copy(batch: UnitBatch) -> UnitBatch:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from lit_dpret.errors import ConfigurationError, DeviceMemoryError, UnsupportedM
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.checkpointed import Checkpointed
+from lit_dpret.modules.coupling_check import CouplingCheck
 from lit_dpret.modules.handover import GradHandover, Handover
 from lit_dpret.modules.master_weights import in_float32, keep_masters
 from lit_dpret.modules.optimizers import OptimizerSpec
@@ -33,12 +34,18 @@ from lit_dpret.modules.physical_batches import PhysicalBatches, memory_advice
 from lit_dpret.privacy.guard import Guard, uncounted
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
 from lit_dpret.privacy.ranks import Ranks
-from lit_dpret.privacy.sampling import Row, UnitBatch, map_rows, rows_in_turn, take_rows
+from lit_dpret.privacy.sampling import Row, UnitBatch, map_rows, rows_in_turn
+from lit_dpret.privacy.shown import public_names, unaccounted
 from lit_dpret.privacy.xla import cut, read
 from lit_dpret.privacy.xla import seed as seed_xla
 
 if TYPE_CHECKING:
     from lit_dpret.modules.sharded import Shards
+
+
+# What `PrivateModule._leave_run` sets.
+_OF_A_RUN = ("_guard", "_ranks", "_shards", "_handover", "_physical", "_shortage", "_batches_seen", "_loss_sum",
+             "_losses")  # fmt: skip
 
 
 class PrivateModule(Checkpointed):
@@ -53,13 +60,13 @@ class PrivateModule(Checkpointed):
         - On several ranks the sums of a step are added up before they are noised, and every rank makes the same
           update from the same noise.
         - No update is made without a permit, and every permit is asked for before noise is drawn.
-        - Losses computed on private rows are logged only where the mode promises nothing, or
-          where ``log_private_loss`` declares the leak; the card then says so.
+        - What is logged on private rows is refused, unless the mode promises nothing or ``log_private_loss``
+          declares the leak; the card then says so.
 
     Args:
         privacy: The privacy mode.
         optimizer: Name, learning rate and schedule of the optimizer.
-        log_private_loss: Log the training loss although it is an unaccounted release.
+        log_private_loss: Log the training loss, and what else is logged, although it is an unaccounted release.
 
     Raises:
         ConfigurationError: The optimizer corrects for noise, and the mode adds none.
@@ -69,9 +76,13 @@ class PrivateModule(Checkpointed):
     #: Whether sums and counts of a step are those of all ranks when the guard is asked; a module that says nothing is
     #: trained on one process alone.
     adds_up_over_ranks: bool = True
-    #: Whether batches are filled up to a fixed shape; None for XLA devices only. A module that implements
-    #: ``place_rows`` may say other than False.
+    #: Whether batches are filled up to a fixed shape for a compiler; None for XLA devices only. A module that
+    #: implements ``place_rows`` may say other than False. In low precision under a guarantee they are in any case.
     fixed_shapes: bool | None = False
+    #: Names that the module may log under a guarantee: no private row is behind these numbers.
+    public_metrics: Sequence[str] = ()
+    #: Whether an update is being made: weights, optimizer and step count are then not of one moment.
+    updating: bool = False
 
     def __init__(self, *, privacy: PrivacyMode, optimizer: OptimizerSpec, log_private_loss: bool = False) -> None:
         super().__init__()
@@ -85,15 +96,29 @@ class PrivateModule(Checkpointed):
         self.privacy = privacy
         self.optimizer_spec = optimizer
         self.log_private_loss = log_private_loss
+        self._leave_run()
+
+    def _leave_run(self) -> None:
+        """Be in no run: nobody to ask, nothing added up."""
         self._guard: Guard | None = None
         self._ranks = Ranks()
         self._shards: Shards | None = None
         self._handover: Handover = GradHandover(self, self._ranks)
         self._physical = PhysicalBatches(self._add_piece, self._forget_step)
         self._shortage: DeviceMemoryError | None = None
-        self._batches_seen = 0
+        self._couplings = CouplingCheck()
+        self._rehearses = False
         self._loss_sum = 0.0
         self._losses: list[Tensor] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, such as a running average of the weights, is in no run: it has no guard, secret or private sum."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[misc]
+        return {name: value for name, value in state.items() if name not in _OF_A_RUN}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._leave_run()
 
     def collate_rows(self, rows: list[Row]) -> Any:
         """Turn rows of text into what ``per_row_loss`` takes: a dict of tensors, first axis rows."""
@@ -106,6 +131,11 @@ class PrivateModule(Checkpointed):
         is not counted.
         """
         raise UnsupportedModelError(f"{type(self).__name__} does not implement place_rows(features, places, rows).")
+
+    @property
+    def fills_up(self) -> bool:
+        """Whether the module says how to fill a batch up to a fixed shape."""
+        return type(self).place_rows is not PrivateModule.place_rows
 
     def per_row_loss(self, rows: Any) -> Tensor:
         """The loss of each row, shape ``(rows,)``."""
@@ -140,7 +170,9 @@ class PrivateModule(Checkpointed):
         self._handover = GradHandover(self, self._ranks) if kept is None else kept.handover(self._ranks)
         self._physical.begin()
         self._shortage = None
-        self._batches_seen, self._loss_sum = 0, 0.0
+        self.updating = False
+        self._couplings.begin()
+        self._loss_sum = 0.0
         self._losses.clear()
 
     def receive_handover(self, handover: Handover) -> None:
@@ -164,9 +196,22 @@ class PrivateModule(Checkpointed):
             yield
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
         if (state := checkpoint.get("state_dict")) is not None:
             keep_masters(state, self, self.trainer.optimizers)
+        super().on_save_checkpoint(checkpoint)
+
+    def log(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """Log as Lightning does; under a guarantee, only what is declared public or a declared leak.
+
+        Raises:
+            ConfigurationError: Nobody lists ``name`` in ``public_metrics``.
+        """
+        if self.privacy.guarantee == "dp" and not self.log_private_loss:
+            callbacks = () if self._trainer is None else self._trainer.callbacks  # type: ignore[attr-defined]
+            if name not in public_names([self, *callbacks]):
+                raise unaccounted(repr(name), self.privacy)
+        if not self._rehearses:
+            super().log(name, *args, **kwargs)
 
     def on_train_start(self) -> None:
         if self._guard is None:
@@ -231,13 +276,16 @@ class PrivateModule(Checkpointed):
 
         Raises:
             UnsupportedModelError: What the first steps of training would raise.
+            ConfigurationError: A loss logs what nobody declares to be public.
         """
+        self._rehearses = True
         try:
             for batch in batches:
                 self._contribute(batch, seed=batch.part)
         finally:
             self._forget_step()
-            self._batches_seen = 0
+            self._couplings.begin()
+            self._rehearses = False
 
     def _contribute(self, batch: UnitBatch, seed: int) -> None:
         """Add one physical batch to the sum of its logical step, dropout masks keyed by ``seed``."""
@@ -245,9 +293,12 @@ class PrivateModule(Checkpointed):
             self.privacy.counts.units += int(batch.mask.sum())
             return
         self.before_batch(batch)
-        self._refuse_coupled_loss(batch.rows)
-        with self._replayable_dropout(seed), _wide_defaults():
+        if self.privacy.guarantee == "dp":
+            self._couplings.prepare(self, batch)
+        with self._replayable_dropout(seed), _wide_defaults(), _whole_convolutions():
             self.privacy.contribute(self, batch)
+            if self.privacy.guarantee == "dp":  # after the engine, whose refusals say more; nothing was let out yet
+                self._couplings.look(self, batch, seed)
         cut(self.device)
 
     def before_batch(self, batch: UnitBatch) -> None:
@@ -264,18 +315,18 @@ class PrivateModule(Checkpointed):
         parts = {} if starts is None else {"starts": starts}
         update = self.privacy.privatize(sums, attempt=permit.attempt, step=permit.step, salt=permit.salt, **parts)
         del sums
-        if self._handover.in_parts:  # each rank saw the noise of its own parts
-            update = replace(update, noise_std=min(self._ranks.gather(update.noise_std, quick=True)))
+        self.updating = True
+        guard.record(permit, update)  # it lets go of the sums, and measures what becomes of them
         optimizer = self.optimizers()
         if isinstance(optimizer, list):
             raise ConfigurationError(f"{type(self).__name__} must have exactly one optimizer.")
         self._handover.give(update.gradients, optimizer)
-        guard.record(permit, update)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         scheduler = self.lr_schedulers()
         if scheduler is not None and not isinstance(scheduler, list):
             scheduler.step()  # type: ignore[call-arg]
+        self.updating = False
         if self.log_private_loss or self.privacy.guarantee != "dp":
             self.log("train/loss", self._loss_sum / max(units, 1), on_step=True, prog_bar=True, batch_size=1)
         self._loss_sum = 0.0
@@ -361,37 +412,6 @@ class PrivateModule(Checkpointed):
             seed_xla(self.device, seed)
             yield
 
-    def _refuse_coupled_loss(self, rows: Any) -> None:
-        """Compare the losses of the first half of the rows with and without the other half, now and then."""
-        if self.privacy.guarantee != "dp" or self.privacy.candidates not in ("rows", "pool"):
-            return
-        tensors = _leaves(rows) if isinstance(rows, dict) else []
-        if not tensors or any(not isinstance(v, Tensor) or v.dim() == 0 or len(v) != len(tensors[0]) for v in tensors):
-            raise UnsupportedModelError(
-                f"{type(self).__name__}.collate_rows must return a dict of tensors (dicts may be nested) whose first "
-                "axis is the rows, so that it can be checked that no row changes the loss of another one.",
-                trap="T11",
-            )
-        count = len(tensors[0])
-        if count < 2:
-            return
-        self._batches_seen += 1
-        if self._batches_seen & (self._batches_seen - 1):  # batches 1, 2, 4, 8, ...
-            return
-        half = take_rows(rows, slice(count // 2))
-        with evaluation_mode(self), torch.no_grad():
-            together = self.per_row_loss(rows)[: count // 2].float()
-            alone = self.per_row_loss(half).float()
-        if not torch.allclose(together, alone, rtol=1e-2, atol=1e-3):
-            worst = int((together - alone).abs().argmax())
-            raise UnsupportedModelError(
-                f"privacy={self.privacy.name} cannot train {type(self).__name__}: the loss of row {worst} is "
-                "different when other rows are in the batch, so clipping each example bounds nothing. "
-                "Normalise the loss inside each row, remove batch statistics, or declare coupled_loss = True "
-                "and choose a mode for coupled losses.",
-                trap="T11",
-            )
-
 
 @contextmanager
 def _wide_defaults() -> Iterator[None]:
@@ -404,6 +424,12 @@ def _wide_defaults() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _leaves(rows: Any) -> list[Any]:
-    """The leaves of nested dicts."""
-    return [leaf for value in rows.values() for leaf in _leaves(value)] if isinstance(rows, dict) else [rows]
+@contextmanager
+def _whole_convolutions() -> Iterator[None]:
+    """Convolutions in float32 where that is what was asked for: cuDNN takes TF32 for them unless told otherwise."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before

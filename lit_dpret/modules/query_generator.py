@@ -78,7 +78,8 @@ class QueryGenerator(PrivateModule):
         loss_normalisation: ``mean`` over a row's own target tokens, or their ``sum``.
         gradient_checkpointing: Recompute activations to save memory.
         fixed_shapes: Fill every physical batch up to ``datamodule.physical_batch_size`` units and every text to its
-            maximal length, so that a compiler sees one shape; null for XLA devices only. It changes no update.
+            maximal length, so that a compiler sees one shape; null for XLA devices only. It changes no update. In
+            low precision under a guarantee they are filled up whatever it says (docs/modes.md).
         log_private_loss: Log the training loss although it is an unaccounted release.
 
     Raises:

@@ -78,18 +78,16 @@ class Shards:
 
     def gather(self) -> None:
         """Make every parameter whole, on every rank; all ranks call it."""
-        if not self.gathered:
-            with noticing_death():
-                for found in self._sharded:
-                    found.unshard()
-            self.gathered = True
+        with noticing_death():
+            for found in self._sharded:
+                found.unshard()  # of one that is whole, nothing; FSDP cuts them up unasked where a state dict is taken
+        self.gathered = True
 
     def scatter(self) -> None:
         """Keep the own shard of every parameter, and forget the rest."""
-        if self.gathered:
-            for found in self._sharded:
-                found.reshard()
-            self.gathered = False
+        for found in self._sharded:
+            found.reshard()
+        self.gathered = False
 
     @contextmanager
     def whole(self) -> Iterator[None]:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
+from typing import Any
 
+import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.modules.checkpointed import refuse_zero_state
 
 
 class ShardingStrategy(ModelParallelStrategy):
@@ -42,3 +47,21 @@ class ShardingStrategy(ModelParallelStrategy):
             self._setup_distributed()
         else:
             super().setup_environment()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        # Before Lightning takes it apart; what is mapped is not read.
+        refuse_zero_state(torch.load(checkpoint_path, map_location="cpu", weights_only=True, mmap=True))
+        return super().load_checkpoint(checkpoint_path, weights_only=True)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As Lightning's; of an optimizer that has made no step yet, and that stays so.
+
+        PyTorch makes a step of no length to have a state to write. It would stay in the optimizer, and count.
+        """
+        fresh = not optimizer.state
+        found: dict[str, Any] = super().optimizer_state(optimizer)
+        if fresh:
+            optimizer.state.clear()
+            for state in found.get("state", {}).values():
+                state.update({k: torch.zeros_like(v) for k, v in state.items() if isinstance(v, Tensor)})
+        return found

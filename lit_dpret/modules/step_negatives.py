@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_dpret.encoders.apart import embed_apart
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.modules.gathered import all_rows
@@ -76,12 +77,14 @@ class StepNegatives:
                 "learns. Set model.towers=separate and model.passage_tower=frozen."
             )
         self._cache_dir = passage_cache_dir
+        self._apart = privacy.guarantee == "dp"  # no row has a say in what another one is compared with
         self.looks_up = self.of_rows.dynamic is not None or self._cache_dir is not None
         self.index: Tensor | None = None
 
     def learn(self, module: Any, texts: TrainTexts, device: torch.device | None) -> None:
         """Have the sources look through the texts, and embed frozen passages once."""
-        towers = ModuleTowers(module, device, self._cache_dir if self.looks_up else None, keep=self.looks_up)
+        cache = self._cache_dir if self.looks_up else None
+        towers = ModuleTowers(module, device, cache, keep=self.looks_up, apart=self._apart)
         self.of_rows.learn(texts, towers)
         if self.looks_up and self.of_rows.dynamic is None:
             self.index = towers.embeddings(texts.passages, "passage", None)
@@ -95,20 +98,31 @@ class StepNegatives:
             return
 
         def embed() -> Tensor:
-            with evaluation_mode(module.tower("query")), torch.no_grad():
-                found: Tensor = module.embed(rows["query"], "query")
-            return found
+            tower = module.tower("query")
+            with evaluation_mode(tower), torch.no_grad():
+                found: Tensor
+                if not self._apart:
+                    found = module.embed(rows["query"], "query")
+                    return found
+                full = tower.at_full_length(rows["query"], "query")
+                found = embed_apart(lambda batch: module.embed(batch, "query"), full, tower.tokenizer.pad_token_id)
+                return found
 
         places = negatives.places(rows, step=batch.step, epoch=epoch, embed=embed)
         rows.update(places)
         if not self.looks_up:
             for name, at in (("own_negatives", places["own_at"]), ("shared_negatives", places["shared_at"])):
                 if at.shape[1]:
-                    rows[name] = self._tokens(module, at, negatives.texts)
+                    rows[name] = self._tokens(module, at, negatives.texts, batch.data_rows)
 
-    def _tokens(self, module: Any, places: Tensor, texts: TrainTexts) -> dict[str, Tensor]:
+    def _tokens(self, module: Any, places: Tensor, texts: TrainTexts, data_rows: Tensor | None) -> dict[str, Tensor]:
+        tower = module.tower("passage")
         listed = ["" if place < 0 else texts.passages[place] for place in places.flatten().tolist()]
-        features = module.tower("passage").tokenize(listed, "passage")
+        features = tower.tokenize(listed, "passage")
+        if data_rows is not None:  # a batch of fixed shape, where what is filled in has texts of one token
+            kept = data_rows.cpu().repeat_interleave(places.shape[1]).nonzero().flatten()
+            some = map_rows(lambda t: t[kept], features)
+            features = tower.placed(some, "passage", kept.tolist(), len(listed))
         return map_rows(lambda t: t.view(*places.shape, -1).to(places.device), features)  # type: ignore[no-any-return]
 
     def positives(self, module: Any, rows: Mapping[str, Any]) -> Tensor:
@@ -179,10 +193,14 @@ class ModuleTowers:
         device: Where to compute; where the module is, by default.
         passage_cache_dir: Where embeddings of passages are kept between runs; None where it is not said.
         keep: Whether passages never change, so that their embeddings are made once and remembered.
+        apart: Whether no query may have a say in another one's embedding.
     """
 
-    def __init__(self, module: Any, device: torch.device | None, passage_cache_dir: Path | None, *, keep: bool) -> None:
+    def __init__(
+        self, module: Any, device: torch.device | None, passage_cache_dir: Path | None, *, keep: bool, apart: bool
+    ) -> None:
         self._module, self.device, self._cache_dir, self._keep = module, device, passage_cache_dir, keep
+        self._apart = apart
         self._passages: Tensor | None = None
 
     def embeddings(self, texts: Sequence[str], side: Any, folder: Path | None) -> Tensor:
@@ -198,7 +216,9 @@ class ModuleTowers:
         found: Tensor
         with ProgressLine(f"encoding {side}s for negatives") as line:
             settings = {"device": self.device, "progress": line if side == "passage" else None}
-            if folder is None:
+            if side == "query" and self._apart:
+                found = tower.encode_apart(texts, side, device=self.device)
+            elif folder is None:
                 found = tower.encode(texts, side, **settings)
             else:
                 found = tower.encode_cached(texts, side, folder, **settings)

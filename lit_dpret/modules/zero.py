@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, ResumeError, UnsupportedModelError
+from lit_dpret.modules.checkpointed import is_zero_state
 from lit_dpret.privacy.pieces import Piece, Pieces
 from lit_dpret.privacy.ranks import Ranks
 
@@ -165,7 +166,7 @@ class ZeroHandover(ABC):
         Raises:
             ResumeError: It is of another model or optimizer.
         """
-        if set(found) != {"groups", "states", "numbers"} or len(found["groups"]) != len(self._groups):
+        if not is_zero_state(found) or len(found["groups"]) != len(self._groups):
             raise ResumeError("The checkpoint's optimizer state is not one of trainer=deepspeed for this model.")
         for whole in found["states"].values():
             self._refuse_others(whole, "optimizer state")

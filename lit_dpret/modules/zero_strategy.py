@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.modules.checkpointed import is_zero_state
 from lit_dpret.modules.zero import ZeroHandover, zero_handover
 from lit_dpret.privacy.ranks import Ranks
 
@@ -146,6 +147,11 @@ class ZeroStrategy(DeepSpeedStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         torch.cuda.empty_cache()
         found: dict[str, Any] = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=True)
+        if not all(map(is_zero_state, found.get("optimizer_states", ()))):
+            raise ResumeError(
+                f"The checkpoint {checkpoint_path} was not written under trainer=deepspeed, and ZeRO cannot read its "
+                "optimizer state. Go on with another trainer: trainer=cpu, gpu, ddp and fsdp read each other's."
+            )
         return found
 
     @property

@@ -34,6 +34,7 @@ __all__ = [
     "Accountant",
     "attack_ceilings",
     "calibrate_noise",
+    "cap_for_copies",
     "check_supported",
     "choose_cap",
     "delta_at",
@@ -46,6 +47,12 @@ __all__ = [
 
 MOST_NOISE = 1e5
 MOST_STEPS = 10_000_000
+
+COPIES = (10, 5, 2)
+"""Numbers of units whose epsilon together a chosen cap keeps finite, the first of them that it can."""
+
+MOST_FOR_COPIES = 0.01
+"""How much larger a cap may be for their sake, relative."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +224,15 @@ def truncation_delta(law: TruncatedPoisson, steps: int) -> float:
     return float(steps * stats.binom.sf(law.cap, law.n, law.sample_rate) * law.cap / law.n)
 
 
+def cap_for_copies(law: TruncatedPoisson, *, steps: int, delta: float, copies: int) -> int:
+    """Return the least cap, not below that of ``law``, with which truncation leaves ``copies`` units half of delta."""
+
+    def leaves_half(cap: int) -> bool:
+        return copies * truncation_delta(replace(law, cap=cap), steps) <= delta / 2
+
+    return _first(leaves_half, law.cap, law.n)
+
+
 def choose_cap(
     *,
     n: int,
@@ -232,7 +248,8 @@ def choose_cap(
 
     `truncation_delta` says which cap is certainly enough; from there the search goes down on a coarse
     distribution, in steps of an eighth of the batch's standard deviation, and the result is held
-    against the bound by `epsilon` itself.
+    against the bound by `epsilon` itself. A text that stands in the data several times loses more to truncation: where
+    up to a hundredth more gives `COPIES` units together a finite epsilon, the cap is that much larger.
 
     Guarantees:
         - At the noise calibrated for plain Poisson sampling, epsilon under the cap is at most
@@ -279,7 +296,14 @@ def choose_cap(
     index = _first(roughly, 0, math.ceil((enough - least_cap) / stride))
     while cap_at(index) < enough and epsilon(released(cap_at(index)), delta=delta, neighbours=neighbours) > allowed:
         index += 1
-    return cap_at(index)
+    chosen = TruncatedPoisson(sample_rate=sample_rate, cap=cap_at(index), n=n)
+    most = int(chosen.cap * (1 + MOST_FOR_COPIES))
+    # Only under zero_out is anything known of several units in truncated batches.
+    for copies in COPIES if neighbours == "zero_out" else ():
+        wider = replace(chosen, cap=min(most, cap_for_copies(chosen, steps=steps, delta=delta, copies=copies)))
+        if copies * truncation_delta(wider, steps) < delta:
+            return wider.cap
+    return chosen.cap
 
 
 def _first(holds: Callable[[int], bool], low: int, high: int) -> int:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +51,16 @@ from lit_dpret.privacy.card_file import (
 from lit_dpret.privacy.card_protocols import registered
 from lit_dpret.privacy.card_text import show_delta, show_epsilon, statement
 from lit_dpret.privacy.card_tuning import search_cost, tuning_facts
+from lit_dpret.privacy.chain import today
 from lit_dpret.privacy.charges import charged_releases, claimed_releases
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.start import start_accounting, start_assumptions, start_parents, start_text
+from lit_dpret.privacy.start import (
+    start_accounting,
+    start_assumptions,
+    start_in_floating_point,
+    start_parents,
+    start_text,
+)
 from lit_dpret.privacy.sweep_places import sweep_of
 
 __all__ = [
@@ -112,7 +118,7 @@ def build_card(
             cost is to be stated ``{"method": "random_stopping", "mean_runs", "runs_law"}``.
         pretraining: ``{"model", "overlap_check"}``.
         generation: How a synthetic set was decoded and filtered.
-        randomness: ``{"rng", "secure"}``.
+        randomness: ``{"rng", "secure"}``; whether the noise was floating-point noise the ledger says.
         environment: From `environment_facts`.
         output_released: What has been let out, in words.
         duplicates_policy: What was done about equal texts; the default says that each is a unit.
@@ -132,17 +138,21 @@ def build_card(
         )
     own, releases = charged_releases(ledger_records), claimed_releases(ledger_records)
     known = derived_assumptions(ledger_records, recorded) if recorded is not None else []
-    known += [*start_assumptions(ledger_records), *assumptions]
+    began = (pretraining or {}).get("model")
+    known += [*start_assumptions(ledger_records, began), *assumptions]
     verdict = judge(releases, recorded, known)
     tuned = tuning_facts(tuning, search_cost(releases, recorded, verdict), sweep_of(ledger_records))
     random = {"rng": "unknown", "secure": bool(last.get("secure_rng", False)), "secret": "never stored with the run"}
     random |= {**(randomness or {}), "seeded": last.get("noise_seed") is not None}
+    random["floating_point"] = (
+        recorded is None or recorded.noise != "discrete" or start_in_floating_point(ledger_records)
+    )
     facts = mechanism_facts(ledger_records, recorded, own)
     claim = claim_facts(recorded, verdict, releases, output_released, duplicates_policy)
     groups = group_facts(releases, recorded, verdict)
     card: dict[str, Any] = {
         "schema": SCHEMA,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "created": today(),
         "subject": dict(subject),
         "claim": claim,
         "mechanism": {**facts, **{k: v for k, v in (mechanism or {}).items() if facts.get(k) is None}},
@@ -152,7 +162,7 @@ def build_card(
         | start_accounting(ledger_records, own, recorded, verdict),
         "assumptions": [assumption.to_dict() for assumption in known],
         "tuning": tuned,
-        "pretraining": dict(pretraining or {}) | start_text(ledger_records, own, recorded, verdict),
+        "pretraining": dict(pretraining or {}) | start_text(ledger_records, own, recorded, verdict, began),
         "generation": dict(generation or {}),
         "randomness": random,
         "empirical": {
@@ -161,7 +171,7 @@ def build_card(
             "ceilings": ceilings_of(releases, recorded, verdict),
             **_planted(planted_by(ledger_records)),
         },
-        "not_covered": [*gaps(claim, groups, tuned, secure=bool(random["secure"])), *not_covered],
+        "not_covered": [*gaps(claim, groups, tuned, random), *not_covered],
         "ledger": ledger_facts(ledger_records, releases, ledger_name),
         "parents": start_parents(ledger_records),
         **_made_with(environment),
@@ -248,7 +258,7 @@ def inherit_card(
         uncovered = [_NO_CLAIM]
     card: dict[str, Any] = {
         "schema": SCHEMA,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "created": today(),
         "subject": dict(subject),
         "claim": claim,
         "mechanism": {**(mechanism or {}), "kind": "post_processing", "mode": "synthetic", "description": description},
@@ -301,12 +311,15 @@ def _made_with(environment: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def gaps(
-    claim: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], tuning: Mapping[str, Any], *, secure: bool
+    claim: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    tuning: Mapping[str, Any],
+    randomness: Mapping[str, Any],
 ) -> list[str]:
     """What a claim leaves uncovered, as it follows from the facts of the card."""
     if claim["guarantee"] != "dp":
         return [_NO_CLAIM]
-    return terms.not_covered(claim, groups=groups, tuning=tuning, secure=secure)
+    return terms.not_covered(claim, groups=groups, tuning=tuning, randomness=randomness)
 
 
 def said(card: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -33,10 +33,7 @@ def audit_sections(card: Mapping[str, Any]) -> list[Section]:
             "choose it by its result. Audits give evidence of leakage; that they find none proves nothing, and they "
             "change nothing about the claim."
         )
-        rows = [
-            f"{one['name']}, SHA-256 {one['sha256']}, registered {one['registered'][:16].replace('T', ' ')} UTC"
-            for one in protocols
-        ]
+        rows = [f"{one['name']}, SHA-256 {one['sha256']}, registered {one['registered']}" for one in protocols]
         blocks: list[Block] = [Paragraph(text), Bullets(rows)]
         sections.append(Section("Audit protocols", blocks))
     if planted := empirical.get("planted"):

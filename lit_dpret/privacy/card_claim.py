@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lit_dpret.errors import UnsupportedAccountingError
@@ -18,7 +19,7 @@ from lit_dpret.privacy import card_terms as terms
 from lit_dpret.privacy.card_facts import Verdict, every_unit_in_every_step
 from lit_dpret.privacy.groups import group_epsilon
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.releases import Release
+from lit_dpret.privacy.releases import GaussianRelease, Release, TruncatedPoisson
 
 GROUPS = (2, 5, 10)
 """The numbers of units for which every card states what they are worth together."""
@@ -117,7 +118,22 @@ def _of_units(units: int, releases: Sequence[Release], plan: PrivacyPlan, verdic
         value = group_epsilon(charged, delta=plan.budget.delta, max_units=units, neighbours=plan.budget.neighbours)
     except UnsupportedAccountingError as error:
         return {**fact, "why": f"not proved: {error}"}
-    return {**fact, "epsilon": value, "why": None} if math.isfinite(value) else {**fact, "why": "infinite"}
+    if math.isfinite(value):
+        return {**fact, "epsilon": value, "why": None}
+    return {**fact, "why": "infinite", "wider": _wider(units, charged, plan)}
+
+
+def _wider(units: int, charged: Sequence[Release], plan: PrivacyPlan) -> dict[str, Any] | None:
+    """The cap of this run's batches that would give ``units`` units a number, and the number; None where none would."""
+    law = plan.law
+    own = [r for r in charged if isinstance(r, GaussianRelease) and r.law == law]
+    if not isinstance(law, TruncatedPoisson) or not own:
+        return None
+    steps, delta = sum(release.count for release in own), plan.budget.delta
+    cap = accounting.cap_for_copies(law, steps=steps, delta=delta, copies=units)
+    rest = [replace(r, law=replace(law, cap=cap)) if r in own else r for r in charged]
+    value = group_epsilon(rest, delta=delta, max_units=units, neighbours=plan.budget.neighbours)
+    return {"cap": cap, "epsilon": value} if math.isfinite(value) else None
 
 
 def without_numbers(facts: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -133,4 +149,5 @@ def without_numbers(facts: Mapping[str, Any] | None) -> dict[str, Any] | None:
         part["epsilon_alone"] = None
     for group in bare.get("groups", []):
         group |= {"epsilon": None, "why": _NO_GUARANTEE}
+        group.pop("wider", None)
     return bare

@@ -11,13 +11,13 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.card_file import CARD_NAME, card_sha256, checksum, read_card, write_card
 from lit_dpret.privacy.card_text import statement
+from lit_dpret.privacy.chain import today
 
 About = Literal["this model", "other trainings"]
 
@@ -115,7 +115,7 @@ def add_evidence(folder: str | Path, results: Sequence[AttackResult]) -> Path | 
         return path
     card = copy.deepcopy(read_card(path))
     note = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "day": today(),
         "sha256_before": card_sha256(path),
         "results": [result.to_dict() for result in results],
     }

@@ -20,6 +20,7 @@ from lit_dpret.privacy.charges import ROUNDING, departed_attempts, noise_keys
 from lit_dpret.privacy.composition import FINE
 from lit_dpret.privacy.dataset_total import noted_total
 from lit_dpret.privacy.ledger import GENESIS
+from lit_dpret.privacy.noise_source import ROUNDING_SHARE
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.releases import FullBatch, GaussianRelease, NonPrivateRelease, Release, SamplingLaw, Shuffle
 
@@ -146,6 +147,7 @@ def _declared(plan: PrivacyPlan) -> list[Assumption]:
     ]  # fmt: skip
     return [
         _bound_assumption(plan),
+        *([] if plan.noise != "discrete" else [_grid_assumption(plan)]),
         *(Assumption(text, "unverified") for text in (
             *several,
             public,
@@ -153,6 +155,18 @@ def _declared(plan: PrivacyPlan) -> list[Assumption]:
             "Nothing else that was computed from the private data was let out: no loss, metric or chosen checkpoint.",
         )),
     ]  # fmt: skip
+
+
+def _grid_assumption(plan: PrivacyPlan) -> Assumption:
+    """That rounding is paid for, and what rounding does not pay for."""
+    bound = plan.sensitivity / (1 + ROUNDING_SHARE)
+    return Assumption(
+        f"The sum of a step as it was computed, its own additions in floating point included, moves by at most "
+        f"{bound:.8g}. What follows is integer arithmetic: the sum is rounded to a public grid and moves by at most "
+        f"{plan.sensitivity:.8g}, to which the noise multiplier refers, and the noise is a Gaussian rounded to that "
+        "grid, drawn exactly.",
+        "unverified",
+    )
 
 
 def _bound_assumption(plan: PrivacyPlan) -> Assumption:
@@ -357,6 +371,7 @@ def mechanism_facts(records: Sequence[Record], plan: PrivacyPlan | None, release
             "physical_batch_size": plan.physical_batch_size,
             "empty_batches": "add noise, take their step and are counted",
             "n_public": plan.n_public,
+            "noise": plan.noise,
         }
         if plan.clip_fraction_budget:
             facts["clip_fraction"] = {

@@ -10,6 +10,9 @@ from lit_dpret.privacy.card_facts import Assumption
 PRIVATE_EVENT = "private_evaluation"
 """The event before metrics of private queries are let out; it holds a ``NonPrivateRelease``."""
 
+PRIVATE_LOG_EVENT = "private_log"
+"""The event before a number that nobody declares public is first logged, under ``log_private_loss``."""
+
 DECLARED_EVENT = "declared_evaluation"
 """The event that says whose queries a run was evaluated on, as its settings declare."""
 
@@ -21,7 +24,11 @@ def leaks(records: Sequence[Mapping[str, Any]]) -> list[Assumption]:
     plans = [r for r in records if r["kind"] == "plan" and r.get("mode") not in _NO_CLAIM_OF_ITS_OWN]
     found = []
     if any(plan.get("log_private_loss") for plan in plans):
-        found.append("No loss on private rows was shown: log_private_loss=true logged the training loss of every step.")
+        logged = dict.fromkeys(r["logged"] for r in records if r.get("name") == PRIVATE_LOG_EVENT)
+        names = f" ({', '.join(logged)})" if logged else ""
+        found.append(
+            f"No loss on private rows was shown: log_private_loss=true logged the training loss of every step{names}."
+        )
     if any(plan.get("noise_seed") is not None for plan in plans):
         found.append("Nobody else can compute the noise: privacy.noise_seed keyed it with a published number.")
     events = [record for record in records if record["kind"] == "event"]

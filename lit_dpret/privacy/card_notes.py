@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import DataError
 from lit_dpret.privacy.card_evidence import amended
 from lit_dpret.privacy.card_file import CARD_NAME, card_sha256, checksum, read_card, write_card
+from lit_dpret.privacy.chain import today
 
 
 def note_not_covered(folder: str | Path, what: str, *, computed: str) -> Path | None:
@@ -45,7 +45,7 @@ def note_not_covered(folder: str | Path, what: str, *, computed: str) -> Path | 
         return None
     before, card = card_sha256(path), copy.deepcopy(read_card(path))
     note = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "day": today(),
         "sha256_before": before,
         "not_covered": f"{what}, computed from {computed}: whoever is shown these numbers is told more than the claim "
         "covers.",

@@ -66,12 +66,11 @@ def note_protocols(ledger: PrivacyLedger, files: Sequence[str | Path]) -> None:
 
 
 def registered(records: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """``name``, ``sha256`` and ``registered`` (the time) of the protocols before the first announced step."""
+    """``name``, ``sha256`` and ``registered`` (the day) of the protocols before the first announced step."""
     found: list[dict[str, str]] = []
     for record in records:
         if record.get("kind") == "intent":
             break
         if record.get("kind") == "event" and record.get("name") == PROTOCOL_EVENT:
-            time = str(record.get("time"))
-            found += [{**one, "registered": time} for one in record["protocols"]]
+            found += [{**one, "registered": str(record["day"])} for one in record["protocols"]]
     return found

@@ -91,7 +91,11 @@ def tuning_gaps(tuning: Mapping[str, Any]) -> list[str]:
 
 
 def not_covered(
-    claim: Mapping[str, Any], *, groups: Sequence[Mapping[str, Any]], tuning: Mapping[str, Any], secure: bool
+    claim: Mapping[str, Any],
+    *,
+    groups: Sequence[Mapping[str, Any]],
+    tuning: Mapping[str, Any],
+    randomness: Mapping[str, Any],
 ) -> list[str]:
     """What a reader might take for covered and is not.
 
@@ -99,7 +103,7 @@ def not_covered(
         claim: The card's.
         groups: What several units are worth together: ``units``, ``epsilon``, ``why``.
         tuning: The card's.
-        secure: Whether the noise came from a cryptographic generator.
+        randomness: The card's.
     """
     unit, neighbours, most = claim["unit"], claim["neighbours"], claim["max_units_per_user"]
     gaps = []
@@ -138,15 +142,14 @@ def not_covered(
         if unit == "image"
         else "Queries that are typed when the system is used.",
         "Losses, metrics and samples computed on private data and shown to anybody outside the ledger.",
-        "A noise secret that leaks, and side channels such as timing or memory.",
+        "A noise secret that leaks.",
+        "Side channels: who watches the machine, its disk or its traffic during the run sees how long steps take and "
+        "what they use, which depends on the private data in them. Files that are handed on carry days, no times.",
     ]
-    if secure:
-        gaps.append("Attacks on the floating-point form of the noise.")
-    else:
-        gaps.append(
-            "Attacks on the floating-point form of the noise, or on its generator, which is not a cryptographic one."
-        )
-    return gaps
+    attacked = ["the floating-point form of the noise"] if randomness.get("floating_point", True) else []
+    if not randomness.get("secure"):
+        attacked.append("its generator, which is not a cryptographic one")
+    return [*gaps, f"Attacks on {', or on '.join(attacked)}."] if attacked else gaps
 
 
 def _copies(groups: Sequence[Mapping[str, Any]]) -> str:
@@ -155,5 +158,14 @@ def _copies(groups: Sequence[Mapping[str, Any]]) -> str:
         return ""
     if all(group["epsilon"] is None and group["why"] != "infinite" for group in groups):
         return ", by how much is not proved for this sampling and these neighbours"
-    worth = ", ".join(f"{show_epsilon(group['epsilon'])} for {group['units']}" for group in groups)
-    return f": epsilon is {worth} copies"
+    return f": epsilon is {', '.join(map(_worth, groups))} copies"
+
+
+def _worth(group: Mapping[str, Any]) -> str:
+    """The epsilon of so many copies, and where it is infinite what would make it a number."""
+    text = f"{show_epsilon(group['epsilon'])} for {group['units']}"
+    if group["why"] != "infinite":
+        return text
+    if wider := group.get("wider"):
+        return f"{text} (datamodule.cap={wider['cap']} would make it {show_epsilon(wider['epsilon'])})"
+    return f"{text} (no cap alone would make it a number; more noise, from a lower privacy.eps, may)"

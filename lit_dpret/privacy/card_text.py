@@ -119,14 +119,19 @@ def _mechanism_sentence(card: Card) -> str:
     if mechanism.get("mode") == "histogram":
         return (
             f"A histogram{size} was made. Each {card['claim']['unit']} added {mechanism['rows_per_unit']} to public "
-            f"bins, and Gaussian noise of standard deviation {_n(mechanism['noise_std'])} was added to each bin once."
+            f"bins, and Gaussian noise of standard deviation {_n(mechanism['noise_std'])}{_on_grid(mechanism)} was "
+            "added to each bin once."
         )
     return (
         f"Training made {done} noisy step{'' if done == 1 else 's'}{size}. Batches were drawn so: "
         f"{mechanism['law_text']}. {_bounded(card)}, and "
         f"Gaussian noise of standard deviation {_n(mechanism['noise_std'])} (noise multiplier "
-        f"{_n(mechanism['noise_multiplier'])}) was added to the sum once.{_counted(mechanism)}"
+        f"{_n(mechanism['noise_multiplier'])}){_on_grid(mechanism)} was added to the sum once.{_counted(mechanism)}"
     )
+
+
+def _on_grid(mechanism: Mapping[str, Any]) -> str:
+    return ", in whole numbers on a public grid," if mechanism.get("noise") == "discrete" else ""
 
 
 def _counted(mechanism: Mapping[str, Any]) -> str:
@@ -227,7 +232,7 @@ def _frame(card: Card) -> tuple[str, str]:
     subject = card["subject"]
     return (
         f"Privacy card: {subject['name']}",
-        f"{subject['artifact_type']}, made {card['created'][:16].replace('T', ' ')} UTC",
+        f"{subject['artifact_type']}, made {card['created']}",
     )
 
 
@@ -317,7 +322,14 @@ _GROUPS_TEXT = (
 
 
 def _group(group: Mapping[str, Any]) -> str:
-    return show_epsilon(group["epsilon"]) if group["epsilon"] is not None else str(group["why"])
+    if group["epsilon"] is not None:
+        return show_epsilon(group["epsilon"])
+    wider = group.get("wider")
+    return (
+        f"{group['why']}; {show_epsilon(wider['epsilon'])} with datamodule.cap={wider['cap']}"
+        if wider
+        else str(group["why"])
+    )
 
 
 def _total(total: Mapping[str, Any]) -> str:

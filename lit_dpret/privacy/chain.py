@@ -4,6 +4,10 @@ Each line is one record in canonical JSON (sorted keys, no spaces, no NaN) that 
 of itself and of its predecessor. Changing, removing, inserting or swapping whole lines breaks the
 chain at a known line number. What a chain cannot see is that whole records were cut off its end.
 
+A record has no time. How long a step takes depends on the private texts that it drew, so that times of
+records would tell who was drawn, and amplification by sampling would be lost. A record carries the
+day on which its writer opened the file; the order is that of ``seq``.
+
 What the records mean, and which may follow which, is decided by a `Book`; the ledger of a run and
 the ledger of a data set differ in theirs.
 """
@@ -25,7 +29,7 @@ from typing import IO, Any, ClassVar, Protocol, Self
 from lit_dpret.errors import LedgerError, StorageError
 
 GENESIS = "0" * 64
-_CHAIN = ("seq", "time", "kind", "prev", "hash")
+_CHAIN = ("seq", "day", "kind", "prev", "hash")
 _WAYS_OUT = {
     errno.ENOSPC: "the disk is full. Free some space, then resume the run",
     errno.EDQUOT: "the disk quota is used up. Free some space, then resume the run",
@@ -64,6 +68,11 @@ def storage_error(path: Path, doing: str, error: OSError) -> StorageError:
     return StorageError(f"{path} could not be {doing}: {way_out}.")
 
 
+def today() -> str:
+    """The date in UTC: the finest time that a file made to be handed on carries."""
+    return datetime.now(UTC).date().isoformat()
+
+
 class Book(Protocol):
     """What earlier records allow; ``check`` changes nothing, so that a record is judged before it is written."""
 
@@ -100,6 +109,7 @@ class ChainedFile:
         self.torn_bytes = len(content) - self._length
         self._file = file
         self._pid = os.getpid()
+        self._day = today()
 
     @classmethod
     def new_book(cls) -> Book:
@@ -146,7 +156,7 @@ class ChainedFile:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """All records in order, each ``{seq, time, kind, prev, hash, **facts}``."""
+        """All records in order, each ``{seq, day, kind, prev, hash, **facts}``."""
         return list(self._records)
 
     @property
@@ -176,7 +186,7 @@ class ChainedFile:
         record: dict[str, Any] = {
             **json.loads(canonical_json(facts)),
             "seq": len(self._records),
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "day": self._day,
             "kind": kind,
             "prev": self.head,
         }

@@ -35,6 +35,9 @@ Version 2 says which noise the keys gave (``noise_stream``); version 1, which di
 START_EVENT = "init_from"
 """The event of a ledger that tells which model the run started from, and what that one had cost."""
 
+UNITS_UNKNOWN = "units_unknown"
+"""The event of an attempt whose data set gave rows of other units than were drawn."""
+
 # A realised noise multiplier is a quotient of two floats; a difference of this size is rounding.
 ROUNDING = 1e-9
 
@@ -171,6 +174,8 @@ def charged_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
         - In an attempt whose draws were seen to depart from their law (a ``sampling_departure``
           event), every step is charged as if each unit took part in it: no law is known, so no
           amplification by sampling is.
+        - In an attempt whose data set gave rows of other units than were drawn (a ``units_unknown`` event), every
+          step is a ``NonPrivateRelease``: nobody knows how often a unit took part.
         - Under ``Shuffle`` every epoch that was touched in an attempt is charged whole: a resumed
           attempt shuffles anew, and half an epoch before and half an epoch after can show one unit
           twice.
@@ -179,11 +184,13 @@ def charged_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
         LedgerError: The records contradict each other.
     """
     records = list(records)
-    departed = departed_attempts(records)
+    departed, unknown = departed_attempts(records), departed_attempts(records, UNITS_UNKNOWN)
     releases: list[Release] = []
     shuffled: dict[GaussianRelease, list[Key]] = {}
     for (attempt, step), state in read_keys(records).steps.items():
         release = state.charged()
+        if attempt in unknown:
+            release = NonPrivateRelease(label=release.label, count=release.count)
         if isinstance(release, GaussianRelease) and attempt in departed:
             release = replace(release, law=FullBatch())
         if isinstance(release, GaussianRelease) and isinstance(release.law, Shuffle):
@@ -221,12 +228,10 @@ def claimed_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
     return merge([*charged_releases(records), *earlier])
 
 
-def departed_attempts(records: Iterable[Mapping[str, Any]]) -> set[int]:
-    """The attempts whose loader was seen to draw by no known law."""
+def departed_attempts(records: Iterable[Mapping[str, Any]], event: str = "sampling_departure") -> set[int]:
+    """The attempts whose loader was seen to draw by no known law, or in which another ``event`` was seen."""
     return {
-        int(record["attempt"])
-        for record in records
-        if record.get("kind") == "event" and record.get("name") == "sampling_departure"
+        int(record["attempt"]) for record in records if record.get("kind") == "event" and record.get("name") == event
     }
 
 

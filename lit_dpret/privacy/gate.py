@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lit_dpret.errors import BudgetExceededError, LedgerError, ResumeError
 from lit_dpret.privacy.accounting import Accountant
-from lit_dpret.privacy.charges import Key
+from lit_dpret.privacy.charges import UNITS_UNKNOWN, Key
 from lit_dpret.privacy.fingerprints import sum_tag, update_hash
 from lit_dpret.privacy.guard import Permit
 from lit_dpret.privacy.ledger import charged_releases
@@ -192,6 +192,10 @@ class ReleaseGate:
         if self.plan is not None and update.noise_std < self.plan.noise_std:
             self.departures += 1
             self._allowance = self._affordable()
+
+    def forfeit(self) -> None:
+        """Charge every step of this attempt as one without noise: nobody knows how often a unit took part in it."""
+        self.run.ledger.append("event", name=UNITS_UNKNOWN, attempt=self.run.attempt, step=self.steps_done)
 
     def epsilon(self) -> float:
         """Epsilon spent so far, from the ledger; infinite where none may be stated."""

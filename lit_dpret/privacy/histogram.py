@@ -11,8 +11,8 @@ Accountants here take the noise over C, and know that a replacement moves a sum 
 under ``replace_one``, which is less than what a clipped gradient would have to be charged.
 
 The bins must be public: boundaries, centroids or labels that were chosen by looking at private queries would let
-out more than is counted here. The noise is the library's keyed noise, with its floating-point caveat
-(`lit_dpret.privacy.noise`); counts are rounded to whole numbers afterwards, which is post-processing.
+out more than is counted here. The noise is the library's keyed noise (`lit_dpret.privacy.noise_source`); counts are
+rounded to whole numbers afterwards, which is post-processing.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError,
 from lit_dpret.privacy.accounting import Accountant
 from lit_dpret.privacy.budget import AccountantName, Neighbours, PrivacyBudget
 from lit_dpret.privacy.fingerprints import sum_tag
+from lit_dpret.privacy.noise_source import NoiseName, charged, noise_source
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.releases import FullBatch, GaussianRelease
 from lit_dpret.privacy.run import PrivateRun
@@ -61,6 +62,7 @@ def histogram_plan(
     accountant: AccountantName = "pld",
     n_public: int | None = None,
     max_units_per_user: int | None = None,
+    noise: NoiseName = "gaussian",
 ) -> PrivacyPlan:
     """The plan of one histogram.
 
@@ -71,6 +73,7 @@ def histogram_plan(
         accountant: ``pld`` or ``rdp``; ``prv`` judges no release of all units.
         n_public: The number of units where it is public.
         max_units_per_user: As in `PrivacyPlan`.
+        noise: As in `PrivacyPlan`.
 
     Raises:
         BudgetExceededError: The histogram alone costs more than the budget.
@@ -91,8 +94,8 @@ def histogram_plan(
         )
     return PrivacyPlan(
         budget=budget, law=FullBatch(), steps=1, noise_multiplier=noise_multiplier, max_grad_norm=bound,
-        sensitivity=bound, denominator=1.0, physical_batch_size=1, accountant=accountant, engine="counting",
-        mode=LABEL, n_public=n_public, max_units_per_user=max_units_per_user,
+        sensitivity=charged(bound, noise), denominator=1.0, physical_batch_size=1, accountant=accountant,
+        engine="counting", mode=LABEL, n_public=n_public, max_units_per_user=max_units_per_user, noise=noise,
     )  # fmt: skip
 
 
@@ -118,7 +121,7 @@ def release_histogram(
     Returns:
         Noised counts, whole numbers, some of them below zero; shape ``(bins,)``.
     """
-    if plan.sensitivity < histogram_sensitivity(max_count, plan.budget.neighbours):
+    if plan.sensitivity < charged(histogram_sensitivity(max_count, plan.budget.neighbours), plan.noise):
         raise ConfigurationError(
             f"max_count={max_count} is more than the plan's sensitivity {plan.sensitivity:g} covers."
         )
@@ -138,8 +141,8 @@ def release_histogram(
         run.intents[run.attempt, 0] = announced
     else:
         run.ledger.append("replay", **key)
-    noise = run.stream.normal(counts.shape, attempt=run.attempt, step=0, parameter=LABEL, salt=tag, dtype=torch.float64)
-    noised: np.ndarray = np.rint((counts + noise * plan.noise_std).numpy())
+    source = noise_source(plan.noise, run.stream, noise_multiplier=plan.noise_multiplier, coordinates=bins)
+    noised: np.ndarray = np.rint(source.noised(counts, std=plan.noise_std, parameter=LABEL, salt=tag, **key).numpy())
     if (run.attempt, 0) not in run.releases:
         run.releases[run.attempt, 0] = run.ledger.append(
             "release", **key, noise_std=plan.noise_std, sensitivity=plan.sensitivity, denominator=plan.denominator,

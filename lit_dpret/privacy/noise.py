@@ -17,6 +17,7 @@ The default generator (NumPy's Philox with a 128-bit key; PyTorch's CPU generato
 of a seed) is not cryptographic, and floating-point Gaussian noise is open to the attacks of Mironov (2012) and Jin
 et al. (2022): the guarantee is that of the idealised mechanism. ``secure_rng=True`` replaces the
 noise generator by SHAKE-256 in counter form; it does not change the floating-point caveat.
+``privacy.noise=discrete`` does: it adds whole numbers to whole numbers (`lit_dpret.privacy.noise_source`).
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ import os
 import secrets
 import stat
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +40,7 @@ import torch
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.privacy.exact_normal import rounded_normals
 
 SECRET_BYTES = 32
 
@@ -190,12 +194,49 @@ class KeyedStream:
             dtype: Of the sum; float64 gets float64, all else float32.
             threads: That draw; None for as many as PyTorch computes with.
         """
-        count, wide = math.prod(shape), torch.float64 if dtype == torch.float64 else torch.float32
-        drawn = np.empty(count, dtype=np.float64 if wide == torch.float64 else np.float32)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        drawn = np.empty(math.prod(shape), dtype=np.float64 if wide == torch.float64 else np.float32)
         draw = _shake_normal if self.secure_rng else _philox_normal
+        self._fill(drawn, draw, ("noise", attempt, step, parameter, _WHOLE, salt), start, threads)
+        return torch.from_numpy(drawn).reshape(shape).to(device)
+
+    def rounded_normal(
+        self,
+        shape: torch.Size,
+        *,
+        bits: int,
+        attempt: int,
+        step: int,
+        parameter: str,
+        salt: str = "",
+        start: int = 0,
+        device: torch.device | str = "cpu",
+        threads: int | None = None,
+    ) -> Tensor:
+        """Normals of standard deviation ``2**bits``, rounded to whole numbers, int64, exactly and from SHAKE-256.
+
+        Guarantees what `normal` does, and that the numbers are the same on every machine
+        (`lit_dpret.privacy.exact_normal`).
+        """
+        drawn = np.empty(math.prod(shape), dtype=np.int64)
+        key = ("rounded noise", attempt, step, parameter, salt)
+        self._fill(drawn, partial(rounded_normals, bits=bits), key, start, threads)
+        return torch.from_numpy(drawn).reshape(shape).to(device)
+
+    def _fill(
+        self,
+        drawn: np.ndarray,
+        draw: Callable[[bytes, np.ndarray], None],
+        key: tuple[object, ...],
+        start: int,
+        threads: int | None,
+    ) -> None:
+        """Fill ``drawn``, which begins at flat index ``start``, block by block, each under a key of its own."""
+        count = len(drawn)
 
         def fill(block: int) -> None:
-            seed = self._digest("noise", attempt, step, parameter, _WHOLE, salt, block)
+            purpose, *rest = key
+            seed = self._digest(str(purpose), *rest, block)
             begin = block * BLOCK
             first, last = max(begin, start), min(begin + BLOCK, start + count)
             target = drawn[first - start : last - start]
@@ -214,7 +255,6 @@ class KeyedStream:
         else:
             with ThreadPoolExecutor(workers) as pool:
                 deque(pool.map(fill, blocks), maxlen=0)
-        return torch.from_numpy(drawn).reshape(shape).to(device)
 
 
 def _philox_normal(seed: bytes, target: np.ndarray) -> None:

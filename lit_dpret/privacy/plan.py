@@ -21,6 +21,7 @@ from lit_dpret.privacy.budget import AccountantName, Neighbours, PrivacyBudget, 
 from lit_dpret.privacy.coupling import Coupling, holds_under
 from lit_dpret.privacy.forecast import Forecast
 from lit_dpret.privacy.groups import check_max_units
+from lit_dpret.privacy.noise_source import NoiseName, charged
 from lit_dpret.privacy.plan_text import format_plan
 from lit_dpret.privacy.releases import (
     FixedSize,
@@ -35,7 +36,7 @@ from lit_dpret.privacy.releases import (
 __all__ = ["SAMPLINGS", "PrivacyPlan", "describe_plan", "format_plan"]
 
 # Fields that the first plans did not have. A new field goes here, and its default is what was done before it.
-_ADDED = ("clip_groups", "max_units_per_user", "coupling", "clip_fraction_budget")
+_ADDED = ("clip_groups", "max_units_per_user", "coupling", "clip_fraction_budget", "noise")
 
 SAMPLINGS = ("truncated_poisson", "poisson", "fixed_size", "shuffle", "full_batch")
 
@@ -67,6 +68,7 @@ class PrivacyPlan:
             None where it bounds the gradient of one unit, which depends on no other.
         clip_fraction_budget: The share of a step's budget that pays for the count of clipped units; 0 where none is
             released. ``sensitivity`` covers it.
+        noise: ``gaussian``, or ``discrete`` for whole numbers on a public grid; ``sensitivity`` covers the rounding.
 
     Raises:
         ConfigurationError: A value is out of range; the message names it.
@@ -89,6 +91,7 @@ class PrivacyPlan:
     max_units_per_user: int | None = None
     coupling: Coupling | None = None
     clip_fraction_budget: float = 0.0
+    noise: NoiseName = "gaussian"
 
     def __post_init__(self) -> None:
         for name in ("noise_multiplier", "max_grad_norm", "sensitivity", "denominator"):
@@ -103,6 +106,7 @@ class PrivacyPlan:
         require_choice("privacy.accountant", self.accountant, get_args(AccountantName))
         require_choice("privacy.clip", self.clip, ("abadi", "automatic"))
         require_choice("privacy.clip_groups", self.clip_groups, ("flat", "per_layer"))
+        require_choice("privacy.noise", self.noise, get_args(NoiseName))
         if self.max_units_per_user is not None:
             check_max_units(self.max_units_per_user)
         if self.clip_fraction_budget != 0:
@@ -143,6 +147,7 @@ class PrivacyPlan:
         mode: str = "dp_sgd",
         physical_batch_size: int = 32,
         max_units_per_user: int | None = None,
+        noise: NoiseName = "gaussian",
     ) -> PrivacyPlan:
         """Resolve what was asked for: the law with its cap, and the noise that the budget needs.
 
@@ -172,6 +177,7 @@ class PrivacyPlan:
             mode: The privacy mode.
             physical_batch_size: Units per forward.
             max_units_per_user: The declared bound for the user-level epsilon.
+            noise: ``gaussian`` or ``discrete``.
 
         Raises:
             ConfigurationError: Something is missing, out of range, or cannot meet the budget.
@@ -221,7 +227,7 @@ class PrivacyPlan:
             steps=steps,
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
-            sensitivity=clip_fraction.sensitivity(max_grad_norm, clip_fraction_budget),
+            sensitivity=charged(clip_fraction.sensitivity(max_grad_norm, clip_fraction_budget), noise),
             denominator=_denominator(law, budget, n_public, expected_batch_size),
             physical_batch_size=physical_batch_size,
             clip=clip,
@@ -232,6 +238,7 @@ class PrivacyPlan:
             n_public=n_public,
             max_units_per_user=max_units_per_user,
             clip_fraction_budget=clip_fraction_budget,
+            noise=noise,
         )
 
     @property

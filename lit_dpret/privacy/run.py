@@ -82,7 +82,18 @@ class PrivateRun:
         self.releases = _by_key(ledger, "release")
         begun = [record["attempt"] for record in ledger.records if record["kind"] in ("plan", "intent")]
         self.attempt = max(begun, default=0)
+        # At which step each later attempt began; an attempt that died before its first intent stands here alone.
+        self._begun = {
+            int(record.get("attempt", 0)): record.get("step")
+            for record in ledger.records
+            if record["kind"] == "event" and record.get("name") == "fresh_attempt"
+        }
         self._cut_changed = False
+
+    @property
+    def identity(self) -> str:
+        """What no other ledger has: the run id, which a published seed shares with others, does not tell two apart."""
+        return ledger_identity(self.ledger.records)
 
     @classmethod
     def open(
@@ -102,7 +113,7 @@ class PrivateRun:
 
         Args:
             path: Of the ledger.
-            resume: Whether there may be one already.
+            resume: Go on with the one that is there.
             secret: Keys noise and coins.
             secure_rng: Draw noise from SHAKE-256.
             described: The mechanism as public JSON values; becomes the ``plan`` record.
@@ -112,8 +123,8 @@ class PrivateRun:
             run_id: Of a ledger that is begun; None for one that no other run has.
 
         Raises:
-            ResumeError: There is a ledger and ``resume`` is false, or the ledger is about another
-                mechanism or data set.
+            ResumeError: There is a ledger and ``resume`` is false, or none and it is true, or the ledger is about
+                another mechanism or data set.
             LedgerError: The ledger is damaged, or another run has it open.
         """
         if path.exists() and not resume:
@@ -121,6 +132,8 @@ class PrivateRun:
                 f"{path} already holds a ledger: a second run in this folder would hide what the first one "
                 "spent. Say resume=true to go on with it, or choose another hydra.run.dir."
             )
+        if resume:
+            require_run(path)
         ledger = PrivacyLedger.open(path)
         try:
             earlier = [record for record in ledger.records if record["kind"] == "plan"]
@@ -189,6 +202,10 @@ class PrivateRun:
     def go_on_from(self, position: Position, *, must_be_known: bool) -> None:
         """Hold a checkpoint against the ledger.
 
+        The ledger must hold the checkpoint's last step. It does where that step was granted under the checkpoint's
+        attempt, and where that attempt began right after it: its weights are then those that an earlier attempt ended
+        with, which were held against the ledger before it wrote that the attempt begins.
+
         Args:
             position: Where the checkpoint was taken.
             must_be_known: Whether the ledger must hold the checkpoint's last step.
@@ -202,7 +219,8 @@ class PrivateRun:
                 "they must come from one run folder."
             )
         last = (position.attempt, position.steps_done - 1)
-        if must_be_known and position.steps_done > 0 and last not in self.intents:
+        known = last in self.intents or self._begun.get(position.attempt) == position.steps_done
+        if must_be_known and position.steps_done > 0 and not known:
             raise ResumeError(
                 f"The checkpoint was taken after step {position.steps_done} of attempt {position.attempt}, which the "
                 "ledger does not know: the ledger is older than the checkpoint. Restore both from one moment."
@@ -215,20 +233,44 @@ class PrivateRun:
             step: The step that is due.
             state: The hash of the state before it; None where steps cannot be repeated bit by bit.
         """
-        ahead = [known for attempt, known in self.intents if attempt == self.attempt and known >= step]
-        if not ahead:
+        steps = [known for attempt, known in self.intents if attempt == self.attempt]
+        ahead = [known for known in steps if known >= step]
+        if ahead:
+            known = self.intents.get((self.attempt, step), {}).get("state_hash")
+            state = None if self._cut_changed else state  # the same units, but their sum is rounded in another order
+            failed = any(r["kind"] == "event" and r.get("name") == "replay_failed" for r in self.ledger.records)
+            if state is not None and known is not None and not failed and known == state():
+                return
+        elif (self.attempt, step - 1) in self.intents:
             return
-        known = self.intents.get((self.attempt, step), {}).get("state_hash")
-        state = None if self._cut_changed else state  # the same units, but their sum is rounded in another order
-        failed = any(r["kind"] == "event" and r.get("name") == "replay_failed" for r in self.ledger.records)
-        if state is not None and known is not None and not failed and known == state():
-            return
-        self.attempt += 1
-        self.ledger.append(
-            "event",
-            name="fresh_attempt",
-            attempt=self.attempt,
-            text=f"{len(ahead)} steps from step {step} on are executed again with fresh noise and charged again",
+        elif not steps and (self.attempt == 0 or self._begun.get(self.attempt) == step):
+            return  # it begins here, or did so before and released nothing
+        if ahead or self.attempt in self._begun:  # each attempt begins once, so its number tells where
+            self.attempt = max(self.attempt, *self._begun, 0) + 1
+        text = f"from step {step} on with fresh noise and coins"
+        if ahead:
+            text = f"{len(ahead)} steps from step {step} on are executed again with fresh noise and charged again"
+        # `go_on_from` knows a checkpoint by it that was taken before the attempt's first intent.
+        self._begun[self.attempt] = step
+        self.ledger.append("event", name="fresh_attempt", attempt=self.attempt, step=step, text=text)
+
+
+def ledger_identity(records: Sequence[Mapping[str, Any]]) -> str:
+    """What the records of one ledger share with those of no other; empty where it holds no plan."""
+    first = next((record for record in records if record["kind"] == "plan"), {})
+    return str(first.get("nonce") or first.get("run_id") or "")
+
+
+def require_run(path: Path) -> None:
+    """Refuse to go on with a run that there is not; ``path`` is of its ledger.
+
+    Raises:
+        ResumeError: There is no ledger.
+    """
+    if not path.exists():
+        raise ResumeError(
+            f"resume=true, and {path.parent} holds no {path.name}: a second run would begin there, on the same data. "
+            "Name the folder of the run in hydra.run.dir; where there is none yet, leave resume=true out."
         )
 
 

@@ -10,8 +10,10 @@ device; a logical batch may be empty, and then it still takes its step.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,14 +22,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.coupling import largest_batch
 from lit_dpret.privacy.fixed_shape import FixedShape
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.privacy.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
+from lit_dpret.privacy.xla import is_lazy
 
 PADDING = -1
+#: Of how many units the rows are collated once more without company, in steps 0, 1, 2, 4, 8 and so on.
+ALONE = 2
 
 
 class Row(Protocol):
@@ -128,6 +133,10 @@ class UnitBatch:
         last: Whether this is the last physical batch of its step on this rank.
         attempt: The attempt whose coins drew it.
         data_rows: In a batch of fixed shape, which rows are data and no filling, shape ``(rows,)``; else None.
+        alone: Of the first ``ALONE`` units that have rows, what ``collate_rows`` makes of them without the others;
+            None where nobody will compare.
+        origin: For each slot of the whole batch, the unit that was drawn and the keys of the rows that came for it
+            (`row_key`); empty where nobody told.
     """
 
     rows: Any
@@ -138,17 +147,26 @@ class UnitBatch:
     last: bool
     attempt: int = 0
     data_rows: Tensor | None = None
+    alone: Any = None
+    origin: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> UnitBatch:
-        """Move every tensor to ``device``; in a batch of fixed shape the rows alone, and who they are of stays."""
+        """Move every tensor to ``device``; to an XLA device the rows alone, and who they are of stays."""
 
         def move(value: Any) -> Any:
             return value.to(device) if hasattr(value, "to") else value
 
-        rows = map_rows(move, self.rows)
-        if self.data_rows is not None:  # read on the host, where reading costs nothing
+        rows, alone = map_rows(move, self.rows), map_rows(move, self.alone)
+        if is_lazy(torch.device(device)):  # read on the host, where reading costs nothing
             return replace(self, rows=rows)
-        return replace(self, rows=rows, unit_ids=self.unit_ids.to(device), mask=self.mask.to(device))
+        return replace(
+            self,
+            rows=rows,
+            alone=alone,
+            unit_ids=self.unit_ids.to(device),
+            mask=self.mask.to(device),
+            data_rows=None if self.data_rows is None else self.data_rows.to(device),
+        )
 
 
 def map_rows(function: Callable[[Any], Any], rows: Any) -> Any:
@@ -185,7 +203,46 @@ def parts_of(batch: UnitBatch, *, units_at_once: int) -> Iterator[UnitBatch]:
             unit_ids=batch.unit_ids[rows] - slots.start,
             mask=batch.mask[slots],
             data_rows=None if batch.data_rows is None else batch.data_rows[rows],
+            alone=None,
         )
+
+
+def row_key(row: Any) -> int | None:
+    """A number for what names a row (its query and passage, or its image); None where it has no name."""
+    names = [getattr(row, name, None) for name in ("query_id", "passage_id", "image_id")]
+    if names[0] is None and names[2] is None:
+        return None
+    return int.from_bytes(hashlib.blake2b(repr(names).encode(), digest_size=8).digest(), "little")
+
+
+class UnitOwners:
+    """Which unit each row belongs to, as far as it was seen.
+
+    A data set is asked for a unit by its number, and nothing keeps it from answering with another one: ``index % n``,
+    a cache, a wrapper that repeats or mixes units. Then one unit takes part in a step more often than the law says.
+
+    Guarantees:
+        - A row that came for two units is refused, whichever batches it came in. Rows without a name cannot be told.
+    """
+
+    def __init__(self) -> None:
+        self._unit_of: dict[int, int] = {}
+
+    def note(self, unit: int, keys: Iterable[int]) -> None:
+        """Remember whose rows these are.
+
+        Raises:
+            DataError: One of them came for another unit before.
+        """
+        for key in keys:
+            if (owner := self._unit_of.setdefault(key, unit)) != unit:
+                raise DataError(
+                    f"The training data set gave the same row for unit {owner} and for unit {unit}, so one unit takes "
+                    "part in a step more often than the sampling law says, and epsilon would be false. dataset[draw] "
+                    "must give the rows of unit draw.unit and of no other: build it by UnitItems, and do not repeat, "
+                    "cache or mix units behind it (datamodule.train_dataloader).",
+                    trap="T38",
+                )
 
 
 class UnitCollator:
@@ -211,6 +268,15 @@ class UnitCollator:
         self._one = rows_per_unit == "one"
         self._shape = shape
 
+    def _collated_alone(self, rows: list[Any]) -> Any:
+        """Return what ``collate_rows`` makes of some rows alone; None where it draws at random."""
+        python, numpy = random.getstate(), np.random.get_state()
+        with torch.random.fork_rng(devices=[]):
+            found, again = self._collate_rows(rows), self._collate_rows(rows)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        return found if _equal(found, again) else None
+
     def __call__(self, items: list[tuple[Draw, Sequence[Any]]]) -> UnitBatch:
         rows: list[Any] = []
         slots: list[int] = []
@@ -219,8 +285,13 @@ class UnitCollator:
             rows.extend(chosen)
             slots.extend([slot] * len(chosen))
         first = items[0][0]
+        origin = tuple((draw.unit, tuple(filter(None, map(row_key, unit_rows)))) for draw, unit_rows in items)
         real = [draw.unit != PADDING for draw, _ in items]
         features = self._collate_rows(rows) if rows else None
+        alone = None
+        if self._shape is None and first.step & (first.step - 1) == 0:
+            few = sorted(set(slots))[:ALONE]
+            alone = self._collated_alone(rows[: slots.index(few[-1]) + slots.count(few[-1])]) if few else None
         data_rows = None if self._shape is None else torch.zeros(0, dtype=torch.bool)
         if self._shape is not None and rows:
             shape, places = self._shape, self._shape.places(slots)
@@ -237,7 +308,15 @@ class UnitCollator:
             part=first.part,
             last=first.last,
             attempt=first.attempt,
+            alone=alone,
+            origin=origin,
         )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else True
 
 
 class PrivateBatchSampler(Sampler[list[Draw]]):
@@ -253,6 +332,8 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         - With a coupling, the physical batches of a step are its sub-batches: each drawn unit is
           assigned to one by a coin of its own, and none holds more than ``n_max`` units. What is
           left out is chosen uniformly.
+        - Where it ``scatters``, each drawn unit stands at a place of a physical batch that a coin of its own decides,
+          so that it is the same place without another unit, whose number may be private.
         - All ranks draw the same step and deal it out: unit i of the draw, or sub-batch i where there are
           sub-batches, goes to rank i modulo their number. Each rank hands out the same number of physical
           batches, of padding where it has no units, so that none waits for another.
@@ -267,6 +348,9 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
             ``physical_batch_size``.
         n_max: Most units of a sub-batch; None for no bound.
         ranks: The processes that share each draw; this one hands out its part.
+
+    Attributes:
+        watched: Whether somebody holds each batch against what was handed out for it (`require_drawn`).
     """
 
     def __init__(
@@ -290,11 +374,15 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         self.sub_batches = sub_batches
         self.n_max = n_max
         self.ranks = ranks or Ranks()
+        self.scatters = False
         self.attempt = 0
         self.next_step = 0
         self.before_first_draw: Callable[[], None] = lambda: None
         self._stream = stream
         self._order: tuple[tuple[int, int], np.ndarray] | None = None
+        self.watched = False
+        self._handed_out: dict[tuple[int, int, int], list[int]] = {}
+        self._owners = UnitOwners()
 
     def draw(self, step: int) -> np.ndarray:
         """The units of logical step ``step``, in random order, shape ``(drawn,)``."""
@@ -327,6 +415,8 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         """
         if self.sub_batches is not None:
             return math.ceil(self.sub_batches / self.ranks.world_size)
+        if self.scatters:
+            return None
         largest = largest_batch(self.law)
         return None if largest is None else self._parts(largest)
 
@@ -338,16 +428,22 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         """This rank's part of logical step ``step`` as a list of physical batches, never empty."""
         units = self.draw(step)
         picks = self._stream.coins(self.attempt, step, purpose="rows").integers(0, 2**62, size=len(units))
-        parts = self.physical_batches_per_step or self._parts(len(units))
-        members = self._members(units, step, parts)
+        if self.scatters and self.sub_batches is None:
+            members = self._scattered(len(units), step)
+            parts = len(members)
+        else:
+            parts = self.physical_batches_per_step or self._parts(len(units))
+            members = self._members(units, step, parts)
         batches: list[list[Draw]] = []
         for position in range(parts):
             chosen = members[position]
             part = position * self.ranks.world_size + self.ranks.rank
             last = position == parts - 1
             batch = [
-                Draw(int(unit), step, part, last, int(pick), self.attempt)
-                for unit, pick in zip(units[chosen], picks[chosen], strict=True)
+                Draw(int(units[at]), step, part, last, int(picks[at]), self.attempt)
+                if at >= 0
+                else Draw(PADDING, step, part, last, attempt=self.attempt)
+                for at in chosen
             ]
             batches.append(batch or [Draw(PADDING, step, part, last, attempt=self.attempt)])
         return batches
@@ -361,6 +457,21 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
             return [own[part * size : (part + 1) * size] for part in range(parts)]
         nobody = np.arange(0)
         return (whole[rank::world] + [nobody] * parts)[:parts]
+
+    def _scattered(self, count: int, step: int) -> list[np.ndarray]:
+        """The same, with units at places that a coin of each decides, and -1 where a place is empty.
+
+        Units with the same coin stand at the same place of different batches. So the place of a unit in its batch
+        follows from no other unit, nor from how many there are.
+        """
+        size, world = self.physical_batch_size, self.ranks.world_size
+        coins = self._stream.coins(self.attempt, step, purpose="places").integers(0, size * world, size=count)
+        order = np.argsort(coins, kind="stable")
+        turns = np.empty(count, dtype=np.int64)
+        turns[order] = np.arange(count) - np.searchsorted(coins[order], coins[order])
+        places = np.full((1 + int(turns.max(initial=0)), world, size), -1)
+        places.reshape(len(places), -1)[turns, coins] = np.arange(count)
+        return list(places[:, self.ranks.rank])
 
     def _sub_batches(self, units: np.ndarray, step: int) -> list[np.ndarray] | None:
         """Which of the drawn units, by position, make each sub-batch; None where there are none."""
@@ -380,7 +491,28 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         first = self.next_step
         for step in range(first, (first // self.steps_per_epoch + 1) * self.steps_per_epoch):
             self.next_step = step + 1
-            yield from self.physical_batches(step)
+            for batch in self.physical_batches(step):
+                if self.watched:
+                    self._handed_out[batch[0].attempt, step, batch[0].part] = [draw.unit for draw in batch]
+                yield batch
+
+    def require_drawn(self, batch: UnitBatch) -> None:
+        """Refuse a batch that holds other units than were handed out for it.
+
+        Raises:
+            DataError: The data set changed the draws, or gave the rows of one unit for another.
+        """
+        handed_out = self._handed_out.pop((batch.attempt, batch.step, batch.part), None)
+        if not batch.origin:
+            return  # a collate function of the user's own
+        if handed_out is not None and handed_out != [unit for unit, _ in batch.origin]:
+            raise DataError(
+                f"Step {batch.step} was drawn with other units than the training data set answered for: dataset[draw] "
+                "must return the draw itself and the rows of unit draw.unit (datamodule.train_dataloader).",
+                trap="T38",
+            )
+        for unit, keys in batch.origin:
+            self._owners.note(unit, keys)
 
     def __len__(self) -> int:
         parts = self.physical_batches_per_step

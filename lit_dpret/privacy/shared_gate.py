@@ -7,16 +7,19 @@ before any of them draws noise.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
-from lit_dpret.errors import LedgerError
+from lit_dpret.errors import LedgerError, PrivacyViolation
 from lit_dpret.privacy.clip_fraction import NAME
 from lit_dpret.privacy.fingerprints import sample_tag
 from lit_dpret.privacy.gate import ReleaseGate
 from lit_dpret.privacy.guard import Permit
 from lit_dpret.privacy.modes import Update
 from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.noise_check import NoiseCheck
+from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.privacy.run import Position
 from lit_dpret.privacy.sampling import PrivateBatchSampler
@@ -28,15 +31,19 @@ class SharedGate:
     Guarantees:
         - A step that is refused is refused on every rank, with the same error, before any noise is drawn.
         - All ranks are in the same attempt and at the same step, and ask for the noise of the same sum.
-        - On one rank it is the gate itself.
+        - The noise of every step is measured on every rank (`NoiseCheck`), before the update reaches an optimizer.
+          Where it is not what was planned, the step is charged as one without noise and the run ends: a
+          measurement that is too small bounds the noise of no single coordinate.
 
     Args:
         gate: On rank 0; None on the others.
+        plan: What the noise is held against; None where nothing was promised.
         stream: The keyed stream of the run.
         run_id: Of the run.
         sampler: This rank's.
         ranks: Who takes part.
         whole: Whether every rank holds the whole sum, so that all must hold the same one.
+        parts: Whether every rank noises parts of its own.
 
     Attributes:
         attempt: The attempt that the next step belongs to.
@@ -52,12 +59,16 @@ class SharedGate:
         run_id: str,
         sampler: PrivateBatchSampler,
         ranks: Ranks,
+        plan: PrivacyPlan | None = None,
         whole: bool = False,
+        parts: bool = False,
     ) -> None:
         self.stream, self.ranks = stream, ranks
         self.attempt, self.steps_done = 0, 0
         self._own, self._run_id, self._sampler = gate, run_id, sampler
-        self._whole = whole
+        self._whole, self._parts = whole, parts
+        self._noise = None if plan is None else NoiseCheck(plan)
+        self.granted = 0
         self._told: float | None = None
         self.clip_fraction: float | None = None
         if gate is not None:
@@ -103,7 +114,11 @@ class SharedGate:
                 is drawn.
         """
         self._refuse_parted(attempt, step, units, sums)
-        return self.ranks.share(lambda: self.own.authorise(attempt, step, units, sums), quick=True)
+        permit = self.ranks.share(lambda: self.own.authorise(attempt, step, units, sums), quick=True)
+        self.granted += 1
+        if self._noise is not None:
+            self._noise.expect(sums)
+        return permit
 
     def _refuse_parted(self, attempt: int, step: int, units: int, sums: dict[str, Tensor]) -> None:
         if self.ranks.world_size == 1:
@@ -118,10 +133,32 @@ class SharedGate:
             )
 
     def record(self, permit: Permit, update: Update) -> None:
-        """As `ReleaseGate.record`."""
+        """As `ReleaseGate.record`, after the noise was measured on every rank.
+
+        Raises:
+            PrivacyViolation: The update does not have the noise that was planned.
+        """
+        verdict = None if self._noise is None else self._noise.verdict(update)
+        sample = self._noise.sample() if self._noise is not None and self._parts else {}
+        stds, verdicts, samples = zip(*self.ranks.gather((update.noise_std, verdict, sample), quick=True), strict=True)
+        wrong = next(filter(None, verdicts), None)
+        if wrong is None and self._noise is not None:
+            wrong = self._noise.compare(samples)
+        update = replace(update, noise_std=min(stds) if wrong is None else 0.0)
         self.ranks.share(lambda: self.own.record(permit, update), quick=True)
+        if wrong is not None:
+            raise PrivacyViolation(
+                f"Step {permit.step} does not have the noise that was planned: {wrong}. The privacy mode "
+                "(privacy=...) does something else than it says, so the step is charged as one without noise, the card "
+                "states no epsilon, and the run ends here. Mend privatize() of the mode, and start a new run.",
+                trap="T36",
+            )
         self.steps_done = permit.step + 1
         self.clip_fraction = update.clip_fraction
+
+    def forfeit(self) -> None:
+        """As `ReleaseGate.forfeit`; called by all ranks."""
+        self.ranks.share(lambda: self.own.forfeit(), quick=True)
 
     def share_epsilon(self) -> float:
         """Epsilon spent so far, asked for by all ranks."""

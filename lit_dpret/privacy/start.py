@@ -26,8 +26,10 @@ from lit_dpret.privacy.charges import START_EVENT, claimed_releases, start_of
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.releases import GaussianRelease, Release, release_from_dict
+from lit_dpret.privacy.run import ledger_identity
 
 MODEL_FOLDER = "model"
+_LEDGER = "privacy_ledger.jsonl"
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Start:
     Args:
         folder: Of the earlier run.
         facts: What goes into the ledger: ``name``, ``card_sha256``, ``public``, ``guarantee``,
-            ``releases``, ``parents``, and ``unit``, ``neighbours`` and ``epsilon`` where there are any.
+            ``releases``, ``parents``, ``runs`` (the ledgers of the releases, by their identities), and ``unit``,
+            ``neighbours`` and ``epsilon`` where there are any.
         knob: The setting that named it, for messages.
     """
 
@@ -151,19 +154,19 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
                 "private data. Name the run that it lies in, without init_from_is_public=true."
             )
         return Start(folder, {"name": name, "card_sha256": None, "public": True, "guarantee": None,
-                              "releases": [], "parents": []}, knob)  # fmt: skip
+                              "releases": [], "parents": [], "runs": _runs_of(folder / _LEDGER)}, knob)  # fmt: skip
     card = read_card(folder)
     claim, sha256 = card["claim"], card_sha256(folder)
     parents = [{"name": card["subject"]["name"], "sha256": sha256, "schema": card["schema"]}, *card["parents"]]
     facts: dict[str, Any] = {"name": name, "card_sha256": sha256, "public": public, "guarantee": claim["guarantee"],
-                             "releases": [], "parents": parents}  # fmt: skip
+                             "releases": [], "parents": parents, "runs": []}  # fmt: skip
     if public:
         if claim["guarantee"] != "none":
             raise ConfigurationError(
                 f"{knob}={run} is declared public, but its card tells of private data (guarantee: "
                 f"{claim['guarantee']}). As init_from, without init_from_is_public=true, its claim would be composed."
             )
-        return Start(folder, facts, knob)
+        return Start(folder, facts | {"runs": _runs_of(folder / _LEDGER)}, knob)
     if card["mechanism"]["kind"] == "post_processing":
         raise ConfigurationError(
             f"{knob}={run} carries the claim of {card['parents'][0]['name']!r}, whose releases lie in another "
@@ -178,17 +181,25 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
     if problems := verify_card(card, ledger, folder=model):
         raise DataError(f"{knob}={run}: its card does not agree with what lies there: {problems[0]}")
     try:
-        releases = claimed_releases(PrivacyLedger.read(ledger).records)
+        records = PrivacyLedger.read(ledger).records
+        releases = claimed_releases(records)
     except LedgerError as error:
         raise DataError(f"{knob}={run}: {error}") from error
     if (card["accounting"] or {}).get("basis") == "no_amplification":
         releases = every_unit_in_every_step(releases)
+    facts["runs"] = [ledger_identity(records), *(start_of(records) or {}).get("runs", [])]
     facts["releases"] = [replace(release, label="earlier run").to_dict() for release in releases]
     if contradicted(card):
         facts["guarantee"] = "not_proved"
     elif claim["guarantee"] == "dp":
         facts |= {key: claim[key] for key in ("unit", "neighbours", "epsilon", "delta")}
+        facts["floating_point"] = card["randomness"].get("floating_point", True)
     return Start(folder, facts, knob)
+
+
+def _runs_of(ledger: Path) -> list[str]:
+    """The run of a ledger, where there is one: this program may have trained a model that is declared public."""
+    return [ledger_identity(PrivacyLedger.read(ledger).records)] if ledger.is_file() else []
 
 
 def start_parents(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -197,11 +208,22 @@ def start_parents(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [] if start is None else list(start["parents"])
 
 
-def start_assumptions(records: Sequence[Mapping[str, Any]]) -> list[Assumption]:
-    """What the claim takes on trust about the start."""
+def declared_start(model: str | None) -> Assumption:
+    """What is taken on trust where nothing private is known of the weights that training started from."""
+    return Assumption(
+        f"No private data went into {_named(model)}, from which training started, as declared.", "unverified"
+    )
+
+
+def _named(model: str | None) -> str:
+    return "the weights that the module was built with" if model in (None, "unstated") else f"{model}, a public model"
+
+
+def start_assumptions(records: Sequence[Mapping[str, Any]], model: str | None = None) -> list[Assumption]:
+    """What the claim takes on trust about the start; ``model`` is the name of what nobody has a card of."""
     start = start_of(records)
     if start is None:
-        return []
+        return [] if _is_histogram(records) else [declared_start(model)]
     what = "that this histogram is charged with" if _is_histogram(records) else "that training started from"
     if start["public"]:
         text = f"The model {what} ({start['name']}) was made from public data alone, as declared."
@@ -210,6 +232,12 @@ def start_assumptions(records: Sequence[Mapping[str, Any]]) -> list[Assumption]:
         return [Assumption(f"For the model {what} ({start['name']}) a guarantee is proved.", False)]
     text = f"The ledger of the model {what} ({start['name']}) is whole."
     return [Assumption(text, "unverified")]
+
+
+def start_in_floating_point(records: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the private run that the model started from used floating-point noise; the claim is about both."""
+    start = start_of(records)
+    return start is not None and not start["public"] and bool(start.get("floating_point", True))
 
 
 def start_accounting(
@@ -230,12 +258,18 @@ def start_accounting(
 
 
 def start_text(
-    records: Sequence[Mapping[str, Any]], own: Sequence[Release], plan: PrivacyPlan | None, verdict: Verdict
+    records: Sequence[Mapping[str, Any]],
+    own: Sequence[Release],
+    plan: PrivacyPlan | None,
+    verdict: Verdict,
+    model: str | None = None,
 ) -> dict[str, str]:
     """Where training started and what of the claim is whose, in a sentence."""
     start = start_of(records)
     if start is None:
-        return {}
+        if _is_histogram(records):
+            return {}
+        return {"start": f"Training started from {_named(model)}: that no private data went into it is declared."}
     if start["public"]:
         return {"start": f"Training started from {start['name']}, which was declared to be public."}
     counted = _is_histogram(records)

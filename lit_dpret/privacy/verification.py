@@ -224,7 +224,7 @@ def _wrong_words(found: FoundCard) -> list[str]:
     missing = [text for text in fresh["cautions"] if text not in card["cautions"]]
     if card["mechanism"].get("kind") != "post_processing":
         groups = (card["accounting"] or {}).get("groups", [])
-        due = gaps(card["claim"], groups, card["tuning"], secure=bool(card["randomness"].get("secure")))
+        due = gaps(card["claim"], groups, card["tuning"], card["randomness"])
         missing += [text for text in due if text not in card["not_covered"]]
     if missing:
         wrong.append(f"{len(missing)} sentences on what is not covered are missing, the first: {missing[0]}")

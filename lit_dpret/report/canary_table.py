@@ -8,11 +8,11 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
 from lit_dpret.privacy.card_text import show_delta, show_epsilon
+from lit_dpret.privacy.chain import today
 from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
 from lit_dpret.whole_file import write_whole
 
@@ -112,7 +112,7 @@ def write_canary_table(
     contradictions = [f"{row.model}, {_about(row.cell)}: {text}" for row in rows for text in row.cell.contradictions]
     lead: list[Block] = [Banner(text) for text in contradictions]
     sections = [*_tables(rows), *_words(rows, facts, notes, command)]
-    subtitle = f"lit-dpret report, {datetime.now(UTC).strftime('%Y-%m-%d %H:%M UTC')}"
+    subtitle = f"lit-dpret report, {today()}"
     data = {
         "schema": SCHEMA,
         "command": command,

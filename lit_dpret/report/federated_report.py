@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lit_dpret.privacy.chain import today
 from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
 from lit_dpret.report.federated_words import ends, megabytes, signed, spent, verdict
 from lit_dpret.report.gain_figure import gain_figure
@@ -139,7 +139,7 @@ def write_federated_report(folder: Path, rows: Sequence[FederatedRow], facts: Fe
     by_name = {row.system: row for row in rows}
     ordered = [by_name[name] for name in TABLE_1 if name in by_name]
     title = "PDD-AS2 over silos, beside the paper"
-    subtitle = f"lit-dpret report, {datetime.now(UTC).strftime('%Y-%m-%d %H:%M UTC')}"
+    subtitle = f"lit-dpret report, {today()}"
     figure = gain_figure("Gain in sentence R@1 of stage 1 over a silo alone (STAR)", _gains(by_name, "stage1"))
     lead, sections = _lead(facts), _sections(ordered, by_name, facts, figure)
     written = {

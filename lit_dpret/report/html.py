@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import StorageError
 from lit_dpret.privacy.card_text import claim_blocks, privacy_line
+from lit_dpret.privacy.chain import today
 from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, esc, to_html
 from lit_dpret.report.chart import bar_chart
 from lit_dpret.report.table import RowResult, metric_names, show
@@ -117,7 +117,7 @@ def write_report(
         *_closing(artefacts, command, notes),
     ]
     path = Path(folder) / REPORT_NAME
-    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    made = today()
     page = to_html(title, f"lit-dpret report, {made}", lead, sections)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,10 +12,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from lit_dpret.privacy.chain import today
 from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
 from lit_dpret.report.chart import bar_chart
 from lit_dpret.report.html import Drawing
@@ -97,7 +97,7 @@ def write_mode_report(
     found = {metric: differences(rows, metric, references) for metric in metrics}
     lead, sections = _lead(private_runs, spent), _sections(rows, found, evaluated_on, command, notes, references)
     sections[2:2] = more
-    subtitle = f"lit-dpret report, {datetime.now(UTC).strftime('%Y-%m-%d %H:%M UTC')}"
+    subtitle = f"lit-dpret report, {today()}"
     facts = {
         "schema": _SCHEMA,
         "evaluated_on": evaluated_on,

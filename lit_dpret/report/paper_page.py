@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from lit_dpret.privacy.chain import today
 from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Paragraph, Section, to_html, to_markdown
 from lit_dpret.report.paper_table import PaperTable
 from lit_dpret.report.paper_table_figure import draw_paper_table
@@ -93,7 +93,7 @@ def write_paper_page(page: PaperPage, folder: Path) -> dict[str, Path]:
         sections.append(Section("Left out", [Bullets([f"{name}: {why}" for name, why in page.left_out.items()])]))
     hours = sum(page.seconds.values()) / 3600
     sections.append(Section("How to get this again", [Code(page.command), Paragraph(f"{hours:.1f} hours of work.")]))
-    made = f"lit-dpret report, {datetime.now(UTC).strftime('%Y-%m-%d %H:%M UTC')}"
+    made = f"lit-dpret report, {today()}"
     facts = {
         "title": page.title,
         "public": page.public,

@@ -10,11 +10,11 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from lit_dpret.errors import DataError
+from lit_dpret.privacy.chain import today
 from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
 from lit_dpret.report.picture import Picture
 from lit_dpret.whole_file import write_whole
@@ -128,7 +128,7 @@ def write_reproduction(
     folder.mkdir(parents=True, exist_ok=True)
     known = {part.name: part for part in parts}
     told = [_tell(item, known, folder, quote=quote) for item in paper.items]
-    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    made = today()
     lead: list[Block] = [Banner(paper.promise, "caution")]
     sections = [
         Section("What there is", [_overview(told)]),

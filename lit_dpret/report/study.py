@@ -8,11 +8,11 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import DataError
+from lit_dpret.privacy.chain import today
 from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
 from lit_dpret.report.paper_004 import COLUMNS
 from lit_dpret.report.picture import Picture
@@ -132,7 +132,7 @@ def write_study(page: StudyPage, folder: Path, name: str, *, picture: Path | Non
         StorageError: A file cannot be written.
     """
     sections = _sections(page, picture)
-    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    made = today()
     lead: list[Block] = [Banner(INTERNAL, "caution"), Paragraph(page.promise)]
     texts = {
         "md": to_markdown(page.title, made, lead, sections),

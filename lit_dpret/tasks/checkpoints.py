@@ -70,6 +70,8 @@ class WholeCheckpoints(TorchCheckpointIO):
 def newest_checkpoint(folder: Path) -> Path | None:
     """The readable checkpoint in ``folder`` with the most steps behind it; None where there is none.
 
+    What Lightning writes where SLURM requeues a job lies beside the folder, and is one of them.
+
     Guarantees:
         - A checkpoint that is cut short or damaged (by its CRC sums) is passed over with a warning
           that names it, and the one before it is chosen.
@@ -82,7 +84,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
     for draft in folder.glob(_DRAFT.format("*.ckpt")):
         draft.unlink(missing_ok=True)
     ranked: list[tuple[tuple[int, int, bool], Path]] = []
-    for path in sorted(folder.glob("*.ckpt")):
+    for path in sorted([*folder.glob("*.ckpt"), *folder.parent.glob("hpc_ckpt_*.ckpt")]):
         try:
             ranked.append(((*_position(path), path.name == "last.ckpt"), path))
         except ResumeError:  # whole, and of a newer version

@@ -20,8 +20,9 @@ from lit_dpret.canaries import CanarySuite
 from lit_dpret.canaries.planting import plant_in_run
 from lit_dpret.canaries.suite import EVALUATION_SPLITS
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.privacy.card import CARD_NAME
+from lit_dpret.privacy.card import CARD_NAME, LEDGER_NAME
 from lit_dpret.privacy.ranks import Ranks
+from lit_dpret.privacy.run import require_run
 from lit_dpret.tasks.checkpoints import WholeCheckpoints, newest_checkpoint
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.planned_fits import PlannedFit, plan_fit
@@ -165,6 +166,8 @@ def train(
     if not several_ranks:
         refuse_several_ranks(trainer)
     ranks = _meet(trainer)
+    if any(getattr(callback, "counts_releases", False) and callback.resume for callback in callbacks):
+        ranks.share(lambda: require_run(run_dir / LEDGER_NAME))
     ranks.in_turn(datamodule.prepare_data)
     ranks.together(lambda: datamodule.setup("fit"))
     if after_setup is not None:

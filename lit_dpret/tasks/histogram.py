@@ -94,6 +94,7 @@ class Histogram:
             accountant=mode.accountant,
             n_public=mode.public_units(len(units)),
             max_units_per_user=mode.max_units_per_user,
+            noise=mode.noise,
         )
         dataset = mode.ledger_of_dataset(plan.budget, run_dir=folder)
         self._check_dataset_ledger(dataset)

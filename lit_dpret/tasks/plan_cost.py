@@ -56,7 +56,7 @@ def estimate(
     products, operations = _products(work, min(rows, 4), device, half=on_half, again=again)
     passes = PASSES * (4 / 3 if again else 1) * seconds_per_value(device)
     batch = rows * (OVERHEAD * products + passes * (work.linear_values + work.scores + work.logits))
-    update = _UPDATE * seconds_per_normal(device) * outline.trained
+    update = _UPDATE * seconds_per_normal(device, plan.noise) * outline.trained
     found = estimated_bytes(outline, work, half=half, rows=rows)
     return {
         "kind": "estimate",

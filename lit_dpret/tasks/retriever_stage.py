@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard, StepProgress
 from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.privacy.card import LEDGER_NAME
 from lit_dpret.tasks.fit import train
 from lit_dpret.tasks.parts import Parts
 
@@ -19,16 +20,21 @@ def stage_callbacks(
     folder: Path, *, resume: bool, label: str, save_every: int = 5, trial_of: Any = None,
     start: Mapping[str, Any] | None = None, **tuning: Any,
 ) -> list[Any]:  # fmt: skip
-    """What every training inside a longer task needs.
+    """What every training inside a longer task needs; one that was not begun yet begins, also where ``resume``.
 
     ``start`` goes to `PrivacyAccountant`: the run that this one starts from; ``tuning`` goes to `PrivacyCard`.
     """
     return [
-        PrivacyAccountant(run_dir=folder, resume=resume, trial_of=trial_of, **(start or {})),
+        PrivacyAccountant(run_dir=folder, resume=is_begun(folder, resume), trial_of=trial_of, **(start or {})),
         PrivacyCard(run_dir=folder, **tuning),
         ModelCheckpoint(dirpath=folder / "checkpoints", every_n_train_steps=save_every, save_last=True, save_top_k=1),
         StepProgress(label),
     ]
+
+
+def is_begun(folder: Path, resume: bool) -> bool:
+    """Whether a training inside a longer task goes on, and does not begin."""
+    return resume and (folder / LEDGER_NAME).exists()
 
 
 def train_retriever(

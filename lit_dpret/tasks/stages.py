@@ -9,9 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import ResumeError
+from lit_dpret.privacy.card import LEDGER_NAME
 from lit_dpret.whole_file import write_whole
 
 DONE = "stage.json"
+MARK = "pipeline.fingerprint"
+
+
+def holds_a_run(folder: Path) -> bool:
+    """Whether a run, or a task of several, was begun in a folder or below it."""
+    return any(True for name in (LEDGER_NAME, MARK) for _ in folder.rglob(name))
 
 
 class Stages:
@@ -31,7 +38,7 @@ class Stages:
     def __init__(self, run_dir: Path, *, resume: bool, fingerprint: str) -> None:
         self.run_dir, self.resume = run_dir, resume
         self.seconds: dict[str, float] = {}
-        mark = run_dir / "pipeline.fingerprint"
+        mark = run_dir / MARK
         if mark.exists() and not resume:
             raise ResumeError(
                 f"{run_dir} holds an earlier run of this task. Say resume=true to go on with it, or choose another "

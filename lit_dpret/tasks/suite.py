@@ -17,6 +17,7 @@ from typing import Any
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.errors import ConfigurationError, LitDpretError, ResumeError
+from lit_dpret.privacy.card import LEDGER_NAME
 from lit_dpret.report.papers import paper_of
 from lit_dpret.report.reproduction import PartTold, write_reproduction
 from lit_dpret.tasks.parts import Parts, check_run_dir
@@ -173,8 +174,10 @@ class Suite:
         if parts.make_run is None:
             raise ConfigurationError("task=suite is run from the command line, which composes its parts.")
         folder = str(self._folder(name)).replace("\\", "\\\\").replace("'", "\\'")
+        begun = parts.resume and (self._folder(name) / LEDGER_NAME).exists()
+        settings = [f"seed={self._seed}", *self._settings(name), f"run_dir='{folder}'"]
         try:
-            task, own = parts.make_run([f"seed={self._seed}", *self._settings(name), f"run_dir='{folder}'"]).make()
+            task, own = parts.make_run([*settings, *(["resume=true"] if begun else [])]).make()
         except LitDpretError as error:
             raise ConfigurationError(f"task.parts.{name}: {error}") from error
         return task, replace(own, resume=parts.resume, command=self._told(name).command)

@@ -14,7 +14,7 @@ from lit_dpret.privacy.modes import GaussianMode, NoPrivacy, PrivacyMode
 
 Part = Literal["paper", "batch_sizes", "equal_negatives", "losses"]
 # What all private variants have in common; each one's own settings stand in its `privacy`.
-_SHARED = ("eps", "delta", "unit", "neighbours", "accountant", "secure_rng", "secret_file", "noise_seed")
+_SHARED = ("eps", "delta", "unit", "neighbours", "accountant", "noise", "secure_rng", "secret_file", "noise_seed")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ from lit_dpret.report.variant_runs import UNTRAINED, VariantRun
 from lit_dpret.tasks.curve_recorder import CurveRecorder, HeldOutLoss, read_curve
 from lit_dpret.tasks.fit import train
 from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.retriever_stage import is_begun
 from lit_dpret.tasks.stages import Stages
 from lit_dpret.tasks.variant import Variant, shared_settings
 from lit_dpret.tasks.variant_study_report import Finished, write_study
@@ -204,7 +205,7 @@ class VariantStudy:
         data.expected_batch_size = batch
         data.physical_batch_size = data.n_units  # without sub-batches, a batch of any size stays in one piece
         steps = max(1, round(self.epochs * data.n_units / batch))
-        accountant = PrivacyAccountant(run_dir=folder, resume=resume, eps_log_points=1)
+        accountant = PrivacyAccountant(run_dir=folder, resume=is_begun(folder, resume), eps_log_points=1)
         curve_file = folder / "curve.jsonl"
         train(
             module,

@@ -8,16 +8,16 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from stand_ins import CALIBRATED, Numbers, Regression, dp, fit
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
-from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, ResumeError
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, PrivacyViolation, ResumeError
 from lit_dpret.privacy.accounting import epsilon
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.card import read_card
@@ -25,6 +25,7 @@ from lit_dpret.privacy.card_text import card_markdown
 from lit_dpret.privacy.dataset_account import DatasetAccount
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases, noise_keys
+from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.owed import owed_releases
 from lit_dpret.privacy.releases import GaussianRelease, Release, merge
@@ -114,11 +115,14 @@ class StopBeforeTheFirstStep(L.Callback):
 
 def test_a_second_fit_with_the_same_accountant_reserves_its_steps_again(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        accountant = PrivacyAccountant(run_dir=tmp_path / name, resume=True, eps_log_points=1)
+        accountant = PrivacyAccountant(run_dir=tmp_path / name, eps_log_points=1)
         with pytest.raises(RuntimeError, match="stop"):
             train(tmp_path / name, module(tmp_path), accountant=accountant, extra=[StopBeforeTheFirstStep()])
+        accountant.resume = True
         train(tmp_path / name, module(tmp_path), accountant=accountant)
     assert total(tmp_path).epsilon == pytest.approx(cost(tmp_path / "a", tmp_path / "b"), rel=1e-12)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "privacy_ledger.jsonl").touch()  # of a run that was killed as it began
     refused = PrivacyAccountant(run_dir=tmp_path / "c", resume=True, eps_log_points=1)
     for _ in range(2):
         with pytest.raises(BudgetExceededError, match=r"privacy\.total_eps=4\.2"):
@@ -200,15 +204,32 @@ def test_no_step_is_made_beyond_those_reserved(tmp_path: Path) -> None:
 def test_less_noise_than_reserved_is_reserved_anew_and_refused_past_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = KeyedStream.normal
+    honest, privatize = KeyedStream.normal, DPSGD.privatize
+
+    def weaker(self: Any, *given: Any, **key: Any) -> Any:
+        return replace(privatize(self, *given, **key), noise_std=0.2 * self._plan.noise_std)
+
     monkeypatch.setattr(KeyedStream, "normal", lambda *a, **k: honest(*a, **k) * 0.2)
+    monkeypatch.setattr(DPSGD, "privatize", weaker)
     mutant = module(tmp_path, eps=500.0)
-    mutant.net = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
     with pytest.raises(BudgetExceededError, match=r"privacy\.total_eps=4\.2"):
         train(tmp_path / "a", mutant)
     assert len(noise_keys(records(tmp_path / "a"))) == 1
     last = total(tmp_path)
     assert last.running == 0 and last.epsilon == pytest.approx(cost(tmp_path / "a"), rel=1e-12)
+
+
+def test_noise_that_is_not_there_leaves_no_budget_of_the_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = KeyedStream.normal
+    with monkeypatch.context() as patch:
+        patch.setattr(KeyedStream, "normal", lambda *a, **k: honest(*a, **k) * 0.0)
+        with pytest.raises(PrivacyViolation):
+            train(tmp_path / "a", module(tmp_path))
+    assert total(tmp_path).epsilon == float("inf")
+    with pytest.raises(BudgetExceededError, match=r"privacy\.total_eps"):
+        train(tmp_path / "b", module(tmp_path))
 
 
 def test_a_copied_run_folder_does_not_run_beside_its_original(tmp_path: Path) -> None:

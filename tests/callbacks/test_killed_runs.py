@@ -30,6 +30,11 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return PrivacyLedger.read(folder / "privacy_ledger.jsonl").records
 
 
+def begun(folder: Path) -> bool:
+    """Whether the run came so far as to have a ledger, with which alone it goes on."""
+    return (folder / "privacy_ledger.jsonl").exists()
+
+
 def spent(folder: Path) -> float:
     return epsilon(charged_releases(records(folder)), delta=1 / 400, neighbours="zero_out", accountant="rdp")
 
@@ -88,8 +93,8 @@ def test_a_run_killed_at_twenty_random_moments_goes_on_honestly(server: Server, 
         unconfirmed += bool(killed) and killed[-1]["kind"] == "intent"
         if number % 4 == 0:  # and again, on the way
             again = {"where": "anywhere", "nth": 0, "after": 2000 * (1 + number)}
-            assert server.run(folder, resume=True, moment=again, **settings) in (-9, 0, BUDGET_EXCEEDED)
-        status = server.run(folder, resume=True, **settings)
+            assert server.run(folder, resume=begun(folder), moment=again, **settings) in (-9, 0, BUDGET_EXCEEDED)
+        status = server.run(folder, resume=begun(folder), **settings)
         known = records(folder)
         check_no_key_reuse(known)
         check_draws(folder.with_name("run.draws"), set(noise_keys(known)), repeats=replay == "auto")

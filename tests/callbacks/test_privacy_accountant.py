@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lit_dpret.errors import (
     ConfigurationError,
     DataError,
     LedgerError,
+    PrivacyViolation,
     ResumeError,
     UnsupportedModelError,
 )
@@ -27,7 +29,7 @@ from lit_dpret.privacy.accounting import epsilon
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.card_subject import check_dataset_card
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases, check_no_key_reuse, noise_keys
-from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.releases import GaussianRelease, Poisson
 from lit_dpret.privacy.sampling import PrivateBatchSampler
@@ -226,20 +228,28 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
         fit(tmp_path / "run", seeded(tmp_path))
 
 
-def test_a_mutant_with_less_noise_is_charged_for_what_it_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = KeyedStream.normal
-    monkeypatch.setattr(KeyedStream, "normal", lambda *a, **k: honest(*a, **k) * 0.2)
-    module = seeded(tmp_path)
-    module.net = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+def test_a_mode_that_says_that_it_adds_less_noise_is_charged_for_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, privatize = KeyedStream.normal, DPSGD.privatize
+
+    def weaker(self: Any, *given: Any, **key: Any) -> Any:
+        return replace(privatize(self, *given, **key), noise_std=0.7 * self._plan.noise_std)
+
+    monkeypatch.setattr(KeyedStream, "normal", lambda *a, **k: honest(*a, **k) * 0.7)
+    monkeypatch.setattr(DPSGD, "privatize", weaker)
     with pytest.raises(BudgetExceededError):
-        fit(tmp_path / "run", module)
-    assert spent(tmp_path / "run") > 3.0
+        fit(tmp_path / "run", seeded(tmp_path))
+    assert 3.0 < spent(tmp_path / "run") < float("inf")
 
 
-def test_a_mutant_without_noise_has_infinite_epsilon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("factor", [0.0, 0.2])
+def test_a_generator_that_gives_less_noise_ends_the_run_with_infinite_epsilon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
     honest = KeyedStream.normal
-    monkeypatch.setattr(KeyedStream, "normal", lambda *a, **k: honest(*a, **k) * 0.0)
-    with pytest.raises(BudgetExceededError):
+    monkeypatch.setattr(KeyedStream, "normal", lambda *a, **k: honest(*a, **k) * factor)
+    with pytest.raises(PrivacyViolation):
         fit(tmp_path / "run", seeded(tmp_path))
     assert spent(tmp_path / "run") == float("inf")
 

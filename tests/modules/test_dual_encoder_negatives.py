@@ -23,6 +23,7 @@ from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.losses import SigmoidPairLoss
 from lit_dpret.modules import DualEncoder, FrozenDualEncoder, OptimizerSpec
+from lit_dpret.modules.coupling_check import CouplingCheck
 from lit_dpret.negatives import (
     BM25Negatives,
     DynamicNegatives,
@@ -360,7 +361,7 @@ def test_the_guard_against_coupled_rows_sees_through_a_source_that_lies() -> Non
     source.couples_rows = False
     module = in_double(DPSGD(max_grad_norm=1.0, **NOISE), negatives=[source])
     with pytest.raises(Exception, match="different when other rows are in the batch"):
-        module._refuse_coupled_loss(ready(module, 0, 1, 2, 3).rows)
+        CouplingCheck().look(module, ready(module, 0, 1, 2, 3), seed=0)
 
 
 # -- whole runs --------------------------------------------------------------------------------

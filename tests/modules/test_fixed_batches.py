@@ -163,14 +163,14 @@ class Pairs(LightningDataModule):
 
 
 class _Items(Dataset):
-    pairs = copy_pairs(66)
+    pairs = copy_pairs(3 * 64)
 
     def __getitem__(self, draw: Draw) -> Any:
-        return draw, (self.pairs[draw.unit : draw.unit + 1 + draw.unit % 3] if draw.unit >= 0 else ())
+        return draw, (self.pairs[3 * draw.unit : 3 * draw.unit + 1 + draw.unit % 3] if draw.unit >= 0 else ())
 
 
 def ledger(folder: Path) -> list[dict[str, Any]]:
-    changing = {"time", "hash", "prev", "nonce", "state_hash", "sum_tag", "update_hash"}
+    changing = {"hash", "prev", "nonce", "state_hash", "sum_tag", "update_hash"}
     lines = (folder / "privacy_ledger.jsonl").read_text(encoding="utf-8").splitlines()
     return [{key: value for key, value in json.loads(line).items() if key not in changing} for line in lines]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -35,15 +36,15 @@ class WholeNumbers(PrivateModule):
         self.layer = nn.Linear(3, 1, bias=False)
         nn.init.zeros_(self.layer.weight)
         self.largest, self.fail_at = largest, fail_at
-        self.calls, self.sizes = 0, []
+        self.calls, self.sizes, self.counted = 0, [], itertools.count(1)
 
     def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
         numbers = torch.tensor([[int(row.query) % 3, int(row.passage) % 2, 1] for row in rows], dtype=torch.float32)
         return {"numbers": numbers}
 
     def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
-        if torch.is_grad_enabled():  # not the comparison that the audit of couplings makes now and then
-            self.calls += 1
+        if torch.is_grad_enabled():
+            self.calls = next(self.counted)  # a plain number would be put back after each look for couplings
             self.sizes.append(len(rows["numbers"]))
             if self.calls in self.fail_at or len(rows["numbers"]) > (self.largest or 10**9):
                 raise CUDA if self.calls % 2 else CPU

@@ -7,8 +7,10 @@ from typing import get_args
 
 import pytest
 
+from lit_dpret.privacy import accounting
 from lit_dpret.privacy.accounting import calibrate_noise, choose_cap, epsilon
 from lit_dpret.privacy.budget import Neighbours
+from lit_dpret.privacy.groups import group_epsilon
 from lit_dpret.privacy.releases import FullBatch, GaussianRelease, Poisson, SamplingLaw, TruncatedPoisson
 
 N, RATE, STEPS, DELTA = 5000, 0.02, 300, 1e-5
@@ -56,6 +58,52 @@ def test_the_cap_of_the_recorded_run_lies_where_the_recorded_costs_say() -> None
         noise_multiplier=0.8,
     )  # fmt: skip
     assert 1184 < cap <= 1216
+
+
+QUICKSTART: dict[str, float] = {"n": 12_889, "sample_rate": 256 / 12_889, "steps": 60, "delta": 1 / (2 * 12_889)}
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, *, copies: tuple[int, ...], neighbours: Neighbours = "zero_out",
+           noise: float = 0.6882, **law: float) -> int:  # fmt: skip
+    monkeypatch.setattr(accounting, "COPIES", copies)
+    settings = QUICKSTART | law
+    return choose_cap(
+        n=int(settings["n"]), sample_rate=settings["sample_rate"], steps=int(settings["steps"]), eps=3.0,
+        delta=settings["delta"], neighbours=neighbours, noise_multiplier=noise,
+    )  # fmt: skip
+
+
+def of_copies(cap: int, copies: int, noise: float = 0.6882, **law: float) -> float:
+    s = QUICKSTART | law
+    drawn = TruncatedPoisson(sample_rate=s["sample_rate"], cap=cap, n=int(s["n"]))
+    release = GaussianRelease(noise_multiplier=noise, law=drawn, count=int(s["steps"]))
+    return group_epsilon([release], delta=s["delta"], max_units=copies)
+
+
+def test_a_hundredth_of_the_cap_gives_five_and_ten_copies_a_number_at_the_quickstarts_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bare, wider = (chosen(monkeypatch, copies=copies) for copies in ((), accounting.COPIES))
+    assert of_copies(bare, 5) == of_copies(bare, 10) == math.inf
+    assert bare < wider <= 1.01 * bare
+    assert of_copies(wider, 5) < 16 and of_copies(wider, 10) < 40
+
+
+def test_a_cap_that_cannot_help_ten_copies_for_a_hundredth_helps_as_many_as_it_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    law = {"sample_rate": 128 / 12_889, "steps": 120, "noise": 0.6237}
+    bare, wider = (chosen(monkeypatch, copies=copies, **law) for copies in ((), accounting.COPIES))
+    assert (of_copies(bare, 5, **law), of_copies(wider, 10, **law)) == (math.inf, math.inf)
+    assert bare < wider <= 1.01 * bare and of_copies(wider, 5, **law) < 16
+
+
+def test_a_cap_stays_as_it_is_where_copies_would_cost_more_or_have_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {"n": 1000, "sample_rate": 0.03, "steps": 60, "noise": 0.9}
+    caps = [chosen(monkeypatch, copies=copies, **few) for copies in ((), (10, 5, 2))]
+    assert caps[0] == caps[1] < 100  # a hundredth of it is no unit
+    caps = [chosen(monkeypatch, copies=copies, neighbours="replace_one", noise=1.4) for copies in ((), (10, 5, 2))]
+    assert caps[0] == caps[1]
 
 
 @pytest.mark.parametrize("neighbours", get_args(Neighbours))

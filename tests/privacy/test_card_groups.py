@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,31 @@ def test_every_card_says_what_copies_of_a_text_cost(tmp_path: Path) -> None:
     (gap,) = [text for text in card["not_covered"] if "same text" in text]
     for text in (gap, card_markdown(card), card_html(card)):
         assert all(show_epsilon(of(units)) in text for units in (2, 5, 10))
+
+
+def test_where_copies_have_no_number_the_line_names_a_cap_that_gives_them_one(tmp_path: Path) -> None:
+    law = TruncatedPoisson(sample_rate=0.05, cap=76, n=1000)
+    card = trained(tmp_path, law).card()
+    infinite = [group for group in card["accounting"]["groups"] if group["why"] == "infinite"]
+    (gap,) = [text for text in card["not_covered"] if "same text" in text]
+    assert {5, 10} <= {group["units"] for group in infinite}
+    for group in infinite:
+        wider = group["wider"]
+        fitting = replace(RELEASES[0], law=replace(law, cap=wider["cap"]))
+        assert group_epsilon([fitting], delta=DELTA, max_units=group["units"]) == wider["epsilon"]
+        for text in (gap, card_markdown(card), card_html(card)):
+            assert f"datamodule.cap={wider['cap']}" in text and show_epsilon(wider["epsilon"]) in text
+    child = inherit_card(
+        write_card(card, tmp_path), CHILD, description="x", assumptions=[Assumption("The passages are public.", False)]
+    )
+    assert "datamodule.cap=" not in card_markdown(child)
+
+
+def test_where_no_cap_would_help_the_line_says_that_more_noise_would(tmp_path: Path) -> None:
+    run = trained(tmp_path, LAW, noise=0.1)
+    groups = [group for group in run.card()["accounting"]["groups"] if group["why"] == "infinite"]
+    assert groups and all(group["wider"] is None for group in groups)
+    assert any("lower privacy.eps" in gap for gap in run.card()["not_covered"])
 
 
 @pytest.mark.parametrize(

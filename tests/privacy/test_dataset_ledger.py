@@ -186,7 +186,7 @@ def test_another_delta_is_counted_at_the_files(tmp_path: Path) -> None:
 def test_the_file_says_nothing_about_the_data_and_names_its_schema(tmp_path: Path) -> None:
     reserve(ledger(tmp_path), "a", trained(count=1))
     first, second = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
-    chain = {"seq", "time", "kind", "prev", "hash"}
+    chain = {"seq", "day", "kind", "prev", "hash"}
     facts = {"schema", "id", "total_eps", "delta", "unit", "neighbours"}
     assert set(first) - chain == facts and first["schema"] == SCHEMA
     assert set(second) - chain == {"run_id", "run", "run_head", "releases"}
@@ -203,7 +203,7 @@ def test_each_file_has_an_identity_of_its_own_from_its_first_record_on(tmp_path:
 
 
 def test_a_file_of_before_there_were_identities_goes_by_the_hash_of_its_first_record(tmp_path: Path) -> None:
-    record = {"seq": 0, "time": "", "kind": "dataset", "prev": "0" * 64, "schema": SCHEMA}
+    record = {"seq": 0, "day": "", "kind": "dataset", "prev": "0" * 64, "schema": SCHEMA}
     record |= {"total_eps": 1.0, "delta": DELTA, "unit": "query", "neighbours": "zero_out"}
     record["hash"] = record_hash(record)
     (tmp_path / "data.jsonl").write_text(canonical_json(record) + "\n", encoding="ascii")
@@ -223,7 +223,7 @@ def test_a_file_that_took_the_place_of_the_runs_own_is_refused(tmp_path: Path) -
 
 
 def test_an_unknown_schema_is_refused_by_name(tmp_path: Path) -> None:
-    record = {"seq": 0, "time": "", "kind": "dataset", "prev": "0" * 64, "schema": "lit-dpret/dataset-ledger/2"}
+    record = {"seq": 0, "day": "", "kind": "dataset", "prev": "0" * 64, "schema": "lit-dpret/dataset-ledger/2"}
     record |= {"total_eps": 1.0, "delta": DELTA, "unit": "query", "neighbours": "zero_out"}
     record["hash"] = record_hash(record)
     (tmp_path / "data.jsonl").write_text(canonical_json(record) + "\n", encoding="ascii")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from pathlib import Path
@@ -23,6 +24,7 @@ from lit_dpret.privacy.histogram import (
     release_histogram,
     shares,
 )
+from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.releases import FullBatch, GaussianRelease, Poisson
 from lit_dpret.privacy.run import PrivateRun
@@ -125,6 +127,18 @@ def test_the_noise_has_the_deviation_that_the_ledger_states(tmp_path: Path) -> N
     assert (noised == np.rint(noised)).all()
 
 
+def test_noise_on_a_grid_is_charged_for_its_rounding_and_never_floating(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(KeyedStream, "normal")
+    plan = planned(noise="discrete")
+    run = opened(tmp_path, plan)
+    assert np.array_equal(made(run, plan, [[0], [1]]), np.rint(made(run, plan, [[0], [1]])))
+    with pytest.raises(ConfigurationError, match="sensitivity"):
+        made(run, dataclasses.replace(plan, sensitivity=1.0), [[0]])
+    run.ledger.close()
+
+
 def test_a_unit_adds_no_more_than_its_bound(tmp_path: Path) -> None:
     plan = planned(noise_multiplier=1e-6 + 2.0, max_count=2)
     run = opened(tmp_path, plan)
@@ -155,8 +169,9 @@ def test_counts_that_an_older_version_noised_otherwise_are_a_release_of_their_ow
     assert again.attempt == 1 and sum(release.count for release in charged_releases(again.ledger.records)) == 2
 
 
-def test_the_release_is_announced_charged_once_and_the_same_when_it_is_made_again(tmp_path: Path) -> None:
-    plan, units = planned(), [[0], [1], [1]]
+@pytest.mark.parametrize("noise", ["gaussian", "discrete"])
+def test_the_release_is_announced_charged_once_and_the_same_when_it_is_made_again(noise: str, tmp_path: Path) -> None:
+    plan, units = planned(noise=noise), [[0], [1], [1]]
     first = opened(tmp_path, plan)
     before = made(first, plan, units)
     first.ledger.close()

@@ -103,6 +103,18 @@ def test_without_a_model_lengths_are_in_words_and_say_why(tmp_path: Path, harbou
     assert lengths["passage"]["limit"] is None and lengths["passage"]["share_cut"] is None
 
 
+def test_every_text_that_is_no_unicode_is_listed_with_its_line(tmp_path: Path) -> None:
+    log = write_log(tmp_path)
+    lines = log.read_text(encoding="utf-8").splitlines()
+    for place, column in ((3, "query"), (7, "passage"), (9, "user_id")):
+        lines[place] = json.dumps(json.loads(lines[place]) | {column: "\ud800"})
+    log.write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(DataError, match=str(tmp_path / "run")):
+        CheckData().run(job(tmp_path, pairs=log))
+    shown = report(tmp_path)["problems"]["examples"]["not Unicode text"]
+    assert [text.partition(":")[0] for text in shown] == [f"{log} line {number}" for number in (4, 8, 10)]
+
+
 def test_a_stored_corpus_gives_the_same_report(tmp_path: Path, harbour: Path) -> None:
     CheckData().run(job(tmp_path, folder=harbour))
     held = report(tmp_path)

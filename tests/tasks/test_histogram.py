@@ -204,7 +204,7 @@ def test_a_card_that_changed_more_than_by_results_is_another_one(own_chain: Path
     """It lists the SHA-256 of the card that the histogram started from, and claims less than that one did."""
     counted(own_chain, own_chain / "histogram")
     card = copy.deepcopy(read_card(own_chain / "generator"))
-    note = {"time": "2026-01-01T00:00:00+00:00", "sha256_before": card_sha256(own_chain / "generator"), "results": []}
+    note = {"day": "2026-01-01", "sha256_before": card_sha256(own_chain / "generator"), "results": []}
     card["amendments"] = [note]
     for folder in (own_chain / "generator", own_chain / "generator" / "model"):
         write_card(card | {"checksum": checksum(card)}, folder)  # nothing but the note: this one is the same card
@@ -321,3 +321,14 @@ def test_quotas_follow_the_target_as_far_as_there_are_queries() -> None:
             assert np.abs(quota - wanted * target).max() <= 1
         elif free.any():  # a bin that ran short leaves its share to the others, none of which falls below its own
             assert (quota[free] >= np.floor(wanted * target[free])).all()
+
+
+def test_noise_on_a_grid_is_on_the_card_beside_the_floating_point_noise_of_the_generator(
+    chain: Path, tmp_path: Path
+) -> None:
+    counted(chain, tmp_path / "run", mode={"noise": "discrete"})
+    card = read_card(tmp_path / "run")
+    assert card["mechanism"]["noise"] == "discrete" and card["randomness"]["rng"] == "SHAKE-256"
+    assert card["randomness"]["floating_point"], "the claim is about both"
+    assert any("floating-point form" in gap for gap in card["not_covered"])
+    assert verify_chain(tmp_path / "run", parents=[chain / "generator"]).failed == []

@@ -37,7 +37,9 @@ def test_a_private_module_passes_with_its_own_rows(engine: str) -> None:
     assert report.eps_lower_bound <= 1.0
 
 
-@pytest.mark.parametrize("settings", [{"clip": "automatic"}, {"neighbours": "replace_one"}, {"secure_rng": True}])
+@pytest.mark.parametrize(
+    "settings", [{"clip": "automatic"}, {"neighbours": "replace_one"}, {"secure_rng": True}, {"noise": "discrete"}]
+)
 def test_every_way_to_clip_and_count_passes(settings: dict[str, Any]) -> None:
     assert_private(regression(**settings), lines(), 1.0, DELTA, trials=FEW)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -27,6 +27,11 @@ ClipName = Literal["abadi", "automatic"]
 #: A smaller clip factor would lose its digits in fp32, and with them the bound; such a unit is dropped.
 LEAST_FACTOR = 1e-30
 RowLoss = Callable[[], Tensor]
+
+#: What rounding may add to a unit's contribution, as a share of it, by the type of the sums. In float32 an engine
+#: tolerates 1e-3 in a norm and 1e-3 in the sum of the unit's own terms (`ghost.ERROR`), and a factor and its product
+#: are rounded by 6e-8 each: (1 + 1e-3) (1 + 1.2e-7) / (1 - 1e-3) < 1 + 2.1e-3.
+ROUNDING = {torch.float64: 1e-9, torch.float32: 2.1e-3}
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,19 @@ def clip_factors(norms: Tensor, *, max_grad_norm: float, clip: ClipName, gamma: 
 def accumulator_dtype(parameter: Tensor) -> torch.dtype:
     """Sums are kept in fp32, and in float64 where the parameter is."""
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
+def room_for_rounding(bound: float, parameters: Iterable[Tensor]) -> float:
+    """The norm to clip to, so that a contribution is within ``bound`` with everything that rounding may add to it.
+
+    The sensitivity that is charged stays ``bound``. What remains outside is how the rounding of the running total over
+    all units depends on one of them: that is a property of floating-point mechanisms as such, which the card names.
+
+    Example:
+        >>> room_for_rounding(1.0, [torch.zeros(1)]) < 0.998
+        True
+    """
+    return bound / (1 + max(ROUNDING[accumulator_dtype(parameter)] for parameter in parameters))
 
 
 def _zeros(parameter: Tensor) -> Tensor:
@@ -121,7 +139,8 @@ class ClippedSum(ABC):
 
     Guarantees:
         - Adding or removing one unit moves the sum by at most ``max_grad_norm`` in L2 norm over
-          all parameters together, up to rounding.
+          all parameters together, the rounding of its own contribution included: units are clipped to a
+          little less (`room_for_rounding`).
         - Per layer, it moves the sums of each of K layers by at most ``max_grad_norm / sqrt(K)``,
           which is the same bound for all together.
         - How a logical batch is split into physical batches does not change the sum.
@@ -249,7 +268,8 @@ class ClippedSum(ABC):
 
     def factors(self, norms: Tensor) -> Tensor:
         """The clip factors for norms of ``(groups, units)``; one broken group drops the whole unit."""
-        factors = clip_factors(norms, max_grad_norm=self.bound, clip=self.clip, gamma=self.gamma)
+        bound = room_for_rounding(self.bound, self.parameters.values())
+        factors = clip_factors(norms, max_grad_norm=bound, clip=self.clip, gamma=self.gamma)
         return torch.where((factors > 0).all(0), factors, torch.zeros_like(factors))
 
     def stats(self, norms: Tensor, batch: UnitRows) -> ClipStats:

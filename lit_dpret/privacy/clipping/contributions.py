@@ -16,7 +16,7 @@ Li et al. 2022, 2110.05679).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -57,13 +57,30 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Dense:
-    """``value`` is (rows, *shape of the parameter)."""
+    """``value`` is (rows, *shape of the parameter).
+
+    Args:
+        value: The gradients.
+        spread: In an audit, the sums of the absolute values that ``value`` is a sum of, of the same shape.
+        terms: How many there are to each of them.
+    """
 
     value: Tensor
+    spread: Tensor | None = None
+    terms: int = 1
 
 
 Product = Outer | Convolution
 Contribution = Product | Lookup | Dense
+
+
+def changed(use: Contribution, change: Callable[[Tensor], Tensor]) -> Contribution:
+    """The contribution of changed factors."""
+    if isinstance(use, Outer):
+        return Outer(change(use.a), change(use.g))
+    if isinstance(use, Convolution):
+        return Convolution(change(use.x), change(use.g), use.geometry)
+    return Lookup(use.ids, change(use.g)) if isinstance(use, Lookup) else Dense(change(use.value))
 
 
 def silenced(use: Contribution, kept: Tensor) -> Contribution:
@@ -72,11 +89,24 @@ def silenced(use: Contribution, kept: Tensor) -> Contribution:
     def rows(tensor: Tensor) -> Tensor:
         return torch.where(kept.view(-1, *[1] * (tensor.dim() - 1)), tensor, torch.zeros_like(tensor))
 
-    if isinstance(use, Outer):
-        return Outer(rows(use.a), rows(use.g))
-    if isinstance(use, Convolution):
-        return Convolution(rows(use.x), rows(use.g), use.geometry)
-    return Lookup(use.ids, rows(use.g)) if isinstance(use, Lookup) else Dense(rows(use.value))
+    return changed(use, rows)
+
+
+def rounding_of(uses: Sequence[Contribution], coefficients: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    r"""What the weighted sum of ``uses`` may be off by, in units of the roundoff, whatever the order of summation.
+
+    A sum of K products in floating point is off by at most K roundoffs times the sum of their absolute values
+    (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).
+    """
+    found = torch.zeros((), dtype=torch.float64, device=coefficients.device)
+    whole: Contribution
+    for use in uses:
+        if isinstance(use, Dense):
+            whole, positions = Dense(use.value.abs() if use.spread is None else use.spread), use.terms
+        else:
+            whole, positions = changed(use, torch.abs), use.g.shape[1]
+        found += len(coefficients) * positions * add_weighted([whole], coefficients.abs(), None, shape, dtype).norm()
+    return found
 
 
 def squared_norms(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from lit_dpret.errors import UnsupportedModelError
-from lit_dpret.privacy.clipping.audit import Audit, refuse_lost_gradients, tolerance_of, unit_weights
+from lit_dpret.privacy.clipping.audit import Audit, refuse_lost_gradients, roundoff_of, tolerance_of, unit_weights
 from lit_dpret.privacy.clipping.base import (
     ClipName,
     ClippedSum,
@@ -47,7 +47,9 @@ from lit_dpret.privacy.clipping.written import Written, are_small, write_out
 CANCELLATION = 0.025
 #: ... and below a larger one where so many terms are added in a row that they could be off by this share of it.
 ERROR, MOST_DOUBTFUL = 1e-3, 0.25
-#: Rounding of a squared norm in a batch of fixed shape, per position and unit roundoff, as a share of its energy.
+#: In float64 there is nothing wider: below this share, what rounding may have hidden is added to the squared norm.
+WIDE_CANCELLATION = 1e-3
+#: Rounding of a squared norm there, and in a batch of fixed shape, per position and roundoff, as a share of its energy.
 SLACK = 16
 
 Contributions = dict[str, list[Contribution]]
@@ -236,14 +238,16 @@ class GhostClipping(ClippedSum):
     ) -> Contributions:
         """Go through the graph again, to the parameters, with a weight of its own for every unit."""
         weighted = (losses * unit_weights(batch).to(losses.dtype)[batch.unit_of_row]).sum()
-        tolerance = tolerance_of(g for g in (*grads, *self.parameters.values()) if g is not None)
+        tensors = [g for g in (*grads, *self.parameters.values()) if g is not None]
+        tolerance, roundoff = tolerance_of(tensors), roundoff_of(tensors)
+        del tensors
         aliases = [(use.site.parameters[local], alias) for use in uses for local, alias in use.aliases.items()]
         leaves = [alias for _, alias in aliases]
         with phase("check_backward"), self._audit.watching(uses, grads, batch) as layouts:
             found: list[Tensor | None] = list(
                 torch.autograd.grad(weighted, leaves, allow_unused=True, retain_graph=keep)
             )
-        contributions = self._by_parameter(uses, grads, layouts, batch)
+        contributions = self._by_parameter(uses, grads, layouts, batch, audited=True)
         references: dict[str, Tensor] = {}
         for i, (name, _) in enumerate(aliases):
             reference, found[i] = found[i], None
@@ -254,19 +258,21 @@ class GhostClipping(ClippedSum):
                 reference = reference.flatten(0, -2).sum(0)
             references[name] = references[name].add_(reference) if name in references else reference
         with phase("check_parameters"):
-            self._audit.check_parameters(contributions, references, batch, tolerance)
+            self._audit.check_parameters(contributions, references, batch, tolerance, roundoff)
         return contributions
 
     @torch.no_grad()
     def _by_parameter(
-        self, uses: list[Use], grads: list[Tensor | None], layouts: Sequence[Layout], batch: UnitRows
-    ) -> Contributions:
+        self, uses: list[Use], grads: list[Tensor | None], layouts: Sequence[Layout], batch: UnitRows,
+        *, audited: bool = False,
+    ) -> Contributions:  # fmt: skip
         found: Contributions = {}
         for i, (use, layout) in enumerate(zip(uses, layouts, strict=True)):
             g, grads[i] = grads[i], None  # the last reference to what a small parameter has summed up
             if g is None:
                 continue
-            for local, contribution in contributions_of(use, g, batch.rows, layout, self._dtype(use)):
+            found_here = contributions_of(use, g, batch.rows, layout, self._dtype(use), audited=audited)
+            for local, contribution in found_here:
                 found.setdefault(use.site.parameters[local], []).append(contribution)
         return found
 
@@ -296,7 +302,7 @@ class GhostClipping(ClippedSum):
         off by more than rounding as well. In a batch of fixed shape it gets what rounding may have hidden on top.
         """
         squares = torch.zeros(len(self.groups), batch.units, dtype=torch.float64, device=batch.real.device)
-        energy = torch.zeros_like(squares)
+        energy, wide = torch.zeros_like(squares), torch.zeros_like(squares)
         for name, found in written.items():
             for gradients in found:
                 gradients.add_squares(squares[self.group_of[name]], accumulator_dtype(self.parameters[name]))
@@ -307,8 +313,10 @@ class GhostClipping(ClippedSum):
                 uses = [part[name] for name in names]
                 square, spread = squared_norms(uses, self.parameters[names[0]].shape, batch, dtype)
                 squares[group] += square
-                energy[group] += spread if dtype == torch.float32 else 0
+                (energy if dtype == torch.float32 else wide)[group] += spread
         longest = torch.tensor([max(map(_positions, part.values()), default=0) for part in parts])
+        most = (longest * batch.rows_of_a_unit * torch.finfo(torch.float64).eps * SLACK).to(squares)[:, None] * wide
+        squares = torch.where(squares < WIDE_CANCELLATION * wide, squares.clamp(min=0) + most, squares)
         cancels = (longest * batch.rows_of_a_unit * torch.finfo(torch.float32).eps / ERROR).square()
         threshold = cancels.clamp(CANCELLATION, MOST_DOUBTFUL).to(squares)[:, None]
         doubtful = batch.real & ~(squares >= threshold * energy)  # NaN is doubtful too

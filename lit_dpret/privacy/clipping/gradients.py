@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
@@ -26,7 +26,7 @@ def fold(tensor: Tensor, rows: int, layout: Layout) -> Tensor:
 
 
 def contributions_of(
-    use: Use, g: Tensor, rows: int, layout: Layout, dtype: torch.dtype
+    use: Use, g: Tensor, rows: int, layout: Layout, dtype: torch.dtype, *, audited: bool = False
 ) -> Iterator[tuple[str, Contribution]]:
     """What one call adds to the gradients of its parameters, by their own names in the module.
 
@@ -36,12 +36,20 @@ def contributions_of(
         rows: Rows in the batch; the first axis of ``g`` is a multiple of it.
         layout: How that axis runs.
         dtype: fp32, or float64 where the parameters are.
+        audited: Whether to tell what is summed up here by its size as well.
     """
     module, trained = use.site.module, use.aliases
+
+    def dense(terms: Tensor, summed: Callable[[Tensor], Tensor]) -> Dense:
+        value = summed(terms)
+        if not audited:
+            return Dense(value)
+        return Dense(value, summed(terms.abs()), max(1, terms.numel() // max(1, value.numel())))
+
     if use.function is not None:
         own = {local: module.get_parameter(local) for local in use.site.parameters}
         for local, gradient in use.function.gradients(g, use.output, own).items():
-            yield local, Dense(fold(gradient, rows, layout).sum(1, dtype=dtype))
+            yield local, dense(fold(gradient, rows, layout), lambda terms: terms.sum(1, dtype=dtype))
         return
     if use.site.kind in ("linear", "transposed_linear"):
         folded = fold(g, rows, layout).reshape(rows, -1, g.shape[-1])
@@ -50,20 +58,20 @@ def contributions_of(
             inputs = fold(x, rows, layout).reshape(rows, -1, x.shape[-1])
             yield "weight", Outer(inputs, folded) if use.site.kind == "linear" else Outer(folded, inputs)
         if "bias" in trained:
-            yield "bias", Dense(folded.sum(1, dtype=dtype))
+            yield "bias", dense(folded, lambda terms: terms.sum(1, dtype=dtype))
     elif isinstance(module, CONVOLUTIONS):
         g = fold(g, rows, layout).flatten(3).movedim(2, -1).reshape(rows, -1, g.shape[1])
         if "weight" in trained:
             yield "weight", Convolution(fold(_saved(use), rows, layout), g, Geometry.of(module))
         if "bias" in trained:
-            yield "bias", Dense(g.sum(1, dtype=dtype))
+            yield "bias", dense(g, lambda terms: terms.sum(1, dtype=dtype))
     elif isinstance(module, nn.GroupNorm):
         g = g.to(dtype)
         if "weight" in trained:
             normal = F.group_norm(_saved(use).to(dtype), module.num_groups, None, None, module.eps)
-            yield "weight", Dense(_by_channel(normal.mul_(g), rows, layout))
+            yield "weight", dense(normal.mul_(g), lambda terms: _by_channel(terms, rows, layout))
         if "bias" in trained:
-            yield "bias", Dense(_by_channel(g, rows, layout))
+            yield "bias", dense(g, lambda terms: _by_channel(terms, rows, layout))
     elif use.site.kind == "embedding" and isinstance(module, nn.Embedding):
         ids = _saved(use)
         if module.padding_idx is not None:
@@ -73,6 +81,10 @@ def contributions_of(
     elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         shape = tuple(module.normalized_shape)
         g = g.to(dtype)
+
+        def by_place(terms: Tensor) -> Tensor:
+            return fold(terms, rows, layout).reshape(rows, -1, *shape).sum(1)
+
         if "weight" in trained:
             x = _saved(use)
             if isinstance(module, nn.LayerNorm):
@@ -80,13 +92,16 @@ def contributions_of(
             else:
                 eps = torch.finfo(x.dtype).eps if module.eps is None else module.eps
                 normal = F.rms_norm(x.to(dtype), shape, None, eps)
-            yield "weight", Dense(fold(normal.mul_(g), rows, layout).reshape(rows, -1, *shape).sum(1))
+            yield "weight", dense(normal.mul_(g), by_place)
         if "bias" in trained:
-            yield "bias", Dense(fold(g, rows, layout).reshape(rows, -1, *shape).sum(1))
+            yield "bias", dense(g, by_place)
     elif use.site.kind == "scale":
-        yield "weight", Dense(fold(g, rows, layout).reshape(rows, -1, g.shape[-1]).sum(1, dtype=dtype))
+        folded = fold(g, rows, layout).reshape(rows, -1, g.shape[-1])
+        yield "weight", dense(folded, lambda terms: terms.sum(1, dtype=dtype))
     else:
-        yield "weight", Dense(_bucketed(fold(g, rows, layout).sum(1, dtype=dtype), _saved(use), len(trained["weight"])))
+        buckets, entries = _saved(use), len(trained["weight"])
+        scores = fold(g, rows, layout)
+        yield "weight", dense(scores, lambda terms: _bucketed(terms.sum(1, dtype=dtype), buckets, entries))
 
 
 def _saved(use: Use) -> Tensor:

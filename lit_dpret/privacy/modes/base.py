@@ -32,7 +32,8 @@ class Update:
 
     Attributes:
         gradients: Per parameter name, already divided by the public denominator.
-        noise_std: The standard deviation of the noise that was really added to the sum.
+        noise_std: The standard deviation of the noise that was added to the sum. The guard measures it: a mode
+            may say that it added less than planned, and is charged for that.
         sensitivity: How far one unit can move the sum (L2).
         denominator: What the noised sum was divided by.
         clip_fraction: The noised share of units that were clipped, where the plan pays for it.
@@ -64,12 +65,16 @@ class PrivacyMode(ABC):
             them that belong to the row) or ``pool`` (public passages).
         sub_batches: Into how many sub-batches a logical batch falls whose rows see each other; None
             where it is cut to fit the device.
-        fixed_shapes: Whether every physical batch is filled up to one shape; set before ``attach``.
+        fixed_shapes: Whether every physical batch is filled up to one shape, and no branch may be taken by a value;
+            set before ``attach``.
+        bounds_any_rows: Whether the bound on a unit holds even where all other rows of its batch get another gradient
+            without it, as they may in low precision.
     """
 
     name: ClassVar[str]
     guarantee: ClassVar[Guarantee]
     candidates: ClassVar[Candidates] = "rows"
+    bounds_any_rows: ClassVar[bool] = False
     sub_batches: int | None = None
     fixed_shapes: bool = False
     unit: Unit = "query"
@@ -80,6 +85,11 @@ class PrivacyMode(ABC):
 
     def __init__(self) -> None:
         self.counts = StepCounts()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle holds the settings, and nothing of what it was attached to: no secret, no private sum."""
+        kept = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return kept | {"counts": StepCounts()}
 
     def public_units(self, units: int) -> int | None:
         """The number of units of privacy where everybody may know it, else None."""
@@ -136,7 +146,9 @@ class PrivacyMode(ABC):
         salt: str = "",
         starts: Mapping[str, int] | None = None,
     ) -> Update:
-        """Turn the sums into the update: noise once, then divide by a public constant.
+        """Turn the sums into the update: noise once, then divide by the plan's denominator.
+
+        The sums stay as they are: the guard subtracts them from the update to see the noise.
 
         Args:
             sums: By parameter name, over all ranks, with what stands `beside` them.

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from lit_dpret.privacy.clipping.base import LEAST_FACTOR, refuse_batch_mixing
+from lit_dpret.privacy.clipping.base import LEAST_FACTOR, refuse_batch_mixing, room_for_rounding
 from lit_dpret.privacy.coupling import Bounded, Change
 from lit_dpret.privacy.modes.base import trainable
 from lit_dpret.privacy.modes.coupled import CoupledMode, GaussianSettings, bounds_of, check_bounds
@@ -42,6 +42,7 @@ class BatchClip(CoupledMode):
 
     name: ClassVar[str] = "batch_clip"
     bounded: ClassVar[Bounded] = "sub_batch"
+    bounds_any_rows: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -91,7 +92,8 @@ class BatchClip(CoupledMode):
         }
         self.counts.units += int(mask.sum())
         norm = torch.stack([gradient.double().norm() for gradient in wide.values()]).norm() if wide else torch.zeros(1)
-        factor = float((self._plan.max_grad_norm / norm).clamp(max=1.0))
+        bound = room_for_rounding(self._plan.max_grad_norm, parameters.values())
+        factor = float((bound / norm).clamp(max=1.0))
         if not bool(norm.isfinite()) or not bool(loss.isfinite()) or factor < LEAST_FACTOR:
             self.counts.non_finite += 1
             return

@@ -25,6 +25,7 @@ from lit_dpret.privacy.coupling import (
 )
 from lit_dpret.privacy.modes.base import Candidates
 from lit_dpret.privacy.modes.gaussian import GaussianMode
+from lit_dpret.privacy.noise_source import NoiseName, charged
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.releases import FullBatch, Shuffle
 from lit_dpret.privacy.sampling import SamplingRequest
@@ -39,6 +40,7 @@ class GaussianSettings(TypedDict, total=False):
     neighbours: Neighbours
     noise_multiplier: float | None
     accountant: AccountantName
+    noise: NoiseName
     secure_rng: bool
     secret_file: Any
     dataset_ledger: Any
@@ -114,7 +116,7 @@ class CoupledMode(GaussianMode):
         return replace(
             draft,
             max_grad_norm=bound,
-            sensitivity=sensitivity,
+            sensitivity=charged(sensitivity, self.noise),
             denominator=self._denominator(draft, parts),
             physical_batch_size=n_max,
             coupling=Coupling(

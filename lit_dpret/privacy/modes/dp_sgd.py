@@ -20,6 +20,7 @@ from lit_dpret.privacy.budget import AccountantName, Neighbours, Unit, require_c
 from lit_dpret.privacy.clipping import ClipGroups, ClipStats, make_engine
 from lit_dpret.privacy.modes.gaussian import GaussianMode
 from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.noise_source import NoiseName
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import SamplingRequest
 from lit_dpret.privacy.xla import read
@@ -54,6 +55,8 @@ class DPSGD(GaussianMode):
             together by C too (He et al. 2023, 2212.01539). The noise is the same.
         clip_fraction_budget: The share of each step's budget, above 0 and at most 0.1, that pays for releasing
             the noised share of units that were clipped (`lit_dpret.privacy.clip_fraction`); null releases none.
+        noise: ``gaussian`` for floating-point normals; ``discrete`` for whole numbers on a public grid, drawn exactly
+            and from SHAKE-256 (`lit_dpret.privacy.noise_source`).
         secure_rng: Draw the noise from SHAKE-256 instead of NumPy's Philox.
         secret_file: Where the noise secret lies; null for the user's state folder.
         dataset_ledger: The file in which all runs on this data set add up; null for none. The path
@@ -84,6 +87,7 @@ class DPSGD(GaussianMode):
         clip: Clip = "abadi",
         clip_groups: ClipGroups = "flat",
         clip_fraction_budget: float | None = None,
+        noise: NoiseName = "gaussian",
         secure_rng: bool = False,
         secret_file: str | Path | None = None,
         dataset_ledger: str | Path | None = None,
@@ -98,6 +102,7 @@ class DPSGD(GaussianMode):
             neighbours=neighbours,
             noise_multiplier=noise_multiplier,
             accountant=accountant,
+            noise=noise,
             secure_rng=secure_rng,
             secret_file=secret_file,
             dataset_ledger=dataset_ledger,

@@ -10,12 +10,10 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 import torch
-from scipy.stats import chi2
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError
@@ -26,10 +24,11 @@ from lit_dpret.privacy.groups import check_max_units
 from lit_dpret.privacy.modes.base import Guarantee, PrivacyMode, StepCounts, Update, trainable
 from lit_dpret.privacy.modes.state_watch import StateWatch
 from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.noise_source import NoiseName, noise_source
 from lit_dpret.privacy.placement import like, place_of
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import SamplingRequest
-from lit_dpret.privacy.xla import cut, read
+from lit_dpret.privacy.xla import cut
 
 
 class GaussianMode(PrivacyMode):
@@ -39,8 +38,6 @@ class GaussianMode(PrivacyMode):
         - Noise is added once per logical step, to every coordinate of every trainable parameter,
           also to those that no example of the batch touched, and also in an empty step.
         - The noised sum is divided by a public constant, never by the realised batch size.
-        - The noise reported for a step is the noise that was measured in it: less than planned is
-          reported as less.
         - Where the plan pays for the share of clipped units, its count is one more coordinate of the sum and gets the
           same noise; of the counts nothing else is let out.
         - A forward pass of private rows that writes a parameter or a buffer is refused (`StateWatch`).
@@ -52,6 +49,8 @@ class GaussianMode(PrivacyMode):
         neighbours: ``zero_out``, ``add_or_remove`` or ``replace_one``.
         noise_multiplier: Noise standard deviation over sensitivity; null to calibrate it.
         accountant: ``pld``, ``rdp`` or ``prv``.
+        noise: ``gaussian`` for floating-point normals; ``discrete`` for whole numbers on a public grid, drawn exactly
+            and from SHAKE-256 (`lit_dpret.privacy.noise_source`).
         secure_rng: Draw the noise from SHAKE-256 instead of NumPy's Philox.
         secret_file: Where the noise secret lies; null for the user's state folder.
         dataset_ledger: The file in which all runs on this data set add up; null for none. The path
@@ -77,6 +76,7 @@ class GaussianMode(PrivacyMode):
         neighbours: Neighbours = "zero_out",
         noise_multiplier: float | None = None,
         accountant: AccountantName = "pld",
+        noise: NoiseName = "gaussian",
         secure_rng: bool = False,
         secret_file: str | Path | None = None,
         dataset_ledger: str | Path | None = None,
@@ -87,6 +87,7 @@ class GaussianMode(PrivacyMode):
         super().__init__()
         PrivacyBudget(eps=eps, delta=0.5 if delta is None else delta, unit=unit, neighbours=neighbours)
         require_choice("privacy.accountant", accountant, get_args(AccountantName))
+        require_choice("privacy.noise", noise, get_args(NoiseName))
         if noise_multiplier is not None and not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
             raise ConfigurationError(
                 f"privacy.noise_multiplier={noise_multiplier} is not a positive, finite number. "
@@ -119,7 +120,8 @@ class GaussianMode(PrivacyMode):
         self.neighbours = neighbours
         self.noise_multiplier = noise_multiplier
         self.accountant: AccountantName = accountant
-        self.secure_rng = secure_rng
+        self.noise: NoiseName = noise
+        self.secure_rng = secure_rng or noise == "discrete"
         self.secret_file = None if secret_file is None else Path(secret_file)
         self.dataset_ledger = None if dataset_ledger is None else Path(dataset_ledger)
         self.total_eps = total_eps
@@ -170,6 +172,7 @@ class GaussianMode(PrivacyMode):
             physical_batch_size=request.physical_batch_size,
             cap=request.cap,
             max_units_per_user=self.max_units_per_user,
+            noise=self.noise,
             **facts,
         )
 
@@ -197,6 +200,9 @@ class GaussianMode(PrivacyMode):
         self._stream = stream
         self._module = module
         self._watch = StateWatch(module)
+        self._noise = noise_source(
+            plan.noise, stream, noise_multiplier=plan.noise_multiplier, coordinates=_coordinates(module) + 1
+        )  # and one for the count of clipped units
 
     @property
     def gradient_noise_std(self) -> float:
@@ -232,45 +238,28 @@ class GaussianMode(PrivacyMode):
         self.counts = StepCounts()
         std = self._plan.noise_std
         gradients: dict[str, Tensor] = {}
-        squares: list[Tensor] = []
-        held: list[int] = []  # how many coordinates of each parameter are noised by this process
         for name in trainable(self._module):
             if starts is not None and name not in sums:
                 continue  # other ranks have it
             total, start = place_of(sums[name]) if starts is None else (sums[name], starts[name])
-            noise = self._stream.normal(
-                total.shape,
-                attempt=attempt,
-                step=step,
-                parameter=name,
-                salt=salt,
-                start=start,
-                device=total.device,
-                dtype=total.dtype,
-            ).mul_(std)
-            noised = total + noise
-            squares.append((noised - total).double().pow(2).sum())
-            held.append(total.numel())
-            noised.div_(self._plan.denominator)  # no narrower than the sum
+            noised = self._noise.noised(
+                total, std=std, attempt=attempt, step=step, parameter=name, salt=salt, start=start
+            ).div_(self._plan.denominator)  # no narrower than the sum
             gradients[name] = like(sums[name], noised) if starts is None else noised
         for device in {gradient.device for gradient in gradients.values()}:
             cut(device)
-        measured = list(zip(read(squares), held, strict=True))
         fraction = None
         if counted is not None:  # on every rank the same, from the counts of all
-            added = std * float(self._stream.normal(
-                counted.shape, attempt=attempt, step=step, parameter=clip_fraction.NAME, salt=salt, dtype=torch.float64
+            with_noise = float(self._noise.noised(
+                counted.double(), std=std, attempt=attempt, step=step, parameter=clip_fraction.NAME, salt=salt
             ))  # fmt: skip
-            measured.append((added**2, 1))
             fraction = clip_fraction.estimate(
-                float(counted) + added,
+                with_noise,
                 max_grad_norm=self._plan.max_grad_norm,
                 share=self._plan.clip_fraction_budget,
                 denominator=self._plan.denominator,
             )
-        measured.append((sum(square for square, _ in measured), sum(count for _, count in measured)))
-        weakest = min(std, *(_believed_std(square, count, std) for square, count in measured))
-        return Update(gradients, weakest, self._plan.sensitivity, self._plan.denominator, fraction)
+        return Update(gradients, std, self._plan.sensitivity, self._plan.denominator, fraction)
 
     def _counted(self, sums: Mapping[str, Tensor]) -> Tensor | None:
         """The coordinate of the clipped units among the sums; None where the plan pays for none."""
@@ -285,21 +274,6 @@ class GaussianMode(PrivacyMode):
         return sums[clip_fraction.NAME]
 
 
-@lru_cache(maxsize=4096)
-def _least_believed(coordinates: int) -> float:
-    return float(chi2.ppf(1e-12, coordinates))
-
-
-def _believed_std(squares: float, coordinates: int, planned: float) -> float:
-    """The planned deviation where the measured noise is consistent with it, else the measured one.
-
-    The squared norm of k normals over sigma^2 is chi-square with k degrees of freedom; a value below
-    its 1e-12 quantile is taken for less noise. The measured value is not reported unless that alarm goes
-    off: knowing the exact norm of the noise would help to subtract it.
-    """
-    if coordinates == 0:  # this process holds nothing of the parameter
-        return planned
-    measured = squares / planned**2
-    if measured > 0 and measured >= _least_believed(coordinates):
-        return planned
-    return planned * math.sqrt(measured / coordinates)
+def _coordinates(module: nn.Module) -> int:
+    """How many coordinates an update has, over all ranks, whatever this process holds of them."""
+    return sum(max(p.numel(), int(getattr(p, "ds_numel", 0))) for p in trainable(module).values())

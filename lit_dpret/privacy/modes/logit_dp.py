@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.privacy.budget import require_choice
+from lit_dpret.privacy.clipping.base import room_for_rounding
 from lit_dpret.privacy.clipping.pairs import (
     NormsName,
     PairNorms,
@@ -179,7 +180,8 @@ class LogitDP(CoupledMode):
             with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
                 scores = queries @ passages.T
                 coefficients = self._loss.coefficients(scores, answers)
-                factors, broken = clipped_pair_factors(norms, self._plan.max_grad_norm)
+                bound = room_for_rounding(self._plan.max_grad_norm, parameters.values())
+                factors, broken = clipped_pair_factors(norms, bound)
                 module.note_loss(float(self._loss.row_losses(scores, answers).nan_to_num().sum()))
             weights = coefficients.to(factors) * factors
             found = weighted_backward(pairs, weights, parameters, rows_at_once=self.rows_at_once)

@@ -62,6 +62,7 @@ class PerExampleDuplicated(CoupledMode):
     name: ClassVar[str] = "per_example_duplicated"
     bounded: ClassVar[Bounded] = "row"
     candidates: ClassVar[Candidates] = "copies"
+    bounds_any_rows: ClassVar[bool] = True
 
     def __init__(
         self,

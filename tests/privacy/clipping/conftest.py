@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -77,11 +77,21 @@ def norm_of(gradient: dict[str, Tensor]) -> Tensor:
     return torch.stack([g.double().square().sum() for g in gradient.values()]).sum().sqrt()
 
 
+def lowered(bound: float, tensors: Iterable[Tensor] | None = None) -> float:
+    """What a unit is clipped to: less than the bound by 1e-9 of it in float64, else by 2.1e-3."""
+    wide = tensors is not None and all(tensor.dtype == torch.float64 for tensor in tensors)
+    return bound / (1 + (1e-9 if wide else 2.1e-3))
+
+
 def clipped_sum(
     gradients: list[dict[str, Tensor]], bound: float, clip: str = "abadi", groups: Sequence[Sequence[str]] | None = None
 ) -> dict[str, Tensor]:
-    """Each group (by default one of all parameters) of each gradient scaled down to its share of the bound."""
+    """Each group (by default one of all parameters) of each gradient scaled down to its share of the bound.
+
+    The bound is lowered by what rounding may add (`lowered`).
+    """
     groups = [list(gradients[0])] if groups is None else groups
+    bound = lowered(bound, gradients[0].values())
     share, total = bound / math.sqrt(len(groups)), {n: torch.zeros_like(g) for n, g in gradients[0].items()}
     for gradient in gradients:
         for names in groups:
@@ -385,6 +395,7 @@ def lib() -> SimpleNamespace:
         distilbert=distilbert,
         head=head,
         lengths_mask=lengths_mask,
+        lowered=lowered,
         minilm=minilm,
         norm_of=norm_of,
         pooled=pooled,

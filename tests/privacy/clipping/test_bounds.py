@@ -67,7 +67,7 @@ def test_adding_or_removing_one_unit_moves_the_sum_by_at_most_the_bound(
         case.run(clipping, unit_ids[keep], mask, rows=case.take(keep))
         removed = clipping.take()
         assert lib.difference(masked, removed) < 1e-10
-        assert moved(lib, whole, masked) <= bound * (1 + 1e-9)
+        assert moved(lib, whole, masked) <= bound
         largest = max(largest, moved(lib, whole, masked))
     if clip == "automatic":
         assert largest > 0.5 * bound or model.scale < 1
@@ -78,7 +78,7 @@ def test_a_single_unit_of_a_large_gradient_moves_the_sum_by_exactly_the_bound(li
     clipping = make_engine("ghost", case.module, max_grad_norm=0.01)
     for unit in range(3):
         case.run(clipping, mask=torch.arange(3) == unit)
-        assert math.isclose(float(lib.norm_of(clipping.take())), 0.01, rel_tol=1e-10)
+        assert math.isclose(float(lib.norm_of(clipping.take())), 0.01 / (1 + 1e-9), rel_tol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["t5_tied_relu", "t5_untied_gated", "bert", "siamese", "embedding_tied_to_linear"])
@@ -99,8 +99,8 @@ def test_in_bf16_every_contribution_is_within_the_bound_in_fp32(
             stats = case.run(clipping, mask=torch.arange(count) == unit)
         sums = clipping.take()
         assert all(total.dtype == torch.float32 for total in sums.values())
-        assert float(lib.norm_of(sums)) <= bound * (1 + 1e-5)
-        assert math.isclose(float(lib.norm_of(sums)), bound, rel_tol=1e-5)
+        assert float(lib.norm_of(sums)) <= bound
+        assert math.isclose(float(lib.norm_of(sums)), lib.lowered(bound), rel_tol=1e-5)
         assert math.isclose(float(stats.norms[unit]), float(exact[unit]), rel_tol=0.1)  # the gradient itself is bf16's
 
 
@@ -122,7 +122,7 @@ def test_terms_that_cancel_in_fp32_are_computed_again_in_float64(lib: SimpleName
     clipping.take()
     for unit in range(2):
         case.run(clipping, mask=torch.arange(2) == unit)
-        assert float(lib.norm_of(clipping.take())) <= 1e-3 * (1 + 1e-6)
+        assert float(lib.norm_of(clipping.take())) <= 1e-3
 
 
 @pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
@@ -236,7 +236,7 @@ def test_a_finite_gradient_too_large_for_fp32_squares_is_clipped_not_dropped(wid
     clipping = make_engine("ghost", model, max_grad_norm=1.0)
     stats = case.run(clipping)
     assert stats.non_finite == 0 and stats.clipped == 2
-    assert math.isclose(float(lib.norm_of(clipping.take())), 2.0, rel_tol=1e-5)
+    assert math.isclose(float(lib.norm_of(clipping.take())), lib.lowered(2.0), rel_tol=1e-5)
 
 
 @pytest.mark.parametrize("clip", ["abadi", "automatic"])

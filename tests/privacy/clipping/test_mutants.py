@@ -58,10 +58,10 @@ def shared_bias(patch: Patch) -> None:
 def padding_row(patch: Patch) -> None:
     plain = gradients.contributions_of
 
-    def mutant(use: Any, *rest: Any) -> Any:
+    def mutant(use: Any, *rest: Any, **key: Any) -> Any:
         if use.site.kind == "embedding":
             patch.setattr(use.site.module, "padding_idx", None)
-        return plain(use, *rest)
+        return plain(use, *rest, **key)
 
     patch.setattr(ghost, "contributions_of", mutant)
 
@@ -149,9 +149,11 @@ def test_the_audit_alone_catches_a_shared_position_embedding(
         words = "cannot be told apart"
     else:
         plain = ghost.contributions_of
-        monkeypatch.setattr(
-            ghost, "contributions_of", lambda use, *a: [] if "position_embeddings" in use.site.name else plain(use, *a)
-        )
+
+        def without(use: Any, *rest: Any, **key: Any) -> Any:
+            return [] if "position_embeddings" in use.site.name else plain(use, *rest, **key)
+
+        monkeypatch.setattr(ghost, "contributions_of", without)
         words = "differs from autograd's"
     with pytest.raises(UnsupportedModelError, match=words):
         lib.check_exact(case)

@@ -1,0 +1,93 @@
+"""What the checks of a private fit cost beside its steps.
+
+    python benchmarks/checks.py [--steps 60] [--out results/checks_cpu.json]
+
+Real runs of `train.py` on InsuranceQA, in one process each: processor time inside the checks over processor time of
+all training steps, the checks included, so both are measured in the same run. Checks look at batches 1, 2, 4, ...,
+so their share falls with the number of physical batches; a run of few small ones is the worst case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+RUNS = {
+    "generator, steps of 256 in physical batches of 32": [
+        "model=generator", "model.max_passage_length=16", "model.max_query_length=16",
+        "datamodule.expected_batch_size=256",
+    ],
+    "generator, steps of 64 in one physical batch": [
+        "model=generator", "model.max_passage_length=16", "model.max_query_length=16",
+        "datamodule.expected_batch_size=64", "datamodule.physical_batch_size=128",
+    ],
+    "query head on a frozen encoder, steps of 2048": ["experiment=direct_eps3", "datamodule.max_passages=4000"],
+}  # fmt: skip
+
+CHILD = """
+import json, sys, time
+from lit_dpret import cli
+from lit_dpret.callbacks import PrivacyAccountant
+from lit_dpret.modules.coupling_check import CouplingCheck
+from lit_dpret.modules.private_module import PrivateModule
+from lit_dpret.privacy.noise_check import NoiseCheck
+
+spent = {}
+
+def timed(owner, name, label):
+    made = getattr(owner, name)
+    def wrapper(*args, **kwargs):
+        begun = time.process_time()
+        try:
+            return made(*args, **kwargs)
+        finally:
+            spent[label] = spent.get(label, 0.0) + time.process_time() - begun
+    setattr(owner, name, wrapper)
+
+timed(CouplingCheck, "look", "rows that depend on each other")
+timed(NoiseCheck, "verdict", "noise that is missing")
+timed(PrivacyAccountant, "_require_drawn", "units that were not drawn")
+timed(PrivateModule, "training_step", "all steps")
+out, sys.argv[1:] = sys.argv[1], sys.argv[2:]
+try:
+    cli.main()
+finally:
+    json.dump(spent, open(out, "w"))
+"""
+
+
+def main() -> None:
+    """Run them one after the other and print the shares."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--only", type=int, help="number of the run, from 0")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "checks_cpu.json")
+    chosen = parser.parse_args()
+    report = {}
+    for number, (name, settings) in enumerate(RUNS.items()):
+        if chosen.only not in (None, number):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            command = [
+                sys.executable, "-c", CHILD, f"{folder}/spent.json", *settings, "privacy.eps=3", "trainer=cpu",
+                f"trainer.max_steps={chosen.steps}", f"hydra.run.dir={folder}/run",
+                f"privacy.secret_file={folder}/secret",
+            ]  # fmt: skip
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            spent = json.loads(Path(folder, "spent.json").read_text())
+        steps = spent.pop("all steps")
+        report[name] = {
+            "steps": chosen.steps,
+            "processor_seconds_of_all_steps": round(steps, 2),
+            "share": {check: round(seconds / steps, 4) for check, seconds in spent.items()},
+        }
+        print(f"{name}: {steps:.1f} s; " + ", ".join(f"{c} {s / steps:.2%}" for c, s in spent.items()), flush=True)
+    chosen.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

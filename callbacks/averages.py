@@ -1,0 +1,148 @@
+"""Averages of the weights over the steps: what is evaluated, saved and exported where a callback keeps one.
+
+Each step of a private run releases its weights, so that an average of them is post-processing: it costs nothing, and
+the card says so. Lightning's `WeightAveraging`, `EMAWeightAveraging` and `StochasticWeightAveraging` are used as they
+are; here stands what a private run adds to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lit_dpret.callbacks.strategies import strategy_name
+from lit_dpret.errors import ConfigurationError
+
+_WHOLE = ("one_device", "ddp")
+_ADVICE = "callbacks=with_averaging (Lightning's EMAWeightAveraging)"
+
+
+def averaging(trainer: L.Trainer) -> Any:
+    """The callback that averages the weights; None where there is none."""
+    kinds = (WeightAveraging, StochasticWeightAveraging)
+    return next((c for c in trainer.callbacks if isinstance(c, kinds)), None)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def averaged(trainer: L.Trainer, module: nn.Module) -> Iterator[None]:
+    """Inside, ``module`` holds the average of its weights, where a callback keeps one and has begun to."""
+    average = _average_of(averaging(trainer))
+    if average is None:
+        yield
+        return
+    _swap(average, module)
+    try:
+        yield
+    finally:
+        _swap(average, module)
+
+
+def describe(trainer: L.Trainer) -> dict[str, str]:
+    """For the card: what was averaged how; empty where nothing was."""
+    callback = averaging(trainer)
+    if callback is None:
+        return {}
+    how = type(callback).__name__
+    if isinstance(callback, EMAWeightAveraging) and (decay := _decay_of(callback)) is not None:
+        how += f", decay {decay:g}"
+    begun = "" if _average_of(callback) is not None else ", which had not begun"
+    return {
+        "averaging": f"{how} over the released weights of the steps{begun}: post-processing, which costs no privacy"
+    }
+
+
+def refuse_averages(trainer: L.Trainer, module: Any, callbacks: list[Any]) -> None:
+    """Refuse an average that would read private rows, or would not be of the weights.
+
+    Raises:
+        ConfigurationError: Naming the callback and the setting.
+    """
+    found = [c for c in callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))]
+    for callback in found:
+        name = type(callback).__name__
+        if len(found) > 1:
+            raise ConfigurationError(f"callbacks: {len(found)} of them average the weights ({name}). Keep one.")
+        if (strategy := strategy_name(trainer)) not in _WHOLE:
+            raise ConfigurationError(
+                f"callbacks: {name} copies the weights of one process, and under trainer.strategy={strategy} it is not "
+                "shown that a process has them whole. Choose trainer=cpu, gpu or ddp, or leave it out."
+            )
+        if str(trainer.precision) == "bf16-true":
+            raise ConfigurationError(
+                f"callbacks: {name} with trainer.precision=bf16-true would average weights of eight bits, where most "
+                "updates are rounded away. Set trainer.precision=bf16-mixed."
+            )
+        if isinstance(callback, StochasticWeightAveraging):
+            _refuse_swa(trainer, module)
+        elif (first := getattr(callback, "update_starting_at_step", None) or 0) >= trainer.max_steps > 0:
+            raise ConfigurationError(
+                f"callbacks: {name}.update_starting_at_step={first} is never reached in trainer.max_steps="
+                f"{trainer.max_steps}: the model would be what training began with. Lower it, or set it to null."
+            )
+        elif not 1 <= (every := getattr(callback, "update_every_n_steps", 1)) <= max(trainer.max_steps, 1):
+            raise ConfigurationError(
+                f"callbacks: {name}.update_every_n_steps={every} does not lie between 1 and trainer.max_steps="
+                f"{trainer.max_steps}: the average would never be made, or be the first weights. Set it to 1."
+            )
+        elif getattr(callback, "_use_buffers", False) and any(not b.is_floating_point() for b in module.buffers()):
+            raise ConfigurationError(
+                f"callbacks: {name}(use_buffers=True) would average whole numbers, such as positions, and round them "
+                "down. Set use_buffers=False: buffers are then taken as they are."
+            )
+
+
+def go_on_averaging(trainer: L.Trainer, module: Any) -> None:
+    """Have `StochasticWeightAveraging` go on from a checkpoint inside an epoch, where Lightning waits for the next one.
+
+    Until then it would count no average, write none into checkpoints, and leave the learning rate as it is.
+    """
+    callback = averaging(trainer)
+    if not isinstance(callback, StochasticWeightAveraging) or callback._scheduler_state is None:
+        return
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    before = [group["lr"] for group in groups]
+    callback.on_train_epoch_start(trainer, module)
+    for group, rate in zip(groups, before, strict=True):  # a new schedule takes a step of its own
+        group["lr"] = rate
+
+
+def _refuse_swa(trainer: L.Trainer, module: nn.Module) -> None:
+    if any(isinstance(part, _BatchNorm) for part in module.modules()):
+        raise ConfigurationError(
+            "callbacks: StochasticWeightAveraging goes through the private rows once more to renew the statistics of "
+            f"BatchNorm, which no noise covers. Replace BatchNorm by GroupNorm, or take {_ADVICE}.",
+            trap="T11",
+        )
+
+
+def _average_of(callback: Any) -> nn.Module | None:
+    """The averaged module, once an update was made."""
+    model: Any = getattr(callback, "_average_model", None)
+    if isinstance(callback, StochasticWeightAveraging):
+        count = callback._init_n_averaged if callback.n_averaged is None else callback.n_averaged  # of the checkpoint
+        return model if int(count) > 0 else None
+    return None if model is None or int(model.n_averaged) == 0 else model.module
+
+
+def _decay_of(callback: EMAWeightAveraging) -> float | None:
+    """The decay, which Lightning keeps in a closure alone."""
+    average: Any = callback._kwargs.get("avg_fn")
+    cells = getattr(getattr(average, "__wrapped__", average), "__closure__", None) or ()
+    return next((cell.cell_contents for cell in cells if isinstance(cell.cell_contents, float)), None)
+
+
+@torch.no_grad()
+def _swap(average: nn.Module, module: nn.Module) -> None:
+    for mean, own in zip(chain(average.parameters(), average.buffers()), chain(module.parameters(), module.buffers()),
+                         strict=True):  # fmt: skip
+        before = own.detach().clone()
+        own.copy_(mean)
+        mean.copy_(before)

@@ -1,0 +1,101 @@
+"""Checkpoints of a private run are of a moment between two logical steps, whoever asks for them and when.
+
+A logical step is several batches to Lightning. In the middle of one, nothing of the step has reached the parameters,
+the optimizer or the ledger yet; only Lightning's counters have moved. So a checkpoint that is asked for there becomes
+the one from before the step, and a run that goes on from it makes the whole step.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import warnings
+from typing import Any
+
+import lightning as L
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+
+from lit_dpret.errors import ResumeError
+from lit_dpret.privacy.ranks import Ranks
+
+
+class BetweenSteps:
+    """Keeps the checkpoints of one fit between its logical steps.
+
+    Guarantees:
+        - A checkpoint that is asked for in the middle of a logical step goes on with the whole of that step.
+        - None is written while an update is made, when weights, optimizer and step count are of different moments:
+          who asks then is refused, and after an error the checkpoint is left out with a warning.
+        - SLURM's request to requeue the job is met after the step that it came in, by all ranks at once.
+
+    Args:
+        trainer: Of the fit; its ``save_checkpoint`` is replaced until `release`.
+        module: Says in ``updating`` that an update is being made.
+    """
+
+    def __init__(self, trainer: L.Trainer, module: Any) -> None:
+        self._trainer, self._module = trainer, module
+        self._step = -1
+        self._before: dict[str, int] = {}
+        self._requeue_signal: int | None = None
+        self._requeue_asked = False
+        self.release()  # of an earlier fit that an error ended
+        self._save = trainer.save_checkpoint
+        vars(trainer)["save_checkpoint"] = self._save_between
+
+    def release(self) -> None:
+        """Give the Trainer its own ``save_checkpoint`` back."""
+        vars(self._trainer).pop("save_checkpoint", None)
+
+    def begin_batch(self, step: int) -> None:
+        """Note a physical batch of logical step ``step``; Lightning has counted it as ready already."""
+        if step == self._step:
+            return
+        loop = self._trainer.fit_loop.epoch_loop
+        progress = loop.batch_progress
+        self._step = step
+        self._before = {"total": progress.total.ready - 1, "current": progress.current.ready - 1}
+        self._before["stepped"] = loop._batches_that_stepped
+
+    def set_back(self, checkpoint: dict[str, Any], steps_done: int) -> None:
+        """Set the loop's counters in ``checkpoint`` back to the start of a step that is not done yet."""
+        if self._step != steps_done:
+            return
+        loop = checkpoint["loops"]["fit_loop"]
+        loop["epoch_loop.state_dict"]["_batches_that_stepped"] = self._before["stepped"]
+        progress = loop["epoch_loop.batch_progress"]
+        progress["is_last_batch"] = False
+        for part in ("total", "current"):
+            progress[part] = dict.fromkeys(progress[part], self._before[part])
+
+    def _save_between(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
+        if not getattr(self._module, "updating", False):
+            self._save(filepath, weights_only, storage_options)
+            return
+        reason = "the update of a step was not finished, so weights, optimizer and ledger are of different moments"
+        if not self._trainer.interrupted:
+            raise ResumeError(f"The checkpoint {filepath} cannot be written now: {reason}. Ask in on_train_batch_end.")
+        warnings.warn(f"The checkpoint {filepath} was left out: {reason}. Earlier ones are whole.", stacklevel=2)
+
+    # -- SLURM -------------------------------------------------------------------------------
+
+    def note_requeue_quietly(self) -> None:
+        """Have SLURM's requeue signal noted, in place of Lightning's checkpoint from within the signal handler."""
+        environment = self._trainer._accelerator_connector.cluster_environment
+        if not (isinstance(environment, SLURMEnvironment) and environment.auto_requeue):
+            return
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._requeue_signal = int(environment.requeue_signal or signal.SIGUSR1)
+
+        def note(signum: int, frame: Any) -> None:
+            self._requeue_asked = True
+
+        signal.signal(self._requeue_signal, note)
+
+    def end_step(self, ranks: Ranks) -> None:
+        """Write SLURM's checkpoint and requeue the job, where a rank was asked to; all ranks call it after a step."""
+        if self._requeue_signal is None or not any(ranks.gather(self._requeue_asked, quick=True)):
+            return
+        self._requeue_asked = False
+        self._trainer._signal_connector._slurm_sigusr_handler_fn(self._requeue_signal, None)  # type: ignore[arg-type]

@@ -1,0 +1,274 @@
+"""The gate between a private run and everything that shows numbers: loggers, ``callback_metrics``, the progress bar.
+
+Two things leak through a logger. One is what is logged: a loss on private rows is a release that nobody counts,
+whoever logs it and by whatever way. The other is when: how long a step takes depends on the private texts in it, and
+most loggers stamp each number with the time. So inside a run with a guarantee a number passes only if its name is
+declared to be public, and a logger that writes times gets its numbers when the run is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor
+
+from lit_dpret.privacy.shown import public_names, unaccounted
+
+_SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+
+
+def tell(trainer: L.Trainer, metrics: Mapping[str, float], step: int) -> None:
+    """Log public numbers by logical step: how many physical batches there were may be private."""
+    gate = next((c.log_gate for c in _callbacks(trainer) if getattr(c, "log_gate", None) is not None), None)
+    with nullcontext() if gate is None else gate.opened():
+        for logger in trainer.loggers:
+            logger.log_metrics(dict(metrics), step=step)
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+
+
+class LogGate:
+    """Let declared numbers of one fit through, and nothing else.
+
+    Guarantees:
+        - A number whose name is not declared public reaches no logger, no ``callback_metrics`` and no progress bar,
+          by ``log``, ``log_dict``, a logger's method or its ``experiment``. With ``declare`` it does, and ``declare``
+          was called with its name before.
+        - A logger that stamps what it is given with the time is given it when the fit ends, also by an exception. A
+          run that is killed leaves nothing in it; ``metrics.jsonl`` has no times and is written at once.
+        - A name is logged at most once for each logical step, so that nobody learns how many physical batches it had.
+
+    Args:
+        trainer: Its loggers are watched until Lightning finalizes them.
+        module: Names its mode, and what it declares to be public.
+        step: How many logical steps are done.
+        declare: Notes on the ledger that a private number is shown; None where that is refused.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        module: Any,
+        *,
+        step: Callable[[], int],
+        declare: Callable[[str], None] | None = None,
+    ) -> None:
+        self._trainer = trainer
+        self._module, self._step, self._declare = module, step, declare
+        self.open = False
+        self._declared: set[str] = set()
+        self._last: dict[tuple[int, str], int] = {}
+        self._every = self._trainer.log_every_n_steps
+        self.training = False
+        for logger in trainer.loggers:
+            _watch(logger, self)
+
+    def watch_results(self) -> None:
+        """Watch the dicts of the Trainer, once Lightning has made those of this fit."""
+        connector = self._trainer._logger_connector
+        for name in _SHOWN:
+            setattr(connector, name, _Watched(getattr(connector, name), self))
+
+    def log_every_batch(self) -> None:
+        """Let Lightning log after each physical batch: which batch is the tenth may be private; the step is not."""
+        self._trainer.log_every_n_steps = 1
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Within it everything passes: what is logged there was looked at already."""
+        before, self.open = self.open, True
+        try:
+            yield
+        finally:
+            self.open = before
+
+    def check(self, names: Iterable[str]) -> None:
+        """Refuse names that nobody declares, or note them where private numbers are shown on purpose."""
+        if self.open:
+            return
+        callbacks = _callbacks(self._trainer)
+        known = public_names([self._module, *callbacks]) | _learning_rates(callbacks)
+        for name in names:
+            if name not in known:
+                self.private(repr(name))
+
+    def private(self, what: str) -> None:
+        """Refuse a private number, or note it."""
+        if self._declare is None:
+            raise unaccounted(what, self._module.privacy)
+        if what not in self._declared:
+            self._declare(what)
+            self._declared.add(what)
+
+    def new(self, logger: Any, metrics: Mapping[str, Any], step: int | None) -> tuple[dict[str, Any], int | None]:
+        """What of ``metrics`` was not logged yet in this logical step, as plain numbers, and that step."""
+        numbers = {key: value.item() if isinstance(value, Tensor) else value for key, value in metrics.items()}
+        if self.open:
+            return numbers, step
+        step = self._step()
+        found = {key: value for key, value in numbers.items() if self._last.get((id(logger), key)) != step}
+        self._last |= {(id(logger), key): step for key in found}
+        return found, step
+
+    def let_go(self) -> None:
+        """Give the Trainer back its own pace of logging."""
+        self._trainer.log_every_n_steps = self._every
+
+
+@contextmanager
+def rehearsed(trainer: L.Trainer, module: Any) -> Iterator[None]:
+    """Within it, what ``module`` logs by any way meets a gate; nothing of it is kept."""
+    before, trainer.loggers = trainer.loggers, [_Nowhere()]
+    declare = (lambda what: None) if module.log_private_loss else None
+    gate = LogGate(trainer, module, step=lambda: 0, declare=declare)
+    gate.training = True
+    gate.watch_results()
+    module.trainer = trainer
+    try:
+        yield
+    finally:
+        module.trainer = None
+        trainer.loggers = before
+        trainer._logger_connector.reset_metrics()
+
+
+class _Nowhere(DummyLogger):
+    writes_no_times = True
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("log_"):
+            self._gate.private(f"logger.{name}")
+        return super().__getattr__(name)
+
+
+class _Watched(dict[str, Any]):
+    """A dict of metrics that asks the gate; a copy that Lightning makes of it asks nobody."""
+
+    def __init__(self, content: Mapping[str, Any] = {}, gate: LogGate | None = None) -> None:
+        super().__init__(content)
+        self._gate = gate
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.update({name: value})
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self.update({name: default})
+        return self[name]
+
+    def update(self, *content: Any, **named: Any) -> None:
+        new = dict(*content, **named)
+        if self._gate is not None:
+            self._gate.check(new)
+        super().update(new)
+
+    def __ior__(self, content: Any) -> Any:  # type: ignore[misc]
+        self.update(content)
+        return self
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)  # Lightning copies what a checkpoint may be chosen by
+
+
+class _Gated(Logger):
+    """What is put in front of a logger's class while a private run trains."""
+
+    _gate: LogGate
+    _held: dict[Any, Callable[[], Any]]
+
+    def log_metrics(self, metrics: Any, step: int | None = None, *args: Any, **kwargs: Any) -> None:
+        self._gate.check(metrics)
+        found, step = self._gate.new(self, metrics, step)
+        if set(found) - {"epoch"}:
+            below: Any = super()
+            self._deliver(partial(below.log_metrics, found, step, *args, **kwargs))
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        if self._gate.training:  # before that, Lightning logs the arguments of the constructors
+            self._gate.private(f"{type(self).__name__}.log_hyperparams")
+        below: Any = super()
+        self._deliver(partial(below.log_hyperparams, params, *args, **kwargs))
+
+    def log_graph(self, *args: Any, **kwargs: Any) -> None:
+        self._deliver(partial(super().log_graph, *args, **kwargs))
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        name = ("checkpoint", id(checkpoint_callback))
+        self._deliver(partial(super().after_save_checkpoint, checkpoint_callback), name)
+
+    def save(self) -> None:
+        self._deliver(super().save, "save")
+
+    def finalize(self, status: str) -> None:
+        held = _let_go(self)
+        for call in held:
+            call()
+        self.finalize(status)
+
+    @property
+    def experiment(self) -> Any:
+        below: Any = super()
+        real = below.experiment
+        return real if self._gate.open else _Refusing(real, self)
+
+    def _deliver(self, call: Callable[[], Any], name: Any = None) -> None:
+        """Make a call now, or when the run is over; a later one of the same name replaces an earlier one."""
+        if getattr(self, "writes_no_times", None) is True or isinstance(self, CSVLogger):
+            with self._gate.opened():
+                call()
+            return
+        name = name or len(self._held)
+        self._held.pop(name, None)
+        self._held[name] = call
+
+
+class _Refusing:
+    """The service behind a logger, as anybody but the logger sees it."""
+
+    def __init__(self, real: Any, logger: Any) -> None:
+        self._real, self._logger = real, logger
+
+    def __getattr__(self, name: str) -> Any:
+        self._logger._gate.private(f"{type(self._logger).__name__}.experiment.{name}")
+        return getattr(self._real, name)
+
+
+@cache
+def _gated(kind: Any) -> Any:
+    return type(kind.__name__, (_Gated, kind), {"__module__": kind.__module__})
+
+
+def _watch(logger: Any, gate: LogGate) -> None:
+    if isinstance(logger, _Gated):  # an earlier fit of the same Trainer ended without finalizing it
+        _let_go(logger)
+    kind: Any = type(logger)
+    logger.__class__ = _gated(kind)
+    logger._gate, logger._held = gate, {}
+
+
+def _let_go(logger: Any) -> list[Callable[[], Any]]:
+    """Make the logger what it was; returns what it is to be told."""
+    logger._gate.let_go()
+    logger.__class__ = type(logger).__mro__[2]
+    held = list(logger._held.values())
+    del logger._gate, logger._held
+    return held
+
+
+def _learning_rates(callbacks: list[Any]) -> set[str]:
+    """The names under which Lightning's monitor logs what the schedule, not the data, decides."""
+    monitors = [callback for callback in callbacks if isinstance(callback, LearningRateMonitor)]
+    return {
+        name for m in monitors for kept in (m.lrs, m.last_momentum_values, m.last_weight_decay_values) for name in kept
+    }
+
+
+def _callbacks(trainer: L.Trainer) -> list[Any]:
+    return list(trainer.callbacks)  # type: ignore[attr-defined]

@@ -1,0 +1,441 @@
+"""Does a row's loss depend on the other rows, or on rows that came before? Asked while a run goes on.
+
+Clipping bounds what a unit adds by its own gradient. It bounds nothing where the unit also moves the gradients of
+the others: through a statistic of the batch, through mixed inputs, through the number of rows, or through something
+that the module keeps from one batch to the next. An engine sees the way of a gradient, so it misses a dependence
+without one. Here the loss is computed again in the mode in which it trains, with the other rows replaced, and
+compared.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lit_dpret.errors import UnsupportedModelError
+from lit_dpret.privacy.sampling import ALONE, UnitBatch, take_rows
+from lit_dpret.privacy.xla import is_lazy
+
+#: What two passes may differ by, relative to the largest value: kernels that add in another order. They run without
+#: autocast, whose rounding would hide more.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+LOW_PRECISION = 3e-2
+#: Differences below this many nats say nothing where the shapes differ: a loss of zero is made of larger numbers.
+FLOOR = 1e-4
+#: Tensors that a module keeps outside its parameters and buffers are copied up to this many bytes.
+COPIED = 1 << 26
+
+_OWN_TO_MODULES = frozenset(vars(nn.Module()))
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
+
+
+class CouplingCheck:
+    """Looks at batches 1, 2, 4, 8 and so on of a run, and again from 1 on after every resume.
+
+    Guarantees:
+        - Refused by name is a module in which, in the mode in which it trains and with equal random numbers, the loss
+          or the gradient of some rows differs when the other rows of the batch are others or are not there, when
+          rows are collated without company or stand in other places, or when other rows came in the batch before,
+          the very first one included. Under a mode that bounds
+          coupled rows itself (`PrivacyMode.candidates` is neither ``rows`` nor ``pool``) only the last is asked.
+        - Parameters, buffers, random streams, and what the module keeps in attributes are afterwards as before.
+
+    What stays unseen: a dependence that none of the batches looked at shows, as one below the tolerances, one that
+    begins in between, or one through a chance event that did not happen.
+    """
+
+    def __init__(self) -> None:
+        self._before: _KeptState | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Count the batches from 1 again; those of a single unit by themselves."""
+        self._counts = {True: 0, False: 0}
+        self._single: Any = None
+
+    def prepare(self, module: Any, batch: UnitBatch) -> None:
+        """Keep what ``module`` remembers before it sees a batch that will be looked at: the batch may change it."""
+        count = self._counts[len(batch.mask) < 2] + 1
+        self._before = None if count & (count - 1) else _KeptState(module)
+
+    def look(self, module: Any, batch: UnitBatch, seed: int) -> None:
+        """Examine a physical batch that the module just contributed, where it is one of those looked at.
+
+        Args:
+            module: The `PrivateModule`.
+            batch: With rows.
+            seed: Of the random numbers of the batch.
+
+        Raises:
+            UnsupportedModelError: Rows depend on each other, or are no tensors that could be looked at.
+        """
+        alone = len(batch.mask) < 2
+        self._counts[alone] += 1
+        count, (before, self._before) = self._counts[alone], (self._before, None)
+        if alone:
+            previous, self._single = self._single, take_rows(batch.rows, slice(None))
+            if previous is None or count & (count - 1):
+                return
+        elif count & (count - 1):
+            return
+        rows, before = _Rows.of(module, batch), before or _KeptState(module)
+        if alone:  # nobody to depend on but who came before
+            with _Passes(module, before, seed) as passes:
+                passes.compare_histories(rows, previous)
+            return
+        if len(rows.slots) < 2:  # the next batch is looked at in its place
+            self._counts[alone] -= 1
+            return
+        first, turn = count == 1, count.bit_length() % 2
+        with _Passes(module, before, seed) as passes:
+            if module.privacy.candidates not in ("rows", "pool"):
+                passes.compare_histories(rows)
+            elif is_lazy(module.device):  # one more shape, or a gradient, would be one more program to compile
+                passes.compare_company(rows, (first,), gradients=False)
+            else:
+                if first:
+                    passes.compare_company(rows, (True, False), gradients=False)
+                part = rows.first(2 if hasattr(module.privacy, "units_at_once") else 2 * ALONE)
+                if first or turn == 0:  # later in turn, which halves the cost
+                    sources = (True, False) if first else (count % 3 == 1,)
+                    passes.compare_company(part, sources, gradients=True)
+                if turn == 1 and batch.data_rows is None:  # a batch of fixed shape always has as many rows
+                    passes.compare_sizes(part)
+
+
+class _Rows:
+    """Rows of a batch, some of them kept and the others replaced.
+
+    Attributes:
+        slots: The units that have rows.
+        kept: Which rows belong to the first half of these units, ``(rows,)`` booleans.
+    """
+
+    def __init__(self, module: Any, batch: UnitBatch, slots: list[int]) -> None:
+        self.batch, self.slots, self._module = batch, slots, module
+        kept = torch.tensor(slots[: len(slots) // 2], device=batch.unit_ids.device)
+        self.kept = torch.isin(batch.unit_ids, kept)
+        self._others = (~self.kept).nonzero().flatten()
+
+    @classmethod
+    def of(cls, module: Any, batch: UnitBatch) -> _Rows:
+        leaves = _leaves(batch.rows) if isinstance(batch.rows, dict) else []
+        if not leaves or any(not isinstance(v, Tensor) or v.dim() == 0 or len(v) != len(leaves[0]) for v in leaves):
+            raise UnsupportedModelError(
+                f"{type(module).__name__}.collate_rows must return a dict of tensors (dicts may be nested) whose first "
+                "axis is the rows, so that it can be checked that no row changes the loss of another one.",
+                trap="T11",
+            )
+        data = batch.unit_ids if batch.data_rows is None else batch.unit_ids[batch.data_rows]
+        return cls(module, batch, sorted(set(data.tolist())))
+
+    def first(self, units: int) -> _Rows:
+        """The rows of the first units alone."""
+        slots = self.slots[:units]
+        inside = torch.isin(self.batch.unit_ids, torch.tensor(slots, device=self.kept.device)).nonzero().flatten()
+        data = None if self.batch.data_rows is None else self.batch.data_rows[inside]
+        part = replace(
+            self.batch,
+            rows=take_rows(self.batch.rows, inside),
+            unit_ids=self.batch.unit_ids[inside],
+            data_rows=data,
+        )
+        return _Rows(self._module, part, slots)
+
+    def as_they_are(self) -> Any:
+        """Nested dicts of their own, since a module may write into them."""
+        return take_rows(self.batch.rows, slice(None))
+
+    def with_other_company(self, *, from_kept: bool) -> Any:
+        """Every row that is not kept replaced by a copy of one row: a kept one, or the last of the others."""
+        source = self.kept.nonzero()[0] if from_kept or len(self._others) < 2 else self._others[-1:]
+        index = torch.arange(len(self.kept), device=self.kept.device)
+        index[self._others] = source
+        return take_rows(self.batch.rows, index)
+
+    def others_alone(self) -> tuple[Any, Tensor]:
+        """The rows that are not kept, and where they were; without the first one, which moves even from odd places."""
+        places = self._others[len(self._others) > 1 :]
+        return take_rows(self.batch.rows, places), places
+
+    def alone(self) -> Any:
+        """The kept rows without the others, collated without them where the loader did so."""
+        collated = self.batch.alone
+        if collated is None or len(_leaves(collated)[0]) != int(self.kept.sum()):
+            return take_rows(self.batch.rows, self.kept.nonzero().flatten())
+        units = self.batch.unit_ids[self.kept]
+        own = replace(self.batch, rows=take_rows(collated, slice(None)), unit_ids=units, alone=None)
+        self._module.before_batch(own)
+        return own.rows
+
+
+class _Passes:
+    """Runs the loss again and again from one state, which is there afterwards too."""
+
+    def __init__(self, module: Any, before: _KeptState, seed: int) -> None:
+        self.module, self._kept_state, self._seed = module, before, seed
+        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+    def __enter__(self) -> _Passes:
+        self._kept_state.begin()
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        self._kept_state.put_back()
+
+    def compare_company(self, rows: _Rows, from_kept: Sequence[bool], *, gradients: bool) -> None:
+        """Compare losses, and gradients, of the kept rows in this and in other company; then what came after."""
+        losses, gradient, after = self._in_company(rows, rows.as_they_are(), gradients=gradients)
+        tolerance = TOLERANCE.get(losses.dtype, LOW_PRECISION)
+        for source in from_kept:
+            features = rows.with_other_company(from_kept=source)
+            others, other_gradient, after_others = self._in_company(rows, features, gradients=gradients)
+            if _differ(losses, others):
+                self._refuse(rows, "the loss of a row is different when other rows are in the batch")
+            if _far(gradient, other_gradient, min(10 * tolerance, 0.1)):
+                self._refuse(rows, "the gradient of a row's loss is different when other rows are in the batch")
+            if after is not None and after_others is not None and _differ(after, after_others):
+                self._refuse_memory()
+        self._kept_state.refuse_writes(self._refuse_memory)
+
+    def _in_company(
+        self, rows: _Rows, features: Any, *, gradients: bool
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+        """Losses and gradient of the kept rows among ``features``, and their losses in a batch that comes after it."""
+        self._kept_state.reset()
+        losses = self._losses(features, gradients=gradients)
+        if not gradients:
+            return losses[rows.kept], {}, None
+        gradient = self._gradient(losses, rows.kept)
+        return losses.detach()[rows.kept], gradient, self._losses(rows.alone(), fixed_coins=True)
+
+    def compare_sizes(self, rows: _Rows) -> None:
+        """Compare the losses of the kept rows with and without the others."""
+        self._kept_state.reset()
+        together = self._losses(rows.as_they_are(), fixed_coins=True)
+        self._kept_state.reset()
+        alone = self._losses(rows.alone(), fixed_coins=True)
+        self._kept_state.reset()
+        features, places = rows.others_alone()
+        others = self._losses(features, fixed_coins=True)
+        if _differ(together[rows.kept], alone, floor=FLOOR) or _differ(together[places], others, floor=FLOOR):
+            self._refuse(rows, "the loss of a row is different when other rows are in the batch, or are not there")
+
+    def compare_histories(self, rows: _Rows, other: Any = None) -> None:
+        """Compare the losses of the batch after itself and after another one, or one of other rows."""
+        found = []
+        other = rows.with_other_company(from_kept=True) if other is None else other
+        for before in (rows.as_they_are(), other):
+            self._kept_state.reset()
+            self._losses(before)
+            found.append(self._losses(rows.as_they_are()))
+        if _differ(found[0], found[1]):
+            self._refuse_memory()
+        self._kept_state.refuse_writes(self._refuse_memory)
+
+    def _losses(self, features: Any, *, gradients: bool = False, fixed_coins: bool = False) -> Tensor:
+        """The row losses, ``(rows,)``; with ``fixed_coins`` no shape decides which random number a row gets."""
+        torch.manual_seed(self._seed)
+        random.seed(self._seed)
+        np.random.seed(self._seed % 2**32)
+        wide = torch.autocast(self.module.device.type, enabled=False)
+        coins: Any = _FixedCoins() if fixed_coins else nullcontext()  # type: ignore[no-untyped-call]
+        with torch.set_grad_enabled(gradients), coins, wide:
+            losses: Tensor = self.module.per_row_loss(features)
+        return losses
+
+    def _gradient(self, losses: Tensor, kept: Tensor) -> dict[str, Tensor]:
+        """Of the kept rows' losses, with alternating signs and powers of two so that no two rows weigh the same."""
+        count = int(kept.sum())
+        weights = torch.tensor([(-1.0) ** i * 2.0 ** (i % 5 // 2) for i in range(count)], device=losses.device)
+        loss = (losses[kept] * weights.to(losses.dtype)).sum()
+        if not loss.requires_grad:
+            return {}
+        found = torch.autograd.grad(loss, list(self._parameters.values()), allow_unused=True)
+        return {name: g for name, g in zip(self._parameters, found, strict=True) if g is not None}
+
+    def _refuse(self, rows: _Rows, what: str) -> NoReturn:
+        """Refuse a dependence on other rows, or random numbers that cannot be repeated, which look like one."""
+        again = []
+        for _ in range(2):
+            self._kept_state.reset()
+            again.append(self._losses(rows.as_they_are()))
+        name, mode = type(self.module).__name__, self.module.privacy.name
+        if _differ(again[0], again[1]):
+            raise UnsupportedModelError(
+                f"privacy={mode} cannot train {name}: the same rows have another loss each time, so that nobody can "
+                "tell whether rows depend on each other. Draw random numbers in per_row_loss from torch, or from the "
+                "global generators of random and numpy.",
+                trap="T11",
+            )
+        raise UnsupportedModelError(
+            f"privacy={mode} cannot train {name}: {what}, so clipping each example bounds nothing. "
+            "Make each row's loss from that row alone: normalise inside the row, and take statistics of the batch, "
+            "mixed inputs and the number of rows out of collate_rows and per_row_loss; or declare coupled_loss = True "
+            "and choose a mode for coupled losses.",
+            trap="T11",
+        )
+
+    def _refuse_memory(self) -> NoReturn:
+        raise UnsupportedModelError(
+            f"privacy={self.module.privacy.name} cannot train {type(self.module).__name__}: what it keeps of one batch "
+            "(an attribute, a closure or a global) changes the loss of the rows of the next one, so one unit has a say "
+            "in steps that it takes no part in, which no noise covers. Keep nothing of private rows between batches.",
+            trap="T11",
+        )
+
+
+class _KeptState:
+    """What the parts of a module keep in plain attributes, so that every pass can begin from the same.
+
+    While passes run, copies stand in the place of the originals. Objects of other kinds, closures and globals stay as
+    the passes leave them: where a loss hangs on these, two passes in a row show it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parts = list(module.modules())
+        held = [self._data(part) for part in self._parts]
+        kept = [t for values in held for t in _tensors(list(values.values())) if not _is_copied(t)]
+        self._large = [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
+        self._first = [{name: _copied(value) for name, value in values.items()} for values in held]
+        self._now = held
+
+    def begin(self) -> None:
+        """Note how everything is now, for `put_back`."""
+        self._now = [self._data(part) for part in self._parts]
+
+    def reset(self) -> None:
+        """Let every pass find copies of what there was at first."""
+        self._install([{name: _copied(value) for name, value in values.items()} for values in self._first])
+
+    def put_back(self) -> None:
+        """Put the originals back."""
+        self._install(self._now)
+
+    def refuse_writes(self, refuse: Callable[[], NoReturn]) -> None:
+        """Refuse a tensor that is too large to be copied and was written."""
+        if any(tensor._version != version for tensor, version in self._large):
+            refuse()
+
+    @staticmethod
+    def _data(part: nn.Module) -> dict[str, Any]:
+        return {name: value for name, value in vars(part).items() if name not in _OWN_TO_MODULES and _is_data(value)}
+
+    def _install(self, states: Sequence[dict[str, Any]]) -> None:
+        for part, values in zip(self._parts, states, strict=True):
+            for name in self._data(part).keys() - values.keys():
+                del part.__dict__[name]
+            # What has become an object of another kind since, as a cache that was None, stays.
+            part.__dict__.update({n: v for n, v in values.items() if n not in vars(part) or _is_data(vars(part)[n])})
+
+
+class _FixedCoins(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Every random number is the same, so that a row gets it in a batch of any size; dropout drops nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if "dropout" in name and "attention" not in name:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if "attention" in name:
+            places = [i for i, argument in enumerate(func._schema.arguments) if argument.name == "dropout_p"]
+            args = tuple(0.0 if i in places else value for i, value in enumerate(args))
+            return func(*args, **(kwargs | ({"dropout_p": 0.0} if "dropout_p" in kwargs else {})))
+        found = func(*args, **kwargs)
+        for tensor in found if isinstance(found, (tuple, list)) else [found]:
+            if name.startswith("randperm"):
+                tensor.copy_(torch.arange(len(tensor), device=tensor.device).roll(1))
+            elif isinstance(tensor, Tensor):
+                tensor.fill_(1 if name.startswith("bernoulli") else 0.5 if tensor.is_floating_point() else 0)
+        return found
+
+
+def _leaves(rows: Any) -> list[Any]:
+    """The leaves of nested dicts."""
+    return [leaf for value in rows.values() for leaf in _leaves(value)] if isinstance(rows, dict) else [rows]
+
+
+def _differ(a: Tensor, b: Tensor, floor: float = 0.0) -> bool:
+    """Whether two losses of a row are further apart than rounding explains; broken rows say nothing."""
+    tolerance = max(TOLERANCE.get(each.dtype, LOW_PRECISION) for each in (a, b))
+    a, b = a.detach().double(), b.detach().double()
+    finite = a.isfinite() & b.isfinite()
+    if not bool((a.isfinite() == b.isfinite()).all()):
+        return True
+    a, b = a[finite], b[finite]
+    if not len(a):
+        return False
+    return bool(((a - b).abs() > tolerance * a.abs().max() + floor).any())
+
+
+def _far(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -> bool:
+    """Whether two gradients of all parameters are further apart than rounding explains."""
+    if a.keys() != b.keys():
+        return True
+    whole, gap = _norm(list(a.values())), _norm([a[name] - b[name] for name in a])
+    return math.isfinite(whole) and not gap <= tolerance * whole
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    norms = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+    return float(torch.stack(norms).norm()) if norms else 0.0
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a value can be copied and put back: numbers, texts, tensors, arrays, generators, and lists of them."""
+    if isinstance(value, nn.Parameter):
+        return False
+    if isinstance(value, (Tensor, np.ndarray, torch.Generator, *_SCALARS, *_GENERATORS)):
+        return True
+    if isinstance(value, dict):
+        return all(_is_data(v) for v in value.values())
+    return isinstance(value, (list, tuple, set, deque)) and all(_is_data(v) for v in value)
+
+
+def _is_copied(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() <= COPIED
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (list, tuple, set, deque)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone() if _is_copied(value) else value
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if isinstance(value, np.ndarray):
+        return value.copy() if value.nbytes <= COPIED else value
+    if isinstance(value, dict):
+        found = copy.copy(value)  # keeps the class, and what it makes of missing keys
+        found.update({key: _copied(each) for key, each in value.items()})
+        return found
+    if isinstance(value, deque):
+        return deque((_copied(each) for each in value), value.maxlen)
+    if isinstance(value, (list, set)) or type(value) is tuple:
+        return type(value)(_copied(each) for each in value)
+    return copy.deepcopy(value) if isinstance(value, _GENERATORS) else value

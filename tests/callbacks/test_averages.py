@@ -1,0 +1,253 @@
+"""An average of the weights is what a private run evaluates, saves and resumes, and it costs nothing."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from bad_runs import Case
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from rank_runs import Server, told
+from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit
+from tiny_tasks import retriever, trainer, write_log
+from torch import Tensor, nn
+
+from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard, RetrievalEvaluation, averages
+from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.errors import ConfigurationError, LitDpretError
+from lit_dpret.privacy import gate as gate_module
+from lit_dpret.privacy import run as run_module
+from lit_dpret.privacy.card import read_card, verify_card
+
+DECAY = 0.6
+
+
+def ema() -> EMAWeightAveraging:
+    return EMAWeightAveraging(decay=DECAY)
+
+
+def uniform() -> WeightAveraging:
+    return WeightAveraging(use_buffers=False)
+
+
+def stochastic() -> StochasticWeightAveraging:
+    return StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=15)
+
+
+class Saved(Regression):
+    def save_model(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        torch.save(self.state_dict(), folder / "weights.pt")
+
+
+class Watch(Callback):
+    """Keeps the weights after every step, or at the start of every epoch."""
+
+    def __init__(self) -> None:
+        self.steps: list[Tensor] = []
+        self.epochs: list[Tensor] = []
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.epochs.append(flat(module))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if batch.last:
+            self.steps.append(flat(module))
+
+
+def flat(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in module.parameters()])
+
+
+def of_file(path: Path) -> Tensor:
+    found = torch.load(path, weights_only=True)
+    return torch.cat([value.flatten() for value in found.get("state_dict", found).values()])
+
+
+def expected(kind: Callable[[], Any], watch: Watch) -> Tensor:
+    if kind is stochastic:
+        return torch.stack(watch.epochs).mean(0)
+    if kind is uniform:
+        return torch.stack(watch.steps).mean(0)
+    mean = watch.steps[0]
+    for step in watch.steps[1:]:
+        mean = DECAY * mean + (1 - DECAY) * step
+    return mean
+
+
+KINDS = [ema, uniform, stochastic]
+LENGTH: dict[str, Any] = {"steps": 20}  # two epochs; averages of epochs need some
+
+
+def run(folder: Path, *extra: Callback, resume: bool = False, **settings: Any) -> Saved:
+    torch.manual_seed(0)
+    module = Saved(privacy=dp(folder.parent, noise_multiplier=4.0))
+    accountant = PrivacyAccountant(run_dir=folder, resume=resume, eps_log_points=1)
+    fit(folder, module, Numbers(sampling="poisson"), resume=resume, accountant=accountant,
+        extra=[PrivacyCard(run_dir=folder), *extra], **settings)  # fmt: skip
+    return module
+
+
+@pytest.fixture
+def fixed_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same noise in every folder."""
+    fixed = SimpleNamespace(token_hex=lambda size: "ab" * size)
+    monkeypatch.setattr(run_module, "random_secrets", fixed)
+    monkeypatch.setattr(gate_module, "random_secrets", fixed)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_the_model_is_the_average_and_the_claim_is_that_of_the_steps(
+    kind: Callable[[], Any], tmp_path: Path, fixed_streams: None
+) -> None:
+    watch = Watch()
+    module = run(tmp_path / "averaged", watch, kind(), **LENGTH)
+    run(tmp_path / "plain", **LENGTH)
+    mean = expected(kind, watch)
+    assert torch.allclose(flat(module), mean, atol=1e-6)
+    assert torch.allclose(of_file(tmp_path / "averaged" / "model" / "weights.pt"), mean, atol=1e-6)
+    assert not torch.allclose(watch.steps[-1], mean, atol=1e-3)
+    card, plain = (read_card(tmp_path / name) for name in ("averaged", "plain"))
+    assert card["claim"]["epsilon"] == plain["claim"]["epsilon"]
+    assert "post-processing" in card["mechanism"]["averaging"] and "averaging" not in plain["mechanism"]
+    assert verify_card(card, tmp_path / "averaged" / "privacy_ledger.jsonl") == []
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("killed", [5, 13])
+def test_a_killed_run_goes_on_to_the_same_average(
+    killed: int, kind: Callable[[], Any], tmp_path: Path, fixed_streams: None
+) -> None:
+    whole = run(tmp_path / "whole", kind(), **LENGTH)
+    with pytest.raises(Killed):
+        run(tmp_path / "killed", kind(), KillAt(killed), **LENGTH)
+    resumed = run(tmp_path / "killed", kind(), resume=True, **LENGTH)
+    assert torch.equal(flat(resumed), flat(whole))
+    again = run(tmp_path / "killed", kind(), resume=True, **LENGTH)  # from its last step: nothing is trained
+    assert torch.equal(of_file(tmp_path / "killed" / "model" / "weights.pt"), flat(whole)), flat(again)
+
+
+def test_a_checkpoint_holds_the_average_as_its_model(tmp_path: Path) -> None:
+    watch = Watch()
+    run(tmp_path / "run", watch, ema(), steps=4)
+    assert torch.allclose(of_file(tmp_path / "run" / "checkpoints" / "last.ckpt"), expected(ema, watch), atol=1e-6)
+
+
+def test_what_is_evaluated_is_the_average_and_training_goes_on_from_the_weights(tmp_path: Path) -> None:
+    watch, seen = Watch(), []
+
+    class Looks(RetrievalEvaluation):
+        def setup(self, *of_a_run: Any, **named: Any) -> None: ...
+
+        def refuse_undeclared(self, *of_a_run: Any) -> None: ...
+
+        def measure(self, module: Any) -> Any:
+            seen.append(flat(module))
+            return SimpleNamespace(means={})
+
+    run(tmp_path / "run", watch, ema(), Looks(data="public", every_n_steps=3), steps=6)
+    steps = watch.steps
+    for mean, done in zip(seen, (3, 6), strict=True):
+        watch.steps = steps[:done]
+        assert torch.allclose(mean, expected(ema, watch), atol=1e-6)
+
+
+def test_an_average_that_never_began_does_not_put_the_first_weights_in_the_models_place(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="update_starting_at_step"):
+        run(tmp_path / "run", EMAWeightAveraging(decay=DECAY, update_starting_at_step=100), steps=4)
+
+
+def test_a_copy_or_a_pickle_of_a_module_in_training_holds_nothing_of_the_run(tmp_path: Path) -> None:
+    kept: dict[str, Any] = {}
+
+    class Copies(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
+            module._losses.append(torch.ones(1))
+            kept["copy"], kept["pickle"] = copy.deepcopy(module), pickle.dumps(module)
+            module._losses.clear()
+
+    module = run(tmp_path / "run", Copies(), steps=2)
+    secret = (tmp_path / "secret").read_bytes()
+    assert secret not in kept["pickle"]
+    for made in (kept["copy"], pickle.loads(kept["pickle"])):
+        assert made._guard is None and made._handover is not module._handover and not made._losses
+        assert not [name for name in vars(made.privacy) if name.startswith("_")]
+        assert made.privacy.eps == module.privacy.eps
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    found = Server()
+    yield found
+    found.close()
+
+
+@pytest.mark.slow
+def test_two_processes_keep_the_average_of_one(server: Server, tmp_path: Path) -> None:
+    for name, world in (("one", 1), ("two", 2)):
+        assert server.run("fit", tmp_path / name, world=world, average=DECAY) == [0] * world
+    one, *two = told(tmp_path / "one", 0), told(tmp_path / "two", 0), told(tmp_path / "two", 1)
+    for name, values in one["weights"].items():
+        assert two[0]["weights"][name] == two[1]["weights"][name]
+        assert two[0]["weights"][name] == pytest.approx(values, abs=1e-5)
+
+
+# -- refused ---------------------------------------------------------------------------------
+
+
+class Normalised(Regression):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.net.insert(1, nn.BatchNorm1d(8))
+
+
+class Positions(Regression):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.register_buffer("positions", torch.arange(8))
+
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    (r"StochasticWeightAveraging.*BatchNorm", {"callbacks": [stochastic()], "make_module": Normalised}),
+    (r"use_buffers=False", {"callbacks": [ema()], "make_module": Positions}),
+    (r"trainer\.precision=bf16-true", {"callbacks": [ema()], "trainer": {"precision": "bf16-true"}}),
+    (r"Keep one", {"callbacks": [ema(), uniform()]}),
+]
+
+
+@pytest.mark.parametrize(("words", "change"), REFUSED, ids=[words[:20] for words, _ in REFUSED])
+def test_an_average_that_would_read_private_rows_or_lose_weights_is_refused(
+    words: str, change: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(LitDpretError, match=words):
+        Case(tmp_path, **change).fitted()
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed", "xla"])
+def test_a_strategy_under_which_no_process_has_the_weights_whole_is_named(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(averages, "strategy_name", lambda trainer: strategy)
+    with pytest.raises(ConfigurationError, match=rf"EMAWeightAveraging.*trainer\.strategy={strategy}"):
+        Case(tmp_path, callbacks=[ema()]).fitted()
+
+
+def test_positions_are_kept_where_buffers_are_not_averaged(tmp_path: Path) -> None:
+    case = Case(tmp_path, callbacks=[EMAWeightAveraging(decay=DECAY, use_buffers=False)], make_module=Positions)
+    case.fitted()
+
+
+def test_a_retriever_that_reads_its_passages_in_setup_can_be_averaged(tmp_path: Path) -> None:
+    module = retriever(privacy=dp(tmp_path, noise_multiplier=4.0))
+    accountant = PrivacyAccountant(run_dir=tmp_path / "run", eps_log_points=1)
+    data = PairsDataModule(folder=write_log(tmp_path / "log"), sampling="poisson", expected_batch_size=8)
+    runner = trainer(max_steps=2, callbacks=[accountant, ema()], logger=False, enable_checkpointing=False,
+                     default_root_dir=tmp_path)  # fmt: skip
+    runner.fit(module, datamodule=data)
+    assert module.encode_queries(["how"]).shape[1] == module.encoder.dim

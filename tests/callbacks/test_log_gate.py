@@ -1,0 +1,263 @@
+"""Inside a run with a guarantee nobody logs a number of private rows, by whatever way; what is public goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bad_runs import Case
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+from stand_ins import Numbers, Regression, dp, fit
+from torch import Tensor
+
+from lit_dpret.callbacks import MetricsFile, PrivacyCard, log_gate
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.modules.private_module import PrivateModule
+from lit_dpret.privacy.card import read_card
+from lit_dpret.privacy.modes import NoPrivacy
+
+SECRET = "train/loss_of_rows"
+
+
+class Service:
+    """What a logger talks to."""
+
+    def __init__(self) -> None:
+        self.got: list[Any] = []
+
+    def add_scalar(self, *content: Any) -> None:
+        self.got.append(content)
+
+
+class Stamped(DummyLogger):
+    """A logger of which nothing is known: it may stamp what it gets with the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.got: list[tuple[dict[str, float], int | None]] = []
+        self.service, self.when = Service(), "during"
+
+    @property
+    def experiment(self) -> Any:
+        return self.service
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:  # type: ignore[override]
+        self.got.append((dict(metrics), step))
+
+    def log_text(self, key: str, text: str) -> None:
+        self.experiment.add_scalar(key, text)
+
+    def finalize(self, status: str) -> None:
+        self.when = status
+
+
+class Leaky(Regression):
+    """Shows the loss of its rows in one of the ways that Lightning offers."""
+
+    def __init__(self, *, way: Callable[[Any, float], None], **settings: Any) -> None:
+        super().__init__(**settings)
+        self.way = way
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        losses = super().per_row_loss(rows)
+        self.way(self, float(losses.detach().mean()))
+        return losses
+
+
+class In(Callback):
+    """Does something with trainer and module in one of the hooks of a callback."""
+
+    def __init__(self, hook: str, way: Callable[[Any, float], None]) -> None:
+        setattr(self, hook, lambda trainer, module, *rest, **more: way(module, 0.5))
+
+
+WAYS: dict[str, Callable[[Any, float], None]] = {
+    "log": lambda module, loss: module.log(SECRET, loss),
+    "log on the progress bar alone": lambda module, loss: module.log(SECRET, loss, prog_bar=True, logger=False),
+    "log_dict": lambda module, loss: module.log_dict({SECRET: loss}),
+    "log_metrics": lambda module, loss: module.logger.log_metrics({SECRET: loss}),
+    "log_hyperparams": lambda module, loss: module.logger.log_hyperparams({SECRET: loss}),
+    "experiment": lambda module, loss: module.logger.experiment.add_scalar(SECRET, loss),
+    "a method of the logger": lambda module, loss: module.logger.log_text(SECRET, str(loss)),
+    "callback_metrics": lambda module, loss: module.trainer.callback_metrics.update({SECRET: torch.tensor(loss)}),
+    "an item": lambda module, loss: module.trainer.callback_metrics.__setitem__(SECRET, torch.tensor(loss)),
+    "logged_metrics": lambda module, loss: module.trainer.logged_metrics.setdefault(SECRET, torch.tensor(loss)),
+    "progress_bar_metrics": lambda module, loss: module.trainer.progress_bar_metrics.update({SECRET: loss}),
+}
+HOOKS = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end", "on_train_end")
+IN_HOOKS = [(hook, way) for hook in HOOKS for way in ("log", "log_metrics", "experiment", "callback_metrics")]
+
+
+def texts(folder: Path) -> str:
+    """Everything that is readable in the files of a run, but for its weights."""
+    return "".join(path.read_text(encoding="utf-8", errors="replace") for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_private_loss_is_refused_by_name_by_a_fit_and_by_the_doctor(way: str, tmp_path: Path) -> None:
+    logger = Stamped()
+    module = Leaky(way=WAYS[way], privacy=dp(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"model\.log_private_loss") as raised:
+        fit(tmp_path / "run", module, logger=[logger, MetricsFile(tmp_path / "run")])
+    assert raised.value.trap == "T25"
+    assert not logger.got and not logger.service.got and SECRET not in texts(tmp_path / "run")
+    assert logger.when == "failed" and type(logger) is Stamped, "the logger is what it was"
+    case = Case(tmp_path / "other", make_module=lambda **settings: Leaky(way=WAYS[way], **settings))
+    found = case.examined()
+    assert [finding.trap for finding in found.refused] == ["T25"], found.format()
+    assert "log_private_loss" in found.refused[0].text
+
+
+@pytest.mark.parametrize(("hook", "way"), [*IN_HOOKS, ("teardown", "log_metrics"), ("teardown", "experiment")])
+def test_a_callback_that_logs_is_refused_in_every_hook(hook: str, way: str, tmp_path: Path) -> None:
+    logger = Stamped()
+    callback = In(hook, WAYS[way])
+    with pytest.raises(ConfigurationError, match=r"public_metrics"):
+        fit(tmp_path / "run", Regression(privacy=dp(tmp_path)), steps=2, logger=[logger], extra=[callback])
+    assert not any(SECRET in metrics for metrics, _ in logger.got) and not logger.service.got
+
+
+def test_what_a_module_of_another_base_logs_is_refused_when_lightning_takes_it_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(PrivateModule, "log")
+    logger = Stamped()
+    with pytest.raises(ConfigurationError, match=SECRET):
+        fit(tmp_path / "run", Leaky(way=WAYS["log"], privacy=dp(tmp_path)), logger=[logger])
+    assert not logger.got
+
+
+def test_the_logger_that_the_owner_kept_is_watched_as_well(tmp_path: Path) -> None:
+    logger = Stamped()
+    module = Leaky(way=lambda module, loss: logger.log_metrics({SECRET: loss}), privacy=dp(tmp_path))
+    with pytest.raises(ConfigurationError, match=SECRET):
+        fit(tmp_path / "run", module, logger=[logger])
+    assert not logger.got
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_declared_leak_passes_and_the_card_names_it(way: str, tmp_path: Path) -> None:
+    logger, run = Stamped(), tmp_path / "run"
+    module = Leaky(way=WAYS[way], privacy=dp(tmp_path))
+    module.log_private_loss = True
+    fit(run, module, steps=2, logger=[logger], extra=[PrivacyCard(run_dir=run)])
+    card = read_card(run)
+    assert card["claim"]["guarantee"] == "not_proved" and card["claim"]["epsilon"] is None
+    named = [fact["text"] for fact in card["assumptions"] if fact["holds"] is False]
+    expected = "log_text" if way == "a method of the logger" else SECRET
+    expected = {"experiment": "experiment.add_scalar", "log_hyperparams": "log_hyperparams"}.get(way, expected)
+    assert len(named) == 1 and (expected in named[0] or "experiment.add_scalar" in named[0]), named
+
+
+def test_a_run_without_a_claim_logs_what_it_likes_when_it_likes(tmp_path: Path) -> None:
+    logger = Stamped()
+    seen: list[int] = []
+    module = Leaky(way=WAYS["log"], privacy=NoPrivacy())
+    watch = In("on_train_end", lambda module, loss: seen.append(len(logger.got)))
+    fit(tmp_path / "run", module, steps=2, logger=[logger], extra=[watch])
+    assert any(SECRET in metrics for metrics, _ in logger.got) and seen == [len(logger.got)]
+
+
+class Declared(Regression):
+    public_metrics = ("train/temperature",)
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        self.log("train/temperature", 0.5)
+        return super().per_row_loss(rows)
+
+
+def test_what_is_public_goes_on_and_is_told_once_for_each_logical_step(tmp_path: Path) -> None:
+    run, logger = tmp_path / "run", Stamped()
+    loggers = [logger, MetricsFile(run), CSVLogger(run, name="csv")]
+    fit(run, Declared(privacy=dp(tmp_path)), logger=loggers, extra=[LearningRateMonitor()])
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    for name in ("lr-Adam", "train/temperature"):
+        steps = [line["step"] for line in lines if name in line]
+        assert len(steps) >= 6 and len(set(steps)) == len(steps) and max(steps) <= 6, (name, steps)
+    assert any("privacy/eps_spent" in line for line in lines)
+    assert [{"step": step} | metrics for metrics, step in logger.got if set(metrics) - {"epoch"}]
+    table = next(run.rglob("metrics.csv")).read_text(encoding="utf-8")
+    assert "lr-Adam" in table and "privacy/eps_spent" in table and "train/temperature" in table
+    assert Case(tmp_path / "other", make_module=Declared).examined().refused == []
+
+
+def test_a_logger_that_may_stamp_times_is_told_when_the_run_is_over(tmp_path: Path) -> None:
+    logger, seen = Stamped(), []
+    watch = In("on_train_batch_end", lambda module, loss: seen.append(len(logger.got)))
+    trainer = fit(
+        tmp_path / "run", Regression(privacy=dp(tmp_path)), logger=[logger], extra=[watch, LearningRateMonitor()]
+    )
+    assert set(seen) == {0} and logger.when == "success"
+    told = [(name, step) for metrics, step in logger.got for name in metrics]
+    assert ("privacy/eps_spent", 6) in told and ("lr-Adam", 3) in told
+    assert float(trainer.callback_metrics["privacy/eps_spent"]) < 3, "and the run's result is there as ever"
+    trainer.callback_metrics["own"] = torch.tensor(1.0)
+    assert "log_metrics" not in vars(logger) and type(logger) is Stamped
+
+
+def test_a_run_that_fails_tells_its_loggers_what_it_did(tmp_path: Path) -> None:
+    def fail(module: Any, loss: float) -> None:
+        if module.global_step == 3:
+            raise RuntimeError("broken")
+
+    logger = Stamped()
+    extra = [In("on_train_batch_end", fail), LearningRateMonitor()]
+    with pytest.raises(RuntimeError, match="broken"):
+        fit(tmp_path / "run", Regression(privacy=dp(tmp_path)), logger=[logger], extra=extra)
+    assert logger.got and logger.when == "failed"
+
+
+def test_how_often_lightning_logs_does_not_tell_how_many_batches_a_draw_needed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trainer = fit(
+        run, Regression(privacy=dp(tmp_path, noise_multiplier=4.0)), Numbers(sampling="poisson", physical_batch_size=2),
+        extra=[LearningRateMonitor()], log_every_n_steps=3,
+    )  # fmt: skip
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line["step"] for line in lines if "lr-Adam" in line] == list(range(6))
+    assert trainer.log_every_n_steps == 3
+
+
+def test_checkpoints_hold_no_metric_that_was_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    keep = ModelCheckpoint(dirpath=run / "more", filename="{step}-{" + SECRET + ":.3f}", every_n_train_steps=3)
+    fit(run, Regression(privacy=dp(tmp_path)), extra=[keep])
+    names = [path.name for path in (run / "more").rglob("*.ckpt")]
+    assert names and all("=0.000" in name for name in names)
+
+
+# -- with a part of the gate taken away, the attacks above succeed --------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("part", "way"),
+    [
+        ("module", "log"),
+        ("names", "log_metrics"),
+        ("names", "callback_metrics"),
+        ("results", "callback_metrics"),
+        ("loggers", "log_metrics"),
+        ("loggers", "experiment"),
+    ],
+)
+def test_without_one_part_of_the_gate_the_loss_is_shown(
+    part: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if part in ("module", "names"):
+        monkeypatch.setattr(log_gate.LogGate, "private", lambda *given: None)
+    if part == "module":
+        monkeypatch.delattr(PrivateModule, "log")
+    if part == "results":
+        monkeypatch.setattr(log_gate.LogGate, "watch_results", lambda gate: None)
+    if part == "loggers":
+        monkeypatch.setattr(log_gate, "_watch", lambda logger, gate: None)
+    logger = Stamped()
+    shown = fit(tmp_path / "run", Leaky(way=WAYS[way], privacy=dp(tmp_path)), steps=2, logger=[logger])
+    told = {name for metrics, _ in logger.got for name in metrics} | {name for name, *_ in logger.service.got}
+    assert SECRET in told | set(shown.callback_metrics)

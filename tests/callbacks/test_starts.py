@@ -1,0 +1,370 @@
+"""Whatever weights a private run begins with have a known origin: fresh, public as declared, or counted."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from bad_runs import Case
+from stand_ins import Numbers, Regression, Units, dp, fit
+from tiny_tasks import write_log, write_synthetic
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.callbacks import privacy_accountant as accountant_file
+from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.errors import LitDpretError
+from lit_dpret.privacy import trained
+from lit_dpret.privacy.card import read_card
+from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
+
+
+class Kept(Regression):
+    """A regression that its own checkpoints can build, with a name that a checkpoint may hold."""
+
+    def __init__(self, *, privacy: Any, optimizer: Any = None, lr: float = 0.05) -> None:
+        super().__init__(privacy=privacy, optimizer=optimizer, lr=lr)
+        self.keep_settings({"lr": lr})
+
+    def save_model(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        torch.save(self.state_dict(), folder / "weights.pt")
+
+
+class Plain(L.LightningModule):
+    """A Lightning module like anybody's, with the parameters of `Regression`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Regression(privacy=NoPrivacy()).net
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return self.net(batch[0]).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+def numbers() -> Numbers:
+    return Numbers(sampling="poisson")
+
+
+def private(folder: Path, **settings: Any) -> Kept:
+    return Kept(privacy=dp(folder, **{"noise_multiplier": 4.0} | settings))
+
+
+def trained_by(mode: str, folder: Path, **settings: Any) -> Kept:
+    """A module that was trained in ``folder`` under ``mode``, its checkpoints and card there."""
+    module = Kept(privacy=NoPrivacy()) if mode == "none" else private(folder.parent)
+    fit(folder, module, numbers(), steps=4, extra=[PrivacyCard(run_dir=folder)], **settings)
+    return module
+
+
+def checkpoint(folder: Path) -> Path:
+    return folder / "checkpoints" / "last.ckpt"
+
+
+def begin(tmp_path: Path, module: Any, **settings: Any) -> None:
+    fit(tmp_path / "second", module, numbers(), steps=2, **settings)
+
+
+def refused(tmp_path: Path, module: Any, **settings: Any) -> LitDpretError:
+    """What a private fit of ``module`` raises."""
+    with pytest.raises(LitDpretError) as raised:
+        begin(tmp_path, module, **settings)
+    assert raised.value.trap == "T30", raised.value
+    return raised.value
+
+
+@pytest.fixture
+def another_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Forget what only this process knows, as if the file had come from elsewhere."""
+    return lambda: monkeypatch.setattr(trained, "_values", {})
+
+
+# -- checkpoints -----------------------------------------------------------------------------
+
+
+def foreign_checkpoint(tmp_path: Path) -> Path:
+    data = DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4)
+    runner = L.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=tmp_path, enable_checkpointing=False,
+    )  # fmt: skip
+    runner.fit(Plain(), data)
+    runner.save_checkpoint(tmp_path / "foreign.ckpt")
+    return tmp_path / "foreign.ckpt"
+
+
+def fit_from(folder: Path, module: Any, path: Path, **settings: Any) -> None:
+    folder.mkdir(exist_ok=True)
+    accountant = PrivacyAccountant(run_dir=folder, eps_log_points=1, **settings)
+    runner = L.Trainer(
+        accelerator="cpu", devices=1, max_steps=6, max_epochs=-1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, callbacks=[accountant], default_root_dir=folder,
+    )  # fmt: skip
+    runner.fit(module, datamodule=numbers(), ckpt_path=str(path), weights_only=True)
+
+
+@pytest.mark.parametrize("whose", ["plain", "none", "dp", "resumed"])
+def test_a_checkpoint_that_is_not_of_the_run_is_refused_and_its_weights_are_not_forgotten(
+    whose: str, tmp_path: Path
+) -> None:
+    resume = whose == "resumed"
+    if whose == "plain":
+        path = foreign_checkpoint(tmp_path)
+    else:
+        trained_by("none" if whose == "none" else "dp", tmp_path / "first")
+        path = checkpoint(tmp_path / "first")
+    module = private(tmp_path)
+    if resume:  # a folder of its own, with releases of its own
+        fit(tmp_path / "second", private(tmp_path), numbers(), steps=6)
+    with pytest.raises(LitDpretError) as raised:
+        fit_from(tmp_path / "second", module, path, resume=resume)
+    assert raised.value.trap == "T30"
+    refused(tmp_path / "again", module)
+
+
+def test_a_resume_of_the_same_run_goes_on_and_so_does_a_second_fit_in_its_folder(tmp_path: Path) -> None:
+    for mode in ("dp", "none"):
+        folder = tmp_path / mode / "first"
+        trained_by(mode, folder)
+        module = private(tmp_path / mode) if mode == "dp" else Kept(privacy=NoPrivacy())
+        fit(folder, module, numbers(), steps=4, resume=True)
+        checkpoint(folder).unlink()
+        fit(folder, module, numbers(), steps=4, resume=True)  # from the start, with weights that this ledger counts
+
+
+# -- objects, copies and files ---------------------------------------------------------------
+
+
+class Wrapped(Kept):
+    """Another class around somebody's layers."""
+
+    def __init__(self, net: nn.Module, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.net = net  # type: ignore[assignment]
+
+
+def the_same(module: Kept, folder: Path) -> Any:
+    module.privacy = dp(folder, noise_multiplier=4.0)
+    return module
+
+
+def its_layers(module: Kept, folder: Path) -> Any:
+    return Wrapped(module.net, privacy=dp(folder, noise_multiplier=4.0))
+
+
+def its_layers_changed(module: Kept, folder: Path) -> Any:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1.5)
+    return its_layers(module, folder)
+
+
+def a_copy_of_its_layers(module: Kept, folder: Path) -> Any:
+    return Wrapped(copy.deepcopy(module.net), privacy=dp(folder, noise_multiplier=4.0))
+
+
+def one_of_its_parameters(module: Kept, folder: Path) -> Any:
+    fresh = private(folder)
+    with torch.no_grad():
+        module.net[0].weight.mul_(1.5)
+    fresh.net[0].weight = module.net[0].weight
+    return fresh
+
+
+def its_values(module: Kept, folder: Path) -> Any:
+    fresh = private(folder)
+    with torch.no_grad():
+        for mine, given in zip(fresh.parameters(), module.parameters(), strict=True):
+            mine.copy_(given)
+    return fresh
+
+
+def its_values_in_half_precision(module: Kept, folder: Path) -> Any:
+    fresh = private(folder)
+    fresh.net.load_state_dict({name: value.bfloat16() for name, value in module.net.state_dict().items()})
+    return fresh
+
+
+def its_layers_through_a_file(module: Kept, folder: Path) -> Any:
+    file = io.BytesIO()
+    torch.save(module.net, file)
+    file.seek(0)
+    return Wrapped(torch.load(file, weights_only=False), privacy=dp(folder, noise_multiplier=4.0))
+
+
+WAYS = [the_same, its_layers, its_layers_changed, a_copy_of_its_layers, one_of_its_parameters, its_values,
+        its_values_in_half_precision, its_layers_through_a_file]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["none", "dp"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_weights_that_were_trained_in_this_process_are_known_again(
+    way: Callable[[Kept, Path], Any], mode: str, tmp_path: Path
+) -> None:
+    module = way(trained_by(mode, tmp_path / "first"), tmp_path)
+    error = refused(tmp_path, module)
+    assert str(tmp_path / "first") in str(error)
+    assert ("init_from" in str(error)) == (tmp_path / "first" / "privacy_card.json").is_file()
+
+
+def test_weights_that_left_a_run_in_the_middle_are_known_again(tmp_path: Path) -> None:
+    kept: dict[str, Tensor] = {}
+
+    class Snapshot(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
+            if trainer.global_step == 2:
+                kept["net"] = copy.deepcopy(module.net)
+
+    first = private(tmp_path)
+    fit(tmp_path / "first", first, numbers(), steps=4, extra=[Snapshot()])
+    refused(tmp_path, Wrapped(kept["net"], privacy=dp(tmp_path, noise_multiplier=4.0)))  # type: ignore[arg-type]
+    middle = sorted((tmp_path / "first" / "checkpoints").glob("*step=2.ckpt"))
+    values = torch.load(middle[0], weights_only=True)["state_dict"] if middle else None
+    if values is not None:
+        fresh = private(tmp_path)
+        fresh.net.load_state_dict({name.removeprefix("net."): value.clone() for name, value in values.items()})
+        refused(tmp_path, fresh)
+
+
+def test_a_run_that_broke_off_is_remembered(tmp_path: Path) -> None:
+    class Breaks(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
+            if trainer.global_step == 2:
+                raise KeyboardInterrupt
+
+    module = private(tmp_path)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit(tmp_path / "first", module, numbers(), steps=4, extra=[Breaks()])
+    refused(tmp_path, its_values(module, tmp_path))
+
+
+@pytest.mark.parametrize("mode", ["none", "dp"])
+def test_files_of_this_package_tell_another_process_who_trained_them(
+    mode: str, tmp_path: Path, another_process: Callable[[], None]
+) -> None:
+    trained_by(mode, tmp_path / "first")
+    another_process()
+    path, privacy = checkpoint(tmp_path / "first"), dp(tmp_path, noise_multiplier=4.0)
+    refused(tmp_path, Kept.load_from_checkpoint(path, privacy=privacy))
+    for content in (torch.load(path, weights_only=True)["state_dict"],
+                    torch.load(tmp_path / "first" / "model" / "weights.pt", weights_only=True)):  # fmt: skip
+        module = private(tmp_path)
+        module.load_state_dict(content)
+        refused(tmp_path, module)
+    Kept.load_from_checkpoint(path).canary_scores(Units(4).rows(1))  # to look at it costs nothing
+
+
+# -- honest runs -----------------------------------------------------------------------------
+
+
+def test_a_module_that_is_built_anew_is_not_refused_whatever_was_trained_before(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    trained_by("none", tmp_path / "first")
+    torch.manual_seed(0)  # the same fresh weights: what a run began with is not what it trained
+    begin(tmp_path, private(tmp_path))
+
+
+def test_weights_that_no_run_has_changed_are_nobodys(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    idle = Kept(privacy=NoPrivacy(), lr=1e-30)
+    values = copy.deepcopy(idle.state_dict())
+    fit(tmp_path / "first", idle, numbers(), steps=2)
+    fresh = private(tmp_path)
+    fresh.net.load_state_dict({name.removeprefix("net."): value.clone() for name, value in values.items()})
+    begin(tmp_path, fresh)
+
+
+def test_a_start_that_is_named_counts_what_trained_it(tmp_path: Path) -> None:
+    module = trained_by("dp", tmp_path / "first")
+    counting = PrivacyAccountant(run_dir=tmp_path / "second", init_from=tmp_path / "first", eps_log_points=1)
+    begin(tmp_path, module, accountant=counting, extra=[PrivacyCard(run_dir=tmp_path / "second")])
+    one, two = (read_card(tmp_path / name)["claim"]["epsilon"] for name in ("first", "second"))
+    assert two > one
+    third = PrivacyAccountant(run_dir=tmp_path / "third", init_from=tmp_path / "second", eps_log_points=1)
+    fit(tmp_path / "third", module, numbers(), steps=2, accountant=third)
+    refused(tmp_path / "elsewhere", module)
+
+
+def test_no_privacy_may_go_on_from_anything(tmp_path: Path) -> None:
+    module = trained_by("dp", tmp_path / "first")
+    module.privacy = NoPrivacy()
+    begin(tmp_path, module)
+
+
+def test_runs_on_data_of_one_release_share_its_claim_and_no_other(tmp_path: Path) -> None:
+    log = PairsDataModule(folder=write_log(tmp_path / "log"))
+    card = write_synthetic(tmp_path / "synthetic", log) / "privacy_card.json"
+
+    def data() -> Numbers:
+        made = numbers()
+        made.privacy_card_path = card  # type: ignore[attr-defined]
+        return made
+
+    module = Kept(privacy=SyntheticData())
+    fit(tmp_path / "first", module, data(), steps=4)
+    fit(tmp_path / "first", Kept(privacy=SyntheticData()), data(), steps=4, resume=True)
+    fit(tmp_path / "second", module, data(), steps=2)
+    refused(tmp_path / "private", the_same(module, tmp_path))
+    other = trained_by("none", tmp_path / "other")
+    other.privacy = SyntheticData()
+    with pytest.raises(LitDpretError, match="privacy=none"):
+        fit(tmp_path / "third", other, data(), steps=2)
+
+
+def test_the_doctor_names_it(tmp_path: Path) -> None:
+    module = trained_by("none", tmp_path / "first")
+    found = Case(tmp_path, wrap=lambda fresh: the_same(module, tmp_path)).examined()
+    assert [finding.trap for finding in found.refused] == ["T30"], found.format()
+
+
+# -- the card --------------------------------------------------------------------------------
+
+
+def test_the_card_says_in_a_line_where_the_weights_came_from(tmp_path: Path) -> None:
+    fresh, public = private(tmp_path), private(tmp_path)
+    public.pretrained = "bert-of-somebody"  # type: ignore[assignment]
+    told = {}
+    for name, module in (("fresh", fresh), ("public", public)):
+        fit(tmp_path / name, module, numbers(), steps=2, extra=[PrivacyCard(run_dir=tmp_path / name)])
+        card = read_card(tmp_path / name)
+        told[name] = card["pretraining"]["start"]
+        assert told[name] in card["claim"]["statement"]
+    assert "bert-of-somebody" in told["public"] and "declared" in told["public"]
+    assert "built with" in told["fresh"]
+    assert told["fresh"] != told["public"] and "declared" in told["fresh"]
+
+
+# -- each check earns its place --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["marks", "values", "files", "checkpoints"])
+def test_without_one_of_the_checks_an_attack_goes_through(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = trained_by("none", tmp_path / "first")
+    if place == "checkpoints":
+        monkeypatch.setattr(accountant_file, "_position_in", lambda checkpoint: None)
+        monkeypatch.setattr(accountant_file.PrivacyAccountant, "on_load_checkpoint", lambda *_: None)
+        fit_from(tmp_path / "second", private(tmp_path), foreign_checkpoint(tmp_path))
+        return
+    if place == "marks":
+        monkeypatch.setattr(trained, "_marks", lambda holder: frozenset())
+        attack = its_layers_changed(module, tmp_path)
+    elif place == "values":
+        monkeypatch.setattr(trained, "_values", {})
+        attack = its_values(module, tmp_path)
+    else:
+        monkeypatch.setattr(trained, "_values", {})
+        monkeypatch.setattr("lit_dpret.modules.checkpointed.noted", lambda facts: frozenset())
+        attack = Kept.load_from_checkpoint(checkpoint(tmp_path / "first"), privacy=dp(tmp_path, noise_multiplier=4.0))
+    begin(tmp_path, attack)

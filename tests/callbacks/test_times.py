@@ -1,0 +1,321 @@
+"""How long a step takes depends on the private texts in it, and no file that is handed on tells how long it took."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+import struct
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import NormalDist
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from bad_runs import Case
+from hydra import compose, initialize_config_module
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from scipy.stats import rankdata
+from stand_ins import Numbers, Regression, dp, fit
+from torch import Tensor
+
+from lit_dpret.callbacks import MetricsFile, PrivacyCard, PublicWandbLogger, log_gate
+from lit_dpret.configuration import CONFIG_MODULE
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.chain import ChainedFile
+from lit_dpret.privacy.sampling import UnitBatch
+
+STEPS, LONG, SHORT = 60, 120, 6
+SECONDS_PER_TOKEN = 2e-3
+
+
+class Timed(Regression):
+    """A batch takes as long as its longest text; one unit of all has a long one."""
+
+    def __init__(self, *, seconds_per_token: float = SECONDS_PER_TOKEN, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.seconds_per_token = seconds_per_token
+        self.drew_it: set[int] = set()
+
+    def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
+        tokens = torch.tensor([float(LONG if row.query == "7" else SHORT) for row in rows])
+        return {**super().collate_rows(rows), "tokens": tokens}
+
+    def before_batch(self, batch: UnitBatch) -> None:
+        if int(batch.rows["tokens"].max()) == LONG:
+            self.drew_it.add(batch.step)
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        time.sleep(self.seconds_per_token * float(rows["tokens"].max()))
+        return super().per_row_loss(rows)
+
+
+def offline(folder: Path) -> Any:
+    """W&B's logger, as ``logger=wandb logger.wandb.offline=true`` makes it."""
+    pytest.importorskip("wandb")
+    folder.mkdir(exist_ok=True)
+    return PublicWandbLogger(save_dir=folder, offline=True)
+
+
+def finish_wandb() -> None:
+    import wandb
+
+    wandb.finish()  # otherwise its file is not whole, and the next run goes on with it
+
+
+def trained(folder: Path, loggers: list[Any], *, extra: list[Any] | None = None, **settings: Any) -> Timed:
+    mode = {"noise_multiplier": 8.0, "noise_seed": settings.pop("noise_seed", None)}
+    torch.manual_seed(0)
+    module = Timed(privacy=dp(folder.parent, **mode), dropout=0.0, **settings)
+    data = Numbers(40, expected_batch_size=10, physical_batch_size=64)
+    seen = [PrivacyCard(run_dir=folder), LearningRateMonitor(), *(extra or [])]
+    fit(folder, module, data, steps=STEPS, logger=[MetricsFile(folder), *loggers], extra=seen, save_every=20)
+    return module
+
+
+# -- the attack ----------------------------------------------------------------------------------------
+
+
+def number(value: Any) -> float | None:
+    """A value as a number; a text that tells a moment, in seconds."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        pass
+    try:
+        moment = datetime.fromisoformat(str(value))
+    except ValueError:
+        return None
+    return moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
+
+
+def wandb_history(path: Path) -> Iterator[dict[str, Any]]:
+    """The numbers in W&B's own file of an offline run, with the times that it put beside them."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, part = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        part += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(part)
+            part = b""
+            if record.HasField("history"):
+                found = {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+                yield {**found, "step": found.get("trainer/global_step")}
+
+
+def lines_of(path: Path) -> Iterator[dict[str, Any]]:
+    if path.suffix == ".jsonl":
+        yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    elif path.suffix == ".csv":
+        with path.open(encoding="utf-8", newline="") as file:
+            yield from csv.DictReader(file)
+    elif path.suffix == ".wandb":
+        yield from wandb_history(path)
+
+
+def area(scores: dict[int, float], drew_it: set[int]) -> tuple[float, float]:
+    """How well the scores tell the steps that drew the long text from the others, and its deviation at chance."""
+    steps = sorted(scores)
+    ranks = rankdata([scores[step] for step in steps])
+    yes = [rank for step, rank in zip(steps, ranks, strict=True) if step in drew_it]
+    n, m = len(yes), len(steps) - len(yes)
+    assert n > 3 and m > 3
+    return (sum(yes) - n * (n + 1) / 2) / (n * m), math.sqrt((n + m + 1) / (12 * n * m))
+
+
+def attack(folder: Path, drew_it: set[int]) -> dict[str, tuple[float, float]]:
+    """For every series of numbers by step in every file: how well it, or its increments, tell who was drawn."""
+    series: dict[str, dict[int, float]] = defaultdict(dict)
+    for path in folder.rglob("*"):
+        for line in lines_of(path) if path.is_file() else ():
+            step, kind = number(line.get("step")), line.get("kind", "")
+            for key, value in line.items():
+                if step is not None and (found := number(value)) is not None:
+                    series[f"{path.name} {kind} {key}"][int(step)] = found
+    areas = {}
+    for name, values in series.items():
+        gaps = {step: values[step] - values[step - 1] for step in values if step - 1 in values}
+        # A number is written before its step or after it, and counted from 0 or from 1.
+        for shift in (-1, 0, 1):
+            for what, scores in (("", values), (" increments", gaps)):
+                moved = {step + shift: score for step, score in scores.items() if 0 <= step + shift < STEPS}
+                if len(moved) >= STEPS // 2:
+                    areas[f"{name}{what} {shift:+d}"] = area(moved, drew_it)
+    return areas
+
+
+def told(folder: Path, drew_it: set[int]) -> dict[str, float]:
+    """The series that are not at chance, at a level of 1e-3 for all of them together."""
+    areas = attack(folder, drew_it)
+    assert len(areas) > 20, "there are series to look at"
+    most = NormalDist().inv_cdf(1 - 1e-3 / (2 * len(areas)))
+    return {name: found for name, (found, deviation) in areas.items() if abs(found - 0.5) > most * deviation}
+
+
+def test_no_file_of_a_run_tells_which_steps_drew_the_long_text(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    module = trained(run, [offline(run), CSVLogger(run, name="csv")])
+    finish_wandb()
+    assert told(run, module.drew_it) == {}
+    names = {name.split()[0] for name in attack(run, module.drew_it)}
+    assert {"privacy_ledger.jsonl", "metrics.jsonl", "metrics.csv"} < names and len(names) == 4, names
+
+
+Mutant = Callable[[pytest.MonkeyPatch], None]
+
+
+def clock_in_the_ledger(patch: pytest.MonkeyPatch) -> None:
+    moment = property(lambda file: datetime.now(UTC).isoformat(timespec="milliseconds"), lambda file, value: None)
+    patch.setattr(ChainedFile, "_day", moment, raising=False)
+
+
+def clock_in_the_metrics(patch: pytest.MonkeyPatch) -> None:
+    honest = MetricsFile.log_metrics
+    patch.setattr(
+        MetricsFile, "log_metrics",
+        lambda logger, metrics, step=None: honest(logger, {**metrics, "seconds": time.monotonic()}, step),
+    )  # fmt: skip
+
+
+def wandb_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PublicWandbLogger, "writes_no_times", True, raising=False)
+
+
+@pytest.mark.parametrize("mutant", [clock_in_the_ledger, clock_in_the_metrics, wandb_at_once])
+def test_with_a_clock_in_one_kind_of_file_the_attack_succeeds(
+    mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loggers = [offline(tmp_path / "run")] if mutant is wandb_at_once else []
+    mutant(monkeypatch)
+    module = trained(tmp_path / "run", loggers)
+    if loggers:
+        finish_wandb()
+    assert max(told(tmp_path / "run", module.drew_it).values()) > 0.9
+
+
+# -- every byte of every file --------------------------------------------------------------------------
+
+
+class Clock(Callback):
+    """Keeps a time in every checkpoint, as Lightning's Timer does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"elapsed": time.monotonic()}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def slow_and_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[dict[str, bytes]]:
+    """The files of two runs in one place that differ in nothing but how long a long text takes."""
+    monkeypatch.setattr("lit_dpret.privacy.run.random_secrets", SimpleNamespace(token_hex=lambda size: "ab" * size))
+    found = []
+    for seconds in (SECONDS_PER_TOKEN, 0.0):
+        run = tmp_path / "run"
+        trained(run, [CSVLogger(run, name="csv")], noise_seed=1, seconds_per_token=seconds, **settings)
+        found.append(files(run))
+        shutil.rmtree(run)
+    return found
+
+
+def test_runs_that_differ_in_the_time_of_their_steps_alone_leave_the_same_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, fast = slow_and_fast(tmp_path, monkeypatch)
+    endings = {Path(name).suffix for name in slow}
+    assert {".jsonl", ".json", ".csv", ".ckpt", ".md", ".html"} <= endings, endings
+    assert slow.keys() == fast.keys()
+    assert [name for name in slow if slow[name] != fast[name]] == []
+
+
+def test_a_time_in_a_checkpoint_or_a_card_makes_the_files_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("card", "chain"):
+        monkeypatch.setattr(f"lit_dpret.privacy.{module}.today", lambda: datetime.now(UTC).isoformat())
+    slow, fast = slow_and_fast(tmp_path, monkeypatch, extra=[Clock()])
+    differ = {Path(name).suffix for name in slow if slow[name] != fast[name]}
+    assert {".jsonl", ".json", ".md", ".html", ".ckpt"} <= differ
+
+
+# -- what W&B writes -----------------------------------------------------------------------------------
+
+
+def test_wandb_begins_its_run_when_the_training_is_over(tmp_path: Path) -> None:
+    run, seen = tmp_path / "run", []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, *given: Any) -> None:
+            seen.extend(run.rglob("*.wandb"))
+
+    fit(run, Regression(privacy=dp(tmp_path)), logger=[offline(run)], extra=[Watch(), LearningRateMonitor()])
+    finish_wandb()
+    (history,) = [list(wandb_history(path)) for path in run.rglob("offline-run-*/*.wandb")]
+    assert not seen, "nothing was there during the training"
+    steps = [line["step"] for line in history if "lr-Adam" in line]
+    assert len(set(steps)) == len(steps) >= 6
+
+
+def test_the_gate_knows_which_loggers_write_no_times() -> None:
+    assert MetricsFile.writes_no_times and not hasattr(PublicWandbLogger, "writes_no_times")
+    assert issubclass(log_gate._gated(CSVLogger), CSVLogger)
+
+
+def test_the_log_of_a_command_has_no_times() -> None:
+    with initialize_config_module(config_module=CONFIG_MODULE, version_base="1.3"):
+        settings = compose("train", return_hydra_config=True).hydra.job_logging
+    formats = [one.format for one in settings.formatters.values()]
+    assert formats and not any("asctime" in one or "relativeCreated" in one for one in formats)
+
+
+# -- what W&B collects by itself -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quiet", [None, {"console": "off"}, {"x_disable_stats": True}])
+def test_a_wandb_logger_that_keeps_the_terminal_or_measures_the_machine_is_refused(quiet: Any, tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb")
+    settings = {} if quiet is None else {"settings": wandb.Settings(**quiet)}
+    logger = WandbLogger(save_dir=tmp_path, offline=True, **settings)
+    found = Case(tmp_path, trainer={"logger": logger}).examined()
+    assert [finding.trap for finding in found.refused] == ["T35"] and "PublicWandbLogger" in found.refused[0].text
+
+
+def test_a_wandb_logger_that_does_neither_is_taken(tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb")
+    both = wandb.Settings(console="off", x_disable_stats=True)
+    for logger in (offline(tmp_path), WandbLogger(save_dir=tmp_path, offline=True, settings=both)):
+        assert Case(tmp_path, trainer={"logger": logger}).examined().refused == []
+
+
+@pytest.mark.parametrize("answer", [False, "raise"])
+def test_wandb_without_a_key_is_refused_before_the_training(
+    answer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def login() -> bool:
+        if answer == "raise":
+            raise wandb.errors.UsageError("no key")
+        return bool(answer)
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(wandb, "login", login)
+    with pytest.raises(ConfigurationError, match=r"logger\.wandb\.offline"):
+        PublicWandbLogger(save_dir=tmp_path)

@@ -1,0 +1,277 @@
+"""What one unit moves in low precision, found by search: nothing but its own gradient, wherever a run is allowed.
+
+In bfloat16 a row's gradient depends on the shape of its batch, and rankings of passages on its last bits. The longest
+query decides how far all are padded, so emptying it is what moves other rows most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from half_precision import LONGEST, STILL, Log, encoder, largest_ratio, moved, sums_of, tower
+from stand_ins import Regression
+from tiny_generator import generator
+
+from lit_dpret.callbacks.fixed_shapes import rests_on_shapes
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.modules import FrozenDualEncoder
+from lit_dpret.modules.physical_batches import pieces_of
+from lit_dpret.negatives import BM25Negatives, DynamicNegatives, NegativeSource, RandomNegatives, StaticNegatives
+from lit_dpret.privacy.clipping import GhostClipping
+from lit_dpret.privacy.fixed_shape import FixedShape
+from lit_dpret.privacy.modes import DPSGD, BatchClip, LogitDP, PerExampleDuplicated, PublicPassages
+from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.ranks import Ranks
+from lit_dpret.privacy.releases import Poisson
+from lit_dpret.privacy.sampling import PADDING, Draw, PrivateBatchSampler, UnitCollator
+
+PRECISIONS = ["32-true", "bf16-mixed", "bf16-true"]
+LOW = PRECISIONS[1:]
+FROZEN = {"towers": "separate", "passage_tower": "frozen"}
+SOURCES: dict[str, Callable[[], list[NegativeSource] | None]] = {
+    "pool": lambda: None,
+    "random": lambda: [RandomNegatives(per_query=1)],
+    "bm25": lambda: [BM25Negatives(per_query=1, depth=200)],
+    "static": lambda: [StaticNegatives(per_query=1, depth=200, refresh="epoch")],
+    "dynamic": lambda: [DynamicNegatives(per_query=1, depth=200)],
+}
+#: A sum in float32 of so many rows is off by rounding; nothing else may be.
+ROUNDING = 1e-5
+#: For bf16-true: autograd adds up the gradients of small parameters over all tokens in bfloat16 there, with too few
+#: digits for the engine's audit.
+CALM: dict[str, Any] = {"temperature": 1.0, "initializer_range": 0.1, "matrices_alone": True}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
+
+
+def private(folder: Path, mode: type = DPSGD, **settings: Any) -> Any:
+    known = {"max_grad_norm": 1e-4, "eps": 30.0, "delta": 1e-3, "noise_multiplier": 20.0, "noise_seed": 7}
+    return mode(secret_file=folder / "secret", **known | settings)
+
+
+def ratio(folder: Path, make: Callable[[], Any], precision: str, *, emptied: Any = (LONGEST, 20), **more: Any) -> float:
+    def fewer(**settings: Any) -> Any:
+        return Log(32 if precision == "bf16-true" else 128, **settings)
+
+    return largest_ratio(folder, make, emptied, precision=precision, **{"data": fewer} | more)
+
+
+def sourced(folder: Path, source: str, mode: type, precision: str, **settings: Any) -> Any:
+    if mode is PublicPassages:
+        settings["passage_gradient"] = "none" if source == "dynamic" else "own"
+    known: dict[str, Any] = dict(FROZEN) if source == "dynamic" else {}
+    if precision == "bf16-true":
+        known |= CALM
+    return encoder(private(folder, mode, **settings), negatives=SOURCES[source](), **known)
+
+
+@pytest.mark.parametrize("accelerator", DEVICES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("mode", "source"),
+    [
+        (PublicPassages, "pool"), (PublicPassages, "random"), (PublicPassages, "dynamic"), (PublicPassages, "static"),
+        (PublicPassages, "bm25"), (DPSGD, "random"), (DPSGD, "dynamic"), (DPSGD, "static"), (DPSGD, "bm25"),
+    ],
+)  # fmt: skip
+def test_no_source_of_negatives_lets_a_unit_move_other_rows(
+    tmp_path: Path, mode: type, source: str, precision: str, accelerator: str
+) -> None:
+    found = ratio(tmp_path, lambda: sourced(tmp_path, source, mode, precision), precision, accelerator=accelerator)
+    assert 0.9 < found <= 1 + ROUNDING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("engine", ["vmap", "opacus", "loop"])
+def test_no_engine_lets_a_unit_move_other_rows(tmp_path: Path, engine: str, precision: str) -> None:
+    def make() -> Any:
+        more = CALM if precision == "bf16-true" else {"matrices_alone": True}  # opacus takes no padding_idx
+        return encoder(private(tmp_path, engine=engine), negatives=SOURCES["dynamic"](), **FROZEN, **more)
+
+    assert 0.9 < ratio(tmp_path, make, precision, emptied=(LONGEST,)) <= 1 + ROUNDING
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("cut", [64, 24])
+def test_the_generator_lets_no_unit_move_other_rows(tmp_path: Path, precision: str, cut: int) -> None:
+    def make() -> Any:
+        module = generator(privacy=private(tmp_path))
+        module.optimizer_spec = STILL
+        return module
+
+    def data(**settings: Any) -> Any:
+        return Log(64, physical_batch_size=cut, **settings)
+
+    assert 0.9 < ratio(tmp_path, make, precision, data=data) <= 1 + ROUNDING
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("mode", [DPSGD, PublicPassages])
+def test_a_frozen_encoder_lets_no_unit_move_other_rows(tmp_path: Path, mode: type, precision: str) -> None:
+    def make() -> Any:
+        return FrozenDualEncoder(privacy=private(tmp_path, mode), optimizer=STILL, encoder=tower(), pool_size=64)
+
+    assert 0.9 < ratio(tmp_path, make, precision) <= 1 + ROUNDING
+
+
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("mode", [BatchClip, PerExampleDuplicated])
+def test_modes_that_bound_any_change_of_other_rows_need_no_fixed_shape(
+    tmp_path: Path, mode: type, precision: str
+) -> None:
+    def make() -> Any:
+        return encoder(private(tmp_path, mode), **CALM)
+
+    def data(**settings: Any) -> Any:
+        return Log(16, **settings)
+
+    assert 0 < ratio(tmp_path, make, precision, emptied=(LONGEST, 3), data=data) <= 1 + ROUNDING
+
+
+class Measures(Regression):
+    """Rows of four numbers, from lengths; nothing is said of fixed shapes."""
+
+    def collate_rows(self, rows: list[Any]) -> dict[str, Any]:
+        numbers = torch.tensor([[len(row.query), len(row.passage), row.query.count("a"), 1.0] for row in rows])
+        return {"inputs": numbers.sin(), "target": numbers[:, 0]}
+
+
+class Lengths(Measures):
+    """Rows filled up to the longest of their batch."""
+
+    def collate_rows(self, rows: list[Any]) -> dict[str, Any]:
+        padded = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row.query)) for row in rows], batch_first=True)
+        return super().collate_rows(rows) | {"letters": padded}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_module_that_knows_of_no_shapes_lets_no_unit_move_other_rows(tmp_path: Path, precision: str) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        # In batches as they come a row that moves up draws other dropout masks, of the same law; at its place the same.
+        return Measures(privacy=private(tmp_path), optimizer=STILL, dropout=0.0 if precision == "32-true" else 0.1)
+
+    assert 0.9 < ratio(tmp_path, make, precision) <= 1 + ROUNDING
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_what_cannot_be_shown_is_refused(tmp_path: Path, precision: str) -> None:
+    full = private(tmp_path, PublicPassages, passage_gradient="full", units_at_once=2)
+    pairs = LogitDP(eps=3.0, delta=1e-3, noise_seed=7, secret_file=tmp_path / "secret", max_logit_grad_norm=1.0)
+    for module in (encoder(full), encoder(pairs), Lengths(privacy=private(tmp_path))):
+        with pytest.raises(ConfigurationError, match=r"trainer\.precision") as refused:
+            sums_of(tmp_path / "refused", module, Log(16), precision=precision)
+        assert refused.value.trap == "T39"
+
+
+def scattered(units: int, *, step: int = 0, rank: int = 0, world: int = 1) -> list[list[int]]:
+    """The units of each physical batch of a step, each at its place."""
+    sampler = PrivateBatchSampler(
+        Poisson(sample_rate=0.9), units=units, steps_per_epoch=10_000, physical_batch_size=4,
+        stream=KeyedStream(b"k" * 32, "run"), ranks=Ranks(rank, world),
+    )  # fmt: skip
+    sampler.scatters = True
+    return [[draw.unit for draw in batch] for batch in sampler.physical_batches(step)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("units", [1, 12])
+def test_scattered_units_stand_once_each_in_batches_of_one_shape(units: int, world: int) -> None:
+    seen: set[int] = set()
+    for step in range(20):
+        of_ranks = [scattered(units, step=step, rank=rank, world=world) for rank in range(world)]
+        assert len({len(batches) for batches in of_ranks}) == 1
+        batches = [batch for own in of_ranks for batch in own]
+        assert {len(batch) for batch in batches} == {4}
+        drawn = [unit for batch in batches for unit in batch if unit != PADDING]
+        assert len(set(drawn)) == len(drawn)
+        seen.update(drawn)
+    assert seen == set(range(units))
+
+
+def test_the_place_of_a_scattered_unit_follows_from_no_other_unit() -> None:
+    """So that without one unit the others can stand where they stood: places are independent and uniform."""
+    for units in (2, 3):
+        pairs = []
+        for step in range(3000):
+            at = {unit: place for batch in scattered(units, step=step) for place, unit in enumerate(batch)}
+            if 0 in at and 1 in at:
+                pairs.append(4 * at[0] + at[1])
+        counts = torch.bincount(torch.tensor(pairs), minlength=16)
+        expected = len(pairs) / 16
+        assert float(((counts - expected) ** 2 / expected).sum()) < 15 + 6 * 30**0.5
+
+
+def test_units_are_scattered_where_their_number_is_private(tmp_path: Path) -> None:
+    for neighbours, precision in (("add_or_remove", "bf16-mixed"), ("add_or_remove", "32-true"), ("zero_out", LOW[0])):
+        module = Measures(privacy=private(tmp_path, neighbours=neighbours), optimizer=STILL)
+        data = Log(48, physical_batch_size=8, sampling="poisson", sample_rate=0.5, expected_batch_size=24)
+        sums, charged = sums_of(tmp_path / neighbours / precision, module, data, precision=precision)
+        assert all(0 < moved(step, {name: 0 * sum_ for name, sum_ in step.items()}) < 48 * charged for step in sums)
+        assert data.batch_sampler.scatters is (neighbours == "add_or_remove" and precision != "32-true")
+
+
+@pytest.mark.parametrize("limit", [1, 5])
+def test_pieces_of_a_batch_keep_its_shape_and_end_in_a_slot_that_nobody_fills(limit: int) -> None:
+    log, module = Log(16), generator()
+    shape = FixedShape.of(log, module.place_rows, spare=1)
+    collate = UnitCollator(module.collate_rows, shape=shape)
+
+    def summed(log: Log, size: int | None) -> Any:
+        batch = collate([(Draw(unit, 0, 0, True), log.rows(unit)) for unit in range(16)])
+        engine, widths = GhostClipping(module, max_grad_norm=1e-2), set()
+        for piece in pieces_of(batch, size):
+            assert not piece.mask[-1] and not piece.data_rows[piece.unit_ids == len(piece.mask) - 1].any()
+            widths.add((len(piece.mask), *piece.rows["input_ids"].shape))
+            engine.add(module.unit_loss(piece), piece.unit_ids, piece.mask)
+        return engine.take(), widths
+
+    whole, _ = summed(log, None)
+    pieces, widths = summed(log, limit)
+    without, same = summed(Log(16, emptied=LONGEST), limit)
+    assert widths == same
+    assert moved(whole, pieces) <= 1e-5
+    assert 0.9 < moved(pieces, without) / 1e-2 <= 1 + ROUNDING
+
+
+def test_the_card_says_what_low_precision_rests_on(tmp_path: Path) -> None:
+    for precision, said in (("32-true", False), ("bf16-mixed", True)):
+        folder = tmp_path / precision
+        sums_of(folder, Measures(privacy=private(tmp_path), optimizer=STILL), Log(16), precision=precision)
+        assert ("trainer.precision=bf16-mixed: a row" in (folder / "privacy_ledger.jsonl").read_text()) is said
+
+
+@pytest.mark.parametrize("change", ["products", "weights"])
+def test_float32_with_fewer_digits_counts_as_low_precision(tmp_path: Path, change: str) -> None:
+    module = encoder(private(tmp_path))
+    runner = L.Trainer(accelerator="cpu", precision="32-true", logger=False, enable_checkpointing=False)
+    assert not rests_on_shapes(runner, module)
+    before = torch.get_float32_matmul_precision()
+    try:
+        if change == "products":
+            torch.set_float32_matmul_precision("high")  # TF32
+        else:
+            module.encoder.bfloat16()
+        assert rests_on_shapes(runner, module)
+        assert not rests_on_shapes(runner, encoder(private(tmp_path, BatchClip)))
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_convolutions_are_computed_in_float32_inside_a_private_step(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    class Asking(Measures):
+        def per_row_loss(self, rows: dict[str, Any]) -> torch.Tensor:
+            if self.training:
+                seen.append(torch.backends.cudnn.allow_tf32)
+            return super().per_row_loss(rows)
+
+    before = torch.backends.cudnn.allow_tf32
+    sums_of(tmp_path, Asking(privacy=private(tmp_path), optimizer=STILL), Log(16), precision="32-true")
+    assert seen and not any(seen) and torch.backends.cudnn.allow_tf32 == before

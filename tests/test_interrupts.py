@@ -1,0 +1,269 @@
+"""Ctrl-C, sent to the program at several moments: status 130, one line, and the way on."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from test_cli import ROOT, call
+from test_cli_ranks import TWO, records, settings, wait_until
+
+from lit_dpret import cli, rank_watch
+from lit_dpret.errors import DataError, ResumeError, WorkerError
+
+# Keeps the program at a place until somebody ends it: a file appears, and then nothing happens for a minute.
+WAIT = """
+import pathlib, sys, time
+sys.argv = sys.argv[1:]
+place, mark = sys.argv[0].split("@")
+import importlib
+module, _, name = place.partition(":")
+owner = importlib.import_module(module)
+*path, last = name.split(".")
+for part in path:
+    owner = getattr(owner, part)
+real = getattr(owner, last)
+def waiting(*given, **named):
+    found = real(*given, **named) if mark.endswith("after") else None
+    pathlib.Path(mark).touch()
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        time.sleep(0.01)
+    return found
+setattr(owner, last, waiting)
+sys.argv[0] = "train.py"
+from lit_dpret.cli import main
+main()
+"""
+PLACES = {
+    "preparing": "lit_dpret.datamodules.pairs:PairsDataModule.prepare_data",
+    "calibrating": "lit_dpret.callbacks.privacy_accountant:plan_run",
+    "clipping": "lit_dpret.modules.private_module:PrivateModule._add_piece",
+    "updating": "lit_dpret.modules.private_module:PrivateModule._logical_step",
+    "writing": "lit_dpret.tasks.checkpoints:WholeCheckpoints.save_checkpoint",
+}
+
+
+@contextmanager
+def started(command: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """The program in a session of its own, of which nothing is left in the end; Ctrl-C is not ignored in it."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
+        env=os.environ | {"XDG_STATE_HOME": str(folder / "state"), "CUDA_VISIBLE_DEVICES": ""},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def told(process: subprocess.Popen[str], *, seconds: float = 60) -> str:
+    """What an interrupted program said: one line of ours, no traceback."""
+    said = process.communicate(timeout=seconds)[1]
+    assert process.returncode == 130, said
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and errors[0].startswith("error: interrupted. ") and "Traceback" not in said
+    return errors[0]
+
+
+def way_on(line: str) -> list[str]:
+    """The settings that the line says to add."""
+    found = re.search(r"The same command with (.*) goes on from the last checkpoint\.", line)
+    assert found, line
+    return shlex.split(found.group(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("privacy", ["dp_sgd", "none"])
+def test_an_interrupted_run_says_how_it_goes_on_and_does(place: str, privacy: str, tmp_path: Path) -> None:
+    mark = tmp_path / "there"
+    given = settings(tmp_path, "trainer.max_steps=3", "callbacks.checkpoint.every_n_train_steps=1")
+    if privacy == "none":
+        given = [word for word in given if not word.startswith("privacy.")] + ["privacy=none"]
+    folder = f"hydra.run.dir={tmp_path / 'run'}"
+    with started([sys.executable, "-c", WAIT, f"{PLACES[place]}@{mark}", folder, *given], tmp_path) as process:
+        assert wait_until(mark.exists, seconds=120)
+        os.kill(process.pid, signal.SIGINT)
+        line = told(process)
+    begun = (tmp_path / "run" / "privacy_ledger.jsonl").exists()
+    assert begun == (place in ("clipping", "updating", "writing"))
+    if not begun:
+        assert "Nothing was begun" in line
+        again = call(*given, folder, "resume=true", folder=tmp_path)
+        assert again.returncode == 2 and "hydra.run.dir" in again.stderr and "error: " in again.stderr
+    more = way_on(line) if begun else [folder]
+    done = call(*given, *more, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {record["step"] for record in records(tmp_path / "run", "intent")} == {0, 1, 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("everyone", [True, False])
+def test_an_interruption_of_several_ranks_is_told_once(everyone: bool, tmp_path: Path) -> None:
+    given = settings(tmp_path, *TWO, "trainer.max_steps=600", "callbacks.checkpoint.every_n_train_steps=5")
+    ledger = tmp_path / "run" / "privacy_ledger.jsonl"
+
+    def in_a_step() -> bool:
+        return ledger.exists() and ledger.read_text(encoding="utf-8").count('"kind":"intent"') >= 3
+
+    command = [sys.executable, "train.py", f"hydra.run.dir={tmp_path / 'run'}", *given]
+    with started(command, tmp_path) as process:
+        assert wait_until(in_a_step, seconds=180)
+        if everyone:
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            os.kill(process.pid, signal.SIGINT)
+        assert way_on(told(process))[-1] == "resume=true"
+        assert wait_until(lambda: not list_group(process.pid), seconds=30), "a rank is left"
+
+
+def list_group(leader: int) -> list[int]:
+    """Living processes of a process group."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[2]) == leader and fields[0] != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.slow
+def test_an_interrupted_multirun_goes_on_and_begins_what_it_had_not_come_to(tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
+    jobs = settings(tmp_path, "privacy.eps=3,4,5", "trainer.max_steps=2", "hydra.sweep.subdir=${hydra.job.num}")
+    second = sweep / "1" / "privacy_ledger.jsonl"
+    slow = [*jobs, f"hydra.sweep.dir={sweep}"]
+    with started([sys.executable, "train.py", "-m", *slow], tmp_path) as process:
+        assert wait_until(second.exists, seconds=240)
+        os.kill(process.pid, signal.SIGINT)
+        more = way_on(told(process))
+    assert more == [f"hydra.sweep.dir={sweep}", "resume=true"] and not (sweep / "2").exists()
+    done = call(*jobs, *more, folder=tmp_path, program=("train.py", "-m"))
+    assert done.returncode == 0, done.stderr
+    for job in "012":
+        assert {record["step"] for record in records(sweep / job, "intent")} == {0, 1}
+
+
+# -- without the program -------------------------------------------------------------------------
+
+
+def ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: Callable[[], None]
+) -> tuple[int, str]:
+    """Status and last line of a command that ends so."""
+    monkeypatch.setattr(cli, "_hydra_main", end)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with pytest.raises(SystemExit) as found:
+        cli.main()
+    return int(found.value.code or 0), capsys.readouterr().err
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+
+
+def as_lightning_does() -> None:
+    try:
+        interrupt()
+    except KeyboardInterrupt:
+        sys.exit(1)
+
+
+def after_another_rank() -> None:
+    with suppress(KeyboardInterrupt):
+        interrupt()
+    raise WorkerError("another process ended")
+
+
+@pytest.fixture
+def python_interrupts() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_interrupts")
+@pytest.mark.parametrize("end", [interrupt, as_lightning_does, after_another_rank])
+def test_an_interruption_is_130_whoever_catches_it(
+    end: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, said = ended(monkeypatch, capsys, end)
+    assert status == 130 and said.startswith("error: interrupted. ")
+
+
+@pytest.mark.usefixtures("python_interrupts")
+def test_a_further_rank_leaves_the_word_to_the_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rank_watch, "is_started_by_launcher", lambda: True)
+    monkeypatch.setattr(rank_watch, "begin", lambda: None)
+    assert ended(monkeypatch, capsys, as_lightning_does) == (0, "")
+
+
+@pytest.mark.usefixtures("python_interrupts")
+def test_other_ends_keep_their_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended(monkeypatch, capsys, lambda: sys.exit(7))[0] == 7
+
+    def refused() -> None:
+        with suppress(KeyboardInterrupt):
+            interrupt()
+        raise DataError("something else was wrong.")
+
+    assert ended(monkeypatch, capsys, refused) == (2, "error: something else was wrong.\n")
+
+    def terminated() -> None:
+        raise SIGTERMException
+
+    assert ended(monkeypatch, capsys, terminated)[0] == 143
+    monkeypatch.setattr(cli, "_note_interrupt", lambda: lambda: False)
+    assert ended(monkeypatch, capsys, lambda: (_ for _ in ()).throw(WorkerError("a rank died")))[0] == 2
+
+
+def test_the_way_on_names_the_folder_of_what_was_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = SimpleNamespace(mode=cli.RunMode.RUN, runtime=SimpleNamespace(output_dir=tmp_path))
+    monkeypatch.setattr(cli, "HydraConfig", SimpleNamespace(initialized=lambda: True, get=lambda: known))
+    cli._note_place()
+    assert "Nothing was begun" in cli._way_on()
+    (tmp_path / "stage").mkdir()
+    (tmp_path / "stage" / "privacy_ledger.jsonl").touch()
+    assert way_on(cli._way_on()) == [f"hydra.run.dir={tmp_path}", "resume=true"]
+
+
+def test_resume_without_a_run_is_refused_before_data_are_read(tmp_path: Path) -> None:
+    from stand_ins import Numbers, Regression
+
+    from lit_dpret.callbacks import PrivacyAccountant
+    from lit_dpret.privacy.modes import DPSGD, NoPrivacy
+    from lit_dpret.tasks.fit import train
+
+    class Unread(Numbers):
+        def prepare_data(self) -> None:
+            raise AssertionError("data were read")
+
+    import lightning as L
+
+    for mode in (NoPrivacy(), DPSGD(eps=3, noise_multiplier=2.0, secret_file=tmp_path / "secret")):
+        with pytest.raises(ResumeError, match=r"hydra\.run\.dir"):
+            train(
+                Regression(privacy=mode), Unread(), run_dir=tmp_path / "run", loggers=[], resume=True,
+                callbacks=[PrivacyAccountant(run_dir=tmp_path / "run", resume=True)],
+                make_trainer=lambda **given: L.Trainer(max_steps=1, accelerator="cpu", devices=1, **given),
+            )  # fmt: skip
+    assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
