@@ -6,6 +6,8 @@ McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentra
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -17,6 +19,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.budget import require_choice
 
 Weighting = Literal["examples", "uniform", "capped"]
+Aggregation = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum"]
 Weights = dict[str, Tensor]
 
 
@@ -69,6 +72,15 @@ def put_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
             parameter.copy_(weights[name])
 
 
+def fingerprint(weights: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, shapes and values."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(f"{name}{tuple(weights[name].shape)}".encode())
+        digest.update(weights[name].detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
 def check_weights(whose: str, weights: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
     """Refuse weights that are not of the model: other names or shapes, NaN or infinity.
 
@@ -88,6 +100,32 @@ def check_weights(whose: str, weights: Mapping[str, Tensor], like: Mapping[str, 
             )
         if not bool(torch.isfinite(value).all()):
             raise DataError(f"{whose}: {name!r} holds values that are not finite.", kind="bad update")
+
+
+def check_norm(whose: str, start: Mapping[str, Tensor], update: Mapping[str, Tensor], most: float | None) -> None:
+    """Refuse a change of the weights that is too long beside the weights themselves (L2, over all of them).
+
+    Args:
+        whose: For the message.
+        start: The weights before.
+        update: The weights after.
+        most: ``federated.update_norm``; null for no bound.
+
+    Raises:
+        DataError: Naming whose, and how long it is.
+    """
+    if most is None:
+        return
+    length = math.sqrt(sum(float(value.double().square().sum()) for value in start.values()))
+    change = math.sqrt(
+        sum(float((update[name].double() - value.double()).square().sum()) for name, value in start.items())
+    )
+    if not change <= most * length:
+        raise DataError(
+            f"{whose}: the change of its weights has length {change:.3g} beside weights of length {length:.3g}, and "
+            f"federated.update_norm={most:g} times that is allowed.",
+            kind="bad update",
+        )
 
 
 def weighted_mean(updates: Mapping[str, Mapping[str, Tensor]], weights: Mapping[str, float]) -> Weights:

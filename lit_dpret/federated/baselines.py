@@ -34,6 +34,7 @@ def alone(settings: PddAs2, negatives: Stage1Negatives = "static") -> PddAs2:
         privacy=FederatedPrivacy(),
         train_on="queries",
         secure_sum=False,
+        sum_threshold=None,
     )
 
 

@@ -20,6 +20,12 @@ from lit_dpret.progress import without_progress
 from lit_dpret.whole_file import write_whole
 
 
+class RoundAccountant(PrivacyAccountant):
+    """The accountant of one round, which goes on from the weights of earlier rounds: the silo composes them all."""
+
+    counted_by_others = True
+
+
 def fit_epochs(
     module: Any, data: Any, folder: Path, *, epochs: int = 1, callbacks: Sequence[Callback] = (),
     progress: StepProgress | None = None,
@@ -50,7 +56,7 @@ def fit_epochs(
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=folder,
-            callbacks=[PrivacyAccountant(run_dir=folder, eps_log_points=1), *told, *callbacks],
+            callbacks=[RoundAccountant(run_dir=folder, eps_log_points=1), *told, *callbacks],
         )
         with nullcontext() if told else without_progress(), warnings.catch_warnings():
             # The sentence side is frozen in stage 2, by design.

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from lit_dpret.encoders.embedding_cache import content_hash
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.federated.aggregation import Weights, check_weights, client_weights, weighted_mean
+from lit_dpret.federated.aggregation import Weights, client_weights
 from lit_dpret.federated.fed_negatives import Block, FedPool, merge_lists, pool_of
+from lit_dpret.federated.robust import check_enough, next_weights
 from lit_dpret.federated.selection import Site, select_clients
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo import SiloClient
@@ -90,6 +91,7 @@ class InProcessFederation:
         self.settings, self.folder = settings.check(), Path(folder)
         if settings.secure_sum:
             _secure_mean()  # where its package is missing, this is said before anything is trained
+        check_enough(settings.stage1, len(clients), "the number of clients (federated.clients)")
         self.start = dict(start)
         began = {name: content_hash({}, {name: value}, ()) for name, value in self.start.items()}
         facts = {"clients": sorted(self.clients), "secure_sum": settings.secure_sum, "seed": settings.seed}
@@ -143,24 +145,24 @@ class InProcessFederation:
     def aggregate(
         self, weights: Mapping[str, Tensor], updates: Mapping[str, Mapping[str, Tensor]], number: int
     ) -> Weights:
-        """The next global weights, of the clients whose updates are of the model."""
+        """The next global weights, of the clients whose updates are of the model; or the last, where they are none."""
         stage = self.settings.stage1
         shares = client_weights(
             {name: self.clients[name].examples for name in updates}, stage.weighting, n_hat=stage.n_hat
         )
-        if self.settings.secure_sum:
+        if not self.settings.secure_sum:
+            where, faults = f"round {number}", self.result.faults
+            return next_weights(weights, updates, shares, self.settings, where=where, faults=faults)[0]
+        try:
             return _secure_mean()(
                 weights, updates, shares, limit=self.settings.update_limit, name=f"stage 1, round {number}",
-                threshold=self.settings.sum_threshold, faults=self.result.faults,
+                norm=self.settings.update_norm, threshold=self.settings.sum_threshold, faults=self.result.faults,
             )  # fmt: skip
-        good: dict[str, Mapping[str, Tensor]] = {}
-        for name, update in updates.items():
-            try:
-                check_weights(f"client {name!r}", update, weights)
-                good[name] = update
-            except DataError as error:
-                self.result.faults.append(f"round {number}: {error}")
-        return weighted_mean(good, shares)
+        except DataError as error:
+            if error.kind != "bad sum":
+                raise
+            self.result.faults.append(f"round {number}: {error}")
+            return dict(weights)
 
     def personalise(self, weights: Mapping[str, Tensor]) -> None:
         """Stage 2: every client its own query encoder, negatives asked for anew every ``refresh_every`` epochs."""

@@ -49,7 +49,8 @@ class FederationPlan:
             ``RUN/private``. Every seed begins with a copy, so that its ledgers go on from what the generators cost.
         secure_sum: See `PddAs2`.
         update_limit: See `PddAs2`.
-        sum_threshold: See `PddAs2`.
+        update_norm: See `PddAs2`.
+        sum_threshold: The same.
         seal: See `PddAs2`.
         roster: See `PddAs2`; for silos on machines of their own alone.
         secret_file: Keys the noise; null for the user's state folder.
@@ -84,6 +85,7 @@ class FederationPlan:
         state: str | Path | None = None,
         secure_sum: bool = False,
         update_limit: float = 1.0,
+        update_norm: float | None = 1.0,
         sum_threshold: int | None = None,
         seal: bool = False,
         roster: bool = False,
@@ -124,11 +126,12 @@ class FederationPlan:
         private = self.privacy.eps is not None and train_on == "queries"
         given = {"planted": self.planted} if self.silos == PLANTED else {}
         self.model = _made("federated.model", AS2Maker, {**(model or {}), **given})
+        robust = (stage1 or {}).get("aggregation", "mean") != "mean"
         weighting = "capped" if secure_sum and (stage1 or {}).get("n_hat") else "uniform"
         first = {
             "in_batch": not private,
             "other_positives": 0 if private else 1,
-            "weighting": weighting if private or secure_sum else "examples",
+            "weighting": weighting if private or secure_sum or robust else "examples",
         }
         second = {
             "in_batch": not private,
@@ -142,6 +145,7 @@ class FederationPlan:
             train_on=train_on,
             secure_sum=secure_sum,
             update_limit=update_limit,
+            update_norm=update_norm,
             sum_threshold=sum_threshold,
             seal=seal,
             roster=roster,

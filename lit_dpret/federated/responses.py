@@ -66,7 +66,7 @@ def collection_centroids(
     )  # fmt: skip
     if privacy.neighbours != "add_or_remove":
         _check_delta(budget, len(collection.passage_ids))
-    ledger = SiloLedger(ledgers, budget, accountant=privacy.accountant, secret_file=secret_file)
+    ledger = SiloLedger(ledgers, budget, accountant=privacy.accountant, noise=privacy.noise, secret_file=secret_file)
     plan = CentroidPlan(
         count=stage.centroids,
         iterations=stage.centroid_iterations,

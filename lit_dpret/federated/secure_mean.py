@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from lit_dpret.errors import DataError
-from lit_dpret.federated.aggregation import Weights, check_weights
+from lit_dpret.federated.aggregation import Weights, check_norm, check_weights
 from lit_dpret.federated.fixed_point import FixedPoint, Values
+from lit_dpret.federated.keys import new_identity
+from lit_dpret.federated.robust import good_weights
 from lit_dpret.federated.secure_sum import Client, Server, Session, threshold_for
 
 
@@ -40,15 +42,31 @@ def vector_of(
     return found, cut
 
 
-def mean_of(start: Mapping[str, Tensor], total: Values) -> Weights:
+def mean_of(
+    start: Mapping[str, Tensor], total: Values, fixed: FixedPoint, *, clients: int, limit: float, norm: float | None
+) -> Weights:
     """The next global weights of the sum of all clients' vectors.
 
+    Args:
+        start: The global weights of the round.
+        total: The sum.
+        fixed: How it was written in words.
+        clients: How many vectors are in it.
+        limit: ``federated.update_limit``.
+        norm: ``federated.update_norm``.
+
     Raises:
-        DataError: The sum is of another length, or of no weight.
+        DataError: The sum is of another length, or none that clients make who keep to weights in (0, 1], to the limit
+            and to the norm: one of them sent something else, and nobody knows which.
     """
     size = sum(value.numel() for value in start.values())
-    if len(total) != size + 1 or not total[-1] > 0:
-        raise DataError("The sum of the updates is not one of this model: a client sent something else.")
+    weight, error = (float(total[-1]) if len(total) == size + 1 else 0.0), fixed.error
+    if not 0 < weight <= clients + error or float(np.abs(total[:-1]).max()) > limit * (weight + error) + error:
+        raise DataError(
+            "The sum of the updates is none that silos make who keep to federated.update_limit and a weight of at most "
+            "1: one of them sent something else, and under masks nobody knows which. The round is void.",
+            kind="bad sum",
+        )
     summed = torch.from_numpy(total)
     found: Weights = {}
     at = 0
@@ -56,7 +74,7 @@ def mean_of(start: Mapping[str, Tensor], total: Values) -> Weights:
         change = summed[at : at + start[key].numel()].view(start[key].shape)
         found[key] = (start[key].double() + change / float(total[-1])).float()
         at += start[key].numel()
-    return found
+    return good_weights(start, found, norm)
 
 
 def words_for(limit: float, clients: int) -> FixedPoint:
@@ -71,10 +89,11 @@ def secure_mean(
     *,
     limit: float,
     name: str,
+    norm: float | None = None,
     threshold: int | None = None,
     faults: list[str] | None = None,
 ) -> Weights:
-    """``start`` plus the weighted mean of the clients' changes, all roles in one process.
+    """``start`` plus the weighted mean of the clients' changes, all roles in one process, with keys made for it.
 
     Args:
         start: The global weights of the round.
@@ -82,17 +101,20 @@ def secure_mean(
         weights: In (0, 1].
         limit: The largest change of one weight; larger ones are cut.
         name: Of the sum; no two may share one.
+        norm: ``federated.update_norm``.
         threshold: ``federated.sum_threshold``.
         faults: Told of clients that are left out.
 
     Raises:
-        DataError: Fewer clients than the threshold are left.
+        DataError: Fewer clients than the threshold are left, or the sum is none of honest clients.
     """
     names = sorted(updates)
     numbers = tuple(range(1, len(names) + 1))
     session = Session(name=name, clients=numbers, threshold=threshold_for(threshold, len(names)))
     fixed = words_for(limit, len(names))
-    clients = {number: Client(session, number) for number in session.clients}
+    pairs = {number: new_identity() for number in session.clients}
+    roster = {number: public for number, (_, public) in pairs.items()}
+    clients = {number: Client(session, number, identity=pairs[number][0], roster=roster) for number in pairs}
     server = Server(session)
     server.keys = {number: client.advertise() for number, client in clients.items()}
     routed = server.route({number: client.share(server.keys.values()) for number, client in clients.items()})
@@ -100,11 +122,15 @@ def secure_mean(
         who = names[number - 1]
         try:
             check_weights(f"client {who!r}", updates[who], start)
+            check_norm(f"client {who!r}", start, updates[who], norm)
             vector, _ = vector_of(start, updates[who], weights[who], limit)
         except DataError as error:
             if faults is not None:
                 faults.append(str(error))
             continue
         server.masked[number] = client.mask(fixed.encode(vector)[0], routed[number])
-    answers = [clients[number].unmask(server.active, server.dead) for number in server.active]
-    return mean_of(start, fixed.decode(server.total(answers)))
+    lists = (server.active, server.dead)
+    signatures = {number: clients[number].sign(*lists) for number in server.active}
+    answers = [clients[number].unmask(*lists, signatures) for number in server.active]
+    total = fixed.decode(server.total(answers))
+    return mean_of(start, total, fixed, clients=len(server.active), limit=limit, norm=norm)

@@ -3,24 +3,28 @@
 Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning" (CCS 2017), section 4,
 figure 4. Every pair of clients agrees on a mask that one adds and the other subtracts; each adds a mask of its
 own besides; and the keys to both are shared among all, so that after a dropout exactly one of the two can be
-found out about anybody. Four acts, whatever carries the messages:
+found out about anybody. Five acts, whatever carries the messages:
 
 1. `Client.advertise`: two public keys each.
 2. `Client.share`: for every peer sealed shares of the own mask's seed and of the mask key.
 3. `Client.mask`: the vector under all its masks, from clients whose shares arrived.
-4. `Client.unmask`: for each client that sent its vector a share of the seed, for each that did not of the key.
+4. `Client.sign`: a signature over who is left, who was lost, and everybody's keys; one in a sum.
+5. `Client.unmask`: with the signatures of ``threshold`` clients over the very lists that this client was given, for
+   each client that sent its vector a share of the seed, for each that did not of the key.
 
-What is trusted, plainly:
+What is promised, plainly, to the honest of n clients, t of whom make the threshold:
 
-- **The server follows the protocol** (honest but curious), or holds fewer than ``threshold`` clients' views. A
-  client answers act 4 once, refuses lists that are not disjoint, and refuses fewer than ``threshold`` survivors; no
-  consistency check by signatures (their round 3) is made, so a threshold of more than 2/3 is what withstands a
-  server that tells different clients different things.
-- **Keys are whose they say**: the server relays them, and one that replaced them would read everything. Give every
-  client a long-term signing key and everybody the ``roster`` of the public halves; without a roster this is taken
-  on trust.
-- **The sum itself is released.** With two honest clients each knows the other's vector from it. It is no
-  differential privacy: noise has to be in the vectors.
+- **Without a roster**, where the server follows the protocol and only looks (honest but curious): it learns the sum.
+  One that lies about lists or relays keys of its own reads single vectors. Act 4 is left out, for it shows nothing.
+- **With a roster** of long-term signing keys, whatever the server does together with c clients, where c < 2t - n
+  (`Session.colluders`): all that can come out is the sum of all honest clients of one list, t - c of them at least.
+  An honest client signs one list, so two lists cannot both have t signatures: that takes 2(t - c) honest clients of
+  n - c. Nor does it help to let a client mask with a few alone. Say that k clients of the list have not signed it:
+  then at most n - t - k are lost, and of the t - 1 others or more that such a client masked with, c collude,
+  n - t - k are lost and k - 1 have not signed. The 2t - n - c that are left have, and nobody takes off their masks.
+- **Not promised**: that the sum is right (a client can put anything under its masks); that there is one (any client
+  or the server can stop it); that sums of several rounds say nothing together; or anything of the sum itself, which
+  is released. It is no differential privacy: noise has to be in the vectors.
 
 Masks are ChaCha20 key streams under keys from X25519 and HKDF-SHA256, added modulo 2^32 (`FixedPoint`). Flower's
 own SecAgg+ folds the secret into 32 bits and seeds a Mersenne twister with it, which a server can try out.
@@ -28,6 +32,7 @@ own SecAgg+ folds the secret into 32 bits and seeds a Mersenne twister with it, 
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -50,7 +55,7 @@ class Session:
 
     Args:
         name: Of this sum; no two may share one, since masks are derived from it.
-        clients: Everybody's number, from 1.
+        clients: Everybody's number, from 1; with a roster all of it, also those that are not there.
         threshold: How many must be there at the end; more than half. Null for more than two thirds.
 
     Raises:
@@ -77,6 +82,11 @@ class Session:
                 f"{count} clients begin a sum with threshold={self.threshold} (federated.sum_threshold). It must be "
                 "more than half of them, or two halves could be asked for different things, and no more than all."
             )
+
+    @property
+    def colluders(self) -> int:
+        """How many clients may work with the server, under a roster, without learning more than a sum of others."""
+        return min(2 * self.threshold - len(self.clients) - 1, self.threshold - 2)
 
 
 def threshold_for(least: int | None, clients: int) -> int:
@@ -112,8 +122,9 @@ class Client:
     """One client's side of one sum; used once.
 
     Guarantees:
-        - What it sends before act 4 is uniformly distributed to whoever holds fewer than ``threshold`` views.
+        - What it sends before act 5 is uniformly distributed to whoever holds fewer than ``threshold`` views.
         - It reveals, for any other client, a share of the seed or of the key, never of both.
+        - With a roster it signs one list, and reveals shares for one that ``threshold`` clients of it have signed.
 
     Args:
         session: The sum.
@@ -130,6 +141,12 @@ class Client:
             raise ConfigurationError(f"Client {number} is no client of the sum {session.name!r}.")
         if (identity is None) != (roster is None):
             raise ConfigurationError("A signing key and the roster of everybody's public keys go together.")
+        if roster is not None and set(roster) != set(session.clients):
+            raise DataError(
+                "The server's numbers are not those of the roster. A sum is of all who are on it, there or not: of "
+                "fewer, a server could choose those who work with it.",
+                kind="bad protocol",
+            )
         self.session, self.number = session, number
         self._identity, self._roster = identity, roster
         self._seal, self._mask = new_key(), new_key()
@@ -137,13 +154,14 @@ class Client:
         self._peers: dict[int, Keys] = {}
         self._held: dict[int, tuple[bytes, bytes]] = {}
         self._masked = self._done = False
+        self._signed = b""
 
     def advertise(self) -> Keys:
         """Act 1."""
         sealing, mask = public_of(self._seal), public_of(self._mask)
         signature = b""
         if self._identity is not None:
-            signature = sign(self._identity, self._signed(self.number, sealing, mask))
+            signature = sign(self._identity, self._key_words(self.number, sealing, mask))
         return Keys(self.number, sealing, mask, signature)
 
     def share(self, advertised: Iterable[Keys]) -> dict[int, bytes]:
@@ -151,22 +169,26 @@ class Client:
 
         Raises:
             DataError: Fewer than ``threshold`` clients advertised, a number comes twice or is unknown, two clients
-                have one key, or a signature is not that of the roster.
+                have one key, or a signature is not that of the roster; or it was asked before.
         """
+        if self._peers:
+            raise DataError("This client has shared its secrets in this sum, and does so once.", kind="bad protocol")
         found = list(advertised)
-        self._peers = {keys.client: keys for keys in found}
-        if len(self._peers) != len(found) or not set(self._peers) <= set(self.session.clients):
+        peers = {keys.client: keys for keys in found}
+        if len(peers) != len(found) or not set(peers) <= set(self.session.clients):
             raise DataError("The server relayed keys of unknown clients, or two of one client.", kind="bad protocol")
-        if self.number not in self._peers or self._peers[self.number].mask != public_of(self._mask):
+        own = peers.get(self.number)
+        if own is None or (own.mask, own.seal) != (public_of(self._mask), public_of(self._seal)):
             raise DataError(
                 "The server relayed other keys than this client's own under its number.", kind="bad protocol"
             )
         if len({keys.mask for keys in found} | {keys.seal for keys in found}) != 2 * len(found):
             raise DataError("The server relayed one key for two clients.", kind="bad protocol")
-        self._need(len(self._peers), "advertised keys")
+        self._need(len(peers), "advertised keys")
         for keys in found:
             self._verify(keys)
-        holders = sorted(self._peers)
+        self._peers = peers
+        holders = sorted(peers)
         seeds = split(self._seed, threshold=self.session.threshold, holders=holders)
         keys_ = split(self._mask, threshold=self.session.threshold, holders=holders)
         self._held[self.number] = (seeds[self.number], keys_[self.number])
@@ -199,16 +221,73 @@ class Client:
                 add_stream(total, self._pairwise(peer), subtract=self.number > peer)
         return total
 
-    def unmask(self, active: Iterable[int], dead: Iterable[int]) -> Unmasking:
-        """Act 4: a share of the seed of every client whose vector arrived, of the key of every one that was lost.
+    def statement(self, active: Iterable[int], dead: Iterable[int]) -> bytes:
+        """What is signed of the lists: they, the sum, its clients and threshold, the roster, and everybody's keys.
+
+        The keys stand for the sealed shares too: a client shares once under its keys, and nobody else can seal
+        between two honest ones.
 
         Raises:
             DataError: The lists are not disjoint, not those of act 3, lack this client, or leave fewer than
-                ``threshold``; or it was asked before.
+                ``threshold``.
         """
-        alive, lost = set(active), set(dead)
+        alive, lost = self._checked(active, dead)
+        keys = [part for one in sorted(self._peers) for part in (one, self._peers[one].seal, self._peers[one].mask)]
+        roster = [part for one in sorted(self._roster or {}) for part in (one, (self._roster or {})[one])]
+        parts = (label(*sorted(alive)), label(*sorted(lost)), label(*keys), label(*roster))
+        return _about(self.session, "lists") + hashlib.sha256(label(*parts)).digest()
+
+    def sign(self, active: Iterable[int], dead: Iterable[int]) -> bytes:
+        """Act 4, where there is a roster: that these are the lists; of one sum no others.
+
+        Raises:
+            DataError: Of `statement`; or it has signed other lists.
+            ConfigurationError: There is no roster.
+        """
+        if self._identity is None:
+            raise ConfigurationError("A client without a signing key signs no lists.")
+        found = self.statement(active, dead)
+        if self._signed not in (b"", found):
+            raise DataError("This client has signed other lists of this sum, and signs one.", kind="signed already")
+        self._signed = found
+        return sign(self._identity, found)
+
+    def unmask(
+        self, active: Iterable[int], dead: Iterable[int], signatures: Mapping[int, bytes] | None = None
+    ) -> Unmasking:
+        """Act 5: a share of the seed of every client whose vector arrived, of the key of every one that was lost.
+
+        Args:
+            active: Whose vectors arrived.
+            dead: Whose were lost.
+            signatures: Of act 4, by client; needed where there is a roster.
+
+        Raises:
+            DataError: Of `statement`; it has signed other lists, fewer than ``threshold`` of the active clients
+                have signed these, or it was asked before.
+        """
         if self._done:
             raise DataError("This client has unmasked this sum already, and does so once.", kind="bad protocol")
+        alive, lost = self._checked(active, dead)
+        if self._roster is not None:
+            found = self.statement(alive, lost)
+            given = {one: signature for one, signature in (signatures or {}).items() if one in alive}
+            good = sum(is_signed(self._roster[one], signature, found) for one, signature in given.items())
+            if good < self.session.threshold or self._signed not in (b"", found):
+                raise DataError(
+                    f"{good} clients signed the lists that the server names to this one, and {self.session.threshold} "
+                    "are needed: others may have been told others, and nothing is unmasked.",
+                    kind="lists not signed",
+                )
+        self._done = True
+        return Unmasking(
+            self.number,
+            {peer: self._held[peer][0] for peer in sorted(alive)},
+            {peer: self._held[peer][1] for peer in sorted(lost)},
+        )
+
+    def _checked(self, active: Iterable[int], dead: Iterable[int]) -> tuple[set[int], set[int]]:
+        alive, lost = set(active), set(dead)
         if not self._masked:
             raise DataError("This client has sent no vector in this sum.", kind="bad protocol")
         if alive & lost:
@@ -220,12 +299,7 @@ class Client:
         if alive | lost != set(self._held) or self.number not in alive:
             raise DataError("The server names other clients than those that shared their secrets.", kind="bad protocol")
         self._need(len(alive), "sent a vector")
-        self._done = True
-        return Unmasking(
-            self.number,
-            {peer: self._held[peer][0] for peer in sorted(alive)},
-            {peer: self._held[peer][1] for peer in sorted(lost)},
-        )
+        return alive, lost
 
     def to_state(self) -> dict[str, Any]:
         """All that the client knows, its secrets included, as plain words: for its owner's eyes and disk alone."""
@@ -233,7 +307,7 @@ class Client:
         return {
             "seal": self._seal.hex(), "mask": self._mask.hex(), "seed": self._seed.hex(),
             "peers": peers, "held": [[peer, seed.hex(), key.hex()] for peer, (seed, key) in self._held.items()],
-            "masked": self._masked, "done": self._done,
+            "masked": self._masked, "signed": self._signed.hex(), "done": self._done,
         }  # fmt: skip
 
     def go_on(self, state: Mapping[str, Any]) -> Client:
@@ -242,6 +316,7 @@ class Client:
         self._peers = {peer: Keys(peer, *map(bytes.fromhex, keys)) for peer, *keys in state["peers"]}
         self._held = {peer: (bytes.fromhex(seed), bytes.fromhex(key)) for peer, seed, key in state["held"]}
         self._masked, self._done = bool(state["masked"]), bool(state["done"])
+        self._signed = bytes.fromhex(state["signed"])
         return self
 
     def _need(self, count: int, what: str) -> None:
@@ -252,14 +327,14 @@ class Client:
                 kind="too few clients",
             )
 
-    def _signed(self, client: int, sealing: bytes, mask: bytes) -> bytes:
+    def _key_words(self, client: int, sealing: bytes, mask: bytes) -> bytes:
         return b"lit-dpret secure sum/1\0" + _about(self.session, "keys", client) + sealing + mask
 
     def _verify(self, keys: Keys) -> None:
         if self._roster is None:
             return
         known = self._roster.get(keys.client)
-        if known is None or not is_signed(known, keys.signature, self._signed(keys.client, keys.seal, keys.mask)):
+        if known is None or not is_signed(known, keys.signature, self._key_words(keys.client, keys.seal, keys.mask)):
             raise DataError(
                 f"The keys of client {keys.client} are not signed by the key of the roster: somebody else made them.",
                 kind=f"bad signature of client {keys.client}",

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.federated.aggregation import Weighting
+from lit_dpret.federated.aggregation import Aggregation, Weighting
 from lit_dpret.federated.fed_negatives import SENT_AS, Request, Response
 from lit_dpret.federated.selection import Selection
 from lit_dpret.privacy.budget import AccountantName, Neighbours, Unit, require_choice
+from lit_dpret.privacy.noise_source import NoiseName
 
 Strategy = Literal["fedavg", "fedprox"]
 Stage1Negatives = Literal["static", "bm25", "random"]
@@ -42,6 +43,9 @@ class Stage1:
         strength: See ``strategy``; 0 with ``fedavg``.
         weighting: ``examples``, |D_i| as in the paper; ``uniform``; ``capped`` at ``n_hat``.
         n_hat: See ``weighting``.
+        aggregation: ``mean``, FedAvg; or one of Flower's rules for silos that may send anything, each of which counts
+            all silos alike: ``median``, ``trimmed_mean``, ``krum``, ``multi_krum`` (`lit_dpret.federated.robust`).
+        malicious: How many silos these rules stand.
         lr: Of AdamW.
         optimizer_state: ``reset``, every round begins with a fresh optimizer; or ``keep``, each silo goes on with its
             own moments, which stay on its disk. The paper does not say.
@@ -60,6 +64,8 @@ class Stage1:
     strength: float = 0.0
     weighting: Weighting = "examples"
     n_hat: int | None = None
+    aggregation: Aggregation = "mean"
+    malicious: int = 1
     lr: float = 3e-5
     optimizer_state: OptimizerState = "reset"
 
@@ -67,9 +73,9 @@ class Stage1:
         """Refuse numbers and words without meaning."""
         _switches("federated.stage1", self, "in_batch")
         _at_least("federated.stage1", self, 0, "warmup_rounds", "rounds", "other_positives")
-        _at_least("federated.stage1", self, 1, "batch_size", "bm25_n", "static_n", "top_k")
+        _at_least("federated.stage1", self, 1, "batch_size", "bm25_n", "static_n", "top_k", "malicious")
         for name, literal in (("strategy", Strategy), ("weighting", Weighting), ("negatives", Stage1Negatives),
-                              ("optimizer_state", OptimizerState)):  # fmt: skip
+                              ("optimizer_state", OptimizerState), ("aggregation", Aggregation)):  # fmt: skip
             require_choice(f"federated.stage1.{name}", getattr(self, name), get_args(literal))
         if self.warmup_rounds + self.rounds < 1:
             raise ConfigurationError("federated.stage1 has no round. Set federated.stage1.rounds to at least 1.")
@@ -81,6 +87,11 @@ class Stage1:
         if (self.weighting == "capped") != (self.n_hat is not None):
             raise ConfigurationError(
                 f"federated.stage1.n_hat={self.n_hat} goes with federated.stage1.weighting=capped and with no other."
+            )
+        if self.aggregation != "mean" and self.weighting != "uniform":
+            raise ConfigurationError(
+                f"federated.stage1.weighting={self.weighting} with federated.stage1.aggregation={self.aggregation}: "
+                "this rule counts all silos alike, or one that lies about its size would decide. Set weighting=uniform."
             )
 
 
@@ -167,6 +178,7 @@ class FederatedPrivacy:
         collection_delta: Its delta.
         collection_radius: The longest that a sentence embedding counts as; public.
         accountant: ``pld`` or ``rdp``.
+        noise: ``gaussian``, or ``discrete`` for whole numbers on a public grid, of training and of centroids.
     """
 
     eps: float | None = None
@@ -179,6 +191,7 @@ class FederatedPrivacy:
     collection_delta: float = 1e-5
     collection_radius: float = 10.0
     accountant: AccountantName = "pld"
+    noise: NoiseName = "gaussian"
 
     def check(self) -> None:
         """Refuse numbers and words without meaning."""
@@ -190,6 +203,7 @@ class FederatedPrivacy:
                 "number of its steps are made of that. Set it to zero_out or replace_one."
             )
         require_choice("federated.privacy.accountant", self.accountant, ("pld", "rdp"))
+        require_choice("federated.privacy.noise", self.noise, get_args(NoiseName))
         numbers = ("eps", "delta", "collection_eps", "max_grad_norm", "request_share", "collection_delta",
                    "collection_radius")  # fmt: skip
         for name in numbers:
@@ -215,12 +229,16 @@ class PddAs2:
             (`lit_dpret.federated.synthetic`), with which rounds and requests cost nothing more.
         secure_sum: Add the clients' updates up under masks (`lit_dpret.federated.secure_sum`).
         update_limit: The largest change of one weight in a round that fits under the masks; larger ones are cut.
-        sum_threshold: How many clients a sum has to be of, and to unmask it; where this is not more than half of
-            those that begin a round, one more than half. Null for more than two thirds of them.
+        update_norm: How long (L2) a silo's change of all weights in a round may be beside the weights themselves;
+            longer ones are left out by name, in clear by the server and under masks by the silo. Null for no bound.
+        sum_threshold: How many clients a sum has to be of, and to unmask it: t of the n on the roster, or of those
+            that begin a round where there is none; where this is not more than half of them, one more than half. Null
+            for more than two thirds. With a roster fewer than 2t - n clients may work with the server.
         seal: Encrypt what silos ask and answer each other end to end, so that the server sees sizes alone
             (`lit_dpret.federated.sealing`).
-        roster: Every client has a long-term signing key and the list of everybody's, and takes no key that is not
-            signed by one of them; without it the server's word for whose a key is is taken.
+        roster: Every client has a long-term signing key and the list of everybody's, takes no key that is not
+            signed by one of them, and unmasks no sum whose clients have not signed who is left; without it the server
+            is trusted to follow the protocol.
         seed: Public.
     """
 
@@ -230,6 +248,7 @@ class PddAs2:
     train_on: TrainOn = "queries"
     secure_sum: bool = False
     update_limit: float = 1.0
+    update_norm: float | None = 1.0
     sum_threshold: int | None = None
     seal: bool = False
     roster: bool = False
@@ -253,6 +272,16 @@ class PddAs2:
         _switches("federated", self, "secure_sum", "seal", "roster")
         if not 0 < self.update_limit < float("inf"):
             raise ConfigurationError(f"federated.update_limit={self.update_limit} must be positive and finite.")
+        norm = self.update_norm
+        bad = isinstance(norm, bool) or not isinstance(norm, int | float) or not 0 < norm < float("inf")
+        if norm is not None and bad:
+            raise ConfigurationError(f"federated.update_norm={norm!r} must be positive and finite, or null.")
+        if self.secure_sum and self.stage1.aggregation != "mean":
+            raise ConfigurationError(
+                f"federated.stage1.aggregation={self.stage1.aggregation} with federated.secure_sum=true: that rule "
+                "compares updates, and under masks the server sees none of them. Set aggregation=mean, or "
+                "secure_sum=false."
+            )
         if self.secure_sum and self.stage1.weighting == "examples":
             raise ConfigurationError(
                 "federated.secure_sum=true with federated.stage1.weighting=examples: under masks a client's weight "

@@ -27,6 +27,7 @@ from lit_dpret.federated.fed_negatives import Block, FedPool, kept_pool, respond
 from lit_dpret.federated.fitting import KeepOptimizer, attempt_folder, fit_epochs
 from lit_dpret.federated.negatives import FedNegatives, OtherPositives
 from lit_dpret.federated.responses import collection_centroids, public_places
+from lit_dpret.federated.served import Served
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo_account import SiloAccount
 from lit_dpret.federated.storage import keep_facts, save_tensors
@@ -132,14 +133,18 @@ class SiloClient:
     # -- stage 1 -------------------------------------------------------------------------------
 
     def train_shared(self, weights: Mapping[str, Tensor], number: int) -> Weights:
-        """One local epoch of stage 1 from the global weights; the weights after it.
+        """One local epoch of stage 1 from the global weights; the weights after it, the same whenever it is asked.
 
         Args:
             weights: Of the server.
             number: Of the round, counted over the warm-up as well.
+
+        Raises:
+            DataError: The round was served with other weights, or is over (`Served`).
         """
         stage = self.settings.stage1
         done = self.state / f"stage1-{number:03}.safetensors"
+        Served(self.state).round(number, dict(weights), done)
         if done.is_file():
             return load_file(done)
         module = self._make(
@@ -193,17 +198,20 @@ class SiloClient:
 
         Args:
             weights: The global weights, the end of stage 1.
-            refresh: The number of the refresh; under a budget each of them is charged.
+            refresh: The number of the refresh; under a budget each of them is charged. Its rows are made once, with
+                the query encoder of that time, and kept.
         """
         stage = self.settings.stage2
         module = self._personal_module(weights)
         if stage.request == "none":
             return torch.empty(0, module.encoder.dim)
-        if stage.request == "exact":
-            return module.encode_queries(list(self.queries.values()))
         kept = self.state / f"request-{refresh:03}.safetensors"
         if kept.is_file():
             return load_file(kept)["rows"]
+        if stage.request == "exact":
+            rows = module.encode_queries(list(self.queries.values()))
+            save_tensors({"rows": rows}, kept)
+            return rows
         noise = self.account.noise
         if self.ledger is None or noise is None or noise.request is None:
             raise ConfigurationError(

@@ -64,7 +64,9 @@ class SiloAccount:
             return cls(name, settings, None, None, synthetic)
         units = _units(folder, settings)
         budget = silo_budget(privacy.eps, privacy.delta, unit=privacy.unit, neighbours=privacy.neighbours, units=units)
-        ledger = SiloLedger(ledgers, budget, accountant=privacy.accountant, secret_file=secret_file)
+        ledger = SiloLedger(
+            ledgers, budget, accountant=privacy.accountant, noise=privacy.noise, secret_file=secret_file
+        )
         ledger.require_whole(state)
         synthetic = read_synthetic(folder, budget=budget, ledger=ledger, near=[state]) if settings.generated else None
         if settings.train_on == "synthetic":

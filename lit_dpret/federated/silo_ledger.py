@@ -33,6 +33,7 @@ from lit_dpret.privacy.dataset_total import Total
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.noise import KeyedStream, load_secret
+from lit_dpret.privacy.noise_source import NoiseName, charged, noise_source
 from lit_dpret.privacy.owed import owed_releases
 from lit_dpret.privacy.releases import FullBatch, GaussianRelease, Release, SamplingLaw, merge
 from lit_dpret.privacy.search import DecimalGrid, least
@@ -55,6 +56,7 @@ class SiloLedger:
         folder: Of the silo's ledgers, made where it is missing; every run on these data has to have the same.
         budget: What all that is released of the silo may cost together.
         accountant: ``pld`` or ``rdp``.
+        noise: ``gaussian`` or ``discrete``, of everything that is released (`lit_dpret.privacy.noise_source`).
         secret_file: Keys the noise; null for the user's state folder. It may not lie in ``folder``.
     """
 
@@ -64,9 +66,10 @@ class SiloLedger:
         budget: PrivacyBudget,
         *,
         accountant: AccountantName = "pld",
+        noise: NoiseName = "gaussian",
         secret_file: str | Path | None = None,
     ) -> None:
-        self.folder, self.budget, self.accountant = Path(folder), budget, accountant
+        self.folder, self.budget, self.accountant, self.noise = Path(folder), budget, accountant, noise
         self.secret_file = None if secret_file is None else Path(secret_file)
         self.path = self.folder / f"silo_ledger.{budget.unit}.jsonl"
         self._ledger = DatasetLedger(self.path, total_eps=budget.eps, budget=budget, accountant=accountant)
@@ -116,6 +119,7 @@ class SiloLedger:
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
             accountant=self.accountant,
+            noise=self.noise,
             secret_file=self.secret_file,
             dataset_ledger=self.path,
             total_eps=budget.eps,
@@ -167,10 +171,12 @@ class SiloLedger:
                 nonlocal done
                 if done == count:
                     raise ConfigurationError(f"{label}: {count} releases were reserved, and all of them are made.")
+                # Rounding to a grid moves the table a little further, which the noise covers.
+                sensitivity = charged(sensitivity, self.noise)
                 std = noise_multiplier * sensitivity
                 ledger.append("intent", attempt=0, step=done, release=release.to_dict(), state_hash=None, sum_tag=None)
-                drawn = stream.normal(table.shape, attempt=0, step=done, parameter=label, salt=nonce, dtype=table.dtype)
-                found = table + std * drawn.to(table)
+                source = noise_source(self.noise, stream, noise_multiplier=noise_multiplier, coordinates=table.numel())
+                found = source.noised(table, std=std, attempt=0, step=done, parameter=label, salt=nonce)
                 ledger.append(
                     "release", attempt=0, step=done, noise_std=std, sensitivity=sensitivity, denominator=1.0,
                     law=FullBatch().to_dict(), update_hash=None,

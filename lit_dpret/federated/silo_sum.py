@@ -4,17 +4,22 @@ A deployed silo runs each message in a new process, so its secrets of a round ha
 folder of its state, readable by its owner alone, from `begin` until the sum is unmasked, a new one begins, or the
 server goes on to something else (`forget`). A deleted file may still lie on the medium: that is the disk's affair.
 
-**One update is in one sum.** Two sums of the same round over different silos would differ by single updates. So a
-silo answers the last act of a round once, whatever sum it belongs to, and remembers that beyond the round's life.
+**One update is in one sum.** Two sums of the same round over different silos would differ by single updates, and two
+lists of one sum show both secrets of a silo. So a silo agrees to one list in a round, whatever sum it belongs to, and
+has written down to which before it signs or reveals anything.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +27,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.federated.aggregation import client_weights
+from lit_dpret.federated.aggregation import check_norm, client_weights
 from lit_dpret.federated.credentials import Credentials
 from lit_dpret.federated.fixed_point import Words
 from lit_dpret.federated.secure_mean import vector_of, words_for
 from lit_dpret.federated.secure_sum import Client, Keys, Session, Unmasking, threshold_for
 from lit_dpret.federated.settings import PddAs2
-from lit_dpret.federated.storage import save_json, save_tensors
+from lit_dpret.federated.storage import keep_once, save_json, save_tensors
 
 log = logging.getLogger("lit_dpret.federated")
 
@@ -42,7 +47,7 @@ class SumPlan:
         round: Of stage 1.
         attempt: Drawn by the server, so that a round that is begun again is another sum.
         weights: Fingerprint of the global weights that all begin with.
-        clients: Everybody's number.
+        clients: Everybody's number; with a roster of all who are on it.
     """
 
     run: str
@@ -64,15 +69,36 @@ class SumPlan:
             raise DataError(str(error), kind="too few clients") from error
 
 
+def _one_at_a_time(act: Callable[..., Any]) -> Callable[..., Any]:
+    """Let one act on a silo's state folder end before the next one begins, whichever process it runs in.
+
+    A server that sends one message several times at once would else have each answered from the same state.
+    """
+
+    @wraps(act)
+    def alone(self: SiloSum, *args: Any, **settings: Any) -> Any:
+        folder = self._secrets.parent.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "sum.lock", "ab") as file:
+            if sys.platform != "win32":
+                import fcntl
+
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX)
+            return act(self, *args, **settings)
+
+    return alone
+
+
 class SiloSum:
     """One silo's side, act by act.
 
     Guarantees:
         - Secrets are on the disk while the round lives, for the owner of the silo alone, and are deleted before the
           answer that ends it is given.
-        - It unmasks each round once; what it refuses changes nothing.
-        - Under ``federated.roster`` it takes part with silos of the roster alone, under the numbers that this gives
-          them, whatever the server says.
+        - It signs one list of survivors for each round, and unmasks it once, also after a restart; what it refuses
+          changes nothing.
+        - Under ``federated.roster`` it takes part in sums of the whole roster alone, under the numbers that this gives,
+          whatever the server says, and reveals shares for a list that enough of it have signed.
 
     Args:
         state: The silo's state folder.
@@ -84,8 +110,9 @@ class SiloSum:
         self.settings, self.credentials = settings, credentials
         self._secrets = state / "sum" / "secrets.json"
         self._words = state / "sum" / "words.safetensors"
-        self._unmasked = state / "sums_unmasked.json"
+        self._agreed = state / "sums_agreed"
 
+    @_one_at_a_time
     def begin(
         self, plan: SumPlan, number: int, start: Mapping[str, Tensor], update: Mapping[str, Tensor], *, examples: int
     ) -> Keys:
@@ -99,10 +126,13 @@ class SiloSum:
             examples: Its train queries, for its weight; they go under the masks alone.
 
         Raises:
-            DataError: The silo has unmasked this round already, is not who the server says, or sent no numbers.
+            DataError: The silo has agreed to a list of this round already, is not who the server says, or its update
+                has no numbers or is longer than ``federated.update_norm`` allows.
         """
         self.forget()
-        self._once(plan.round)
+        if self._list_of(plan.round).is_file():
+            raise _agreed_already(plan.round)
+        check_norm("this silo's update", start, update, self.settings.update_norm)
         stage = self.settings.stage1
         weight = client_weights({"": examples}, stage.weighting, n_hat=stage.n_hat)[""]
         vector, cut = vector_of(start, update, weight, self.settings.update_limit)
@@ -115,6 +145,7 @@ class SiloSum:
         self._keep(plan, client)
         return client.advertise()
 
+    @_one_at_a_time
     def share(self, attempt: str, keys: Iterable[Keys]) -> dict[int, bytes]:
         """Act 2: sealed shares of the silo's secrets, by receiver."""
         plan, client = self._known(attempt)
@@ -122,21 +153,42 @@ class SiloSum:
         self._keep(plan, client)
         return found
 
+    @_one_at_a_time
     def mask(self, attempt: str, sealed: Mapping[int, bytes]) -> Words:
         """Act 3: the vector under its masks, once."""
         plan, client = self._known(attempt)
+        if not self._words.is_file():
+            raise DataError("This silo has sent its vector in this sum, and does so once.", kind="bad protocol")
         words: Words = load_file(self._words)["words"].numpy().view(np.uint32)
         found = client.mask(words, sealed)
         self._keep(plan, client)
         self._words.unlink()
         return found
 
-    def unmask(self, attempt: str, active: Iterable[int], dead: Iterable[int]) -> Unmasking:
-        """Act 4: shares of what takes the masks off the sum; the silo's secrets of this round are gone after it."""
+    @_one_at_a_time
+    def sign(self, attempt: str, active: Iterable[int], dead: Iterable[int]) -> bytes:
+        """Act 4, with a roster: a signature over who is left and who was lost.
+
+        Raises:
+            DataError: The silo has agreed to another list of this round, or the lists are none (`Client.statement`).
+        """
         plan, client = self._known(attempt)
-        self._once(plan.round)
-        found = client.unmask(active, dead)
-        save_json(self._unmasked, {**self._done(), plan.attempt: plan.round})
+        alive, lost = set(active), set(dead)
+        self._agree(plan, client.statement(alive, lost))
+        found = client.sign(alive, lost)
+        self._keep(plan, client)
+        return found
+
+    @_one_at_a_time
+    def unmask(
+        self, attempt: str, active: Iterable[int], dead: Iterable[int], signatures: Mapping[int, bytes] | None = None
+    ) -> Unmasking:
+        """Act 5: shares of what takes the masks off the sum; the silo's secrets of this round are gone after it."""
+        plan, client = self._known(attempt)
+        alive, lost = set(active), set(dead)
+        statement = client.statement(alive, lost)
+        found = client.unmask(alive, lost, signatures)
+        self._agree(plan, statement)
         self.forget()
         return found
 
@@ -150,11 +202,8 @@ class SiloSum:
         one = self.credentials
         if one is None:
             return Client(session, number)
-        if number != one.number or not set(plan.clients) <= set(one.by_number):
-            raise DataError(
-                "The server's numbers are not those of the roster: it counts somebody who is not on it.",
-                kind="bad protocol",
-            )
+        if number != one.number:
+            raise DataError("The server's number for this silo is not that of the roster.", kind="bad protocol")
         return Client(session, number, identity=one.identity, roster=one.by_number)
 
     def _keep(self, plan: SumPlan, client: Client) -> None:
@@ -166,24 +215,24 @@ class SiloSum:
             plan = SumPlan(**{**facts["plan"], "clients": tuple(facts["plan"]["clients"])})
             if plan.attempt == attempt:
                 return plan, self._client(plan, facts["number"]).go_on(facts["client"])
-        if attempt in self._done():
-            self._once(self._done()[attempt])
         raise DataError(
             "This silo has no secrets of the sum that the server names: it was unmasked, or given up.",
             kind="no such sum",
         )
 
-    def _done(self) -> dict[str, int]:
-        """The round of every sum that this silo has unmasked, by its attempt."""
-        if not self._unmasked.is_file():
-            return {}
-        found: dict[str, int] = json.loads(self._unmasked.read_text(encoding="utf-8"))
-        return found
+    def _list_of(self, number: int) -> Path:
+        """Where it is written down to which list of a round the silo has agreed."""
+        return self._agreed / f"round-{number:03}"
 
-    def _once(self, number: int) -> None:
-        if number in self._done().values():
-            raise DataError(
-                f"This silo has unmasked round {number} already, and does so once: two sums of one round could differ "
-                "by a single update.",
-                kind="unmasked already",
-            )
+    def _agree(self, plan: SumPlan, statement: bytes) -> None:
+        digest = hashlib.sha256(statement).hexdigest()
+        if keep_once(self._list_of(plan.round), digest) != digest:
+            raise _agreed_already(plan.round)
+
+
+def _agreed_already(number: int) -> DataError:
+    return DataError(
+        f"This silo has agreed to a list of round {number} already, and does so once: two sums of one round could "
+        "differ by a single update.",
+        kind="agreed already",
+    )

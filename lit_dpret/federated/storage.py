@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import save
 from torch import Tensor
 
-from lit_dpret.errors import ResumeError
+from lit_dpret.errors import ResumeError, StorageError
 from lit_dpret.whole_file import write_whole
 
 
@@ -29,6 +31,36 @@ def save_json(path: Path, content: object) -> None:
         StorageError: It cannot be written.
     """
     write_whole(path, json.dumps(content), owner_only=True)
+
+
+def keep_once(path: Path, fact: str) -> str:
+    """Keep a fact under a path for good, unless one is kept there already; the one that is kept.
+
+    Guarantees:
+        - Of several processes at once one keeps its own, and all of them get the same.
+        - It is on the disk before this returns.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    write_whole(draft, fact, owner_only=True)
+    try:
+        os.link(draft, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}.") from error
+    finally:
+        draft.unlink(missing_ok=True)
+    return path.read_text(encoding="utf-8")
 
 
 def keep_facts(path: Path, name: str, facts: Mapping[str, object]) -> None:

@@ -142,7 +142,7 @@ def train_generator(
         steps=steps, accountant=privacy.accountant,
     )  # fmt: skip
     spent = Path(state) / "private" if ledgers is None else Path(ledgers)
-    ledger = SiloLedger(spent, budget, accountant=privacy.accountant, secret_file=secret_file)
+    ledger = SiloLedger(spent, budget, accountant=privacy.accountant, noise=privacy.noise, secret_file=secret_file)
     ledger.require_whole(Path(state))
     module = make_generator(privacy=ledger.training(noise_multiplier=noise, max_grad_norm=privacy.max_grad_norm))
     folder = attempt_folder(root)

@@ -42,7 +42,7 @@ def sights(run: PddAs2) -> list[Sight]:
     if eps is not None and run.train_on == "queries":
         update += "; nothing is promised of the sentences that it is trained on"
     hidden = run.secure_sum
-    masks = f"masks, under an honest-but-curious server, with {_keys(run)}"
+    masks = f"masks, {_against(run)}, with {_keys(run)}"
     found = [
         Sight(
             "the update of a round (stage 1)",
@@ -67,6 +67,16 @@ def sights(run: PddAs2) -> list[Sight]:
         kept += ", how many train queries a silo has"
     found.append(Sight(f"{kept}: never", "nothing", "nothing", "they stay in the silo"))
     return found
+
+
+def _against(run: PddAs2) -> str:
+    if not run.roster:
+        return "under an honest-but-curious server alone"
+    return f"against any server and fewer colluding silos than 2 t - n, of n on the roster, t={_threshold(run)}"
+
+
+def _threshold(run: PddAs2) -> str:
+    return "2n/3 + 1" if run.sum_threshold is None else f"{run.sum_threshold} (at least n/2 + 1)"
 
 
 def _keys(run: PddAs2) -> str:

@@ -9,68 +9,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_silos import PRIVATE, SIZE, SMALL, declare_public, federation, maker
+from tiny_silos import PRIVATE, SMALL, declare_public, federation
 
 pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 
-from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
+from messages import DIM, Run, only_stage1
+
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
-from lit_dpret.federated.data import planted_silos
-from lit_dpret.federated.flower.client_app import build_client_app
-from lit_dpret.federated.flower.grid import Fate, InProcessGrid
-from lit_dpret.federated.flower.library import SUPERLINK_NODE_ID, Context, Message, acting_as
-from lit_dpret.federated.flower.payloads import fingerprint, weights_record
-from lit_dpret.federated.flower.server_app import FlowerFederation, FlowerResult, build_server_app
+from lit_dpret.federated.aggregation import fingerprint
+from lit_dpret.federated.flower.library import SUPERLINK_NODE_ID, Message, acting_as
+from lit_dpret.federated.flower.payloads import weights_record
+from lit_dpret.federated.flower.server_app import FlowerFederation
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo import SiloClient
-
-DIM = 16
-
-
-class Run:
-    """A federation by messages over planted silos; the same silos and the same start as `tiny_silos.federation`."""
-
-    def __init__(
-        self,
-        root: Path,
-        settings: PddAs2 = SMALL,
-        *,
-        fate: Fate | None = None,
-        silo: Any = SiloClient,
-        share: bool = False,
-        spent: bool = False,
-        **server: Any,
-    ) -> None:
-        if not (root / "silos").exists():
-            write_silos(root / "silos", planted_silos(SIZE), facts={})
-        self.folders = silo_folders(root / "silos")
-        self.root, self.settings, self.silo = root, settings, silo
-        self.grid = InProcessGrid(
-            build_client_app(self.client, share_measures=share, share_epsilon=spent),
-            {number: {"client": name} for number, name in enumerate(self.folders, start=10)},
-            fate=fate,
-        )
-        start = self.client(self.grid.context(10)).model[0]
-        self.server = FlowerFederation(settings, start, root / "flower" / "server", dim=DIM, wait=0.0, **server)
-
-    def client(self, context: Context) -> SiloClient:
-        name = str(context.node_config["client"])
-        found: SiloClient = self.silo(
-            self.folders[name], self.root / "flower" / name, self.settings, maker(), secret_file=self.root / "secret"
-        )
-        return found
-
-    def launch(self) -> FlowerResult:
-        self.grid.launch(build_server_app(self.server))
-        return self.server.result
-
-
-def only_stage1(settings: PddAs2 = SMALL, rounds: int = 2) -> PddAs2:
-    return replace(
-        settings,
-        stage1=replace(settings.stage1, warmup_rounds=0, rounds=rounds),
-        stage2=replace(settings.stage2, epochs=0),
-    )
 
 
 def personal(state: Path, settings: PddAs2) -> dict[str, torch.Tensor]:
@@ -206,7 +157,7 @@ def test_under_a_budget_no_count_and_no_measure_leaves_a_silo_and_its_ledger_is_
     assert result.epsilon == (spent_by if hidden else {})  # a silo tells it by its own choice
     assert not result.faults and set(run.server._roster.examples.values()) == {1}
     assert not any(result.measures.values()) and not result.queries
-    assert (tmp_path / "flower" / "client0" / "measures-stage2.safetensors").is_file()  # the silo knows
+    assert (tmp_path / "flower" / "client0" / "measures-stage2-test.safetensors").is_file()  # the silo knows
     client = run.client(run.grid.context(10))
     spent = client.epsilon()
     assert spent is not None and 0.9 * 20 < spent <= 20

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.federated.aggregation import fingerprint
 from lit_dpret.federated.fed_negatives import Block, FedPool, merge_lists, respond
 from lit_dpret.federated.flower import payloads
 from lit_dpret.federated.flower.library import Array, ArrayRecord, ConfigRecord, RecordDict
@@ -31,7 +32,7 @@ def changed(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_weights_come_out_as_they_went_in() -> None:
     found = payloads.weights_of(with_weights(MODEL), "client 'a'", like=MODEL)
     assert set(found) == set(MODEL) and all(torch.equal(found[name], MODEL[name]) for name in MODEL)
-    assert payloads.fingerprint(found) == payloads.fingerprint(MODEL) != payloads.fingerprint(changed(b=torch.ones(2)))
+    assert fingerprint(found) == fingerprint(MODEL) != fingerprint(changed(b=torch.ones(2)))
 
 
 def test_an_integer_buffer_is_not_sent_and_not_taken() -> None:

@@ -244,7 +244,7 @@ def test_a_server_that_asks_for_both_secrets_of_a_silo_or_a_second_time_is_refus
     assert all(not reply.has_error() for reply in answers.values())
     for node in answers:
         again = run.ask(node, "train.secagg_unmask", attempt=attempt, active=everybody)
-        assert again.error.reason == "DataError (unmasked already)"
+        assert again.error.reason == "DataError (no such sum)"
     # The other two answer the other question: fewer than the threshold, so the victim's own mask stays on.
     late = {node: run.ask(node, "train.secagg_unmask", attempt=attempt, active=everybody) for node in (11, 14)}
     seeds = {node - 9: reply.content["seeds"][str(victim)] for node, reply in late.items()}
@@ -265,7 +265,7 @@ def test_one_update_is_in_one_sum_though_a_server_begins_the_round_again_with_fe
     run.launch()
     for node, number in ((10, 1), (11, 2)):
         reply = run.ask(node, "train.secagg_setup", content, number=number, **facts)
-        assert reply.error.reason == "DataError (unmasked already)"
+        assert reply.error.reason == "DataError (agreed already)"
     more = run.ask(10, "train.secagg_setup", content, number=1, **{**facts, "round": 1})
     assert more.error.reason == "DataError (not planned)"  # of one round, whatever number the server gives it
     clear = run.ask(10, "train.stage1", content, round=0)
@@ -332,7 +332,7 @@ def test_a_silo_whose_key_is_not_on_the_others_roster_is_taken_for_somebody_in_t
 def test_numbers_of_the_server_that_are_not_the_rosters_are_refused(tmp_path: Path) -> None:
     run = Masked(tmp_path, SIGNED, keys=credentials())
     content = {"weights": weights_record(START)}
-    for number, clients in ((2, [1, 2, 3]), (1, [1, 2, 9])):
+    for number, clients in ((2, [1, 2, 3, 4, 5]), (1, [1, 2, 3, 4, 9]), (1, [1, 2, 3]), (1, [1, 2, 3, 4, 5, 6])):
         reply = run.ask(10, "train.secagg_setup", content, round=0, attempt="a", number=number, clients=clients)
         assert reply.error.reason == "DataError (bad protocol)"
 

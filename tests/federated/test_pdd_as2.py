@@ -28,6 +28,7 @@ from lit_dpret.federated.settings import PddAs2, Stage1, Stage2
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.modules import AS2DualEncoder, OptimizerSpec
 from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.privacy.noise import KeyedStream
 
 
 def one_step(
@@ -155,7 +156,7 @@ def test_under_masks_the_next_global_model_is_that_of_the_plain_mean(tmp_path: P
 
 
 def test_a_client_that_sends_nan_or_wrong_shapes_is_named_and_the_round_goes_on(tmp_path: Path) -> None:
-    run = federation(tmp_path)
+    run = federation(tmp_path, replace(SMALL, update_norm=None))
     good = {name: {key: value + 1 for key, value in run.start.items()} for name in run.clients}
     key = next(iter(run.start))
     good["client1"][key] = torch.full_like(run.start[key], float("nan"))
@@ -163,7 +164,7 @@ def test_a_client_that_sends_nan_or_wrong_shapes_is_named_and_the_round_goes_on(
     mean = run.aggregate(run.start, good, 0)
     assert [fault.split("'")[1] for fault in run.result.faults] == ["client1", "client2"]
     torch.testing.assert_close(mean[key], run.start[key] + 1)
-    with pytest.raises(DataError, match="No client answered"):
+    with pytest.raises(DataError, match=r"federated\.min_clients"):
         run.aggregate(run.start, {"client1": good["client1"]}, 1)
 
 
@@ -252,6 +253,28 @@ def test_centroids_of_a_private_collection_are_released_once_in_a_ledger_of_pass
     again = federation(tmp_path, settings).clients["client0"].serve(run.start, torch.empty(0, 16), refresh=0)
     assert torch.equal(first.embeddings, again.embeddings) and ledgers == ["silo_ledger.passage.jsonl"]
     assert client.epsilon() == 0.0  # nothing of the queries was read
+
+
+def test_with_noise_on_a_grid_nothing_floating_is_drawn_for_training_requests_or_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(KeyedStream, "normal")
+    settings = replace(PRIVATE, privacy=replace(PRIVATE.privacy, noise="discrete"))
+    two = replace(SIZE, clients=2)
+    run = federation(tmp_path, settings, size=two)
+    declare_public(tmp_path)
+    run.personalise(run.train_shared())
+    for client in run.clients.values():
+        assert 0.9 * 20 < (client.epsilon() or 0) <= 20
+    answering = replace(
+        settings,
+        stage2=replace(PRIVATE.stage2, request="none", response="dp_centroid"),
+        privacy=replace(settings.privacy, collection_eps=5.0, collection_delta=1e-3),
+    )
+    other = federation(tmp_path, answering, size=two, state="other").clients["client0"]
+    assert other.serve(run.start, torch.empty(0, 16), refresh=0).embeddings.isfinite().all()
+    with pytest.raises(ConfigurationError, match=r"federated\.privacy\.noise"):
+        replace(PRIVATE, privacy=replace(PRIVATE.privacy, noise="laplace")).check()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("response", "message"), [("public", "public_sids.txt"), ("synthetic", "without one nothing")])

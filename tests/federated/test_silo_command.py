@@ -200,6 +200,9 @@ def test_a_silo_of_a_roster_needs_its_signing_key_and_the_list_and_makes_the_key
         check_silo(read_silo_settings(Path(document(tmp_path, settings))))
     whole = read_silo_settings(Path(document(tmp_path, replace(settings, roster_file=Path("roster.json")))))
     assert "what is spent of the budget (share_epsilon: true)" in check_silo(whole)
+    assert "3 of the 3 silos on the roster have to stay" in check_silo(whole) and "\nsecure sum: " in check_silo(whole)
+    with pytest.raises(ConfigurationError, match=r"federated\.sum_threshold"):
+        check_silo(replace(whole, federated=replace(run, sum_threshold=4)))
     write_roster(roster, {"client0": "33" * 32, "client1": "11" * 32, "client2": "22" * 32})
     with pytest.raises(ConfigurationError, match="client0"):
         check_silo(whole)

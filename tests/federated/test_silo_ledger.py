@@ -14,6 +14,8 @@ from lit_dpret.federated.silo_ledger import SiloLedger, silo_budget, split_budge
 from lit_dpret.privacy.accounting import epsilon
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.noise_source import ROUNDING_SHARE, grid_bits
 from lit_dpret.privacy.releases import FullBatch, GaussianRelease, Poisson
 
 BUDGET = PrivacyBudget(eps=4.0, delta=1e-3)
@@ -137,3 +139,21 @@ def test_a_release_whose_last_line_a_power_cut_tore_is_known_all_the_same(tmp_pa
     (path,) = (silo.folder / "releases").iterdir()
     path.write_bytes(path.read_bytes()[:-9])
     assert ledger(tmp_path).epsilon() == silo.epsilon()
+
+
+def test_noise_on_a_grid_is_charged_for_its_rounding_and_no_floating_point_noise_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silo = SiloLedger(tmp_path / "silo", BUDGET, accountant="rdp", noise="discrete", secret_file=tmp_path / "secret")
+    monkeypatch.delattr(KeyedStream, "normal")
+    with silo.gaussian("probe", noise_multiplier=3.0, count=1) as noised:
+        found = noised(torch.zeros(200, 200, dtype=torch.float64), 0.5)
+    std = 3.0 * 0.5 * (1 + ROUNDING_SHARE)
+    steps = found / (std * 2.0 ** -grid_bits(3.0, 200 * 200))
+    assert float(found.std()) == pytest.approx(1.5, rel=0.02) and float((steps - steps.round()).abs().max()) < 1e-6
+    (path,) = (silo.folder / "releases").iterdir()
+    (release,) = [record for record in PrivacyLedger.read(path).records if record["kind"] == "release"]
+    assert (release["noise_std"], release["sensitivity"]) == (std, 0.5 * (1 + ROUNDING_SHARE))
+    assert silo.epsilon() == pytest.approx(cost((3.0, 1)))
+    assert centroids(silo, torch.randn(20, 4), 5.0).isfinite().all()
+    assert silo.training(noise_multiplier=3.0, max_grad_norm=1.0).noise == "discrete"

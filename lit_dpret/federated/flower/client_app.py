@@ -15,13 +15,14 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
 from lit_dpret.errors import DataError, LedgerError, LitDpretError
-from lit_dpret.federated.aggregation import Weights
+from lit_dpret.federated.aggregation import Weights, fingerprint
 from lit_dpret.federated.fed_negatives import FedPool
 from lit_dpret.federated.flower.library import (
     ClientApp,
@@ -38,7 +39,6 @@ from lit_dpret.federated.flower.payloads import (
     block_record,
     digest_of,
     envelope,
-    fingerprint,
     head_of,
     pool_of_record,
     rows_of,
@@ -56,6 +56,7 @@ from lit_dpret.federated.flower.sealed_messages import (
     sealed_request,
 )
 from lit_dpret.federated.flower.sum_messages import ACTS, answered, end_sum
+from lit_dpret.federated.served import Served
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.storage import save_tensors
@@ -70,6 +71,7 @@ Handler = Callable[[SiloClient, RecordDict, Mapping[str, Any]], RecordDict]
 
 log = logging.getLogger("lit_dpret.federated")
 SYSTEMS = ("bm25", "stage1", "stage2")
+SPLITS = ("train", "dev", "test")
 _SERVER = "the server"
 
 
@@ -82,7 +84,8 @@ def build_client_app(
         - What a message changes or releases is what a method of `SiloClient` does, budget included.
         - A message is refused where server and silo have different settings, and where a ledger that this node
           knows is gone, or does not begin as it did.
-        - No round, refresh or epoch is made that the silo's own settings do not plan, however often a server asks.
+        - No round, refresh or epoch is made that the silo's own settings do not plan, however often a server asks; and
+          each once, from one set of weights: asked the same again it gives the same answer, and else it refuses.
         - Of an error no word but its kind leaves the silo.
         - With ``secure_sum`` no update leaves the silo but under masks, and the secrets of a round are deleted by
           whatever message comes after it.
@@ -143,11 +146,14 @@ def build_client_app(
 
 
 def describe(client: SiloClient, content: RecordDict, head: Mapping[str, Any]) -> RecordDict:
-    """Its name and number; how many train queries it has, where nothing is promised and the aggregation needs it."""
+    """Its name, its number, how many are on its roster; and how many train queries it has, where nothing is promised
+    and the aggregation needs it.
+    """
     run = client.settings
     counted = run.privacy.eps is None and run.stage1.weighting != "uniform" and not run.secure_sum
-    number = 0 if client.credentials is None else client.credentials.number
-    return envelope(name=client.name, number=number, examples=client.examples if counted else 1)
+    one = client.credentials
+    number, listed = (0, 0) if one is None else (one.number, len(one.roster))
+    return envelope(name=client.name, number=number, listed=listed, examples=client.examples if counted else 1)
 
 
 def train_stage1(client: SiloClient, content: RecordDict, head: Mapping[str, Any]) -> RecordDict:
@@ -182,9 +188,13 @@ def fedneg_serve(client: SiloClient, content: RecordDict, head: Mapping[str, Any
     if client.settings.seal:
         return sealed_answers(client, content, head, weights)
     reply = envelope()
-    for asker in range(_number(head, "askers")):
-        rows = rows_of(content, f"asker {asker}", name=f"rows.{asker}", dim=client.model[1])
-        reply[f"block.{asker}"] = block_record(client.serve(weights, rows, refresh=refresh))
+    asked = [
+        rows_of(content, f"asker {asker}", name=f"rows.{asker}", dim=client.model[1])
+        for asker in range(_number(head, "askers"))
+    ]
+    for asker, known in enumerate(Served(client.state).known(refresh, asked)):
+        if known:  # a request that comes later in this refresh is one more than was planned
+            reply[f"block.{asker}"] = block_record(client.serve(weights, asked[asker], refresh=refresh))
     return reply
 
 
@@ -207,13 +217,15 @@ def evaluate(
     client: SiloClient, content: RecordDict, head: Mapping[str, Any], *, share: Choice, spent: Choice
 ) -> RecordDict:
     """Measures on its own collection, of every query for the silo itself; their means for the server, where agreed."""
-    system = head.get("system")
-    if system not in SYSTEMS:
-        raise DataError(f"The server asks for measures of {system!r}.", kind="bad message")
+    system, split = head.get("system"), head.get("split")
+    if system not in SYSTEMS or split not in SPLITS:
+        raise DataError(f"The server asks for measures of {system!r} on {split!r}.", kind="bad message")
     weights = None if system == "bm25" else global_weights(client, content, head)
-    found = client.evaluate(weights, personal=system == "stage2", split=str(head.get("split")))
-    values = {name.replace("/", "."): torch.from_numpy(value.copy()) for name, value in found.items()}
-    save_tensors(values, client.state / f"measures-{system}.safetensors")
+    kept = measures_file(client.state, system, split)
+    if not kept.is_file():
+        measured = client.evaluate(weights, personal=system == "stage2", split=split)
+        save_tensors({name.replace("/", "."): torch.from_numpy(one.copy()) for name, one in measured.items()}, kept)
+    found = {name.replace(".", "/", 1): value.numpy() for name, value in load_file(kept).items()}
     epsilon = client.epsilon() if _chosen(spent, client) else None
     told = {} if epsilon is None else {"epsilon": epsilon}
     if not _chosen(share, client) or client.settings.privacy.eps is not None:
@@ -221,6 +233,11 @@ def evaluate(
     reply = envelope(withheld=False, queries=max(len(value) for value in found.values()), **told)
     reply["measures"] = MetricRecord({name: float(value.mean()) for name, value in found.items()})
     return reply
+
+
+def measures_file(state: Path, system: str, split: str) -> Path:
+    """Where a silo keeps its measures of every query, which it tells the same whenever it is asked."""
+    return state / f"measures-{system}-{split}.safetensors"
 
 
 def check_planned(run: PddAs2, head: Mapping[str, Any]) -> None:
@@ -246,11 +263,12 @@ def global_weights(client: SiloClient, content: RecordDict, head: Mapping[str, A
     """The weights at the end of stage 1: from the message, or kept from one before, by their hash.
 
     Raises:
-        DataError: They are neither here nor there, or are not what their hash says.
+        DataError: They are neither here nor there, are not what their hash says, or not those of an earlier message.
     """
     wanted = str(head.get("weights"))
     if not re.fullmatch(r"[0-9a-f]{64}", wanted):
         raise DataError("The server names no weights.", kind="bad message")
+    Served(client.state).stage2(wanted)
     kept = client.state / f"received-{wanted[:16]}.safetensors"
     if "weights" in content.array_records:
         weights = weights_of(content, _SERVER, like=client.model[0])

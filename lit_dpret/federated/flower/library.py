@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
 
 import lit_dpret.federated.flower  # noqa: F401  (switches telemetry off before flwr is imported)
 from lit_dpret.errors import ConfigurationError
@@ -52,7 +54,8 @@ except (ImportError, AttributeError) as error:
 __all__ = [
     "FLWR_VERSION", "SUPERLINK_NODE_ID", "Array", "ArrayRecord", "ClientApp", "ConfigRecord", "Context", "Error",
     "ErrorCode", "Grid", "Message", "MetricRecord", "RecordDict", "Run", "ServerApp", "TaskIdentity", "acting_as",
-    "copied_context", "copied_message", "run_one_task", "run_simulation", "task_commands",
+    "copied_context", "copied_message", "is_registered", "robust_rules", "run_one_task", "run_simulation",
+    "task_commands",
 ]  # fmt: skip
 
 
@@ -84,6 +87,60 @@ def task_commands() -> list[str]:
     from flwr.supercore.constant import TASK_TYPE_TO_COMMAND
 
     return sorted(str(name) for name in TASK_TYPE_TO_COMMAND.values())
+
+
+def is_registered(address: str, key: Path, root_certificates: Path | None) -> bool | None:
+    """Whether a SuperLink takes a silo with this key; None where this Flower does not let us ask, or nobody answers."""
+    try:
+        import httpx
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+        from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL
+        from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest
+        from flwr.supercore.error import ApiErrorCode, FlowerError
+        from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
+        from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+        from flwr.supernode.fleet_http_client import FleetHttpClient
+        from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+        refused = int(ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED)
+    except (ImportError, AttributeError):
+        return None
+    private = load_ssh_private_key(key.read_bytes(), None)
+    if not isinstance(private, ec.EllipticCurvePrivateKey):
+        return None
+    public = private.public_key()
+    interceptors = [
+        RuntimeVersionHttpInterceptor(component_name="SuperNode"), NodeAuthHttpInterceptor(private, public)
+    ]  # fmt: skip
+    roots = None if root_certificates is None else str(root_certificates)
+    asked = ActivateNodeRequest(public_key=public_key_to_bytes(public), heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL)
+    try:
+        with FleetHttpClient.from_server_address(address, False, roots, interceptors=interceptors) as client:
+            node = client.ActivateNode(asked).node_id
+            client.DeactivateNode(DeactivateNodeRequest(node_id=node))
+    except httpx.HTTPStatusError as error:
+        told = FlowerError.from_json(error.response.text)
+        return False if told is not None and int(told.code) == refused else None
+    except (httpx.HTTPError, OSError, ValueError, RuntimeError):
+        return None
+    return True
+
+
+def robust_rules() -> dict[str, Callable[..., Any]]:
+    """Flower's functions that combine the updates of silos of which some may be anything.
+
+    Raises:
+        ConfigurationError: This Flower has them no more, or elsewhere.
+    """
+    try:
+        from flwr.server.strategy.aggregate import aggregate_krum, aggregate_median, aggregate_trimmed_avg
+    except ImportError as error:
+        raise ConfigurationError(
+            f"flwr {FLWR_VERSION} lacks its rules of aggregation ({error}). Run: pip install 'flwr{KNOWN}', or set "
+            "federated.stage1.aggregation=mean."
+        ) from error
+    return {"median": aggregate_median, "trimmed_mean": aggregate_trimmed_avg, "krum": aggregate_krum}
 
 
 def run_one_task(load: Callable[[], ClientApp]) -> None:

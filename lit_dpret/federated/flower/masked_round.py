@@ -1,4 +1,4 @@
-"""The server's side of a round under masks: four messages, of which it learns the sum and who took part.
+"""The server's side of a round under masks: messages of which it learns the sum and who took part.
 
 A silo may go away before any of them. Who has shared nothing is left out; who has shared and sends no vector is
 recovered from the others' shares; who does not unmask is not needed as long as enough do. Where fewer than the
@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import DataError
-from lit_dpret.federated.aggregation import Weights
-from lit_dpret.federated.flower.library import RecordDict
-from lit_dpret.federated.flower.payloads import digest_of, fingerprint, weights_record
+from lit_dpret.federated.aggregation import Weights, fingerprint
+from lit_dpret.federated.flower.library import ConfigRecord, RecordDict
+from lit_dpret.federated.flower.payloads import digest_of, weights_record
 from lit_dpret.federated.flower.sum_messages import (
+    SIGNATURE,
     bytes_of,
     bytes_record,
     keys_of,
@@ -43,8 +44,8 @@ class MaskedRound:
         - What it returns is the weighted mean of those whose vectors arrived, to the step of `FixedPoint`.
         - It asks each silo for shares of the seed of every vector that arrived and of the key of every other, and
           for nothing else.
-        - A round is unmasked once. One that fails at that, or whose server was ended in the middle of it, is lost:
-          the weights stay as they were, and the loss is named.
+        - Lists are signed and a round is unmasked once. One that fails at that, or whose server was ended in the
+          middle of it, is lost: the weights stay as they were, and the loss is named.
 
     Args:
         settings: Of the run.
@@ -56,6 +57,7 @@ class MaskedRound:
         faults: Told of silos that were gone on without.
         where: In the words of the faults.
         min_clients: Fewer vectors than these are not summed.
+        roster: How many are on the roster of keys; 0 where there is none.
     """
 
     settings: PddAs2
@@ -67,22 +69,24 @@ class MaskedRound:
     faults: list[str]
     where: str
     min_clients: int = 1
+    roster: int = 0
 
     def __post_init__(self) -> None:
         self.attempt = secrets.token_hex(16)
+        clients = range(1, self.roster + 1) if self.settings.roster else sorted(self.numbers.values())
         plan = SumPlan(
             run=digest_of(self.settings), round=self.number, attempt=self.attempt, weights=fingerprint(self.weights),
-            clients=tuple(sorted(self.numbers.values())),
+            clients=tuple(clients),
         )  # fmt: skip
         self._server = Server(plan.session(self.settings.sum_threshold))
         self._names = {number: name for name, number in self.numbers.items()}
         self._plan = plan
 
     def run(self, marker: Path) -> tuple[Weights, list[str]]:
-        """All four acts: the next global weights, and whose updates they are made of.
+        """All acts: the next global weights, and whose updates they are made of.
 
         Args:
-            marker: A file that says that the last act of this round was begun.
+            marker: A file that says that silos were asked to agree to a list of this round.
 
         Raises:
             DataError: Too few silos were left before it: the round may be begun again.
@@ -98,8 +102,8 @@ class MaskedRound:
 
     def _lost(self, why: str) -> tuple[Weights, list[str]]:
         self.faults.append(
-            f"{self.where}: {why} Silos unmask a round once, so it is lost and its updates stay unknown; the next one "
-            "begins with the weights that this one began with."
+            f"{self.where}: {why} Silos agree to one list of a round, so it is lost and its updates stay unknown; the "
+            "next one begins with the weights that this one began with."
         )
         return self.weights, []
 
@@ -138,21 +142,41 @@ class MaskedRound:
         self._need(len(masked), "sent a vector", least=self.min_clients)
 
     def unmask(self) -> tuple[Weights, list[str]]:
-        """Act 4: the next global weights, and whose updates they are made of.
+        """Acts 4 and 5: the next global weights, and whose updates they are made of.
 
         Raises:
-            DataError: Too few silos unmasked, or shares are not of one secret.
+            DataError: Too few silos signed or unmasked, shares are not of one secret, or the sum is none of theirs.
         """
         active, dead = self._server.active, self._server.dead
         names = sorted(self._names[number] for number in active)
-        contents = {name: self._message(active=active, **({"dead": dead} if dead else {})) for name in names}
+        lists: dict[str, Any] = {"active": active, **({"dead": dead} if dead else {})}
+        signatures = self._signatures(names, lists) if self.settings.roster else None
+        contents = {name: self._message(**lists) for name in names}
+        for content in contents.values():
+            if signatures is not None:
+                content["signatures"] = signatures
         found = self._ask(
             "train.secagg_unmask",
             contents,
             lambda name, content: unmasking_of(content, f"client {name!r}", self.numbers[name], active, dead),
         )
-        fixed = words_for(self.settings.update_limit, len(self.numbers))
-        return mean_of(self.weights, fixed.decode(self._server.total(found.values()))), names
+        fixed = words_for(self.settings.update_limit, len(self._plan.clients))
+        total = fixed.decode(self._server.total(found.values()))
+        limit, norm = self.settings.update_limit, self.settings.update_norm
+        return mean_of(self.weights, total, fixed, clients=len(names), limit=limit, norm=norm), names
+
+    def _signatures(self, names: list[str], lists: Mapping[str, Any]) -> ConfigRecord:
+        """Act 4: what the silos sign of the lists, all together."""
+        found = self._ask(
+            "train.secagg_sign",
+            {name: self._message(**lists) for name in names},
+            lambda name, content: bytes_of(content, "signatures", f"client {name!r}", size=SIGNATURE),
+        )
+        signed = {
+            self.numbers[name]: one[self.numbers[name]] for name, one in found.items() if self.numbers[name] in one
+        }
+        self._need(len(signed), "signed who is left")
+        return bytes_record(signed)
 
     def _message(self, **facts: Any) -> RecordDict:
         return self.envelope(attempt=self.attempt, **facts)

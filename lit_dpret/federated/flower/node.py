@@ -26,6 +26,7 @@ from pathlib import Path
 from lit_dpret.errors import ConfigurationError, StorageError
 from lit_dpret.federated.documents import SiloSettings
 from lit_dpret.federated.flower import silent_environment
+from lit_dpret.federated.flower.reach import Reach, check_key
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.synthetic import GENERATOR
 from lit_dpret.federated.trust import trust_table
@@ -76,6 +77,19 @@ class Connection:
             check_certificates(self.root_certificates, "--root-certificates")
         return self
 
+    def reach(self) -> None:
+        """Refuse a server that would not take this connection, before Flower tries it for ever.
+
+        Raises:
+            ConfigurationError: It speaks no TLS, or only TLS; its certificate is another's; or it knows no such key.
+        """
+        Reach(
+            address=self.superlink, root_certificates=self.root_certificates, insecure=self.insecure,
+            certificates_option="--root-certificates", insecure_option="--insecure",
+        ).check()  # fmt: skip
+        if self.key is not None:
+            check_key(self.superlink, self.key, self.root_certificates)
+
 
 def check_silo(settings: SiloSettings) -> str:
     """Build the silo as a round would, on a copy of what it keeps; say who sees what, and what is spent.
@@ -106,7 +120,8 @@ def check_silo(settings: SiloSettings) -> str:
             f"the server is told {measures} (share_measures: {str(settings.share_measures).lower()}), and {spent} "
             f"(share_epsilon: {str(settings.share_epsilon).lower()})"
         )
-        return f"silo {client.name}\n\n{trust_table(settings.federated)}\n\n{said}\n{_budget_line(client)}\n"
+        lines = [said, _budget_line(client), *_sum_line(client)]
+        return f"silo {client.name}\n\n{trust_table(settings.federated)}\n\n" + "\n".join(lines) + "\n"
 
 
 def start_silo(settings: SiloSettings, connection: Connection) -> None:
@@ -120,6 +135,7 @@ def start_silo(settings: SiloSettings, connection: Connection) -> None:
     """
     connection.check()
     program = flower_program("flower-supernode")
+    connection.reach()
     settings.client()  # with the true state folder: another run's is refused now and not in a round
     home = settings.state / "flower"
     try:
@@ -207,6 +223,25 @@ def _budget_line(client: SiloClient) -> str:
         f"budget: epsilon {spent:.4g} of {budget.eps:.4g} is spent at delta={budget.delta:.3g}, unit {budget.unit}, "
         f"{budget.neighbours}; {'nothing' if spent >= budget.eps else f'{budget.eps - spent:.4g}'} is left"
     )
+
+
+def _sum_line(client: SiloClient) -> list[str]:
+    """What the secure sum of this roster withstands.
+
+    Raises:
+        ConfigurationError: The roster is too small for a sum, or for ``federated.sum_threshold``.
+    """
+    if not client.settings.secure_sum or client.credentials is None:
+        return []
+    from lit_dpret.federated.secure_sum import Session, threshold_for
+
+    listed = len(client.credentials.roster)
+    least = threshold_for(client.settings.sum_threshold, listed)
+    one = Session(name="check", clients=tuple(client.credentials.by_number), threshold=least)
+    return [
+        f"secure sum: {one.threshold} of the {listed} silos on the roster have to stay (federated.sum_threshold), and "
+        f"{one.colluders} may work with the server without learning more than the sum of the others"
+    ]
 
 
 def _check_key(path: Path) -> None:

@@ -57,15 +57,6 @@ def digest_of(settings: PddAs2) -> str:
     return hashlib.sha256(json.dumps(asdict(settings), sort_keys=True).encode()).hexdigest()
 
 
-def fingerprint(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names, shapes and values."""
-    digest = hashlib.sha256()
-    for name in sorted(weights):
-        digest.update(f"{name}{tuple(weights[name].shape)}".encode())
-        digest.update(weights[name].detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
 # -- tensors -----------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 
 from lit_dpret.errors import ConfigurationError, DataError
@@ -42,6 +43,7 @@ class Roster:
         self.examples: dict[str, int] = {}
         self._numbered = numbered
         self._numbers: dict[str, int] = {}
+        self._listed: dict[str, int] = {}
         self._nodes: dict[str, int] = {}
         self._holds: dict[str, str] = {}
 
@@ -70,7 +72,9 @@ class Roster:
             if not isinstance(answer, RecordDict):
                 self.faults.append(f"{where}: node {node} did not introduce itself: {answer or 'no answer'}.")
                 continue
-            name, examples, number = (answer["head"].get(what) for what in ("name", "examples", "number"))
+            name, examples, number, listed = (
+                answer["head"].get(what) for what in ("name", "examples", "number", "listed")
+            )
             if not isinstance(name, str) or not name or not isinstance(examples, int) or examples < 1:
                 self.faults.append(f"{where}: node {node} has no name or no train query; it is left out.")
             elif self._nodes.get(name) in here:
@@ -80,6 +84,7 @@ class Roster:
             else:
                 self._nodes[name], self.examples[name] = node, examples
                 self._numbers[name] = number if self._numbered else 0
+                self._listed[name] = listed if isinstance(listed, int) else 0
                 self._holds.pop(name, None)
         for name in sorted(name for name, node in self._nodes.items() if node not in here):
             self._fault(name, where, "is not there")
@@ -90,6 +95,11 @@ class Roster:
         if self._numbered:
             return {name: self._numbers[name] for name in names}
         return {name: place for place, name in enumerate(sorted(names), start=1)}
+
+    @property
+    def listed(self) -> int:
+        """How many silos are on the roster of keys, as most of those that are known say; 0 where there is none."""
+        return Counter(self._listed.values()).most_common(1)[0][0] if self._listed else 0
 
     def lacks(self, name: str, what: str) -> bool:
         """Whether a silo still has to be sent this; it is taken to have it from now on, until it fails."""

@@ -21,6 +21,7 @@ from lit_dpret.federated.flower.library import Array, ArrayRecord, ConfigRecord,
 from lit_dpret.federated.flower.payloads import block_of_parts, checked_rows, digest_of, envelope
 from lit_dpret.federated.flower.sum_messages import bytes_of, bytes_record, whole
 from lit_dpret.federated.sealing import Kind, Refresh, Sealer
+from lit_dpret.federated.served import Served
 from lit_dpret.federated.silo import SiloClient
 
 REFRESH = ("seal_key", "fedneg_request", "fedneg_serve", "personalise")
@@ -90,6 +91,11 @@ def sealed_answers(client: SiloClient, content: RecordDict, head: Mapping[str, A
         except DataError as error:
             asked.pop(asker, None)
             refused[asker] = error.kind
+    askers = sorted(asked)
+    for asker, known in zip(askers, Served(client.state).known(number, [asked[one] for one in askers]), strict=True):
+        if not known:
+            asked.pop(asker)
+            refused[asker] = "came later than the others of this refresh"
     reply = envelope()
     boxes: dict[int, bytes] = {}
     alike = {0: sorted(asked)} if says_nothing and asked else {asker: [asker] for asker in sorted(asked)}

@@ -18,14 +18,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.federated.aggregation import Weights, client_weights, weighted_mean
+from lit_dpret.federated.aggregation import Weights, client_weights, fingerprint
 from lit_dpret.federated.flower.library import Context, Grid, RecordDict, ServerApp
 from lit_dpret.federated.flower.masked_round import MaskedRound
 from lit_dpret.federated.flower.payloads import (
     SCHEMA,
     digest_of,
     envelope,
-    fingerprint,
     payload_bytes,
     weights_of,
     weights_record,
@@ -33,6 +32,7 @@ from lit_dpret.federated.flower.payloads import (
 from lit_dpret.federated.flower.relay import Relay
 from lit_dpret.federated.flower.roster import Roster
 from lit_dpret.federated.flower.sum_messages import ACTS
+from lit_dpret.federated.robust import check_enough, next_weights
 from lit_dpret.federated.selection import Site
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.storage import keep_facts, save_tensors
@@ -131,6 +131,7 @@ class FlowerFederation:
         self.settings = settings.check()
         if min_clients < 1:
             raise ConfigurationError(f"federated.min_clients={min_clients} must be at least 1.")
+        check_enough(settings.stage1, min_clients, "federated.min_clients")
         self.start, self.folder, self.dim = dict(start), Path(folder), dim
         self.min_clients = min_clients
         self.sites = dict(sites or {})
@@ -201,15 +202,15 @@ class FlowerFederation:
             lambda name, content: weights_of(content, f"client {name!r}", like=weights),
             where,
         )
-        if len(updates) < self.min_clients:
-            why = f"{len(updates)} silos sent an update, and federated.min_clients={self.min_clients}."
-            raise DataError(self._refused(where, why))
-        stage = self.settings.stage1
-        shares = client_weights(
-            {name: self._roster.examples[name] for name in updates}, stage.weighting, n_hat=stage.n_hat
-        )
-        self.result.rounds[number] = sorted(updates)
-        return weighted_mean(updates, shares)
+        stage, examples = self.settings.stage1, self._roster.examples
+        shares = client_weights({name: examples[name] for name in updates}, stage.weighting, n_hat=stage.n_hat)
+        try:
+            found, self.result.rounds[number] = next_weights(
+                weights, updates, shares, self.settings, where=where, faults=self.result.faults, least=self.min_clients
+            )
+        except DataError as error:
+            raise DataError(self._refused(where, str(error)), kind=error.kind) from error
+        return found
 
     def _masked_round(self, grid: Grid, weights: Weights, number: int, where: str) -> Weights:
         numbers = self._roster.numbers(self._present(grid, where))
@@ -224,6 +225,7 @@ class FlowerFederation:
                 faults=self.result.faults,
                 where=where,
                 min_clients=self.min_clients,
+                roster=self._roster.listed,
             )
             found, self.result.rounds[number] = masked.run(self.folder / f"unmasking-{number:03}.json")
         except DataError as error:

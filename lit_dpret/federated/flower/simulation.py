@@ -17,7 +17,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from lit_dpret.errors import ConfigurationError, LitDpretError, WorkerError
-from lit_dpret.federated.flower.client_app import build_client_app
+from lit_dpret.federated.flower.client_app import build_client_app, measures_file
 from lit_dpret.federated.flower.library import Context, Grid, Message, ServerApp, run_simulation
 from lit_dpret.federated.flower.server_app import FlowerFederation
 from lit_dpret.federated.inprocess import FedResult, Phase
@@ -66,7 +66,7 @@ def simulation(
     for name in names:
         SiloClient(silos[name], states[name], settings, make_module, secret_file=secret_file)  # refused here, not there
         for phase in measure:
-            _measures(states[name], phase).unlink(missing_ok=True)
+            measures_file(states[name], phase, split).unlink(missing_ok=True)
     module = make_module(
         privacy=NoPrivacy(), optimizer_lr=1e-3, towers="shared", passage_tower="trained", negatives=None
     )
@@ -95,7 +95,7 @@ def simulation(
     finally:
         stopped.set()
         quiet.setLevel(level)
-    result = _found(federation, states, measure, folder)
+    result = _found(federation, states, measure, split, folder)
     for name in names:
         client = SiloClient(silos[name], states[name], settings, make_module, secret_file=secret_file)
         result.epsilon[name] = client.epsilon()
@@ -139,7 +139,7 @@ class UntilStopped:
 
 
 def _found(
-    federation: FlowerFederation, states: Mapping[str, Path], measure: Sequence[Phase], folder: Path
+    federation: FlowerFederation, states: Mapping[str, Path], measure: Sequence[Phase], split: str, folder: Path
 ) -> FedResult:
     """What the silos kept for themselves; they are on this machine, and whoever runs this owns them all."""
     result = FedResult(traffic=Traffic(folder / "traffic.json"), faults=federation.result.faults)
@@ -150,10 +150,6 @@ def _found(
         result.systems[phase] = {
             name: {metric.replace(".", "/", 1): value.numpy() for metric, value in load_file(path).items()}
             for name, state in states.items()
-            if (path := _measures(state, phase)).is_file()
+            if (path := measures_file(state, phase, split)).is_file()
         }
     return result
-
-
-def _measures(state: Path, phase: str) -> Path:
-    return state / f"measures-{phase}.safetensors"

@@ -25,6 +25,7 @@ from lit_dpret.federated.flower import silent_environment
 from lit_dpret.federated.flower.components import REFUSAL, RESULT, RUN_CONFIG
 from lit_dpret.federated.flower.node import check_certificates, flower_program
 from lit_dpret.federated.flower.payloads import digest_of
+from lit_dpret.federated.flower.reach import Reach
 from lit_dpret.federated.inprocess import FedResult, Phase
 from lit_dpret.federated.model import AS2Maker
 from lit_dpret.federated.settings import PddAs2
@@ -100,6 +101,18 @@ class SuperLinkTarget:
             check_certificates(self.root_certificates, "federated.root_certificates")
         return self
 
+    def reach(self) -> None:
+        """Refuse an address whose server would not take this connection.
+
+        Raises:
+            ConfigurationError: It speaks no TLS, or only TLS, or its certificate is another's.
+        """
+        if self.by_address:
+            Reach(
+                address=str(self.superlink), root_certificates=self.root_certificates, insecure=self.insecure,
+                certificates_option="federated.root_certificates", insecure_option="federated.insecure=true",
+            ).check()  # fmt: skip
+
     @property
     def by_address(self) -> bool:
         """Whether it is an address and not a name."""
@@ -148,6 +161,7 @@ def flower(
     ).check()  # fmt: skip
     kept = folder / f"{request.name}-{split}.json"
     if not kept.is_file():
+        where.reach()
         document.write_text(silo_document(settings, make_module), encoding="utf-8")
         save_json(kept, _run(request, folder, where))
     return result_of(json.loads(kept.read_text(encoding="utf-8")), request.name, measure)

@@ -1,8 +1,8 @@
 """The secure sum in Flower's records, and what a silo does with them (`lit_dpret.federated.silo_sum`).
 
-Four messages, one for each act of the protocol: a silo cannot share before it knows everybody's keys, nor mask before
-it has everybody's shares, nor unmask before it is known who is left. Training is done in the first, so that a silo
-that fails in it has shared nothing yet.
+One message for each act of the protocol: a silo cannot share before it knows everybody's keys, nor mask before it has
+everybody's shares, nor sign before it is known who is left, nor unmask before enough have signed. Without a roster
+nothing is signed. Training is done in the first act, so that a silo that fails in it has shared nothing yet.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from typing import Any
 import numpy as np
 
 from lit_dpret.errors import DataError
+from lit_dpret.federated.aggregation import fingerprint
 from lit_dpret.federated.fixed_point import Words
 from lit_dpret.federated.flower.library import Array, ArrayRecord, ConfigRecord, RecordDict
-from lit_dpret.federated.flower.payloads import digest_of, envelope, fingerprint, weights_of
+from lit_dpret.federated.flower.payloads import digest_of, envelope, weights_of
 from lit_dpret.federated.secure_sum import Keys, Unmasking
 from lit_dpret.federated.shamir import SHARE_BYTES
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.silo_sum import SiloSum, SumPlan
 
-ACTS = ("secagg_setup", "secagg_share", "secagg_masked", "secagg_unmask")
+ACTS = ("secagg_setup", "secagg_share", "secagg_masked", "secagg_sign", "secagg_unmask")
 _KEY = 32
-_SIGNATURE = 64
+SIGNATURE = 64
 _SERVER = "the server"
 
 Answer = Callable[[SiloClient, RecordDict, Mapping[str, Any], SiloSum], RecordDict]
@@ -71,7 +72,7 @@ def keys_of(content: RecordDict, whose: str) -> list[Keys]:
     """
     found: list[Keys] = []
     for number, value in sorted(bytes_of(content, "keys", whose).items()):
-        if len(value) not in (2 * _KEY, 2 * _KEY + _SIGNATURE):
+        if len(value) not in (2 * _KEY, 2 * _KEY + SIGNATURE):
             raise DataError(f"The message of {whose} has keys of {len(value)} bytes.", kind="bad message")
         found.append(Keys(number, value[:_KEY], value[_KEY : 2 * _KEY], value[2 * _KEY :]))
     return found
@@ -147,15 +148,28 @@ def secagg_masked(client: SiloClient, content: RecordDict, head: Mapping[str, An
     return reply
 
 
+def secagg_sign(client: SiloClient, content: RecordDict, head: Mapping[str, Any], sum_: SiloSum) -> RecordDict:
+    """Act 4: who is left and who was lost in, a signature over it out."""
+    if client.credentials is None:
+        raise DataError("The server asks for a signature, and the settings have no roster.", kind="other settings")
+    reply = envelope()
+    signature = sum_.sign(_attempt(head), _numbers(head, "active"), _numbers(head, "dead"))
+    reply["signatures"] = bytes_record({client.credentials.number: signature})
+    return reply
+
+
 def secagg_unmask(client: SiloClient, content: RecordDict, head: Mapping[str, Any], sum_: SiloSum) -> RecordDict:
-    """Act 4: who is left and who was lost in, a share of one secret of each out."""
-    found = sum_.unmask(_attempt(head), _numbers(head, "active"), _numbers(head, "dead"))
+    """Act 5: who is left, who was lost and who has signed that in, a share of one secret of each out."""
+    signatures = bytes_of(content, "signatures", _SERVER, size=SIGNATURE)
+    found = sum_.unmask(_attempt(head), _numbers(head, "active"), _numbers(head, "dead"), signatures)
     reply = envelope()
     reply["seeds"], reply["lost"] = bytes_record(found.seeds), bytes_record(found.keys)
     return reply
 
 
-ANSWERS: dict[str, Answer] = dict(zip(ACTS, (secagg_setup, secagg_share, secagg_masked, secagg_unmask), strict=True))
+ANSWERS: dict[str, Answer] = dict(
+    zip(ACTS, (secagg_setup, secagg_share, secagg_masked, secagg_sign, secagg_unmask), strict=True)
+)
 
 
 def answered(act: str, client: SiloClient, content: RecordDict, head: Mapping[str, Any]) -> RecordDict:

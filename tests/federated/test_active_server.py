@@ -1,0 +1,287 @@
+"""A server that tells each silo something else is left with nothing: with a roster, up to the promised colluders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
+
+from isolating_server import VICTIM, IsolatingServer
+from masked_silos import MASKED, START, Masked, credentials
+
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.federated import secure_sum, silo_sum
+from lit_dpret.federated.flower.payloads import weights_record
+from lit_dpret.federated.flower.sum_messages import SIGNATURE, bytes_of, bytes_record
+from lit_dpret.federated.secure_sum import Client, Session
+from lit_dpret.federated.silo_sum import SumPlan
+
+SIGNED = replace(MASKED, roster=True)
+NODES = range(10, 15)
+BY_CHANCE = 5 / np.sqrt(4000)  # five standard deviations of a correlation of 4,000 pairs
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No power fails in these tests."""
+    monkeypatch.setattr("os.fsync", lambda _: None)
+
+
+# -- the protocol -------------------------------------------------------------------------------
+
+WITHHELD = [(5, 3, 0), (10, 6, 0), (20, 11, 0), (10, 7, 2), (20, 14, 6)]
+"""Silos, threshold and colluders with which a server that withholds shares reads a vector, if lists are not signed."""
+
+
+@pytest.mark.parametrize(("n", "threshold", "colluders"), WITHHELD)
+def test_a_server_that_shows_each_silo_other_survivors_is_refused_and_learns_nothing(
+    n: int, threshold: int, colluders: int
+) -> None:
+    server = IsolatingServer(n, threshold, colluders)
+    assert colluders <= server.session.colluders
+    found = server.withhold()
+    assert abs(server.correlation(found)) < BY_CHANCE
+    # Not one honest silo revealed a share: each refused, and signed no list but its own.
+    assert server.refusals.count("lists not signed") == n - colluders
+
+
+@pytest.mark.parametrize(("n", "threshold", "colluders"), WITHHELD)
+def test_without_a_roster_the_same_server_reads_the_vector_as_the_docs_say(
+    n: int, threshold: int, colluders: int
+) -> None:
+    server = IsolatingServer(n, threshold, colluders, roster=False)
+    assert np.abs(server.withhold() - server.vectors[VICTIM]).max() < 1e-6
+
+
+@pytest.mark.parametrize(("n", "threshold"), [(5, 3), (5, 4), (10, 6), (10, 7), (20, 11), (20, 14), (7, 5)])
+def test_the_number_of_colluders_that_is_promised_is_exact(n: int, threshold: int) -> None:
+    """With one more two lists both get their signatures, and both secrets of a silo are known."""
+    bound = 2 * threshold - n
+    within, beyond = IsolatingServer(n, threshold, bound - 1), IsolatingServer(n, threshold, bound)
+    assert within.session.colluders == bound - 1
+    assert abs(within.correlation(within.split())) < BY_CHANCE
+    assert np.abs(beyond.split() - beyond.vectors[VICTIM]).max() < 1e-6
+
+
+def anything(draw: np.random.Generator) -> tuple[IsolatingServer, list[set[int]]]:
+    """A sum by a server that draws its lies, and the sets of honest silos whose sums it is left with."""
+    n = int(draw.integers(4, 8))
+    threshold = int(draw.integers(n // 2 + 1, n + 1))
+    bound = Session(name="s", clients=tuple(range(1, n + 1)), threshold=threshold).colluders
+    server = IsolatingServer(n, threshold, int(draw.integers(0, bound + 1)))
+    everybody, honest = set(server.session.clients), sorted(server.honest)
+
+    def some(of: list[int], most: int) -> set[int]:
+        return set(draw.permutation(of)[: draw.integers(0, most + 1)].tolist())
+
+    lost = some(honest, n - threshold)
+    withheld = {one: everybody - (some(honest, n - threshold) - {one}) for one in some(honest, 2)}
+    lists = {}
+    if (kind := draw.random()) < 0.4:
+        return server, server.sums(*(server.withholding() if kind < 0.2 else server.splitting()))
+    for one in honest:
+        held, dead = withheld.get(one, everybody), lost if draw.random() < 0.9 else some(honest, n - threshold)
+        dead = (dead & held) - {one}
+        lists[one] = (held - dead, dead)
+    return server, server.sums(withheld, lists)
+
+
+def test_whatever_a_server_draws_up_it_is_left_with_one_sum_of_enough_honest_silos_or_none() -> None:
+    draw, seen = np.random.default_rng(0), []
+    for _ in range(150):
+        server, found = anything(draw)
+        assert len(found) <= 1 and all(len(one) >= server.threshold - server.colluders for one in found)
+        seen += [len(one) for one in found]
+    assert len(seen) > 20 and min(seen) >= 2  # many of these sums do come out
+
+
+@pytest.mark.parametrize("mutant", ["signatures are not looked at", "what is signed leaves the lists out"])
+def test_without_the_check_some_of_these_servers_are_left_with_less(
+    mutant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MUTANTS[mutant](monkeypatch)
+    draw = np.random.default_rng(0)
+    tries = (anything(draw) for _ in range(150))
+    assert any(len(found) > 1 or any(len(one) < server.threshold - server.colluders for one in found)
+               for server, found in tries)  # fmt: skip
+
+
+def signs_everything(client: Client, active: Any, dead: Any) -> bytes:
+    client._signed = b""
+    return REAL_SIGN(client, active, dead)
+
+
+REAL_SIGN = Client.sign
+MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "signatures are not looked at": lambda patch: patch.setattr(secure_sum, "is_signed", lambda *_: True),
+    "what is signed leaves the lists out": lambda patch: patch.setattr(
+        Client, "statement", lambda *_: b"the same for all"
+    ),
+    "one signature is enough": lambda patch: patch.setattr(
+        secure_sum, "is_signed", lambda *given, real=secure_sum.is_signed: 20 * real(*given)
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", list(MUTANTS))
+def test_without_the_check_of_signatures_the_vector_is_read(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS[mutant](monkeypatch)
+    server = IsolatingServer(10, 6)
+    assert np.abs(server.withhold() - server.vectors[VICTIM]).max() < 1e-6
+
+
+def test_a_silo_that_signed_two_lists_would_be_read_and_so_it_signs_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = IsolatingServer(20, 11)
+    assert abs(kept.correlation(kept.withhold())) < BY_CHANCE and "signed already" in kept.refusals
+    monkeypatch.setattr(Client, "sign", signs_everything)
+    monkeypatch.setattr(Client, "_signed", property(lambda _: b"", lambda *_: None), raising=False)
+    server = IsolatingServer(20, 11)
+    assert np.abs(server.withhold() - server.vectors[VICTIM]).max() < 1e-6
+
+
+def test_what_is_signed_changes_with_lists_keys_roster_threshold_and_sum() -> None:
+    def statement(*, name: str = "s", threshold: int = 3, keys: int = 0, lost: tuple[int, ...] = (), other: int = 0,
+                  ) -> bytes:  # fmt: skip
+        session = Session(name=name, clients=(1, 2, 3, 4), threshold=threshold)
+        clients = {number: Client(session, number) for number in session.clients}
+        for number, client in clients.items():
+            client._seal, client._mask = bytes([number + keys]) * 32, bytes([50 + number]) * 32
+        told = [client.advertise() for client in clients.values()]
+        sealed = {number: client.share(told) for number, client in clients.items()}
+        clients[1].mask(np.zeros(3, dtype=np.uint32), {number: sealed[number][1] for number in (2, 3, 4)})
+        clients[1]._roster = {number: bytes([number + other]) * 32 for number in session.clients}
+        return clients[1].statement(set(session.clients) - set(lost), lost)
+
+    assert statement() == statement()
+    changes: list[dict[str, Any]] = [
+        {"name": "t"}, {"threshold": 4}, {"keys": 9}, {"lost": (2,)}, {"lost": (3,)}, {"other": 1}
+    ]  # fmt: skip
+    assert len({statement(), *(statement(**change) for change in changes)}) == len(changes) + 1
+
+
+def test_a_silo_shares_its_secrets_once_and_signs_with_a_key_alone() -> None:
+    server = IsolatingServer(5, 3)
+    keys = [client.advertise() for client in server.clients.values()]
+    server.clients[1].share(keys)
+    with pytest.raises(DataError):
+        server.clients[1].share(keys)
+    with pytest.raises(ConfigurationError):
+        Client(server.session, 1).sign((1, 2, 3), ())
+
+
+def test_a_sum_of_fewer_than_the_roster_is_refused_since_the_server_would_choose_them() -> None:
+    session = Session(name="s", clients=(1, 4, 5))
+    server = IsolatingServer(5, 4)
+    with pytest.raises(DataError, match="roster"):
+        Client(session, 1, identity=server.identities[1], roster=server.clients[1]._roster)
+
+
+def test_the_default_threshold_stands_a_third_of_colluders() -> None:
+    for n in range(3, 40):
+        session = Session(name="s", clients=tuple(range(1, n + 1)))
+        assert session.colluders >= (n - 1) // 3 or n < 7
+        assert 0 <= session.colluders < 2 * session.threshold - n and session.threshold - session.colluders >= 2
+
+
+# -- by messages --------------------------------------------------------------------------------
+
+
+class Meddling:
+    """A server that asks five real silos, act by act, for what it likes."""
+
+    def __init__(self, root: Path, *, withheld: dict[int, set[int]] | None = None) -> None:
+        self.run = Masked(root, SIGNED, keys=credentials()).forget_between_messages()
+        start = {"weights": weights_record(START)}
+        told: dict[str, Any] = {"round": 0, "clients": [1, 2, 3, 4, 5], "attempt": "a"}
+        keys = {node: self.run.ask(node, "train.secagg_setup", start, number=node - 9, **told) for node in NODES}
+        listed = {number: value for reply in keys.values()
+                  for number, value in bytes_of(reply.content, "keys", "a silo").items()}  # fmt: skip
+        shared = {node - 9: bytes_of(self.ask(node, "share", {"keys": bytes_record(listed)}).content, "shares", "")
+                  for node in NODES}  # fmt: skip
+        for node in NODES:
+            number = node - 9
+            senders = (withheld or {}).get(number, {1, 2, 3, 4, 5}) - {number}
+            boxes = bytes_record({one: shared[one][number] for one in senders})
+            assert not self.ask(node, "masked", {"shares": boxes}).has_error()
+
+    def ask(self, node: int, act: str, content: dict[str, Any] | None = None, **facts: Any) -> Any:
+        return self.run.ask(node, f"train.secagg_{act}", content, attempt="a", **facts)
+
+    def lists(self, node: int, act: str, active: set[int], content: dict[str, Any] | None = None,
+              dead: set[int] | None = None) -> Any:  # fmt: skip
+        lost = {"dead": sorted(dead)} if dead else {}
+        return self.ask(node, act, content, active=sorted(active), **lost)
+
+
+def test_by_messages_a_server_that_withholds_shares_and_varies_the_lists_is_refused_by_every_silo(
+    tmp_path: Path,
+) -> None:
+    everybody = {1, 2, 3, 4, 5}
+    server = Meddling(tmp_path, withheld={1: {1, 2, 3}})
+    lost = {1: set(), 2: {3}, 3: {2}, 4: {2, 3}, 5: {2, 3}}  # the keys of 2 and 3, from three silos each
+    active = {number: ({1, 2, 3} if number == 1 else everybody - lost[number]) for number in lost}
+    signatures = {}
+    for number in lost:
+        reply = server.lists(number + 9, "sign", active[number], dead=lost[number])
+        signatures |= bytes_of(reply.content, "signatures", "a silo", size=SIGNATURE)
+    for number in lost:
+        signed = {"signatures": bytes_record(signatures)}
+        reply = server.lists(number + 9, "unmask", active[number], signed, dead=lost[number])
+        assert reply.error.reason == "DataError (lists not signed)"
+        assert server.lists(number + 9, "unmask", active[number], dead=lost[number]).has_error()
+
+
+def test_a_silo_signs_one_list_of_a_round_also_in_another_process_and_another_attempt(tmp_path: Path) -> None:
+    server = Meddling(tmp_path)
+    first = server.lists(10, "sign", {1, 2, 3, 4}, dead={5})
+    again = server.lists(10, "sign", {1, 2, 3, 4}, dead={5})
+    assert bytes_of(first.content, "signatures", "") == bytes_of(again.content, "signatures", "")
+    for act in ("sign", "unmask"):
+        assert server.lists(10, act, {1, 2, 3, 4, 5}).has_error()
+    told = {"round": 0, "clients": [1, 2, 3, 4, 5], "attempt": "b", "number": 1}
+    reply = server.run.ask(10, "train.secagg_setup", {"weights": weights_record(START)}, **told)
+    assert reply.error.reason == "DataError (agreed already)"
+
+
+def test_what_a_silo_has_signed_is_on_its_disk_before_the_signature_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Meddling(tmp_path)
+
+    def dies(*_: Any) -> bytes:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Client, "sign", dies)
+        with pytest.raises(KeyboardInterrupt):
+            server.lists(10, "sign", {1, 2, 3, 4}, dead={5})
+    assert server.lists(10, "sign", {1, 2, 3, 4, 5}).error.reason == "DataError (agreed already)"
+    assert not server.lists(10, "sign", {1, 2, 3, 4}, dead={5}).has_error()
+    # The mutant that remembers nothing signs both.
+    monkeypatch.setattr(silo_sum, "keep_once", lambda _, fact: fact)
+    monkeypatch.setattr(Client, "sign", signs_everything)
+    assert not server.lists(10, "sign", {1, 2, 3, 4, 5}).has_error()
+
+
+def test_enough_signatures_over_one_list_unmask_though_one_is_false(tmp_path: Path) -> None:
+    server, everybody = Meddling(tmp_path), {1, 2, 3, 4, 5}
+    signatures = {}
+    for node in NODES:
+        signatures |= bytes_of(server.lists(node, "sign", everybody).content, "signatures", "")
+    signatures[5] = bytes(SIGNATURE)
+    for good in ({1, 2, 5}, {1, 2, 3, 5}):
+        content = {"signatures": bytes_record({number: signatures[number] for number in good})}
+        assert server.lists(10, "unmask", everybody, content).has_error() == (len(good) == 3)
+
+
+def test_a_plan_of_the_server_is_part_of_what_is_signed() -> None:
+    plan = SumPlan(run="r", round=1, attempt="a", weights="w", clients=(1, 2, 3))
+    names = {replace(plan, **{name: "other" if name != "round" else 2}).session(None).name
+             for name in ("run", "round", "attempt", "weights")}  # fmt: skip
+    assert len(names | {plan.session(None).name}) == 5

@@ -1,0 +1,260 @@
+"""A silo that sends anything is left out or outvoted, and a round without a result keeps the last good model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_silos import SMALL, federation
+
+pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
+
+from masked_silos import MASKED, NAMES, START, Drifts, Masked, drifted
+from messages import Run, only_stage1
+
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.federated import aggregation, robust, secure_mean, silo_sum
+from lit_dpret.federated.aggregation import Weights, weighted_mean
+from lit_dpret.federated.fixed_point import FixedPoint
+from lit_dpret.federated.plan import FederationPlan
+from lit_dpret.federated.robust import next_weights, updates_needed
+from lit_dpret.federated.secure_mean import mean_of
+from lit_dpret.federated.settings import PddAs2, Stage1
+from lit_dpret.federated.silo import SiloClient
+
+RULES = ("median", "trimmed_mean", "krum", "multi_krum")
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No power fails in these tests."""
+    monkeypatch.setattr("os.fsync", lambda _: None)
+
+
+def rule(name: str, malicious: int = 1, **more: Any) -> PddAs2:
+    stage = Stage1(aggregation=name, malicious=malicious, weighting="uniform")  # type: ignore[arg-type]
+    return PddAs2(stage1=stage, **more).check()
+
+
+def some(count: int, seed: int = 0, size: int = 30) -> tuple[Weights, dict[str, Weights]]:
+    generator = torch.Generator().manual_seed(seed)
+    start = {"w": torch.randn(size, generator=generator), "b": torch.randn(2, 3, generator=generator)}
+    updates = {f"c{i}": {key: value + 0.1 * torch.randn(value.shape, generator=generator)
+                         for key, value in start.items()} for i in range(count)}  # fmt: skip
+    return start, updates
+
+
+def combined(start: Weights, updates: dict[str, Weights], run: PddAs2, faults: list[str] | None = None) -> Weights:
+    told = [] if faults is None else faults
+    return next_weights(start, updates, dict.fromkeys(updates, 1.0), run, where="round 0", faults=told)[0]
+
+
+def away(found: Weights, start: Weights) -> float:
+    return float(torch.cat([(found[key] - start[key]).flatten() for key in start]).norm())
+
+
+# -- the rules ----------------------------------------------------------------------------------
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(5, 9), st.integers(0, 100))
+def test_the_rules_are_those_of_their_papers(count: int, seed: int) -> None:
+    """Against formulas written anew; Flower's functions are what is run."""
+    start, updates = some(count, seed)
+    stacked = torch.stack([torch.cat([one["b"].flatten(), one["w"]]).double() for _, one in sorted(updates.items())])
+
+    def flat(name: str, malicious: int = 1) -> torch.Tensor:
+        found = combined(start, updates, rule(name, malicious))
+        return torch.cat([found["b"].flatten(), found["w"]]).double()
+
+    ordered = stacked.sort(0).values
+    middle = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+    torch.testing.assert_close(flat("median"), middle, rtol=0, atol=1e-6)
+    for wrong in range(1, (count - 1) // 2 + 1):
+        torch.testing.assert_close(
+            flat("trimmed_mean", wrong), ordered[wrong : count - wrong].mean(0), rtol=0, atol=1e-6
+        )
+    distances = torch.cdist(stacked, stacked).square()
+    scores = distances.sort(1).values[:, 1 : max(1, count - 1 - 2) + 1].sum(1)
+    torch.testing.assert_close(flat("krum"), stacked[scores.argmin()], rtol=0, atol=1e-6)
+    kept = scores.argsort()[: count - 1]
+    torch.testing.assert_close(flat("multi_krum"), stacked[kept].mean(0), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("malicious", [1, 2])
+def test_silos_within_the_norm_that_pull_one_way_decide_the_mean_and_not_the_rules(name: str, malicious: int) -> None:
+    """Each weight of what the rules make lies between those of the honest silos."""
+    start, updates = some(9)
+    for number in range(malicious):
+        updates[f"c{number}"] = {key: value + 0.9 * value.sign() for key, value in start.items()}
+    run = replace(rule(name, malicious), update_norm=2.0)
+
+    def outside(found: Weights) -> int:
+        honest = {key: torch.stack([updates[f"c{number}"][key] for number in range(malicious, 9)]) for key in start}
+        return sum(int(((found[key] > honest[key].amax(0) + 1e-6) | (found[key] < honest[key].amin(0) - 1e-6)).sum())
+                   for key in start)  # fmt: skip
+
+    assert outside(combined(start, updates, replace(run, stage1=rule("mean").stage1))) > 0
+    assert outside(combined(start, updates, run)) == 0
+
+
+def test_too_few_silos_for_a_rule_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    assert [updates_needed(rule(name, 2).stage1) for name in ("mean", *RULES)] == [1, 5, 5, 7, 7]
+    with pytest.raises(ConfigurationError, match=r"federated\.stage1\.aggregation=krum"):
+        federation(tmp_path, replace(SMALL, stage1=replace(SMALL.stage1, aggregation="krum", weighting="uniform")))
+    median = replace(only_stage1(), stage1=replace(only_stage1().stage1, aggregation="median", weighting="uniform"))
+    with pytest.raises(ConfigurationError, match=r"federated\.min_clients=2"):
+        Run(tmp_path, median, min_clients=2)
+    start, updates = some(4)
+    with pytest.raises(DataError, match=r"federated\.stage1\.aggregation"):
+        combined(start, updates, rule("krum"))
+
+
+@pytest.mark.parametrize(
+    ("change", "setting"),
+    [
+        (
+            {"stage1": Stage1(aggregation="krum", weighting="uniform"), "secure_sum": True},
+            r"federated\.secure_sum=true",
+        ),
+        ({"stage1": Stage1(aggregation="median")}, r"federated\.stage1\.weighting=examples"),
+        ({"stage1": Stage1(aggregation="mode")}, r"federated\.stage1\.aggregation"),  # type: ignore[arg-type]
+        ({"stage1": Stage1(malicious=0)}, r"federated\.stage1\.malicious=0"),
+        ({"update_norm": 0.0}, r"federated\.update_norm=0\.0"),
+        ({"update_norm": float("nan")}, r"federated\.update_norm=nan"),
+        ({"update_norm": True}, r"federated\.update_norm=True"),
+    ],
+)
+def test_settings_that_no_rule_fits_are_refused_by_name(change: dict[str, Any], setting: str) -> None:
+    with pytest.raises(ConfigurationError, match=setting):
+        PddAs2(**change).check()
+
+
+def test_a_plan_weighs_all_silos_alike_where_a_rule_does() -> None:
+    plan = FederationPlan(silos="planted", stage1={"aggregation": "median"}, update_norm=None)
+    assert plan.settings(0).stage1.weighting == "uniform" and plan.settings(0).update_norm is None
+
+
+# -- the bound ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1e2, 1e10, 1e20])
+def test_an_update_times_a_great_number_is_left_out_by_name_and_spoils_nothing(scale: float, tmp_path: Path) -> None:
+    class Poisons(SiloClient):
+        def train_shared(self, weights: Any, number: int) -> Any:
+            found = super().train_shared(weights, number)
+            if self.name == "client1":
+                found = {key: weights[key] + scale * (found[key] - weights[key]) for key in found}
+            return found
+
+    def left_out(message: Any) -> Any:
+        trains = message.metadata.message_type == "train.stage1"
+        return "unavailable" if trains and message.metadata.dst_node_id == 11 else None
+
+    clean = Run(tmp_path / "clean", only_stage1(rounds=1), fate=left_out)
+    expected = clean.launch().weights
+    result = Run(tmp_path / "one", only_stage1(rounds=1), silo=Poisons).launch()
+    assert result.rounds == {0: ["client0", "client2"]}
+    assert (
+        len(result.faults) == 1
+        and "client 'client1'" in result.faults[0]
+        and "federated.update_norm" in result.faults[0]
+    )
+    for name, value in expected.items():
+        torch.testing.assert_close(result.weights[name], value, rtol=0, atol=1e-6)
+
+
+def test_in_one_process_too_and_without_the_check_the_model_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = federation(tmp_path)
+    updates = {name: {key: value + 0.01 for key, value in run.start.items()} for name in run.clients}
+    updates["client2"] = {key: value * 1e20 for key, value in updates["client2"].items()}
+    found = run.aggregate(run.start, updates, 0)
+    assert "round 0: client 'client2'" in run.result.faults[0] and away(found, run.start) < 10
+    for where in (robust, aggregation):
+        monkeypatch.setattr(where, "check_norm", lambda *_: None)
+    assert away(run.aggregate(run.start, updates, 0), run.start) > 1e18
+
+
+def test_a_round_whose_result_is_not_finite_keeps_the_last_good_model_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = {"w": torch.ones(4)}
+    huge = {f"c{i}": {"w": torch.full((4,), 3.4e38)} for i in range(4)}
+    faults: list[str] = []
+    run = rule("mean", update_norm=None)
+    monkeypatch.setattr(robust, "weighted_mean", lambda *_: {"w": torch.full((4,), float("inf"))})
+    found, names = next_weights(start, huge, dict.fromkeys(huge, 1.0), run, where="round 3", faults=faults)
+    assert torch.equal(found["w"], start["w"]) and names == []
+    assert len(faults) == 1 and faults[0].startswith("round 3: the result")
+
+
+# -- under masks --------------------------------------------------------------------------------
+
+
+def test_under_masks_a_silo_holds_back_an_update_beyond_the_norm_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Poisons(Drifts):
+        def train_shared(self, weights: Any, number: int) -> Weights:
+            found = super().train_shared(weights, number)
+            return {key: value * 1e20 for key, value in found.items()} if self.name == "client3" else found
+
+    result = Masked(tmp_path / "one", silo=Poisons).launch()
+    assert result.rounds == {0: [name for name in NAMES if name != "client3"]}
+    assert "client 'client3' failed: DataError (bad update)" in result.faults[0]
+    monkeypatch.setattr(silo_sum, "check_norm", lambda *_: None)  # then the range of the words alone holds
+    found = Masked(tmp_path / "mutant", silo=Poisons).launch()
+    assert found.rounds == {0: list(NAMES)}
+    assert max(float((found.weights[key] - START[key]).abs().max()) for key in START) <= MASKED.update_limit
+
+
+@pytest.mark.parametrize(("change", "weight"), [(300.0, 1.0), (0.5, -4.0), (0.5, 40.0), (0.9, -3.99)])
+def test_a_sum_that_honest_silos_cannot_make_is_void_and_the_last_good_model_stays(
+    change: float, weight: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Masked(tmp_path, replace(MASKED, stage1=replace(MASKED.stage1, rounds=2)))
+    real, limit = silo_sum.vector_of, 100.0
+    monkeypatch.setattr(FixedPoint, "limit", property(lambda _: limit, lambda *_: None), raising=False)
+
+    def vector(*given: Any) -> Any:
+        found, cut = real(*given)
+        lying["calls"] += 1
+        if lying["calls"] == 1:
+            found = np.full_like(found, change)
+            found[-1] = weight
+        return found, cut
+
+    lying = {"calls": 0}
+    monkeypatch.setattr(silo_sum, "vector_of", vector)
+    result = run.launch()
+    assert result.rounds == {0: [], 1: list(NAMES)}
+    assert "nobody knows which" in result.faults[0]
+    expected = weighted_mean({name: drifted(START, name, 1) for name in NAMES}, dict.fromkeys(NAMES, 1.0))
+    for key, value in expected.items():
+        torch.testing.assert_close(result.weights[key], value, rtol=0, atol=1e-4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(3, 12), st.floats(0.05, 1.0), st.floats(0.01, 3.0), st.integers(0, 99))
+def test_no_sum_of_honest_silos_is_void_however_it_is_rounded(
+    count: int, share: float, limit: float, seed: int
+) -> None:
+    draw = np.random.default_rng(seed)
+    start = {"w": torch.ones(20)}
+    fixed = secure_mean.words_for(limit, count)
+    words = []
+    for number in range(count):
+        update = {"w": start["w"] + torch.from_numpy(draw.choice([-2 * limit, limit, 0.0], 20)).float()}
+        vector, _ = secure_mean.vector_of(start, update, share if number else 1.0, limit)
+        words.append(fixed.encode(vector)[0])
+    total = fixed.decode(np.sum(words, axis=0, dtype=np.uint32))
+    mean_of(start, total, fixed, clients=count, limit=limit, norm=None)
