@@ -75,7 +75,8 @@ class PairModule(PrivateModule):
         if isinstance(self.loss, PairwiseLoss):
             with torch.autocast(queries.device.type, enabled=False):
                 wide = torch.promote_types(queries.dtype, torch.float32)
-                return self.pair_loss(len(queries)).row_losses(queries.to(wide) @ passages.to(wide).T, answers)
+                expected = max(len(queries), 2)  # a row alone has no negatives, so their weight does not matter
+                return self.pair_loss(expected).row_losses(queries.to(wide) @ passages.to(wide).T, answers)
         losses: Tensor = self.loss(queries, passages, mask=answers)
         return losses
 

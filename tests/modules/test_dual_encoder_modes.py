@@ -15,8 +15,10 @@ from torch.nn.functional import cross_entropy
 
 from lit_dpret.encoders import Contract, TextEncoder, load_towers
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.losses import SymmetricSoftmaxPairLoss
+from lit_dpret.losses import SigmoidPairLoss, SymmetricSoftmaxPairLoss
 from lit_dpret.modules import DualEncoder, OptimizerSpec
+from lit_dpret.modules.coupling_check import CouplingCheck
+from lit_dpret.privacy.clipping.base import room_for_rounding
 from lit_dpret.privacy.clipping.pairs import BruteForce
 from lit_dpret.privacy.modes import (
     BatchClip,
@@ -125,7 +127,8 @@ def test_the_step_of_logit_dp_is_algorithm_1_on_a_transformer(kind: str, tmp_pat
     module.eval()
     gradients = BruteForce(module).gradients(module.pair_batch(rows))
     flat = torch.cat([g.flatten(2) for g in gradients.values()], dim=2)
-    bounded = flat * (0.02 / flat.norm(dim=2, keepdim=True)).clamp(max=1.0)
+    lowered = room_for_rounding(0.02, [flat])
+    bounded = flat * (lowered / flat.norm(dim=2, keepdim=True)).clamp(max=1.0)
     scores = module.embed(rows["query"], "query") @ module.embed(rows["passage"], "passage").T
     expected = torch.einsum("ij,ijp->p", module.pair_loss(3).coefficients(scores.detach(), rows["answers"]), bounded)
     # T5 takes its mean square in fp32, so two ways to the same sum differ by that
@@ -189,6 +192,12 @@ def test_poisoning_the_text_of_one_query_changes_its_row_alone(gradient: str) ->
     torch.testing.assert_close(together, after.sum(0), rtol=1e-8, atol=1e-10)
 
 
+def test_a_row_alone_has_a_loss_although_its_normaliser_was_left_open() -> None:
+    module = dual(NoPrivacy(), loss=SigmoidPairLoss(temperature=0.5))
+    rows = module.collate_rows(some_rows(1))
+    assert torch.isfinite(module.per_row_loss(rows)).all()
+
+
 def test_the_pool_of_a_step_is_the_same_whatever_the_queries_are() -> None:
     module, rows = against_public("none")
     seen = []
@@ -217,9 +226,9 @@ def test_passages_of_the_batch_are_refused_under_query_level_privacy() -> None:
     module = dual(PublicPassages(**NOISE))
     module.coupled_loss = True
     module._pool = None
-    rows = {**module.collate_rows(some_rows(3))}
+    rows = {name: value for name, value in module.collate_rows(some_rows(3)).items() if name != "answers"}
     with pytest.raises(UnsupportedModelError, match="different when other rows are in the batch"):
-        module._refuse_coupled_loss({name: value for name, value in rows.items() if name != "answers"})
+        CouplingCheck().look(module, batch_of(rows), seed=0)
 
 
 def test_synthetic_data_trains_as_without_privacy() -> None:

@@ -1,0 +1,367 @@
+"""Losses that couple rows where no engine sees it: each is refused by a real fit, and honest modules are not."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit
+from torch import Tensor, nn
+
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.modules import coupling_check
+from lit_dpret.modules.coupling_check import CouplingCheck, _Passes
+from lit_dpret.privacy.charges import charged_releases
+from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.releases import NonPrivateRelease
+
+Patch = pytest.MonkeyPatch
+GLOBAL: list[Tensor] = []
+SEED = 1
+
+
+class Plain(Regression):
+    def losses(self, inputs: Tensor, target: Tensor) -> Tensor:
+        return (self.net(inputs).squeeze(-1) - target).square()
+
+
+class Mixup(Plain):
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        inputs = rows["inputs"]
+        if self.training:
+            order, share = torch.randperm(len(inputs)), torch.rand(())
+            inputs = share * inputs + (1 - share) * inputs[order]
+        return self.losses(inputs, rows["target"])
+
+
+class CentredTargets(Plain):
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        centre = rows["target"].mean() if self.training else 0.0
+        return self.losses(rows["inputs"], rows["target"] - centre)
+
+
+class SignOfTheBatch(Plain):
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        factor = rows["inputs"][:, 0].mean().sign() if self.training else 1.0
+        return factor * self.losses(rows["inputs"], rows["target"])
+
+
+class DividedByTheNumberOfRows(Plain):
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return self.losses(rows["inputs"], rows["target"]) / (len(rows["target"]) if self.training else 1)
+
+
+class GradientAlone(Plain):
+    """The loss is the row's own; its gradient is multiplied by a statistic of the batch."""
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        found = self.losses(rows["inputs"], rows["target"])
+        return found.detach() + (found - found.detach()) * rows["target"].square().mean()
+
+
+class WeaklyCoupled(Plain):
+    """One part in two hundred from the batch, below what was once taken for rounding."""
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return self.losses(rows["inputs"], rows["target"]) * (1 + 5e-3 * rows["target"].mean().tanh())
+
+
+class Remembering(Plain):
+    """Its targets follow those of the batch before; ``keep`` says where they are kept."""
+
+    def remember(self, value: Tensor) -> None:
+        self.bank = [value]
+
+    def recall(self) -> Tensor | None:
+        return self.bank[-1] if getattr(self, "bank", None) else None
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        before = self.recall()
+        if self.training:
+            self.remember(rows["target"].mean().detach())
+        return self.losses(rows["inputs"], rows["target"] - (0.0 if before is None else before))
+
+
+class RememberingInAQueue(Remembering):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.net.bank = deque(maxlen=2)  # type: ignore[assignment]
+
+    def remember(self, value: Tensor) -> None:
+        self.net.bank.append(value)  # type: ignore[union-attr, operator]
+
+    def recall(self) -> Tensor | None:
+        return self.net.bank[-1] if self.net.bank else None  # type: ignore[index]
+
+
+class RememberingInAClosure(Remembering):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        kept: list[Tensor] = []
+        self.remember = kept.append  # type: ignore[method-assign]
+        self.recall = lambda: kept[-1] if kept else None  # type: ignore[method-assign]
+
+
+class RememberingInAGlobal(Remembering):
+    def remember(self, value: Tensor) -> None:
+        GLOBAL.append(value)
+
+    def recall(self) -> Tensor | None:
+        return GLOBAL[-1] if GLOBAL else None
+
+
+class RememberingInPlace(Remembering):
+    """A tensor that is too large for copies to be made of it."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.bank = torch.zeros(4)
+
+    def remember(self, value: Tensor) -> None:
+        self.bank[0] = value
+
+    def recall(self) -> Tensor:
+        return self.bank[0].clone()
+
+
+class FittedOnTheFirstBatch(Plain):
+    """Centres targets by a mean that it takes from the first rows that it sees."""
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        if not hasattr(self, "centre"):
+            self.centre = rows["target"].mean()
+        return self.losses(rows["inputs"], rows["target"] - self.centre)
+
+
+class ByPlace(Plain):
+    """Every other row has another target, whoever it is."""
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        turn = torch.arange(len(rows["target"])) % 2
+        return self.losses(rows["inputs"], rows["target"] + turn)
+
+
+class CollatedInCompany(Plain):
+    def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
+        return super().collate_rows(rows) | {"company": torch.full((len(rows),), float(len(rows)))}
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return self.losses(rows["inputs"], rows["target"]) * rows["company"]
+
+
+COUPLED: dict[type[Plain], str | None] = {
+    Mixup: None,  # by more than one comparison
+    CentredTargets: None,
+    SignOfTheBatch: None,
+    WeaklyCoupled: None,
+    DividedByTheNumberOfRows: "compare_sizes",
+    CollatedInCompany: "compare_sizes",
+    ByPlace: "compare_sizes",
+    FittedOnTheFirstBatch: None,
+    GradientAlone: "compare_company",
+    Remembering: "compare_company",
+    RememberingInAQueue: "compare_company",
+    RememberingInAClosure: None,
+    RememberingInAGlobal: None,
+    RememberingInPlace: "compare_company",
+}
+
+
+def train(folder: Path, module: type[Any], **settings: Any) -> Any:
+    torch.manual_seed(0)
+    GLOBAL.clear()
+    fitted = module(privacy=dp(folder, noise_seed=SEED))  # a batch of one unit may show what a larger one does not
+    fit(folder / "run", fitted, **settings)
+    return fitted
+
+
+@pytest.mark.parametrize("module", COUPLED, ids=lambda module: module.__name__)
+def test_a_loss_that_couples_rows_is_refused_before_anything_is_released(module: type[Any], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError) as refusal:
+        train(tmp_path, module)
+    assert refusal.value.trap == "T11"
+    assert '"intent"' not in (tmp_path / "run" / "privacy_ledger.jsonl").read_text()
+
+
+@pytest.mark.parametrize(("module", "found_by"), [(m, c) for m, c in COUPLED.items() if c])
+def test_it_is_found_by_the_comparison_that_is_made_for_it(
+    module: type[Any], found_by: str, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(_Passes, found_by, lambda *_, **__: None)
+    train(tmp_path, module)
+
+
+@pytest.mark.parametrize(
+    ("module", "part", "without"),
+    [
+        (GradientAlone, "_far", lambda *_: False),
+        (RememberingInPlace, "_is_copied", lambda tensor: False),  # its writes are counted instead
+    ],
+)
+def test_each_part_of_a_comparison_is_needed(
+    module: type[Any], part: str, without: Callable[..., bool], tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(coupling_check, part, without)
+    if part == "_far":
+        train(tmp_path, module)
+        return
+    with pytest.raises(UnsupportedModelError):
+        train(tmp_path, module)
+
+
+class CoupledFromStepThree(Plain):
+    """Begins to couple rows when the first batches have been looked at."""
+
+    calls = 0
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        found = self.losses(rows["inputs"], rows["target"])
+        late = self.trainer.global_step >= 3
+        return found * rows["target"].mean() if late else found
+
+
+def test_a_coupling_that_begins_later_is_found_in_a_later_batch(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="other rows"):
+        train(tmp_path, CoupledFromStepThree)
+
+
+def test_a_resumed_run_is_looked_at_again(tmp_path: Path, monkeypatch: Patch) -> None:
+    looked: list[int] = []
+    company = _Passes.compare_company
+
+    def seen(self: Any, *rest: Any, **settings: Any) -> None:
+        looked.append(self.module.trainer.global_step)
+        company(self, *rest, **settings)
+
+    monkeypatch.setattr(_Passes, "compare_company", seen)
+    with pytest.raises(Killed):
+        train(tmp_path, Plain, extra=[KillAt(3)])
+    looked.clear()
+    train(tmp_path, Plain, resume=True)
+    assert looked[0] == 2  # the first batch after the checkpoint of step 2
+
+
+class Augmented(Plain):
+    """Noise of each row's own from every generator that there is, and a schedule by the number of calls."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.calls, self.sums, self.own = 0, {"seen": torch.zeros(2)}, np.random.default_rng(0)
+        self.coins = torch.Generator().manual_seed(1)
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        self.calls += 1
+        self.sums["seen"] = self.sums["seen"] + 1  # of calls, not of rows
+        inputs = rows["inputs"] + 0.1 * torch.randn_like(rows["inputs"]) + 0.01 * random.random()
+        inputs = inputs + 0.01 * float(np.random.rand()) + 0.01 * float(self.own.random())
+        inputs = inputs + 0.01 * torch.rand((), generator=self.coins)
+        return self.losses(nn.functional.dropout(inputs, 0.2), rows["target"]) * (1 + 1 / self.calls)
+
+
+class LastLoss(Plain):
+    """Keeps private numbers of the last batch that no later loss reads, as many modules do for their own logs."""
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        found = super().per_row_loss(rows)
+        self.last = {"loss": found.detach(), "rows": [rows["target"]]}
+        return found
+
+
+@pytest.mark.parametrize("module", [Plain, Augmented, LastLoss])
+@pytest.mark.parametrize("rows", ["one", "all"])
+def test_an_honest_module_trains(module: type[Any], rows: str, tmp_path: Path) -> None:
+    train(tmp_path, module, data=Numbers(rows_per_unit=rows))
+
+
+def test_what_is_looked_at_changes_no_weight_and_no_state(tmp_path: Path, monkeypatch: Patch) -> None:
+    found = []
+    for look in (CouplingCheck.look, lambda *_: None):
+        monkeypatch.setattr(CouplingCheck, "look", look)
+        torch.manual_seed(0)
+        module = LastLoss(privacy=dp(tmp_path, noise_seed=1))
+        fit(tmp_path / f"run{len(found)}", module)
+        found.append((module.state_dict(), module.last["loss"]))
+    for name, value in found[0][0].items():
+        assert torch.equal(value, found[1][0][name])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+class Unrepeatable(Plain):
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return super().per_row_loss(rows) * random.SystemRandom().random()
+
+
+def test_randomness_that_cannot_be_repeated_is_called_that(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="torch, or from the global generators"):
+        train(tmp_path, Unrepeatable)
+
+
+def test_fixed_coins_give_a_row_the_same_in_a_batch_of_any_size() -> None:
+    def drawn(rows: int) -> Tensor:
+        x = torch.ones(rows, 3)
+        parts = [torch.rand(rows, 3), torch.randn(rows, 3), torch.rand_like(x), torch.bernoulli(x * 0.5)]
+        parts += [nn.functional.dropout(x, 0.5), torch.empty(rows, 3).exponential_(), nn.functional.alpha_dropout(x)]
+        parts += [torch.randint(0, 9, (rows, 3)), torch.multinomial(x, 3, replacement=True), torch.normal(x, x)]
+        one = x[:, None, None]
+        heads = nn.functional.scaled_dot_product_attention(one, one, one, dropout_p=0.5)
+        return torch.cat([*parts, heads.flatten(1)], dim=1)
+
+    with coupling_check._FixedCoins():
+        few, many = drawn(2), drawn(7)
+    assert torch.equal(few, many[:2])
+
+
+def test_batches_of_one_unit_are_compared_with_those_before_them(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="keeps of one batch"):
+        train(tmp_path, Remembering, data=Numbers(physical_batch_size=1))
+    train(tmp_path / "honest", Plain, data=Numbers(physical_batch_size=1))
+
+
+class MaskedInCollation(Plain):
+    """Drops numbers of each row by chance while rows are collated, as masked language models do."""
+
+    def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
+        found = super().collate_rows(rows)
+        return found | {"inputs": found["inputs"] * (torch.rand_like(found["inputs"]) > 0.2)}
+
+
+def test_rows_that_are_collated_at_random_are_not_taken_for_coupled(tmp_path: Path) -> None:
+    train(tmp_path, MaskedInCollation)
+
+
+def test_a_coupling_that_is_found_late_leaves_no_claim(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError):
+        train(tmp_path, CoupledFromStepThree)
+    records = PrivacyLedger.read(tmp_path / "run" / "privacy_ledger.jsonl").records
+    assert any(isinstance(release, NonPrivateRelease) for release in charged_releases(records))
+
+
+class OrdinaryStep(Plain):
+    """Trains as any LightningModule does, past the clipping and the noise."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if batch.rows is None:
+            return
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.per_row_loss(batch.rows).mean().backward()
+        optimizer.step()
+
+
+class OneStepMore(OrdinaryStep):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        Regression.training_step(self, batch, batch_idx)
+        OrdinaryStep.training_step(self, batch, batch_idx)
+
+
+@pytest.mark.parametrize("module", [OrdinaryStep, OneStepMore])
+def test_an_update_that_was_not_granted_is_refused(module: type[Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="per_row_loss") as refusal:
+        train(tmp_path, module)
+    assert refusal.value.trap == "T7"
