@@ -9,21 +9,20 @@ compared.
 
 from __future__ import annotations
 
-import copy
 import math
 import random
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_dpret.errors import UnsupportedModelError
+from lit_dpret.modules.kept_state import KeptState
 from lit_dpret.privacy.sampling import ALONE, UnitBatch, take_rows
 from lit_dpret.privacy.xla import is_lazy
 
@@ -33,12 +32,6 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 LOW_PRECISION = 3e-2
 #: Differences below this many nats say nothing where the shapes differ: a loss of zero is made of larger numbers.
 FLOOR = 1e-4
-#: Tensors that a module keeps outside its parameters and buffers are copied up to this many bytes.
-COPIED = 1 << 26
-
-_OWN_TO_MODULES = frozenset(vars(nn.Module()))
-_SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
-_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 
 
 class CouplingCheck:
@@ -57,7 +50,7 @@ class CouplingCheck:
     """
 
     def __init__(self) -> None:
-        self._before: _KeptState | None = None
+        self._before: KeptState | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -68,7 +61,7 @@ class CouplingCheck:
     def prepare(self, module: Any, batch: UnitBatch) -> None:
         """Keep what ``module`` remembers before it sees a batch that will be looked at: the batch may change it."""
         count = self._counts[len(batch.mask) < 2] + 1
-        self._before = None if count & (count - 1) else _KeptState(module)
+        self._before = None if count & (count - 1) else KeptState(module)
 
     def look(self, module: Any, batch: UnitBatch, seed: int) -> None:
         """Examine a physical batch that the module just contributed, where it is one of those looked at.
@@ -90,7 +83,7 @@ class CouplingCheck:
                 return
         elif count & (count - 1):
             return
-        rows, before = _Rows.of(module, batch), before or _KeptState(module)
+        rows, before = _Rows.of(module, batch), before or KeptState(module)
         if alone:  # nobody to depend on but who came before
             with _Passes(module, before, seed) as passes:
                 passes.compare_histories(rows, previous)
@@ -184,7 +177,7 @@ class _Rows:
 class _Passes:
     """Runs the loss again and again from one state, which is there afterwards too."""
 
-    def __init__(self, module: Any, before: _KeptState, seed: int) -> None:
+    def __init__(self, module: Any, before: KeptState, seed: int) -> None:
         self.module, self._kept_state, self._seed = module, before, seed
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
 
@@ -300,50 +293,6 @@ class _Passes:
         )
 
 
-class _KeptState:
-    """What the parts of a module keep in plain attributes, so that every pass can begin from the same.
-
-    While passes run, copies stand in the place of the originals. Objects of other kinds, closures and globals stay as
-    the passes leave them: where a loss hangs on these, two passes in a row show it.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._parts = list(module.modules())
-        held = [self._data(part) for part in self._parts]
-        kept = [t for values in held for t in _tensors(list(values.values())) if not _is_copied(t)]
-        self._large = [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
-        self._first = [{name: _copied(value) for name, value in values.items()} for values in held]
-        self._now = held
-
-    def begin(self) -> None:
-        """Note how everything is now, for `put_back`."""
-        self._now = [self._data(part) for part in self._parts]
-
-    def reset(self) -> None:
-        """Let every pass find copies of what there was at first."""
-        self._install([{name: _copied(value) for name, value in values.items()} for values in self._first])
-
-    def put_back(self) -> None:
-        """Put the originals back."""
-        self._install(self._now)
-
-    def refuse_writes(self, refuse: Callable[[], NoReturn]) -> None:
-        """Refuse a tensor that is too large to be copied and was written."""
-        if any(tensor._version != version for tensor, version in self._large):
-            refuse()
-
-    @staticmethod
-    def _data(part: nn.Module) -> dict[str, Any]:
-        return {name: value for name, value in vars(part).items() if name not in _OWN_TO_MODULES and _is_data(value)}
-
-    def _install(self, states: Sequence[dict[str, Any]]) -> None:
-        for part, values in zip(self._parts, states, strict=True):
-            for name in self._data(part).keys() - values.keys():
-                del part.__dict__[name]
-            # What has become an object of another kind since, as a cache that was None, stays.
-            part.__dict__.update({n: v for n, v in values.items() if n not in vars(part) or _is_data(vars(part)[n])})
-
-
 class _FixedCoins(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every random number is the same, so that a row gets it in a batch of any size; dropout drops nothing."""
 
@@ -396,46 +345,3 @@ def _far(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -> bool:
 def _norm(tensors: list[Tensor]) -> float:
     norms = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
     return float(torch.stack(norms).norm()) if norms else 0.0
-
-
-def _is_data(value: Any) -> bool:
-    """Whether a value can be copied and put back: numbers, texts, tensors, arrays, generators, and lists of them."""
-    if isinstance(value, nn.Parameter):
-        return False
-    if isinstance(value, (Tensor, np.ndarray, torch.Generator, *_SCALARS, *_GENERATORS)):
-        return True
-    if isinstance(value, dict):
-        return all(_is_data(v) for v in value.values())
-    return isinstance(value, (list, tuple, set, deque)) and all(_is_data(v) for v in value)
-
-
-def _is_copied(tensor: Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() <= COPIED
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, (list, tuple, set, deque)):
-        for each in value:
-            yield from _tensors(each)
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone() if _is_copied(value) else value
-    if isinstance(value, torch.Generator):
-        return value.clone_state()
-    if isinstance(value, np.ndarray):
-        return value.copy() if value.nbytes <= COPIED else value
-    if isinstance(value, dict):
-        found = copy.copy(value)  # keeps the class, and what it makes of missing keys
-        found.update({key: _copied(each) for key, each in value.items()})
-        return found
-    if isinstance(value, deque):
-        return deque((_copied(each) for each in value), value.maxlen)
-    if isinstance(value, (list, set)) or type(value) is tuple:
-        return type(value)(_copied(each) for each in value)
-    return copy.deepcopy(value) if isinstance(value, _GENERATORS) else value

@@ -15,7 +15,7 @@ from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.modules import coupling_check
+from lit_dpret.modules import coupling_check, kept_state
 from lit_dpret.modules.coupling_check import CouplingCheck, _Passes
 from lit_dpret.privacy.charges import charged_releases
 from lit_dpret.privacy.ledger import PrivacyLedger
@@ -198,16 +198,16 @@ def test_it_is_found_by_the_comparison_that_is_made_for_it(
 
 
 @pytest.mark.parametrize(
-    ("module", "part", "without"),
+    ("module", "where", "part", "without"),
     [
-        (GradientAlone, "_far", lambda *_: False),
-        (RememberingInPlace, "_is_copied", lambda tensor: False),  # its writes are counted instead
+        (GradientAlone, coupling_check, "_far", lambda *_: False),
+        (RememberingInPlace, kept_state, "_is_copied", lambda tensor: False),  # its writes are counted instead
     ],
 )
 def test_each_part_of_a_comparison_is_needed(
-    module: type[Any], part: str, without: Callable[..., bool], tmp_path: Path, monkeypatch: Patch
+    module: type[Any], where: Any, part: str, without: Callable[..., bool], tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(coupling_check, part, without)
+    monkeypatch.setattr(where, part, without)
     if part == "_far":
         train(tmp_path, module)
         return
