@@ -34,8 +34,33 @@ LOW_PRECISION = 3e-2
 FLOOR = 1e-4
 
 
+class Looks:
+    """Which batches are looked at: the first, then one in about every doubling, moved by a coin.
+
+    Without the coin, a dependence in every fourth batch might never be met.
+    """
+
+    def __init__(self) -> None:
+        self.made = self._count = 0
+        self._next = 1
+
+    def due(self, coin: int) -> bool:
+        """Count a batch, and say whether it is looked at; ``coin`` is a random number."""
+        self._count += 1
+        if self._count < self._next:
+            return False
+        self.made += 1
+        self._next = max(self._count + 1, self._count + self._count // 2 + coin % (self._count + 1))
+        return True
+
+    def again(self) -> None:
+        """Take the next batch in the place of this one, which showed nothing."""
+        self.made -= 1
+        self._next = self._count + 1
+
+
 class CouplingCheck:
-    """Looks at batches 1, 2, 4, 8 and so on of a run, and again from 1 on after every resume.
+    """Looks at some batches of a run, the first of them and the first after every resume included (`Looks`).
 
     Guarantees:
         - Refused by name is a module in which, in the mode in which it trains and with equal random numbers, the loss
@@ -55,43 +80,47 @@ class CouplingCheck:
 
     def begin(self) -> None:
         """Count the batches from 1 again; those of a single unit by themselves."""
-        self._counts = {True: 0, False: 0}
+        self._looks = {True: Looks(), False: Looks()}
         self._single: Any = None
 
-    def prepare(self, module: Any, batch: UnitBatch) -> None:
-        """Keep what ``module`` remembers before it sees a batch that will be looked at: the batch may change it."""
-        count = self._counts[len(batch.mask) < 2] + 1
-        self._before = None if count & (count - 1) else KeptState(module)
+    def prepare(self, module: Any, batch: UnitBatch, seed: int) -> None:
+        """Settle whether a batch will be looked at, and keep what ``module`` remembers before: the batch may change it.
+
+        Args:
+            module: The `PrivateModule`.
+            batch: With rows.
+            seed: Of the random numbers of the batch.
+        """
+        due = self._looks[len(batch.mask) < 2].due(seed)
+        self._before = KeptState(module) if due else None
 
     def look(self, module: Any, batch: UnitBatch, seed: int) -> None:
         """Examine a physical batch that the module just contributed, where it is one of those looked at.
 
         Args:
             module: The `PrivateModule`.
-            batch: With rows.
+            batch: The one of `prepare`.
             seed: Of the random numbers of the batch.
 
         Raises:
             UnsupportedModelError: Rows depend on each other, or are no tensors that could be looked at.
         """
         alone = len(batch.mask) < 2
-        self._counts[alone] += 1
-        count, (before, self._before) = self._counts[alone], (self._before, None)
+        previous = self._single
         if alone:
-            previous, self._single = self._single, take_rows(batch.rows, slice(None))
-            if previous is None or count & (count - 1):
-                return
-        elif count & (count - 1):
+            self._single = take_rows(batch.rows, slice(None))
+        before, self._before = self._before, None
+        if before is None or (alone and previous is None):
             return
-        rows, before = _Rows.of(module, batch), before or KeptState(module)
+        rows, looks = _Rows.of(module, batch), self._looks[alone]
         if alone:  # nobody to depend on but who came before
             with _Passes(module, before, seed) as passes:
                 passes.compare_histories(rows, previous)
             return
-        if len(rows.slots) < 2:  # the next batch is looked at in its place
-            self._counts[alone] -= 1
+        if len(rows.slots) < 2:
+            looks.again()
             return
-        first, turn = count == 1, count.bit_length() % 2
+        first, turn = looks.made == 1, looks.made % 2
         with _Passes(module, before, seed) as passes:
             if module.privacy.candidates not in ("rows", "pool"):
                 passes.compare_histories(rows)
@@ -102,7 +131,7 @@ class CouplingCheck:
                     passes.compare_company(rows, (True, False), gradients=False)
                 part = rows.first(2 if hasattr(module.privacy, "units_at_once") else 2 * ALONE)
                 if first or turn == 0:  # later in turn, which halves the cost
-                    sources = (True, False) if first else (count % 3 == 1,)
+                    sources = (True, False) if first else (looks.made % 4 == 0,)
                     passes.compare_company(part, sources, gradients=True)
                 if turn == 1 and batch.data_rows is None:  # a batch of fixed shape always has as many rows
                     passes.compare_sizes(part)

@@ -29,15 +29,15 @@ class KeptState:
 
     def __init__(self, module: nn.Module) -> None:
         self._parts = list(module.modules())
-        held = [self._data(part) for part in self._parts]
-        kept = [t for values in held for t in _tensors(list(values.values())) if not _is_copied(t)]
+        held = [data_of(part) for part in self._parts]
+        kept = [t for values in held for t in tensors_of(list(values.values())) if not _is_copied(t)]
         self._large = [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
         self._first = [{name: _copied(value) for name, value in values.items()} for values in held]
         self._now = held
 
     def begin(self) -> None:
         """Note how everything is now, for `put_back`."""
-        self._now = [self._data(part) for part in self._parts]
+        self._now = [data_of(part) for part in self._parts]
 
     def reset(self) -> None:
         """Let every pass find copies of what there was at first."""
@@ -52,16 +52,17 @@ class KeptState:
         if any(tensor._version != version for tensor, version in self._large):
             refuse()
 
-    @staticmethod
-    def _data(part: nn.Module) -> dict[str, Any]:
-        return {name: value for name, value in vars(part).items() if name not in _OWN_TO_MODULES and _is_data(value)}
-
     def _install(self, states: Sequence[dict[str, Any]]) -> None:
         for part, values in zip(self._parts, states, strict=True):
-            for name in self._data(part).keys() - values.keys():
+            for name in data_of(part).keys() - values.keys():
                 del part.__dict__[name]
             # What has become an object of another kind since, as a cache that was None, stays.
             part.__dict__.update({n: v for n, v in values.items() if n not in vars(part) or _is_data(vars(part)[n])})
+
+
+def data_of(part: nn.Module) -> dict[str, Any]:
+    """The attributes of a part of a module that hold plain data: no parameter, no buffer, no object."""
+    return {name: value for name, value in vars(part).items() if name not in _OWN_TO_MODULES and _is_data(value)}
 
 
 def _is_data(value: Any) -> bool:
@@ -79,14 +80,15 @@ def _is_copied(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.element_size() <= COPIED
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples, sets and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield from tensors_of(list(value.values()))
     elif isinstance(value, (list, tuple, set, deque)):
         for each in value:
-            yield from _tensors(each)
+            yield from tensors_of(each)
 
 
 def _copied(value: Any) -> Any:

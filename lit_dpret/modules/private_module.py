@@ -28,6 +28,7 @@ from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.checkpointed import Checkpointed
 from lit_dpret.modules.coupling_check import CouplingCheck
 from lit_dpret.modules.handover import GradHandover, Handover
+from lit_dpret.modules.hook_watch import HookWatch
 from lit_dpret.modules.master_weights import in_float32, keep_masters
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.physical_batches import PhysicalBatches, memory_advice
@@ -81,6 +82,9 @@ class PrivateModule(Checkpointed):
     fixed_shapes: bool | None = False
     #: Names that the module may log under a guarantee: no private row is behind these numbers.
     public_metrics: Sequence[str] = ()
+    #: What begins with one of these names is computed between batches from trained weights alone, as the average of
+    #: a teacher: parameters, buffers, and attributes that hold tensors. The card takes it on trust.
+    made_from_weights: Sequence[str] = ()
     #: Whether an update is being made: weights, optimizer and step count are then not of one moment.
     updating: bool = False
 
@@ -107,6 +111,7 @@ class PrivateModule(Checkpointed):
         self._physical = PhysicalBatches(self._add_piece, self._forget_step)
         self._shortage: DeviceMemoryError | None = None
         self._couplings = CouplingCheck()
+        self._hooks = HookWatch()
         self._rehearses = False
         self._loss_sum = 0.0
         self._losses: list[Tensor] = []
@@ -172,6 +177,7 @@ class PrivateModule(Checkpointed):
         self._shortage = None
         self.updating = False
         self._couplings.begin()
+        self._hooks.begin()
         self._loss_sum = 0.0
         self._losses.clear()
 
@@ -221,6 +227,8 @@ class PrivateModule(Checkpointed):
         guard = self._guard
         if guard is None:
             raise uncounted(type(self).__name__)
+        if self.privacy.guarantee == "dp":
+            self._hooks.compare(self)
         with self._handover.clipping():
             self._add(batch)
         if batch.last:
@@ -237,6 +245,8 @@ class PrivateModule(Checkpointed):
                     "(model.optimizer.name=adafactor or sgd), a strategy that shards, or model.lora. Then go on with "
                     "resume=true."
                 ) from error
+        if self.privacy.guarantee == "dp":
+            self._hooks.note(self, guard.stream.model_seed(batch.attempt, batch.step, batch.part))
 
     def _add(self, batch: UnitBatch) -> None:
         """Contribute a physical batch; a shortage of memory on one of several ranks is told when all can hear it."""
@@ -294,7 +304,7 @@ class PrivateModule(Checkpointed):
             return
         self.before_batch(batch)
         if self.privacy.guarantee == "dp":
-            self._couplings.prepare(self, batch)
+            self._couplings.prepare(self, batch, seed)
         with self._replayable_dropout(seed), _wide_defaults(), _whole_convolutions():
             self.privacy.contribute(self, batch)
             if self.privacy.guarantee == "dp":  # after the engine, whose refusals say more; nothing was let out yet

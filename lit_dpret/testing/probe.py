@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, PrivacyViolation, UnsupportedModelError
 from lit_dpret.modules.coupling_check import CouplingCheck
+from lit_dpret.modules.hook_watch import HookWatch
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.guard import Permit
@@ -271,7 +272,7 @@ def probing(module: PrivateModule, inputs: Inputs, plan: PrivacyPlan, seed: int)
     lent: dict[str, Any] = {
         "privacy": mode, "per_row_loss": weighted, "_guard": probe, "optimizers": lambda: _Optimizer(probe),
         "lr_schedulers": lambda: None, "log": lambda *args, **kwargs: None,
-        "_couplings": CouplingCheck(), "_loss_sum": 0.0, "updating": False,
+        "_couplings": CouplingCheck(), "_hooks": HookWatch(), "_loss_sum": 0.0, "updating": False,
     }  # fmt: skip
     before = {name: module.__dict__[name] for name in lent if name in module.__dict__}
     training = {child: child.training for child in module.modules()}

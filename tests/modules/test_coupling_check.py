@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules import coupling_check, kept_state
-from lit_dpret.modules.coupling_check import CouplingCheck, _Passes
+from lit_dpret.modules.coupling_check import CouplingCheck, Looks, _Passes
 from lit_dpret.privacy.charges import charged_releases
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.releases import NonPrivateRelease
@@ -340,6 +340,30 @@ def test_a_coupling_that_is_found_late_leaves_no_claim(tmp_path: Path) -> None:
         train(tmp_path, CoupledFromStepThree)
     records = PrivacyLedger.read(tmp_path / "run" / "privacy_ledger.jsonl").records
     assert any(isinstance(release, NonPrivateRelease) for release in charged_releases(records))
+
+
+class EveryFourthStep(Plain):
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        found = super().per_row_loss(rows)
+        return found * rows["target"].mean() if self.trainer.global_step % 4 == 2 else found
+
+
+def test_a_coupling_with_a_rhythm_meets_a_batch_that_is_looked_at(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(UnsupportedModelError, match="other rows"):
+        fit(tmp_path, EveryFourthStep(privacy=dp(tmp_path, noise_seed=SEED, noise_multiplier=2.0)), steps=24)
+
+
+def test_the_first_batch_is_looked_at_and_then_about_one_in_every_doubling() -> None:
+    missed = {place: 0 for place in range(4)}
+    for run in range(200):
+        coins, looks = random.Random(run), Looks()
+        seen = [count for count in range(1, 1001) if looks.due(coins.getrandbits(60))]
+        assert seen[0] == 1 and 8 <= len(seen) <= 15
+        assert all(later <= 2.5 * earlier for earlier, later in zip(seen, seen[1:], strict=False))
+        for place in missed:
+            missed[place] += all(count % 4 != place for count in seen)
+    assert max(missed.values()) < 30  # of what happens in every fourth batch; without coins it might be all 200
 
 
 class OrdinaryStep(Plain):

@@ -227,8 +227,10 @@ def test_passages_of_the_batch_are_refused_under_query_level_privacy() -> None:
     module.coupled_loss = True
     module._pool = None
     rows = {name: value for name, value in module.collate_rows(some_rows(3)).items() if name != "answers"}
+    check, batch = CouplingCheck(), batch_of(rows)
+    check.prepare(module, batch, seed=0)
     with pytest.raises(UnsupportedModelError, match="different when other rows are in the batch"):
-        CouplingCheck().look(module, batch_of(rows), seed=0)
+        check.look(module, batch, seed=0)
 
 
 def test_synthetic_data_trains_as_without_privacy() -> None:

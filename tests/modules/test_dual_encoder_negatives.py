@@ -360,8 +360,10 @@ def test_the_guard_against_coupled_rows_sees_through_a_source_that_lies() -> Non
     source = BM25Negatives(per_query=2, depth=8, shared_in_batch=True)
     source.couples_rows = False
     module = in_double(DPSGD(max_grad_norm=1.0, **NOISE), negatives=[source])
+    check, batch = CouplingCheck(), ready(module, 0, 1, 2, 3)
+    check.prepare(module, batch, seed=0)
     with pytest.raises(Exception, match="different when other rows are in the batch"):
-        CouplingCheck().look(module, ready(module, 0, 1, 2, 3), seed=0)
+        check.look(module, batch, seed=0)
 
 
 # -- whole runs --------------------------------------------------------------------------------

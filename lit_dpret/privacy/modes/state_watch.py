@@ -7,7 +7,7 @@ once, because PyTorch counts them; one through ``.data`` is not counted, so valu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -96,8 +96,7 @@ class StateWatch:
         promised = {name: tensor for name, tensor in self._tensors() if is_lazy(tensor.device)}
         if not promised or self._batches & (self._batches - 1):
             return {}
-        cut(next(iter(promised.values())).device)
-        return {name: int(_checksum(tensor)) for name, tensor in zip(promised, fetch(promised.values()), strict=True)}
+        return dict(zip(promised, checksums(promised.values()), strict=True))
 
     def _look(self, tensor: Tensor) -> _Seen:
         value = self._value(tensor)
@@ -121,6 +120,20 @@ class StateWatch:
         if self._is_small_buffer(tensor):
             return _bits(tensor)
         return _checksum(tensor) if self._batches & (self._batches - 1) == 0 else None
+
+
+def checksums(tensors: Iterable[Tensor]) -> list[int]:
+    """Of each tensor a number that changes with any single value and with the order of the values.
+
+    A tensor without memory of its own counts as 0.
+    """
+    found = list(tensors)
+    if lazy := [tensor for tensor in found if is_lazy(tensor.device)]:
+        cut(lazy[0].device)
+        fetched = iter(fetch(lazy))
+        found = [next(fetched) if is_lazy(tensor.device) else tensor for tensor in found]
+    sums = [_checksum(tensor).cpu() if _has_memory(tensor) else torch.tensor(0) for tensor in found]
+    return torch.stack(sums).tolist() if sums else []
 
 
 def _has_memory(tensor: Tensor) -> bool:

@@ -1,0 +1,168 @@
+"""Hooks that write private numbers where the next loss reads them are refused; what is made of weights alone is not."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from stand_ins import Regression, dp, fit
+from torch import Tensor, nn
+
+from lit_dpret.errors import UnsupportedModelError
+from lit_dpret.modules import hook_watch
+from lit_dpret.privacy.modes import NoPrivacy
+
+
+class Centred(Regression):
+    """Subtracts a number that somebody keeps between batches from each target."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.register_buffer("centre", torch.zeros(()))
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return (self.net(rows["inputs"]).squeeze(-1) - rows["target"] + self.centre).square()
+
+
+def mean_of(batch: Any) -> Tensor:
+    return torch.zeros(()) if batch.rows is None else batch.rows["target"].mean()
+
+
+class WritesABuffer(Centred):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.centre.data.copy_(mean_of(batch))
+
+
+class ReplacesABuffer(Centred):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.centre = mean_of(batch)
+
+
+class WritesBeforeTheStep(Centred):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.centre += mean_of(batch)
+        super().training_step(batch, batch_idx)
+
+
+class WritesAfterTheStep(Centred):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        self.centre += mean_of(batch)
+
+
+class WritesAFrozenWeight(Regression):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.offset = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return (self.net(rows["inputs"]).squeeze(-1) - rows["target"] + self.offset).square()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.offset.data += mean_of(batch)
+
+
+class WritesATrainedWeight(Regression):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        next(self.net.parameters()).data += mean_of(batch)
+
+
+class KeepsAnAttribute(Regression):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen = {"targets": [mean_of(batch)]}
+
+
+class StepsOnceMore(Regression):
+    """Makes an update of its own after the granted one, by an optimizer that Lightning does not know."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        if batch.rows is not None:
+            own = torch.optim.SGD(self.parameters(), lr=0.1)
+            self.per_row_loss(batch.rows).mean().backward()
+            own.step()
+
+
+ATTACKS = [
+    WritesABuffer, ReplacesABuffer, WritesBeforeTheStep, WritesAfterTheStep, WritesAFrozenWeight, WritesATrainedWeight,
+    KeepsAnAttribute, StepsOnceMore,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("module", ATTACKS, ids=lambda module: module.__name__)
+def test_what_is_written_between_two_batches_is_refused(module: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError) as refusal:
+        fit(tmp_path / "run", module(privacy=dp(tmp_path)))
+    assert refusal.value.trap == "T11"
+
+
+@pytest.mark.parametrize("module", [WritesABuffer, KeepsAnAttribute], ids=lambda module: module.__name__)
+def test_without_a_guarantee_nothing_is_refused(module: Any, tmp_path: Path) -> None:
+    fit(tmp_path / "run", module(privacy=NoPrivacy()))
+
+
+class BatchMean(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.centre.fill_(float(mean_of(batch)))
+
+
+def test_a_callback_is_refused_as_a_hook_of_the_module_is(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="centre"):
+        fit(tmp_path / "run", Centred(privacy=dp(tmp_path)), extra=[BatchMean()])
+
+
+class Teacher(Regression):
+    """A running average of the trained weights, whose answers are half of each target."""
+
+    made_from_weights = ("teacher.",)
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        target = (rows["target"] + self.teacher(rows["inputs"]).squeeze(-1)) / 2
+        return (self.net(rows["inputs"]).squeeze(-1) - target).square()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for kept, trained in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            kept.data.lerp_(trained.data, 0.1)
+
+
+def test_a_declared_teacher_trains_and_an_undeclared_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(tmp_path / "declared", Teacher(privacy=dp(tmp_path)))
+    monkeypatch.setattr(Teacher, "made_from_weights", ())
+    with pytest.raises(UnsupportedModelError, match="made_from_weights"):
+        fit(tmp_path / "undeclared", Teacher(privacy=dp(tmp_path)))
+
+
+class Anneals(Regression):
+    """A schedule by numbers, and a validation in between that puts other weights in place and the old ones back."""
+
+    sharpness = 1.0
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return self.sharpness * super().per_row_loss(rows)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.sharpness *= 0.9
+        kept = {name: value.clone() for name, value in self.state_dict().items()}
+        for parameter in self.parameters():
+            parameter.data.zero_()
+        self.load_state_dict(kept)
+
+
+def test_a_schedule_and_weights_that_are_put_back_are_not_refused(tmp_path: Path) -> None:
+    fit(tmp_path / "run", Anneals(privacy=dp(tmp_path)))
+
+
+@pytest.mark.parametrize("module", [WritesABuffer, WritesATrainedWeight, KeepsAnAttribute])
+def test_nothing_else_finds_it(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hook_watch.HookWatch, "compare", lambda *_: None)
+    fit(tmp_path / "run", module(privacy=dp(tmp_path)))
