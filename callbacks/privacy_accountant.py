@@ -29,6 +29,7 @@ from lit_dpret.callbacks.fixed_shapes import (
 )
 from lit_dpret.callbacks.inputs import fingerprint_of_files
 from lit_dpret.callbacks.log_gate import LogGate, tell
+from lit_dpret.callbacks.own_code import refuse_remembering_collation, trusted_code
 from lit_dpret.callbacks.physical_batch import fit_physical_batch
 from lit_dpret.callbacks.planning import PlannedRun, plan_run
 from lit_dpret.callbacks.refusals import (
@@ -261,7 +262,11 @@ class PrivacyAccountant(Callback):
                 "secure_rng": mode.secure_rng,
                 "noise_seed": mode.noise_seed,
                 "log_private_loss": bool(module.log_private_loss),
-                "assumptions": [*getattr(module, "assumptions", list)(), *precision_assumptions(trainer, module)],
+                "assumptions": [
+                    *getattr(module, "assumptions", list)(),
+                    *precision_assumptions(trainer, module),
+                    *(trusted_code(trainer, module, data) if mode.guarantee == "dp" else ()),
+                ],
                 "dataset_ledger": None if self._dataset is None else self._dataset.begin(),
                 "planted": planted,
             },
@@ -346,7 +351,7 @@ class PrivacyAccountant(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         refuse_replaced_sampler(trainer.train_dataloader, self.sampler)
         if self.plan is not None:
-            self._ranks.together(lambda: refuse_other_units(trainer.train_dataloader, self.sampler))
+            self._ranks.together(lambda: self._examine_data(trainer, pl_module))
         note_sigterm_quietly(trainer)
         if self.log_gate is not None:
             self.log_gate.training = True
@@ -354,6 +359,12 @@ class PrivacyAccountant(Callback):
         self._begin(trainer, pl_module)
         if self._gate.steps_done < self.planned_steps:
             self._gate.require_budget(self._gate.steps_done)
+
+    def _examine_data(self, trainer: L.Trainer, module: Any) -> None:
+        loader: Any = trainer.train_dataloader
+        refuse_other_units(loader, self.sampler)
+        if module.privacy.guarantee == "dp":
+            refuse_remembering_collation(module, getattr(loader, "dataset", None), self.sampler)
 
     def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Settle where to go on, before the first coin is tossed.

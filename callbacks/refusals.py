@@ -30,6 +30,7 @@ from torch import nn
 
 from lit_dpret.callbacks.averages import refuse_averages
 from lit_dpret.callbacks.fixed_shapes import refuse_changing_rows, refuse_changing_shapes
+from lit_dpret.callbacks.own_code import refuse_changed_batches
 from lit_dpret.callbacks.strategies import (
     refuse_parted_sums,
     refuse_second_masters,
@@ -450,6 +451,10 @@ def _averages_weights(run: Candidate) -> None:
     refuse_averages(run.trainer, run.module, run.callbacks)
 
 
+def _leaves_batches_alone(run: Candidate) -> None:
+    refuse_changed_batches(run.module, run.data)
+
+
 def _one_shape_where_it_compiles(run: Candidate) -> None:
     refuse_changing_shapes(run.trainer, run.module)
 
@@ -474,5 +479,5 @@ _INHERITED: tuple[Check, ...] = (_carries_a_card,)
 _DP: tuple[Check, ...] = (
     _shows_nothing_beside_a_total, _stops_by_a_fixed_number, _keeps_the_last, _tunes_nothing, _validates_nothing,
     _tells_no_times, _whole_batches, _known_precision, _no_accumulation, _no_clipping_of_the_sum,
-    _rows_that_keep_their_gradients,
+    _rows_that_keep_their_gradients, _leaves_batches_alone,
 )  # fmt: skip

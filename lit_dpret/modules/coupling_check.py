@@ -136,6 +136,17 @@ class CouplingCheck:
                 if turn == 1 and batch.data_rows is None:  # a batch of fixed shape always has as many rows
                     passes.compare_sizes(part)
 
+    def compare_collations(self, module: Any, before: list[Any], rows: list[Any]) -> None:
+        """Compare what ``collate_rows`` makes of rows with what it makes of them after it was given others.
+
+        Raises:
+            UnsupportedModelError: The two differ, and not by random numbers that cannot be repeated.
+        """
+        with _Passes(module, KeptState(module), seed=0) as passes:
+            alone, again, after = (passes.collated(rows, first) for first in ([], [], before))
+        if _equal(alone, again) and not _equal(alone, after):
+            refuse_memory(module)
+
 
 class _Rows:
     """Rows of a batch, some of them kept and the others replaced.
@@ -270,11 +281,22 @@ class _Passes:
             self._refuse_memory()
         self._kept_state.refuse_writes(self._refuse_memory)
 
-    def _losses(self, features: Any, *, gradients: bool = False, fixed_coins: bool = False) -> Tensor:
-        """The row losses, ``(rows,)``; with ``fixed_coins`` no shape decides which random number a row gets."""
+    def collated(self, rows: list[Any], before: list[Any]) -> list[Any]:
+        """The leaves of what ``collate_rows`` makes of ``rows``, after others if there are some."""
+        self._kept_state.reset()
+        if before:
+            self.module.collate_rows(before)
+        self._seed_everything()
+        return _leaves(self.module.collate_rows(rows))
+
+    def _seed_everything(self) -> None:
         torch.manual_seed(self._seed)
         random.seed(self._seed)
         np.random.seed(self._seed % 2**32)
+
+    def _losses(self, features: Any, *, gradients: bool = False, fixed_coins: bool = False) -> Tensor:
+        """The row losses, ``(rows,)``; with ``fixed_coins`` no shape decides which random number a row gets."""
+        self._seed_everything()
         wide = torch.autocast(self.module.device.type, enabled=False)
         coins: Any = _FixedCoins() if fixed_coins else nullcontext()  # type: ignore[no-untyped-call]
         with torch.set_grad_enabled(gradients), coins, wide:
@@ -314,12 +336,17 @@ class _Passes:
         )
 
     def _refuse_memory(self) -> NoReturn:
-        raise UnsupportedModelError(
-            f"privacy={self.module.privacy.name} cannot train {type(self.module).__name__}: what it keeps of one batch "
-            "(an attribute, a closure or a global) changes the loss of the rows of the next one, so one unit has a say "
-            "in steps that it takes no part in, which no noise covers. Keep nothing of private rows between batches.",
-            trap="T11",
-        )
+        refuse_memory(self.module)
+
+
+def refuse_memory(module: Any) -> NoReturn:
+    """Refuse a module in which something of one batch changes the loss of the next."""
+    raise UnsupportedModelError(
+        f"privacy={module.privacy.name} cannot train {type(module).__name__}: what it keeps of one batch "
+        "(an attribute, a closure or a global) changes the loss of the rows of the next one, so one unit has a say "
+        "in steps that it takes no part in, which no noise covers. Keep nothing of private rows between batches.",
+        trap="T11",
+    )
 
 
 class _FixedCoins(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -348,6 +375,12 @@ class _FixedCoins(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _leaves(rows: Any) -> list[Any]:
     """The leaves of nested dicts."""
     return [leaf for value in rows.values() for leaf in _leaves(value)] if isinstance(rows, dict) else [rows]
+
+
+def _equal(a: list[Any], b: list[Any]) -> bool:
+    """Whether two lists hold equal tensors; leaves of other kinds are not compared."""
+    pairs = zip(a, b, strict=False)
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in pairs if isinstance(x, Tensor))
 
 
 def _differ(a: Tensor, b: Tensor, floor: float = 0.0) -> bool:

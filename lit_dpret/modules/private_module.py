@@ -129,6 +129,15 @@ class PrivateModule(Checkpointed):
         """Turn rows of text into what ``per_row_loss`` takes: a dict of tensors, first axis rows."""
         raise UnsupportedModelError(f"{type(self).__name__} does not implement collate_rows(rows).")
 
+    def examine_collation(self, before: list[Row], rows: list[Row]) -> None:
+        """Collate some rows with others before and without, and leave everything as it was.
+
+        Raises:
+            UnsupportedModelError: ``collate_rows`` remembers what it was given.
+        """
+        with self._replayable_dropout(0):
+            self._couplings.compare_collations(self, before, rows)
+
     def place_rows(self, features: Any, places: Sequence[int], rows: int) -> Any:
         """Features of a fixed shape: those of ``collate_rows`` at ``places``, among ``rows`` rows in all.
 

@@ -203,9 +203,10 @@ def test_with_a_clock_in_one_kind_of_file_the_attack_succeeds(
 ) -> None:
     loggers = [offline(tmp_path / "run")] if mutant is wandb_at_once else []
     mutant(monkeypatch)
-    module = trained(tmp_path / "run", loggers)
+    module = trained(tmp_path / "run", loggers, noise_seed=1)
     if loggers:
         finish_wandb()
+    assert len(module.drew_it) > 13, "fewer would not stand out"
     assert max(told(tmp_path / "run", module.drew_it).values()) > 0.9
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import torch
 from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit
 from torch import Tensor, nn
 
+from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules import coupling_check, kept_state
 from lit_dpret.modules.coupling_check import CouplingCheck, Looks, _Passes
+from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.charges import charged_releases
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.releases import NonPrivateRelease
@@ -360,7 +363,7 @@ def test_the_first_batch_is_looked_at_and_then_about_one_in_every_doubling() -> 
         coins, looks = random.Random(run), Looks()
         seen = [count for count in range(1, 1001) if looks.due(coins.getrandbits(60))]
         assert seen[0] == 1 and 8 <= len(seen) <= 15
-        assert all(later <= 2.5 * earlier for earlier, later in zip(seen, seen[1:], strict=False))
+        assert all(later <= 2.5 * earlier for earlier, later in pairwise(seen))
         for place in missed:
             missed[place] += all(count % 4 != place for count in seen)
     assert max(missed.values()) < 30  # of what happens in every fourth batch; without coins it might be all 200
@@ -389,3 +392,65 @@ def test_an_update_that_was_not_granted_is_refused(module: type[Any], tmp_path: 
     with pytest.raises(ConfigurationError, match="per_row_loss") as refusal:
         train(tmp_path, module)
     assert refusal.value.trap == "T7"
+
+
+class GrowsAVocabulary(Plain):
+    """Numbers words in the order in which they come, so a row's features depend on who came before."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.vocabulary: dict[str, int] = {}
+
+    def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
+        places = [self.vocabulary.setdefault(row.query, len(self.vocabulary)) for row in rows]
+        return super().collate_rows(rows) | {"place": torch.tensor(places)}
+
+
+class KeepsWhatItCollated(Plain):
+    """A cache: rows are the same with it and without."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.cache: dict[str, float] = {}
+
+    def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
+        found = [self.cache.setdefault(row.query, float(len(row.query))) for row in rows]
+        return super().collate_rows(rows) | {"length": torch.tensor(found)}
+
+
+def test_a_collation_that_remembers_is_refused_and_a_cache_is_not(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="keeps of one batch"):
+        train(tmp_path, GrowsAVocabulary)
+    train(tmp_path / "cached", KeepsWhatItCollated)
+
+
+class MixesOnTheDevice(Plain):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        batch.rows["inputs"] = batch.rows["inputs"] - batch.rows["inputs"].mean(0)
+        return batch
+
+
+def test_batches_that_are_changed_on_the_way_to_the_device_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="on_after_batch_transfer") as refusal:
+        train(tmp_path, MixesOnTheDevice)
+    assert refusal.value.trap == "T11"
+
+
+class MixesBeforeTheStep(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if batch.rows is not None:
+            batch.rows["inputs"] = batch.rows["inputs"] - batch.rows["inputs"].mean(0)
+        super().training_step(batch, batch_idx)
+
+
+def test_rows_that_are_mixed_before_the_step_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="other rows"):
+        train(tmp_path, MixesBeforeTheStep)
+
+
+def test_the_card_says_which_code_it_trusts(tmp_path: Path) -> None:
+    fit(tmp_path / "run", Plain(privacy=dp(tmp_path)), extra=[PrivacyCard(run_dir=tmp_path / "run")])
+    card = read_card(tmp_path / "run" / "privacy_card.json")
+    assert any(a["text"].startswith("Plain, Numbers: in this code") and a["holds"] == "unverified"
+               for a in card["assumptions"])  # fmt: skip
+    assert card["claim"]["guarantee"] == "dp"

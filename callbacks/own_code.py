@@ -1,0 +1,62 @@
+"""The user's own code in a private run: what of it is refused or tried before the first step, and what is trusted."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.core.hooks import DataHooks
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.sampling import Draw, PrivateBatchSampler
+
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_KNOWN = ("lit_dpret.", "lightning.", "pytorch_lightning.")
+
+
+def refuse_changed_batches(module: Any, data: Any) -> None:
+    """Refuse hooks that change a batch on its way to the device: nobody could compare rows without their company.
+
+    Raises:
+        ConfigurationError: Naming the hook.
+    """
+    for owner in (module, data):
+        for hook in _HOOKS:
+            if getattr(type(owner), hook, None) not in (getattr(DataHooks, hook), None):
+                raise ConfigurationError(
+                    f"{type(owner).__name__}.{hook} changes batches after they were put together, where nothing shows "
+                    "whether rows are mixed there. Do it in collate_rows, or in per_row_loss for what runs on the "
+                    "device.",
+                    trap="T11",
+                )
+
+
+def refuse_remembering_collation(module: Any, dataset: Any, sampler: PrivateBatchSampler) -> None:
+    """Have two units collated one after the other, and refuse a ``collate_rows`` that remembers the first.
+
+    Raises:
+        UnsupportedModelError: It gives the second unit otherwise than when the first did not come before.
+    """
+    examine = getattr(module, "examine_collation", None)
+    if examine is None or dataset is None:
+        return
+    answers = (dataset[Draw(unit, 0, 0, False)][1] for unit in range(sampler.units))
+    found = list(islice(filter(None, map(list, answers)), 2))
+    if len(found) == 2:
+        examine(*found)
+
+
+def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:
+    """What the claim takes on trust about code from outside this package and Lightning, for the card."""
+    owners = [getattr(module, "own_class", type(module)), type(data), *map(type, trainer.callbacks)]  # type: ignore[attr-defined]
+    own = dict.fromkeys(kind.__name__ for kind in owners if not kind.__module__.startswith(_KNOWN))
+    if not own:
+        return []
+    text = (
+        f"{', '.join(own)}: in this code, the loss of a row depends on no other row, and nothing of a private row ends "
+        "the run, sets a learning rate, changes an update or a weight, or reaches a file. Samples of it were examined "
+        "while the run trained, and nothing was found; that proves none of it."
+    )
+    named = ", ".join(getattr(module, "made_from_weights", ()))
+    return [text] + ([f"{named} of {type(module).__name__} is computed from trained weights alone."] if named else [])
