@@ -3,8 +3,8 @@
     python benchmarks/checks.py [--steps 60] [--out results/checks_cpu.json]
 
 Real runs of `train.py` on InsuranceQA, in one process each: processor time inside the checks over processor time of
-all training steps, the checks included, so both are measured in the same run. Checks look at batches 1, 2, 4, ...,
-so their share falls with the number of physical batches; a run of few small ones is the worst case.
+all training steps, the checks included, so both are measured in the same run. Checks look at one batch in about every
+doubling, so their share falls with the number of physical batches; a run of few small ones is the worst case.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ import json, sys, time
 from lit_dpret import cli
 from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.modules.coupling_check import CouplingCheck
+from lit_dpret.modules.hook_watch import HookWatch
 from lit_dpret.modules.private_module import PrivateModule
+from lit_dpret.privacy.modes.state_watch import StateWatch
 from lit_dpret.privacy.noise_check import NoiseCheck
 
 spent = {}
@@ -48,7 +50,12 @@ def timed(owner, name, label):
             spent[label] = spent.get(label, 0.0) + time.process_time() - begun
     setattr(owner, name, wrapper)
 
-timed(CouplingCheck, "look", "rows that depend on each other")
+for name in ("prepare", "look", "compare_collations"):
+    timed(CouplingCheck, name, "rows that depend on each other")
+for name in ("note", "compare"):
+    timed(HookWatch, name, "writes of hooks")
+for name in ("before", "after"):
+    timed(StateWatch, name, "writes of the forward pass")
 timed(NoiseCheck, "verdict", "noise that is missing")
 timed(PrivacyAccountant, "_require_drawn", "units that were not drawn")
 timed(PrivateModule, "training_step", "all steps")

@@ -26,6 +26,8 @@ from lit_dpret.privacy.noise_source import NoiseName
 from lit_dpret.privacy.plan import PrivacyPlan
 
 TIMED_BATCHES = 2
+#: About as many operations as a core does in a second.
+SECOND_OF_A_CORE = 20_000_000_000
 
 # Of the batches whose tensors are counted. In a slice of one layer embeddings weigh more than in the whole model: with
 # fewer rows their gradients, not the activations, would set the peak of the pass in which the engine checks itself.
@@ -199,6 +201,8 @@ def seconds_per_value(device: torch.device) -> float:
 
 def product_rate(tokens: int, inputs: int, outputs: int, device: torch.device, *, half: bool = False) -> float:
     """Operations per second of a linear layer of that shape: forward, and the gradients of inputs and weight."""
+    if device.type == "cpu":  # a rate no longer rises with the tokens where a product takes a second
+        tokens = min(tokens, max(256, SECOND_OF_A_CORE // (6 * inputs * outputs)))
     dtype = torch.bfloat16 if half else torch.float32
     x = torch.randn(tokens, inputs, device=device, dtype=dtype)
     w = torch.randn(outputs, inputs, device=device, dtype=dtype)
