@@ -240,23 +240,42 @@ class _Refusing:
         return getattr(self._real, name)
 
 
+class _GatedWriter:
+    """What is put in front of the class of a `CSVLogger`'s experiment, which somebody may have taken before the fit."""
+
+    _gate: LogGate
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_") and not self._gate.open:
+            self._gate.private(f"experiment.{name}")
+        return super().__getattribute__(name)
+
+
 @cache
-def _gated(kind: Any) -> Any:
-    return type(kind.__name__, (_Gated, kind), {"__module__": kind.__module__})
+def _gated(kind: Any, front: type = _Gated) -> Any:
+    return type(kind.__name__, (front, kind), {"__module__": kind.__module__})
 
 
 def _watch(logger: Any, gate: LogGate) -> None:
     if isinstance(logger, _Gated):  # an earlier fit of the same Trainer ended without finalizing it
         _let_go(logger)
+    writer: Any = logger._experiment if isinstance(logger, CSVLogger) else None
     kind: Any = type(logger)
     logger.__class__ = _gated(kind)
     logger._gate, logger._held = gate, {}
+    if writer is not None:
+        kind = type(writer)
+        writer.__class__ = _gated(kind, _GatedWriter)
+        writer._gate = gate
 
 
 def _let_go(logger: Any) -> list[Callable[[], Any]]:
     """Make the logger what it was; returns what it is to be told."""
     logger._gate.let_go()
     logger.__class__ = type(logger).__mro__[2]
+    if isinstance(writer := getattr(logger, "_experiment", None), _GatedWriter):
+        writer.__class__ = type(writer).__mro__[2]
+        del writer._gate
     held = list(logger._held.values())
     del logger._gate, logger._held
     return held

@@ -164,6 +164,29 @@ def test_a_run_without_a_claim_logs_what_it_likes_when_it_likes(tmp_path: Path) 
     assert any(SECRET in metrics for metrics, _ in logger.got) and seen == [len(logger.got)]
 
 
+@pytest.mark.parametrize("call", ["log_metrics", "metrics"])
+def test_an_experiment_that_was_taken_before_the_fit_is_watched_as_well(call: str, tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path / "csv")
+    taken = logger.experiment
+
+    def way(module: Any, loss: float) -> None:
+        taken.log_metrics({SECRET: loss}) if call == "log_metrics" else taken.metrics.append({SECRET: loss})
+
+    with pytest.raises(ConfigurationError, match=r"experiment\." + call):
+        fit(tmp_path / "run", Leaky(way=way, privacy=dp(tmp_path)), logger=[logger])
+    assert SECRET not in texts(tmp_path)
+    taken.log_metrics({"own": 1.0})
+    assert "Gated" not in str(type(taken).__mro__), "the experiment is what it was"
+    run = tmp_path / "declared"
+    logger = CSVLogger(run, name="csv")
+    taken = logger.experiment
+    module = Leaky(way=way, privacy=dp(tmp_path))
+    module.log_private_loss = True
+    fit(run, module, steps=2, logger=[logger], extra=[PrivacyCard(run_dir=run), LearningRateMonitor()])
+    assert read_card(run)["claim"]["epsilon"] is None
+    assert SECRET in texts(run / "csv") and "lr-Adam" in texts(run / "csv")
+
+
 class Declared(Regression):
     public_metrics = ("train/temperature",)
 
