@@ -10,12 +10,13 @@ from __future__ import annotations
 import signal
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
-from lit_dpret.errors import ResumeError
+from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.ranks import Ranks
 
 
@@ -26,15 +27,19 @@ class BetweenSteps:
         - A checkpoint that is asked for in the middle of a logical step goes on with the whole of that step.
         - None is written while an update is made, when weights, optimizer and step count are of different moments:
           who asks then is refused, and after an error the checkpoint is left out with a warning.
+        - A checkpoint of the module is handed to ``complete`` when every callback and the module added their part, also
+          after the fit. One that it refuses is not written; after an error it is left out with a warning.
         - SLURM's request to requeue the job is met after the step that it came in, by all ranks at once.
 
     Args:
-        trainer: Of the fit; its ``save_checkpoint`` is replaced until `release`.
+        trainer: Of the fit; its ``save_checkpoint`` is replaced until `release`, and what puts a checkpoint together
+            until its next fit.
         module: Says in ``updating`` that an update is being made.
+        complete: Is given each checkpoint before it is written.
     """
 
-    def __init__(self, trainer: L.Trainer, module: Any) -> None:
-        self._trainer, self._module = trainer, module
+    def __init__(self, trainer: L.Trainer, module: Any, complete: Callable[[dict[str, Any]], None]) -> None:
+        self._trainer, self._module, self._complete = trainer, module, complete
         self._step = -1
         self._before: dict[str, int] = {}
         self._requeue_signal: int | None = None
@@ -42,6 +47,10 @@ class BetweenSteps:
         self.release()  # of an earlier fit that an error ended
         self._save = trainer.save_checkpoint
         vars(trainer)["save_checkpoint"] = self._save_between
+        connector = trainer._checkpoint_connector
+        vars(connector).pop("dump_checkpoint", None)
+        self.put_together = connector.dump_checkpoint
+        vars(connector)["dump_checkpoint"] = self._put_together_whole
 
     def release(self) -> None:
         """Give the Trainer its own ``save_checkpoint`` back."""
@@ -69,13 +78,24 @@ class BetweenSteps:
             progress[part] = dict.fromkeys(progress[part], self._before[part])
 
     def _save_between(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
-        if not getattr(self._module, "updating", False):
-            self._save(filepath, weights_only, storage_options)
-            return
         reason = "the update of a step was not finished, so weights, optimizer and ledger are of different moments"
-        if not self._trainer.interrupted:
+        if not getattr(self._module, "updating", False):
+            try:
+                self._save(filepath, weights_only, storage_options)
+                return
+            except ConfigurationError as refusal:
+                if not self._trainer.interrupted:
+                    raise
+                reason = str(refusal).rstrip(".")
+        elif not self._trainer.interrupted:
             raise ResumeError(f"The checkpoint {filepath} cannot be written now: {reason}. Ask in on_train_batch_end.")
         warnings.warn(f"The checkpoint {filepath} was left out: {reason}. Earlier ones are whole.", stacklevel=2)
+
+    def _put_together_whole(self, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = self.put_together(weights_only)
+        if self._trainer.lightning_module is self._module:
+            self._complete(checkpoint)
+        return checkpoint
 
     # -- SLURM -------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from lit_dpret.callbacks.agreement import require_agreement
 from lit_dpret.callbacks.averages import averaging, go_on_averaging
 from lit_dpret.callbacks.between_steps import BetweenSteps
+from lit_dpret.callbacks.checkpoint_gate import CheckpointGate
 from lit_dpret.callbacks.fixed_shapes import (
     asks_for_one_program,
     collate_of,
@@ -129,6 +130,7 @@ class PrivacyAccountant(Callback):
         self._restored: Position | None = None
         self._begun = self._ended = self._trained = False
         self.log_gate: LogGate | None = None
+        self._checkpoint_gate: CheckpointGate | None = None
 
     @property
     def ledger(self) -> PrivacyLedger:
@@ -209,7 +211,8 @@ class PrivacyAccountant(Callback):
         self._shared = place_early(trainer, pl_module)
         ranks.together(lambda: mode.attach(pl_module, self.plan, stream))
         module.receive_guard(self._gate)
-        self._between = BetweenSteps(trainer, module)
+        self._trainer, self._module = trainer, module
+        self._between = BetweenSteps(trainer, module, self._complete)
         if mode.guarantee == "dp":
             declare = partial(self._note_private, mode) if module.log_private_loss else None
             self.log_gate = LogGate(trainer, module, step=lambda: self._gate.steps_done, declare=declare)
@@ -222,6 +225,11 @@ class PrivacyAccountant(Callback):
             raise unaccounted(repr(name), mode)
         if self._ranks.is_first:
             self.ledger.append("event", name=PRIVATE_LOG_EVENT, logged=name)
+
+    def _note_kept(self, mode: PrivacyMode, name: str) -> None:
+        """Write down that a checkpoint holds a private number; after the end its card claims nothing anyway."""
+        if not self._ended:
+            self._note_private(mode, name)
 
     def _planned(self, trainer: L.Trainer, module: Any, data: Any) -> PlannedRun:
         """What would run, once nothing speaks against it."""
@@ -293,7 +301,7 @@ class PrivacyAccountant(Callback):
         if self._account is not None:
             self._account.close()
         self._begun = self._ended = self._trained = False
-        self._account, self._restored, self.log_gate = None, None, None
+        self._account, self._restored, self.log_gate, self._checkpoint_gate = None, None, None, None
         for name in ("_run", "_gate", "_between", "_identity"):
             vars(self).pop(name, None)
 
@@ -389,6 +397,9 @@ class PrivacyAccountant(Callback):
         replays = self.replay == "auto" and deterministic and whole
         world = self._ranks.world_size  # a sum over another number of ranks has other last bits
         self._gate.begin(self._restored, (lambda: state_hash(pl_module, optimizer, world)) if replays else None)
+        if module.privacy.guarantee == "dp":
+            declare = partial(self._note_kept, module.privacy) if module.log_private_loss else None
+            self._checkpoint_gate = CheckpointGate(trainer, module, self._between.put_together(False), declare)
         self._ranks.share(self._reserve)
 
     def _refuse_other_checkpoints(self) -> None:
@@ -479,23 +490,28 @@ class PrivacyAccountant(Callback):
             spent = {"privacy/eps_spent": self._gate.share_epsilon(), "privacy/delta": self.plan.budget.delta}
             tell(trainer, spent, done)
 
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Remember what leaves the run, and let it go on with a whole step.
+    def _complete(self, checkpoint: dict[str, Any]) -> None:
+        """Remember what leaves the run, let it go on with a whole step, and look for what may not leave.
 
         Where the number of physical batches tells what may be private, hide it.
         """
-        if not hasattr(self, "_between"):
-            return
-        self._remember(pl_module, checkpoint["state_dict"])
+        trainer, module = self._trainer, self._module
+        for weights in ("state_dict", "current_model_state"):  # the second where an average took the place of the first
+            self._remember(module, checkpoint.get(weights, {}))
+        loops = trainer._checkpoint_connector._get_loops_state_dict()
+        checkpoint |= {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "loops": loops}
         self._between.set_back(checkpoint, self._gate.steps_done)
-        if self.plan is None or self.sampler.physical_batches_per_step is not None:
-            return
-        loop = checkpoint["loops"]["fit_loop"]
-        loop["epoch_loop.state_dict"].pop("_batches_that_stepped", None)
-        for part in ("total", "current"):
-            progress = loop["epoch_loop.batch_progress"][part]
-            for name in progress:
-                progress[name] = self._gate.steps_done
+        if self.plan is not None and self.sampler.physical_batches_per_step is None:
+            loop = loops["fit_loop"]
+            loop["epoch_loop.state_dict"].pop("_batches_that_stepped", None)
+            for part in ("total", "current"):
+                progress = loop["epoch_loop.batch_progress"][part]
+                for name in progress:
+                    progress[name] = self._gate.steps_done
+        if (gate := self._checkpoint_gate) is not None:
+            # After an error, the other ranks may not have met it.
+            ranks = Ranks() if trainer.interrupted else self._ranks
+            ranks.together(lambda: gate.check(checkpoint))
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -552,6 +568,7 @@ class PrivacyAccountant(Callback):
         if self._account is not None:
             self._account.close()
         self.ledger.close()
+        self._ended = True
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":

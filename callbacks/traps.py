@@ -103,7 +103,7 @@ TRAPS: tuple[Trap, ...] = (
          "Every coordinate of every trainable parameter gets noise, also in rows of an embedding that nobody used."),
     Trap("T25", "Metrics and choices on private rows", "rehearsal",
          "Nothing stops, chooses, tunes or validates by private rows, and the loss of a row logs nothing. What a "
-         "callback or a training step logs meets the gate of the fit."),
+         "callback or a training step logs, and what a checkpoint holds, meets the gates of the fit."),
     Trap("T26", "Preparation that looked at private queries", "elsewhere",
          "Decide on vocabularies, lengths, filters and the list of passages without the log; the card asks.",
          ("dp", "inherited"), "weakens"),

@@ -204,7 +204,8 @@ def asking(folder: Path, *, at: int, part: int, where: str = "start") -> Any:
 
 
 def doomed(rank: int, *, whose: int, at: int, how: str = "kill", where: str = "batch", part: int = 0) -> Any:
-    """A callback that ends rank ``whose`` (-1: every one) in logical step ``at``, or ``where`` it is ``setup``.
+    """A callback that ends rank ``whose`` (-1: every one) in logical step ``at``, or ``where`` it is ``setup``; or that
+    keeps a number there (``how="keep"``).
 
     ``part``: before which physical batch of the step, counted from 0.
     """
@@ -220,7 +221,9 @@ def doomed(rank: int, *, whose: int, at: int, how: str = "kill", where: str = "b
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
             if where == "batch" and whose in (rank, -1) and batch.step == at:
                 self.parts += 1
-                if self.parts == part + 1:
+                if how == "keep":
+                    module.hparams["kept_number"] = 0.5
+                elif self.parts == part + 1:
                     self.end()
 
         def end(self) -> None:

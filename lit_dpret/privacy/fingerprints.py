@@ -21,16 +21,20 @@ from lit_dpret.privacy.noise import KeyedStream
 def _bytes(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[bytes | memoryview]:
     for name, tensor in tensors:
         yield f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode()
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        flat = tensor.detach().cpu().to_dense().contiguous().reshape(-1)
         yield flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
 def state_hash(module: nn.Module, optimizer: torch.optim.Optimizer, world_size: int = 1) -> str:
-    """SHA-256 of every parameter, buffer and optimizer tensor, and of the number of ranks that add up a sum."""
+    """SHA-256 of every parameter, buffer and optimizer tensor, and of the number of ranks that add up a sum.
+
+    What else ``get_extra_state`` returns is left out: where it changes a step, the tag of the sum is another.
+    """
     digest = hashlib.sha256()
     if world_size > 1:
         digest.update(f"{world_size} ranks".encode())
-    tensors: list[tuple[str, Tensor]] = sorted(module.state_dict().items())
+    state_dict = sorted(module.state_dict().items())
+    tensors: list[tuple[str, Tensor]] = [(name, value) for name, value in state_dict if isinstance(value, Tensor)]
     for group, content in enumerate(optimizer.state_dict()["state"].items()):
         index, state = content
         for key in sorted(state):

@@ -1,7 +1,8 @@
-"""Which numbers a private run may show while it trains: those that somebody declares to be public.
+"""Which numbers a private run may show or keep while it trains: those that somebody declares to be public.
 
 A number does not say what it was computed on. So what a module, a callback or anybody else logs inside a run with a
-guarantee is refused, unless the module or a callback of the run lists its name in ``public_metrics``.
+guarantee, or puts into its checkpoints, is refused, unless the module or a callback of the run lists its name in
+``public_metrics``.
 """
 
 from __future__ import annotations
@@ -27,5 +28,16 @@ def unaccounted(what: str, mode: Any) -> ConfigurationError:
         "is a release that nobody counts. Leave it out. If no private row is behind it, list its name in "
         "public_metrics of the module or callback that logs it; or set model.log_private_loss=true, and the card will "
         "name it and state no epsilon.",
+        trap="T25",
+    )
+
+
+def kept_in_checkpoint(name: str, mode: Any) -> ConfigurationError:
+    """The refusal of what stands at ``name`` in a checkpoint, and is not what stood there when the training began."""
+    return ConfigurationError(
+        f"A checkpoint of a run with privacy={getattr(mode, 'name', mode)} would hold {name}, which changed since the "
+        "training began: a number computed on private rows is a release that nobody counts. Leave it out. If no "
+        "private row is behind it, list its name, or that of what holds it, in public_metrics of the module, "
+        "callback or DataModule; or set model.log_private_loss=true, and the card will name it and state no epsilon.",
         trap="T25",
     )

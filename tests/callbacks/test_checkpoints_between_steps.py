@@ -16,7 +16,7 @@ import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.connectors import signal_connector
-from rank_runs import Server, told
+from rank_runs import REFUSED, Server, told
 from stand_ins import Numbers, Regression, dp, fit
 from zero_runs import ZeroServer
 
@@ -158,6 +158,23 @@ def test_asking_for_a_checkpoint_inside_a_step_changes_nothing(
     if at == 0:
         counts = [n for n in numbers(asked["optimizer_states"]) if n]
         assert not counts, "the state of an optimizer that has made no step"
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "ddp" else pytest.mark.slow) for kind in ("ddp", "fsdp", "zero3")]
+)
+@pytest.mark.parametrize("whose", [0, 1])
+def test_a_private_number_that_one_rank_keeps_is_refused_by_all(
+    kind: str, whose: int, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    server: Server = request.getfixturevalue("zero_server" if kind.startswith("zero") else "server")
+    job, world, settings = KINDS[kind]
+    given = {"data": SMALL, "steps": 5, "mode": MODE["fixed"]} | settings
+    doom = {"whose": whose, "at": 1, "how": "keep"}
+    assert server.run(job, tmp_path / "run", world=world, doom=doom, **given) == [REFUSED] * world
+    for rank in range(world):
+        assert "hyper_parameters.kept_number" in told(tmp_path / "run", rank)["text"]
+    assert not list((tmp_path / "run").rglob("*.ckpt"))
 
 
 def numbers(state: Any) -> list[float]:

@@ -1,0 +1,342 @@
+"""Checkpoints of a run with a guarantee hold no number of private rows that nobody counts, whoever puts it there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.demos.boring_classes import BoringModel
+from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.card import read_card
+from lit_dpret.privacy.modes import NoPrivacy
+
+SECRET = "loss_of_rows"
+
+
+class Keeping(Regression):
+    """Shows the loss of its rows to ``keep``."""
+
+    def __init__(self, keep: Callable[[Any, float], None] = lambda module, loss: None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.keep, self.last = keep, 0.0
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        losses = super().per_row_loss(rows)
+        self.last = float(losses.detach().mean())
+        self.keep(self, self.last)
+        return losses
+
+
+class WithMetric(Keeping):
+    """A metric of the rows whose state is saved with the weights."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.seen = MeanMetric()
+        self.seen.persistent(True)
+
+    def on_train_batch_end(self, *given: Any) -> None:
+        self.seen.update(self.last)
+
+
+class WithBuffer(Keeping):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.register_buffer(SECRET, torch.zeros(()))
+
+    def on_train_batch_end(self, *given: Any) -> None:
+        self.get_buffer(SECRET).fill_(self.last)
+
+
+class WithExtraState(Keeping):
+    def get_extra_state(self) -> Any:
+        return {SECRET: getattr(self, "last", None)}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+class WithHook(Keeping):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint[SECRET] = self.last
+
+
+class HookInState(Keeping):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["state_dict"][SECRET] = torch.tensor(self.last)
+
+
+def to_hparams(module: Any, loss: float) -> None:
+    module.hparams[SECRET] = loss
+
+
+def to_hparams_of_the_data(module: Any, loss: float) -> None:
+    module.trainer.datamodule.hparams[SECRET] = loss
+
+
+class Keeps(Callback):
+    """Has the last loss in its state, by one of the ways of a callback."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *given: Any) -> None:
+        self.last = module.last
+
+    def state_dict(self) -> dict[str, Any]:
+        name = "step" if self.way == "state named like a step" else SECRET
+        return {name: {SECRET: [self.last]}} if self.way.startswith("state") and hasattr(self, "last") else {}
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        if self.way == "hook":
+            checkpoint[SECRET] = getattr(self, "last", None)
+        if self.way == "of another":
+            next(iter(checkpoint["callbacks"].values()))[SECRET] = getattr(self, "last", None)
+
+
+class Stateful(Numbers):
+    def state_dict(self) -> dict[str, Any]:
+        return {SECRET: getattr(self.trainer.lightning_module, "last", None)}  # type: ignore[union-attr]
+
+
+Made = Callable[..., Any]
+MODULES: dict[str, Made] = {
+    "hparams": lambda **settings: Keeping(to_hparams, **settings),
+    "hparams of the data": lambda **settings: Keeping(to_hparams_of_the_data, **settings),
+    "metric": WithMetric,
+    "buffer": WithBuffer,
+    "extra state": WithExtraState,
+    "hook": WithHook,
+    "state in a hook": HookInState,
+}
+CALLBACKS = ("state_dict", "state named like a step", "hook", "of another")
+WAYS = (*MODULES, *(f"callback: {way}" for way in CALLBACKS), "data")
+
+
+def attacked(way: str, folder: Path, *, leak: bool = False, mode: Any = None, **settings: Any) -> Any:
+    module = MODULES.get(way, Keeping)(privacy=mode or dp(folder))
+    module.log_private_loss = leak
+    extra = [Keeps(way.removeprefix("callback: "))] if way.startswith("callback") else []
+    data = Stateful() if way == "data" else Numbers()
+    fit(folder / "run", module, data, extra=[*extra, *settings.pop("extra", ())], **settings)
+    return module
+
+
+def checkpoints(folder: Path) -> list[dict[str, Any]]:
+    return [torch.load(path, weights_only=False) for path in folder.rglob("*.ckpt")]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_with_a_private_number_is_refused_and_not_written(way: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"public_metrics") as refused:
+        attacked(way, tmp_path)
+    assert refused.value.trap == "T25" and ("seen" if way == "metric" else SECRET) in str(refused.value)
+    assert not checkpoints(tmp_path)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_declared_leak_passes_and_the_card_names_it(way: str, tmp_path: Path) -> None:
+    attacked(way, tmp_path, leak=True, extra=[PrivacyCard(run_dir=tmp_path / "run")])
+    card = read_card(tmp_path / "run")
+    assert card["claim"]["guarantee"] == "not_proved" and card["claim"]["epsilon"] is None
+    (named,) = [fact["text"] for fact in card["assumptions"] if fact["holds"] is False]
+    assert ("seen" if way == "metric" else SECRET) in named
+    assert checkpoints(tmp_path)
+
+
+def test_a_declared_leak_is_kept_after_the_end_as_well(tmp_path: Path) -> None:
+    module = Keeping(privacy=dp(tmp_path))
+    module.log_private_loss = True
+    trainer = fit(tmp_path / "run", module, steps=1)
+    module.hparams[SECRET] = module.last
+    trainer.save_checkpoint(tmp_path / "later.ckpt")
+    assert (tmp_path / "later.ckpt").exists()
+
+
+@pytest.mark.parametrize("way", ["hparams", "metric", "hook", "callback: state_dict"])
+def test_a_run_without_a_claim_keeps_what_it_likes(way: str, tmp_path: Path) -> None:
+    attacked(way, tmp_path, mode=NoPrivacy())
+    assert checkpoints(tmp_path)
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_checkpoint_that_is_asked_for_after_the_fit_is_looked_at_as_well(weights_only: bool, tmp_path: Path) -> None:
+    settings = {"accelerator": "cpu", "enable_progress_bar": False, "logger": False, "enable_checkpointing": False}
+    module = Keeping(to_hparams, privacy=dp(tmp_path))
+    trainer = fit(tmp_path / "run", module, steps=1, save_every=100, callbacks=[accountant(tmp_path)], **settings)
+    with pytest.raises(ConfigurationError, match=SECRET):
+        trainer.save_checkpoint(tmp_path / "later.ckpt", weights_only)
+    assert not checkpoints(tmp_path)
+    honest = Regression(privacy=dp(tmp_path))
+    trainer = fit(tmp_path / "other", honest, steps=1, callbacks=[accountant(tmp_path / "other")], **settings)
+    trainer.save_checkpoint(tmp_path / "later.ckpt", weights_only)
+    assert checkpoints(tmp_path)
+
+
+def accountant(folder: Path) -> Any:
+    from lit_dpret.callbacks import PrivacyAccountant
+
+    return PrivacyAccountant(run_dir=folder / "run", eps_log_points=1)
+
+
+def test_after_an_error_such_a_checkpoint_is_left_out_and_the_error_stays(tmp_path: Path) -> None:
+    keep = OnExceptionCheckpoint(tmp_path / "left", "left")
+    with pytest.warns(UserWarning, match=SECRET), pytest.raises(Killed):
+        attacked("hparams", tmp_path, save_every=100, extra=[KillAt(3), keep])
+    assert not checkpoints(tmp_path)
+
+
+def test_a_checkpoint_of_weights_alone_does_not_tell_how_many_batches_a_draw_needed(tmp_path: Path) -> None:
+    keep = ModelCheckpoint(tmp_path / "weights", "{step}", every_n_train_steps=3, save_weights_only=True)
+    data = Numbers(sampling="poisson", physical_batch_size=2)
+    fit(tmp_path / "run", Regression(privacy=dp(tmp_path, noise_multiplier=4.0)), data, extra=[keep])
+    found = checkpoints(tmp_path / "weights")
+    assert found
+    for checkpoint in found:
+        loop = checkpoint["loops"]["fit_loop"]
+        assert loop["epoch_loop.batch_progress"]["total"]["ready"] == checkpoint["global_step"]
+        assert "_batches_that_stepped" not in loop["epoch_loop.state_dict"]
+
+
+# -- what honest users keep ----------------------------------------------------------------------------
+
+
+class Settings(Callback):
+    """Keeps its settings in checkpoints, by both ways."""
+
+    def __init__(self) -> None:
+        self.settings = {"every": 3, "names": ["a", "b"], "scale": torch.ones(2), "missing": float("nan")}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.settings)
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["settings_of_a_callback"] = dict(self.settings)
+
+
+class Counts(Callback):
+    """Counts logical steps, and says that no private row is behind the number."""
+
+    public_metrics = ("steps",)
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        self.steps += bool(batch.last)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+class Uncounted(Counts):
+    public_metrics = ()
+
+
+class OwnCheckpoint(ModelCheckpoint):
+    """A subclass whose state is Lightning's."""
+
+
+class Honest(Regression):
+    public_metrics = ("passes", "told")
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.save_hyperparameters({"width": 8, "nested": {"words": ["a"]}})
+        self.register_buffer("scale", torch.tensor([1.0, float("nan")]))
+        self.register_buffer("passes", torch.zeros((), dtype=torch.long))
+        self.seen, self.told = MeanMetric(), MeanMetric()
+        self.told.persistent(True)
+        self.register_buffer("sparse", torch.eye(2).to_sparse())
+        self.frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+
+    def get_extra_state(self) -> Any:
+        return {"version": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+    def on_train_batch_end(self, *given: Any) -> None:
+        self.seen.update(0.5)
+        self.told.update(0.5)
+        self.get_buffer("passes").add_(1)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["vocabulary"] = ["a", "b"]
+        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if not k.startswith("frozen")}
+
+
+class KeepsItsMode(Regression):
+    """Hyper-parameters as Lightning collects them, objects included."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.save_hyperparameters()
+
+
+def honest(folder: Path) -> Iterator[Callback]:
+    yield from (Settings(), Counts(), LearningRateMonitor())
+    yield OwnCheckpoint(dirpath=folder / "own", filename="{step}", every_n_train_steps=3, save_top_k=-1)
+
+
+def test_what_is_as_it_was_at_the_start_or_declared_is_kept_and_a_run_goes_on_from_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(Killed):
+        fit(folder, Honest(privacy=dp(tmp_path, noise_multiplier=4.0)), extra=[*honest(folder), KillAt(5)])
+    module, counts = Honest(privacy=dp(tmp_path, noise_multiplier=4.0)), Counts()
+    module.strict_loading = False
+    fit(folder, module, resume=True, extra=[counts, Settings()])
+    assert counts.steps == 6
+    found = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert found["callbacks"]["Counts"] == {"steps": 6} and found["vocabulary"] == ["a", "b"]
+    assert found["hyper_parameters"]["nested"] == {"words": ["a"]} and "frozen.weight" not in found["state_dict"]
+
+
+def test_a_count_that_nobody_declares_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"Uncounted.*steps"):
+        fit(tmp_path / "run", Regression(privacy=dp(tmp_path)), extra=[Uncounted()])
+
+
+def test_hyper_parameters_that_are_objects_are_kept(tmp_path: Path) -> None:
+    fit(tmp_path / "run", KeepsItsMode(privacy=dp(tmp_path)))
+    assert checkpoints(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "average", [EMAWeightAveraging(decay=0.5), StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)]
+)
+def test_averages_are_kept(average: Callback, tmp_path: Path) -> None:
+    data = Numbers(40, expected_batch_size=20)
+    fit(tmp_path / "run", Regression(privacy=dp(tmp_path, noise_multiplier=4.0)), data, extra=[average])
+    assert checkpoints(tmp_path)
+
+
+def test_a_trainer_that_fits_another_module_afterwards_is_left_alone(tmp_path: Path) -> None:
+    trainer = fit(tmp_path / "run", Regression(privacy=dp(tmp_path)), steps=1)
+    other = BoringModel()
+    other.hparams["own"] = 1.0
+    trainer.strategy.connect(other)
+    trainer.save_checkpoint(tmp_path / "other.ckpt")
+    assert (tmp_path / "other.ckpt").exists()
