@@ -39,7 +39,12 @@ from lit_dpret.callbacks.refusals import (
     refuse_other_weights,
     refuse_replaced_sampler,
 )
-from lit_dpret.callbacks.strategies import keep_the_sampler, note_sigterm_quietly, strategy_name
+from lit_dpret.callbacks.strategies import (
+    keep_the_sampler,
+    note_sigterm_quietly,
+    refuse_own_optimizers,
+    strategy_name,
+)
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
 from lit_dpret.privacy.card import LEDGER_NAME, read_card
 from lit_dpret.privacy.card_leaks import PRIVATE_LOG_EVENT
@@ -290,6 +295,7 @@ class PrivacyAccountant(Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Attach the mode to what a strategy put in the parameters' place: engines know parameters by identity."""
         module: Any = pl_module
+        self._ranks.together(lambda: refuse_own_optimizers(trainer, module))
         if self.log_gate is not None:
             self.log_gate.watch_results()
         if getattr(module, "in_shards", False):

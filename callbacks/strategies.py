@@ -9,7 +9,10 @@ from datetime import timedelta
 from typing import Any
 
 import lightning as L
+import torch
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies import DDPStrategy
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lit_dpret.callbacks.xla_processes import XLAProcesses
 from lit_dpret.errors import ConfigurationError
@@ -140,6 +143,31 @@ def refuse_uncut_optimizer(trainer: L.Trainer, module: Any) -> None:
             "model.optimizer.name=adafactor averages over whole rows and columns of a parameter and scales by its root "
             "mean square, and under trainer=fsdp a rank holds a part of it. Choose adam, adamw, adam_bc or sgd: their "
             "state is cut up too, so adafactor would save little."
+        )
+
+
+def refuse_own_optimizers(trainer: L.Trainer, module: Any) -> None:
+    """Refuse what a module's ``configure_optimizers`` returned where a run cannot follow it.
+
+    Raises:
+        ConfigurationError: Not exactly one optimizer, one that asks for the loss again, or a schedule that goes by a
+            metric.
+    """
+    who, found = f"{type(module).__name__}.configure_optimizers", trainer.optimizers
+    if len(found) != 1 or isinstance(found[0], _MockOptimizer):
+        count = sum(not isinstance(optimizer, _MockOptimizer) for optimizer in found)
+        raise ConfigurationError(f"{who} returned {count} optimizers: a noised step is made by one, so return one.")
+    if isinstance(found[0], torch.optim.LBFGS):
+        raise ConfigurationError(
+            f"{who} returned LBFGS, which asks for the loss several times in a step; a noised sum comes once. Return "
+            "an optimizer that takes one gradient, such as Adam or SGD."
+        )
+    if any(isinstance(config.scheduler, ReduceLROnPlateau) for config in trainer.lr_scheduler_configs):
+        raise ConfigurationError(
+            f"{who} returned ReduceLROnPlateau, which sets the learning rate by a metric: of private rows, that is a "
+            "release nobody counts, and Lightning passes no metric on to a step of this kind. Return a schedule that "
+            "goes by steps.",
+            trap="T25",
         )
 
 

@@ -14,6 +14,7 @@ import random
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_dpret.errors import UnsupportedModelError
+from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.kept_state import KeptState
 from lit_dpret.privacy.sampling import ALONE, UnitBatch, take_rows
 from lit_dpret.privacy.xla import is_lazy
@@ -76,6 +78,7 @@ class CouplingCheck:
 
     def __init__(self) -> None:
         self._before: KeptState | None = None
+        self._differentiates = False
         self.begin()
 
     def begin(self) -> None:
@@ -106,23 +109,32 @@ class CouplingCheck:
             UnsupportedModelError: Rows depend on each other, or are no tensors that could be looked at.
         """
         alone = len(batch.mask) < 2
-        previous = self._single
+        previous = None
         if alone:
-            self._single = take_rows(batch.rows, slice(None))
+            previous, self._single = self._single, take_rows(batch.rows, slice(None))
         before, self._before = self._before, None
         if before is None or (alone and previous is None):
             return
         rows, looks = _Rows.of(module, batch), self._looks[alone]
-        if alone:  # nobody to depend on but who came before
-            with _Passes(module, before, seed) as passes:
-                passes.compare_histories(rows, previous)
-            return
-        if len(rows.slots) < 2:
+        if not alone and len(rows.slots) < 2:
             looks.again()
             return
-        first, turn = looks.made == 1, looks.made % 2
-        with _Passes(module, before, seed) as passes:
-            if module.privacy.candidates not in ("rows", "pool"):
+        compare = partial(self._compare, rows, previous, looks.made, module=module, before=before, seed=seed)
+        try:
+            compare()
+        except RuntimeError as error:
+            if self._differentiates or is_out_of_memory(error):
+                raise
+            self._differentiates = True  # a loss may take gradients itself, which passes without them forbid
+            compare()
+
+    def _compare(self, rows: _Rows, previous: Any, number: int, **given: Any) -> None:
+        """Make the comparisons that are due in look ``number``, or with the ``previous`` batch of one unit."""
+        module, first, turn = rows.module, number == 1, number % 2
+        with _Passes(**given, differentiates=self._differentiates) as passes:
+            if previous is not None:  # nobody to depend on but who came before
+                passes.compare_histories(rows, previous)
+            elif module.privacy.candidates not in ("rows", "pool"):
                 passes.compare_histories(rows)
             elif is_lazy(module.device):  # one more shape, or a gradient, would be one more program to compile
                 passes.compare_company(rows, (first,), gradients=False)
@@ -131,9 +143,9 @@ class CouplingCheck:
                     passes.compare_company(rows, (True, False), gradients=False)
                 part = rows.first(2 if hasattr(module.privacy, "units_at_once") else 2 * ALONE)
                 if first or turn == 0:  # later in turn, which halves the cost
-                    sources = (True, False) if first else (looks.made % 4 == 0,)
+                    sources = (True, False) if first else (number % 4 == 0,)
                     passes.compare_company(part, sources, gradients=True)
-                if turn == 1 and batch.data_rows is None:  # a batch of fixed shape always has as many rows
+                if turn == 1 and rows.batch.data_rows is None:  # a batch of fixed shape always has as many rows
                     passes.compare_sizes(part)
 
     def compare_collations(self, module: Any, before: list[Any], rows: list[Any]) -> None:
@@ -157,7 +169,7 @@ class _Rows:
     """
 
     def __init__(self, module: Any, batch: UnitBatch, slots: list[int]) -> None:
-        self.batch, self.slots, self._module = batch, slots, module
+        self.batch, self.slots, self.module = batch, slots, module
         kept = torch.tensor(slots[: len(slots) // 2], device=batch.unit_ids.device)
         self.kept = torch.isin(batch.unit_ids, kept)
         self._others = (~self.kept).nonzero().flatten()
@@ -185,7 +197,7 @@ class _Rows:
             unit_ids=self.batch.unit_ids[inside],
             data_rows=data,
         )
-        return _Rows(self._module, part, slots)
+        return _Rows(self.module, part, slots)
 
     def as_they_are(self) -> Any:
         """Nested dicts of their own, since a module may write into them."""
@@ -210,15 +222,16 @@ class _Rows:
             return take_rows(self.batch.rows, self.kept.nonzero().flatten())
         units = self.batch.unit_ids[self.kept]
         own = replace(self.batch, rows=take_rows(collated, slice(None)), unit_ids=units, alone=None)
-        self._module.before_batch(own)
+        self.module.before_batch(own)
         return own.rows
 
 
 class _Passes:
     """Runs the loss again and again from one state, which is there afterwards too."""
 
-    def __init__(self, module: Any, before: KeptState, seed: int) -> None:
+    def __init__(self, module: Any, before: KeptState, seed: int, *, differentiates: bool = False) -> None:
         self.module, self._kept_state, self._seed = module, before, seed
+        self._differentiates = differentiates
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
 
     def __enter__(self) -> _Passes:
@@ -299,9 +312,9 @@ class _Passes:
         self._seed_everything()
         wide = torch.autocast(self.module.device.type, enabled=False)
         coins: Any = _FixedCoins() if fixed_coins else nullcontext()  # type: ignore[no-untyped-call]
-        with torch.set_grad_enabled(gradients), coins, wide:
+        with torch.set_grad_enabled(gradients or self._differentiates), coins, wide:
             losses: Tensor = self.module.per_row_loss(features)
-        return losses
+        return losses if gradients else losses.detach()
 
     def _gradient(self, losses: Tensor, kept: Tensor) -> dict[str, Tensor]:
         """Of the kept rows' losses, with alternating signs and powers of two so that no two rows weigh the same."""

@@ -336,15 +336,12 @@ class PrivateModule(Checkpointed):
         del sums
         self.updating = True
         guard.record(permit, update)  # it lets go of the sums, and measures what becomes of them
-        optimizer = self.optimizers()
-        if isinstance(optimizer, list):
-            raise ConfigurationError(f"{type(self).__name__} must have exactly one optimizer.")
+        optimizer: Any = self.optimizers()
         self._handover.give(update.gradients, optimizer)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        scheduler = self.lr_schedulers()
-        if scheduler is not None and not isinstance(scheduler, list):
-            scheduler.step()  # type: ignore[call-arg]
+        for config in self.trainer.lr_scheduler_configs:
+            config.scheduler.step()  # type: ignore[call-arg]
         self.updating = False
         if self.log_private_loss or self.privacy.guarantee != "dp":
             self.log("train/loss", self._loss_sum / max(units, 1), on_step=True, prog_bar=True, batch_size=1)
