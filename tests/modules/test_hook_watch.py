@@ -123,6 +123,7 @@ class Teacher(Regression):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        self.teacher.register_buffer("length", torch.zeros(()))
 
     def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
         target = (rows["target"] + self.teacher(rows["inputs"]).squeeze(-1)) / 2
@@ -131,6 +132,7 @@ class Teacher(Regression):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         for kept, trained in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
             kept.data.lerp_(trained.data, 0.1)
+        self.teacher.length = sum(kept.norm() for kept in self.teacher.parameters())
 
 
 def test_a_declared_teacher_trains_and_an_undeclared_one_is_refused(
