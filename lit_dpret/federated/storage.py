@@ -12,6 +12,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lit_dpret.errors import ResumeError, StorageError
+from lit_dpret.privacy.chain import sync_folder
 from lit_dpret.whole_file import write_whole
 
 
@@ -49,11 +50,7 @@ def keep_once(path: Path, fact: str) -> str:
     write_whole(draft, fact, owner_only=True)
     try:
         os.link(draft, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
     except FileExistsError:
         pass
     except OSError as error:

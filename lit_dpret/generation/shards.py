@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import DataError, ResumeError, StorageError, schema_problem
+from lit_dpret.privacy.chain import sync_folder
 
 MANIFEST_NAME = "manifest.jsonl"
 SHARDS_NAME = "shards"
@@ -52,15 +53,6 @@ def write_whole(path: Path, chunks: Iterable[str]) -> str:
     finally:
         partial.unlink(missing_ok=True)
     return digest.hexdigest()
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames inside ``folder`` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def storage_error(path: Path, error: OSError) -> StorageError:

@@ -132,7 +132,7 @@ class ChainedFile:
             raise storage_error(path, "opened for writing", error) from error
         try:
             _lock(file, path, wait=cls.lock_wait, refusal=cls.lock_refusal)
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
             content = path.read_bytes()
             ledger = cls(path, content, file=file)
             ledger._repair(content)
@@ -316,8 +316,8 @@ def _unlock(file: IO[bytes]) -> None:
         fcntl.flock(file.fileno(), fcntl.LOCK_UN)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make the name of a new ledger as durable as its content."""
+def sync_folder(folder: Path) -> None:
+    """Make the names of files in a folder as durable as their content."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

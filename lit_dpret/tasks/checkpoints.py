@@ -21,7 +21,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lit_dpret.errors import ResumeError
-from lit_dpret.privacy.chain import storage_error
+from lit_dpret.privacy.chain import storage_error, sync_folder
 from lit_dpret.privacy.run import Position
 
 _DRAFT = ".{}.tmp"
@@ -54,11 +54,7 @@ class WholeCheckpoints(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(draft, target)
-            folder = os.open(target.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            sync_folder(target.parent)
         except BaseException as error:
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
