@@ -47,6 +47,11 @@ def mean_of(
 ) -> Weights:
     """The next global weights of the sum of all clients' vectors.
 
+    Guarantees:
+        - No weight moves by more than ``limit`` (before it is rounded to float32), whoever made the sum.
+        - Of clients that keep to the limit, it is within (1 + ``limit``) ``fixed.error`` / W of the weighted mean of
+          their changes, where W is the sum of their weights as it arrives here.
+
     Args:
         start: The global weights of the round.
         total: The sum.
@@ -56,8 +61,8 @@ def mean_of(
         norm: ``federated.update_norm``.
 
     Raises:
-        DataError: The sum is of another length, or none that clients make who keep to weights in (0, 1], to the limit
-            and to the norm: one of them sent something else, and nobody knows which.
+        DataError: The sum is of another length, or none that clients make who keep to weights of a step of ``fixed``
+            to 1, to the limit and to the norm: one of them sent something else, and nobody knows which.
     """
     size = sum(value.numel() for value in start.values())
     weight, error = (float(total[-1]) if len(total) == size + 1 else 0.0), fixed.error
@@ -71,8 +76,9 @@ def mean_of(
     found: Weights = {}
     at = 0
     for key in sorted(start):
-        change = summed[at : at + start[key].numel()].view(start[key].shape)
-        found[key] = (start[key].double() + change / float(total[-1])).float()
+        change = summed[at : at + start[key].numel()].view(start[key].shape) / weight
+        # The mean of changes within the limit is within it. Rounding takes a sum that weighs little further.
+        found[key] = (start[key].double() + change.clamp(-limit, limit)).float()
         at += start[key].numel()
     return good_weights(start, found, norm)
 

@@ -258,3 +258,39 @@ def test_no_sum_of_honest_silos_is_void_however_it_is_rounded(
         words.append(fixed.encode(vector)[0])
     total = fixed.decode(np.sum(words, axis=0, dtype=np.uint32))
     mean_of(start, total, fixed, clients=count, limit=limit, norm=None)
+
+
+@pytest.mark.parametrize("limit", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("count", [3, 10, 100])
+def test_a_sum_that_is_taken_moves_no_weight_beyond_the_limit_however_little_it_weighs(
+    count: int, limit: float
+) -> None:
+    """The largest sum that is taken, of silos that together weigh one step: undivided it is n + 1 limits, and more."""
+    start, fixed = {"w": torch.zeros(2)}, secure_mean.words_for(limit, count)
+    step = 1 / fixed.scale
+    largest = np.floor((limit * (step + fixed.error) + fixed.error) / step) * step
+    assert largest / step >= (count + 1) * min(limit, 1.0)
+    found = mean_of(start, np.array([largest, -largest, step]), fixed, clients=count, limit=limit, norm=None)
+    assert torch.equal(found["w"], torch.tensor([limit, -limit]))
+    with pytest.raises(DataError):
+        mean_of(start, np.array([largest + step, 0.0, step]), fixed, clients=count, limit=limit, norm=None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(3, 12), st.floats(0.0, 6.0), st.floats(0.05, 3.0), st.integers(0, 99))
+def test_the_mean_is_nowhere_further_from_the_exact_one_than_rounding_explains(
+    count: int, smaller: float, limit: float, seed: int
+) -> None:
+    draw = np.random.default_rng(seed)
+    fixed = secure_mean.words_for(limit, count)
+    weights = draw.uniform(0.5, 1.0, count) * 10.0**-smaller
+    start, words, exact = {"w": torch.zeros(20)}, [], np.zeros(20)
+    for weight in weights:
+        change = draw.choice([-limit, limit, limit / 3], 20)
+        exact += weight * change / weights.sum()
+        vector, _ = secure_mean.vector_of(start, {"w": torch.from_numpy(change)}, float(weight), limit)
+        words.append(fixed.encode(vector)[0])
+    total = fixed.decode(np.sum(words, axis=0, dtype=np.uint32))
+    found = mean_of(start, total, fixed, clients=count, limit=limit, norm=None)["w"].double().numpy()
+    allowed = (1 + limit) * fixed.error / total[-1] + 1e-7 * limit
+    assert np.abs(found - exact).max() <= allowed
