@@ -20,7 +20,7 @@ from lit_dpret.encoders.embedding_cache import content_hash
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.aggregation import Weights, client_weights
 from lit_dpret.federated.fed_negatives import Block, FedPool, merge_lists, pool_of
-from lit_dpret.federated.robust import check_enough, next_weights
+from lit_dpret.federated.robust import check_silos, next_weights
 from lit_dpret.federated.selection import Site, select_clients
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo import SiloClient
@@ -89,9 +89,7 @@ class InProcessFederation:
         if len(self.clients) != len(clients) or not clients:
             raise ConfigurationError("A federation needs at least one client, and clients of different names.")
         self.settings, self.folder = settings.check(), Path(folder)
-        if settings.secure_sum:
-            _secure_mean()  # where its package is missing, this is said before anything is trained
-        check_enough(settings.stage1, len(clients), "the number of clients (federated.clients)")
+        check_silos(settings, len(clients))
         self.start = dict(start)
         began = {name: content_hash({}, {name: value}, ()) for name, value in self.start.items()}
         facts = {"clients": sorted(self.clients), "secure_sum": settings.secure_sum, "seed": settings.seed}

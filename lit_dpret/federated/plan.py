@@ -16,6 +16,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.data import planted_silos, silos_by_domain
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.model import AS2Maker
+from lit_dpret.federated.robust import check_silos
 from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Stage1, Stage2, TrainOn
 from lit_dpret.federated.synthetic import PUBLIC, check_generated
 from lit_dpret.federated.transport import ELSEWHERE, check_transport, silo_state
@@ -196,17 +197,20 @@ class FederationPlan:
         return {name: found[name] for name in largest}
 
     def check_state(self, silos: Mapping[str, Path]) -> None:
-        """Refuse a run whose silos need what their generators wrote, and do not have it or would not count it.
+        """Refuse a run whose silos are too few, or need what their generators wrote and do not have or count it.
 
         Args:
             silos: The data folder of each client; none where they are elsewhere, each of which checks its own.
 
         Raises:
-            ConfigurationError: The state folder is not named, was begun by other rounds, or lacks a silo.
+            ConfigurationError: There are too few of them for the settings; or the state folder is not named, was begun
+                by other rounds, or lacks a silo.
             DataError: A silo has no synthetic queries.
             PrivateDataError: They are not what their card says, or not charged to the ledger of the silo's state.
         """
         settings = self.settings(0)
+        if silos:
+            check_silos(settings, len(silos))
         if not silos or (self.state is None and not settings.generated):
             return
         if self.state is None:

@@ -44,6 +44,20 @@ def check_enough(stage: Stage1, silos: int, what: str) -> None:
         )
 
 
+def check_silos(run: PddAs2, silos: int) -> None:
+    """Refuse what so many silos, all of them, can never meet, before anything is trained.
+
+    Raises:
+        ConfigurationError: There are too few for the rule or for a secure sum, or the package of the latter is missing.
+    """
+    check_enough(run.stage1, silos, "the number of clients (federated.clients)")
+    if run.secure_sum:
+        from lit_dpret.federated.secure_sum import Session, threshold_for
+
+        numbers = tuple(range(1, silos + 1))
+        Session(name="check", clients=numbers, threshold=threshold_for(run.sum_threshold, silos))
+
+
 def next_weights(
     start: Mapping[str, Tensor],
     updates: Mapping[str, Mapping[str, Tensor]],

@@ -20,6 +20,7 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.datamodules.silo_folder import read_silo
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.plan import FederationPlan
+from lit_dpret.federated.robust import check_silos
 from lit_dpret.federated.studies.catalogue import Asked, Study, study_of
 from lit_dpret.federated.studies.cells import Cells
 from lit_dpret.federated.studies.point import Point
@@ -161,7 +162,7 @@ class FederatedStudy:
         asked = Asked(run=plan.settings(0), clients=len(base), systems=self.systems, values=values)
         points = self.study.points(asked)
         for point in points:
-            point.settings(plan.settings(0))
+            check_silos(point.settings(plan.settings(0)), point.silos.parts * len(base))
         if any(point.silos.parts > 1 or point.silos.share < 1 or point.silos.skew > 1 for point in points):
             for name, folder in base.items():
                 counts = read_silo(folder, verify=False).counts()

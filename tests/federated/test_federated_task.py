@@ -30,9 +30,10 @@ from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.settings import FederatedPrivacy, Stage1, Stage2
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.systems import SYSTEMS, SystemResult, SystemRunner, check_systems
+from lit_dpret.federated.transport import run_federation
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report import paper_004
-from lit_dpret.tasks import Federated
+from lit_dpret.tasks import Federated, FederatedStudy
 from lit_dpret.tasks.parts import Parts
 
 TINY = {"clients": 2, "entities": 4, "attributes": 4, "told": 3, "questions": 3, "hubs": 1}
@@ -318,6 +319,28 @@ def test_silos_that_cannot_be_run_over_are_refused_by_name(tmp_path: Path) -> No
         with pytest.raises((DataError, ConfigurationError), match=message):
             made.folders(tmp_path / "built")
     assert not (tmp_path / "built").exists()
+
+
+@pytest.mark.parametrize("impossible", [
+    {"secure_sum": True, "sum_threshold": 4},
+    {"secure_sum": True, "planted": TINY},  # of two silos, each knows the other's update
+    {"stage1": {**ONE, "aggregation": "krum"}},
+])  # fmt: skip
+def test_what_so_many_silos_can_never_meet_is_refused_before_a_baseline_is_trained(
+    impossible: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[str] = []
+    monkeypatch.setattr(SiloClient, "train_shared", lambda self, *_: trained.append(self.name))
+    made = plan(**{"planted": {**TINY, "clients": 3}, **impossible})
+    for task in (
+        Federated(systems=["single_random", "stage1"], seeds=[0]), FederatedStudy(study="gain", seeds=[0]),
+    ):  # fmt: skip
+        with pytest.raises(ConfigurationError, match=r"federated\.(sum_threshold|secure_sum|stage1\.aggregation)"):
+            task.run(parts(tmp_path / type(task).__name__, made))
+    with pytest.raises(ConfigurationError):
+        folders = made.folders(tmp_path / "built")
+        run_federation(made.settings(0), folders, made.model, tmp_path / "state")
+    assert not trained
 
 
 # -- settings ----------------------------------------------------------------------------------

@@ -172,6 +172,19 @@ def test_by_default_more_than_two_thirds_have_to_stay(tmp_path: Path) -> None:
         Masked(tmp_path / "two", default, fate=gone("masked", 10, 11)).launch()
 
 
+@pytest.mark.parametrize("roster", [False, True])
+def test_a_threshold_that_those_who_are_there_cannot_meet_is_refused_before_one_of_them_trains(
+    roster: bool, tmp_path: Path
+) -> None:
+    keys, names = (credentials(), NAMES[:3]) if roster else ({}, NAMES)
+    settings = replace(MASKED, roster=roster, sum_threshold=4 if roster else 6)
+    run = Masked(tmp_path, settings, keys=keys, names=names)
+    with pytest.raises(DataError, match="sum_threshold") as refused:
+        run.launch()
+    assert refused.value.kind == "too few clients"
+    assert not [kind for kind, *_ in run.grid.seen if kind.startswith("train.")]
+
+
 def nonsense(act: str, content: RecordDict) -> None:
     """What a broken silo answers to an act."""
     if act == "setup":

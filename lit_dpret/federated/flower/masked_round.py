@@ -113,6 +113,7 @@ class MaskedRound:
         Raises:
             DataError: Too few silos are left. Nothing was unmasked: the round may be begun again.
         """
+        self._need(len(self.numbers), "are there", least=self.min_clients)  # before one of them trains for nothing
         sent, clients = weights_record(self.weights), list(self._plan.clients)
         contents: dict[str, RecordDict] = {}
         for name, number in self.numbers.items():
