@@ -123,7 +123,7 @@ def check_norm(whose: str, start: Mapping[str, Tensor], update: Mapping[str, Ten
     if not change <= most * length:
         raise DataError(
             f"{whose}: the change of its weights has length {change:.3g} beside weights of length {length:.3g}, and "
-            f"federated.update_norm={most:g} times that is allowed.",
+            f"federated.update_norm={most:g} times that is allowed. If it is honest, raise that setting.",
             kind="bad update",
         )
 

@@ -19,7 +19,7 @@ from lit_dpret.datamodules.silo_folder import read_silo
 from lit_dpret.errors import ConfigurationError, schema_problem
 from lit_dpret.federated.model import AS2Maker
 from lit_dpret.federated.selection import Site
-from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.settings import PddAs2, require_number, require_whole
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.typed import built, plain
 
@@ -147,6 +147,9 @@ class RunRequest:
             )
         if self.split not in ("train", "dev", "test"):
             raise ConfigurationError(f"split={self.split!r} is not one of train, dev, test.")
+        require_whole("federated", self, 1, "min_clients")
+        require_number("federated", self, "timeout", null=True)
+        require_number("federated", self, "wait", zero=True)
         self.federated.check()
         return self
 

@@ -143,22 +143,26 @@ class InProcessFederation:
     def aggregate(
         self, weights: Mapping[str, Tensor], updates: Mapping[str, Mapping[str, Tensor]], number: int
     ) -> Weights:
-        """The next global weights, of the clients whose updates are of the model; or the last, where they are none."""
-        stage = self.settings.stage1
+        """The next global weights, of the clients whose updates are of the model; or the last, where they are none.
+
+        Raises:
+            DataError: Too few updates can be used; the message says why each of the others was left out.
+        """
+        stage, told = self.settings.stage1, len(self.result.faults)
         shares = client_weights(
             {name: self.clients[name].examples for name in updates}, stage.weighting, n_hat=stage.n_hat
         )
-        if not self.settings.secure_sum:
-            where, faults = f"round {number}", self.result.faults
-            return next_weights(weights, updates, shares, self.settings, where=where, faults=faults)[0]
         try:
+            if not self.settings.secure_sum:
+                where, faults = f"round {number}", self.result.faults
+                return next_weights(weights, updates, shares, self.settings, where=where, faults=faults)[0]
             return _secure_mean()(
                 weights, updates, shares, limit=self.settings.update_limit, name=f"stage 1, round {number}",
                 norm=self.settings.update_norm, threshold=self.settings.sum_threshold, faults=self.result.faults,
             )  # fmt: skip
         except DataError as error:
             if error.kind != "bad sum":
-                raise
+                raise DataError(" ".join([str(error), *self.result.faults[told:]]), kind=error.kind) from error
             self.result.faults.append(f"round {number}: {error}")
             return dict(weights)
 

@@ -17,7 +17,7 @@ from lit_dpret.federated.data import planted_silos, silos_by_domain
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.model import AS2Maker
 from lit_dpret.federated.robust import check_silos
-from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Stage1, Stage2, TrainOn
+from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Stage1, Stage2, TrainOn, require_whole
 from lit_dpret.federated.synthetic import PUBLIC, check_generated
 from lit_dpret.federated.transport import ELSEWHERE, check_transport, silo_state
 
@@ -102,6 +102,7 @@ class FederationPlan:
     ) -> None:
         check_transport(transport)
         self.transport, self.silos, self.clients = transport, str(silos), clients
+        require_whole("federated", self, 1, "clients", null=True)
         self.sample, self.declare_public = dict(sample or {}), declare_public
         self.planted = _made("federated.planted", Planted, planted)
         self.secret_file, self.note = secret_file, note

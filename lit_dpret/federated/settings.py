@@ -71,9 +71,12 @@ class Stage1:
 
     def check(self) -> None:
         """Refuse numbers and words without meaning."""
-        _switches("federated.stage1", self, "in_batch")
-        _at_least("federated.stage1", self, 0, "warmup_rounds", "rounds", "other_positives")
-        _at_least("federated.stage1", self, 1, "batch_size", "bm25_n", "static_n", "top_k", "malicious")
+        require_switch("federated.stage1", self, "in_batch")
+        require_whole("federated.stage1", self, 0, "warmup_rounds", "rounds", "other_positives")
+        require_whole("federated.stage1", self, 1, "batch_size", "bm25_n", "static_n", "top_k", "malicious")
+        require_whole("federated.stage1", self, 1, "n_hat", null=True)
+        require_number("federated.stage1", self, "lr")
+        require_number("federated.stage1", self, "strength", zero=True)
         for name, literal in (("strategy", Strategy), ("weighting", Weighting), ("negatives", Stage1Negatives),
                               ("optimizer_state", OptimizerState), ("aggregation", Aggregation)):  # fmt: skip
             require_choice(f"federated.stage1.{name}", getattr(self, name), get_args(literal))
@@ -146,10 +149,13 @@ class Stage2:
 
     def check(self) -> None:
         """Refuse numbers and words without meaning."""
-        _switches("federated.stage2", self, "in_batch")
-        _at_least("federated.stage2", self, 0, "epochs")
-        _at_least("federated.stage2", self, 1, "batch_size", "n", "top_k", "centroids", "centroid_iterations",
+        require_switch("federated.stage2", self, "in_batch")
+        require_whole("federated.stage2", self, 0, "epochs")
+        require_whole("federated.stage2", self, 1, "batch_size", "n", "top_k", "centroids", "centroid_iterations",
                   "refresh_every")  # fmt: skip
+        require_whole("federated.stage2", self, 1, "select_count", null=True)
+        require_number("federated.stage2", self, "lr")
+        require_number("federated.stage2", self, "anchor", zero=True)
         for name, literal in (("negatives", Stage2Negatives), ("select", Selection), ("request", Request),
                               ("response", Response)):  # fmt: skip
             require_choice(f"federated.stage2.{name}", getattr(self, name), get_args(literal))
@@ -158,8 +164,6 @@ class Stage2:
             raise ConfigurationError(
                 f"federated.stage2.n={self.n} negatives cannot be drawn from the best top_k={self.top_k}. Raise top_k."
             )
-        if self.anchor < 0:
-            raise ConfigurationError(f"federated.stage2.anchor={self.anchor:g} must not be negative.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,17 +208,9 @@ class FederatedPrivacy:
             )
         require_choice("federated.privacy.accountant", self.accountant, ("pld", "rdp"))
         require_choice("federated.privacy.noise", self.noise, get_args(NoiseName))
-        numbers = ("eps", "delta", "collection_eps", "max_grad_norm", "request_share", "collection_delta",
-                   "collection_radius")  # fmt: skip
-        for name in numbers:
-            value = getattr(self, name)
-            if value is None and name in ("eps", "delta", "collection_eps"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-                raise ConfigurationError(
-                    f"federated.privacy.{name}={value!r} must be a positive, finite number"
-                    f"{', or null' if name in ('eps', 'delta', 'collection_eps') else ''}."
-                )
+        require_number("federated.privacy", self, "eps", "delta", "collection_eps", null=True)
+        require_number("federated.privacy", self, "max_grad_norm", "request_share", "collection_delta",
+                       "collection_radius")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,13 +265,10 @@ class PddAs2:
         self.stage2.check()
         self.privacy.check()
         require_choice("federated.train_on", self.train_on, get_args(TrainOn))
-        _switches("federated", self, "secure_sum", "seal", "roster")
-        if not 0 < self.update_limit < float("inf"):
-            raise ConfigurationError(f"federated.update_limit={self.update_limit} must be positive and finite.")
-        norm = self.update_norm
-        bad = isinstance(norm, bool) or not isinstance(norm, int | float) or not 0 < norm < float("inf")
-        if norm is not None and bad:
-            raise ConfigurationError(f"federated.update_norm={norm!r} must be positive and finite, or null.")
+        require_switch("federated", self, "secure_sum", "seal", "roster")
+        require_number("federated", self, "update_limit")
+        require_number("federated", self, "update_norm", null=True)
+        require_whole("federated", self, 1, "sum_threshold", null=True)
         if self.secure_sum and self.stage1.aggregation != "mean":
             raise ConfigurationError(
                 f"federated.stage1.aggregation={self.stage1.aggregation} with federated.secure_sum=true: that rule "
@@ -287,16 +280,15 @@ class PddAs2:
                 "federated.secure_sum=true with federated.stage1.weighting=examples: under masks a client's weight "
                 "needs a public bound. Set federated.stage1.weighting=capped with n_hat, or uniform."
             )
-        if self.sum_threshold is not None:
-            if not self.secure_sum:
-                raise ConfigurationError(
-                    f"federated.sum_threshold={self.sum_threshold} goes with federated.secure_sum=true."
-                )
-            if self.sum_threshold < 3:
-                raise ConfigurationError(
-                    f"federated.sum_threshold={self.sum_threshold} must be at least 3: of a sum of two, each knows the "
-                    "other's update."
-                )
+        if self.sum_threshold is not None and not self.secure_sum:
+            raise ConfigurationError(
+                f"federated.sum_threshold={self.sum_threshold} goes with federated.secure_sum=true."
+            )
+        if self.sum_threshold is not None and self.sum_threshold < 3:
+            raise ConfigurationError(
+                f"federated.sum_threshold={self.sum_threshold} must be at least 3: of a sum of two, each knows the "
+                "other's update."
+            )
         if self.roster and not (self.secure_sum or self.seal):
             raise ConfigurationError(
                 "federated.roster=true signs the keys of the secure sum and of sealing, and there is neither. Set "
@@ -367,15 +359,32 @@ def _asks(run: PddAs2) -> bool:
     return run.stage2.negatives == "fed" and run.stage2.epochs > 0
 
 
-def _switches(where: str, settings: object, *names: str) -> None:
+def require_switch(where: str, settings: object, *names: str) -> None:
+    """Refuse settings, by name, that are neither true nor false; ``where`` comes before each name."""
     for name in names:
         value = getattr(settings, name)
         if not isinstance(value, bool):
             raise ConfigurationError(f"{where}.{name}={value!r} must be true or false.")
 
 
-def _at_least(where: str, settings: object, least: int, *names: str) -> None:
+def require_whole(where: str, settings: object, least: int, *names: str, null: bool = False) -> None:
+    """Refuse settings that are no whole numbers of at least ``least``, nor null where that may be."""
     for name in names:
         value = getattr(settings, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigurationError(f"{where}.{name}={value} must be a whole number of at least {least}.")
+        wrong = isinstance(value, bool) or not isinstance(value, int) or value < least
+        if wrong and not (null and value is None):
+            raise ConfigurationError(
+                f"{where}.{name}={value!r} must be a whole number of at least {least}{', or null' if null else ''}."
+            )
+
+
+def require_number(where: str, settings: object, *names: str, zero: bool = False, null: bool = False) -> None:
+    """Refuse settings that are no positive, finite numbers, nor 0 or null where those may be."""
+    for name in names:
+        value = getattr(settings, name)
+        wrong = isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf")
+        if (wrong or (value == 0 and not zero)) and not (null and value is None):
+            raise ConfigurationError(
+                f"{where}.{name}={value!r} must be a positive, finite number{', or 0' if zero else ''}"
+                f"{', or null' if null else ''}."
+            )

@@ -346,6 +346,12 @@ def test_what_so_many_silos_can_never_meet_is_refused_before_a_baseline_is_train
 # -- settings ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("value", ["abc", True, 0, 2.5])
+def test_a_number_of_clients_that_is_none_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"federated\.clients="):
+        plan(clients=value)
+
+
 def test_what_is_not_set_follows_from_the_budget() -> None:
     free = FederationPlan(silos="planted").settings(0)
     assert free.stage1.in_batch and free.stage1.weighting == "examples" and free.stage2.request == "exact"

@@ -76,6 +76,21 @@ def test_a_budget_takes_capped_weights_under_masks_and_no_request_at_all() -> No
         ({"privacy": {"eps": 1.0, "neighbours": "add_or_remove"}}, "Set it to zero_out or replace_one"),
         ({"secure_sum": True}, "needs a public bound"),
         ({"update_limit": 0.0}, "update_limit=0"),
+        *(
+            (change, rf"federated\.{knob}='?{value}")
+            for value in ("abc", True, float("nan"), float("inf"), -1)
+            for change, knob in (
+                ({"update_limit": value}, "update_limit"),
+                ({"update_norm": value}, "update_norm"),
+                ({"secure_sum": True, "stage1": {"weighting": "uniform"}, "sum_threshold": value}, "sum_threshold"),
+                ({"stage1": {"lr": value}}, r"stage1\.lr"),
+                ({"stage1": {"strength": value, "strategy": "fedprox"}}, r"stage1\.strength"),
+                ({"stage1": {"n_hat": value, "weighting": "capped"}}, r"stage1\.n_hat"),
+                ({"stage2": {"lr": value}}, r"stage2\.lr"),
+                ({"stage2": {"anchor": value}}, r"stage2\.anchor"),
+                ({"stage2": {"select_count": value}}, r"stage2\.select_count"),
+            )
+        ),
     ],
 )
 def test_settings_without_meaning_are_refused_by_name(change: dict[str, Any], message: str) -> None:

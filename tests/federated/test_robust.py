@@ -184,6 +184,14 @@ def test_in_one_process_too_and_without_the_check_the_model_is_lost(
     assert away(run.aggregate(run.start, updates, 0), run.start) > 1e18
 
 
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_norm_that_no_update_keeps_to_is_named_by_the_error(hidden: bool, tmp_path: Path) -> None:
+    stage = replace(SMALL.stage1, weighting="uniform")
+    run = federation(tmp_path, replace(SMALL, stage1=stage, update_norm=1e-9, secure_sum=hidden))
+    with pytest.raises(DataError, match=r"federated\.update_norm=1e-09"):
+        run.train_shared()
+
+
 def test_a_round_whose_result_is_not_finite_keeps_the_last_good_model_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -151,6 +151,13 @@ COMMAND = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("knob", ["min_clients", "timeout", "wait"])
+@pytest.mark.parametrize("value", ["abc", True, -1, float("nan")])
+def test_a_server_that_would_wait_without_a_number_is_refused_by_name(knob: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=rf"federated\.{knob}="):
+        RunRequest(name="a", federated=SMALL, model=MAKE, **{knob: value}).check()
+
+
 def command(folder: Path, *settings: str) -> Any:
     with initialize_config_module(cli.CONFIG_MODULE, version_base="1.3"):
         chosen = compose("train", overrides=[*COMMAND, *settings, f"run_dir={folder}"])
