@@ -25,6 +25,31 @@ _WHOLE = ("one_device", "ddp")
 _ADVICE = "callbacks=with_averaging (Lightning's EMAWeightAveraging)"
 
 
+def exponential_average(
+    *,
+    decay: float,
+    update_every_n_steps: int = 1,
+    update_starting_at_step: int | None = None,
+    use_buffers: bool = False,
+) -> EMAWeightAveraging:
+    """Lightning's `EMAWeightAveraging`, as ``callbacks=with_averaging`` makes it.
+
+    Args:
+        decay: How much of the average each update keeps, from 0 to below 1.
+        update_every_n_steps: Steps from one update to the next.
+        update_starting_at_step: The first step that is averaged; null for all of them.
+        use_buffers: Average the buffers too.
+
+    Raises:
+        ConfigurationError: The decay is no such number.
+    """
+    _refuse_decay("callbacks.averaging.decay", decay)
+    return EMAWeightAveraging(
+        decay=decay, update_every_n_steps=update_every_n_steps, update_starting_at_step=update_starting_at_step,
+        use_buffers=use_buffers,
+    )  # fmt: skip
+
+
 def averaging(trainer: L.Trainer) -> Any:
     """The callback that averages the weights; None where there is none."""
     kinds = (WeightAveraging, StochasticWeightAveraging)
@@ -70,6 +95,8 @@ def refuse_averages(trainer: L.Trainer, module: Any, callbacks: list[Any]) -> No
         name = type(callback).__name__
         if len(found) > 1:
             raise ConfigurationError(f"callbacks: {len(found)} of them average the weights ({name}). Keep one.")
+        if isinstance(callback, EMAWeightAveraging) and (decay := _decay_of(callback)) is not None:
+            _refuse_decay(f"callbacks: {name}.decay", decay)
         if (strategy := strategy_name(trainer)) not in _WHOLE:
             raise ConfigurationError(
                 f"callbacks: {name} copies the weights of one process, and under trainer.strategy={strategy} it is not "
@@ -114,6 +141,14 @@ def go_on_averaging(trainer: L.Trainer, module: Any) -> None:
         group["lr"] = rate
 
 
+def _refuse_decay(knob: str, decay: Any) -> None:
+    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
+        raise ConfigurationError(
+            f"{knob}={decay!r} is not a number from 0 to below 1. It is how much of the average each update keeps, so "
+            "at 1 the average never moves. Take 0.9 to average about the last ten updates."
+        )
+
+
 def _refuse_swa(trainer: L.Trainer, module: nn.Module) -> None:
     if any(isinstance(part, _BatchNorm) for part in module.modules()):
         raise ConfigurationError(
@@ -136,7 +171,7 @@ def _decay_of(callback: EMAWeightAveraging) -> float | None:
     """The decay, which Lightning keeps in a closure alone."""
     average: Any = callback._kwargs.get("avg_fn")
     cells = getattr(getattr(average, "__wrapped__", average), "__closure__", None) or ()
-    return next((cell.cell_contents for cell in cells if isinstance(cell.cell_contents, float)), None)
+    return next((cell.cell_contents for cell in cells if isinstance(cell.cell_contents, int | float)), None)
 
 
 @torch.no_grad()

@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 from bad_runs import Case
+from hydra import compose, initialize_config_module
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from rank_runs import Server, told
 from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit
@@ -19,6 +22,7 @@ from tiny_tasks import retriever, trainer, write_log
 from torch import Tensor, nn
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard, RetrievalEvaluation, averages
+from lit_dpret.cli import explain
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy import gate as gate_module
@@ -218,6 +222,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (r"use_buffers=False", {"callbacks": [ema()], "make_module": Positions}),
     (r"trainer\.precision=bf16-true", {"callbacks": [ema()], "trainer": {"precision": "bf16-true"}}),
     (r"Keep one", {"callbacks": [ema(), uniform()]}),
+    (r"EMAWeightAveraging\.decay=1\.0", {"callbacks": [EMAWeightAveraging(decay=1.0, use_buffers=False)]}),
+    (r"EMAWeightAveraging\.decay=1 ", {"callbacks": [EMAWeightAveraging(decay=1, use_buffers=False)]}),
 ]
 
 
@@ -227,6 +233,18 @@ def test_an_average_that_would_read_private_rows_or_lose_weights_is_refused(
 ) -> None:
     with pytest.raises(LitDpretError, match=words):
         Case(tmp_path, **change).fitted()
+
+
+@pytest.mark.parametrize("decay", [1.5, 1.0, 1, -0.1, True, None, "abc", float("nan")])
+def test_a_decay_under_which_nothing_is_averaged_is_refused_as_it_is_written(decay: Any) -> None:
+    with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
+        chosen = compose("train", overrides=["callbacks=with_averaging", "run_dir=x"]).callbacks.averaging
+    with pytest.raises(InstantiationException) as refused:
+        instantiate(chosen, decay=decay)
+    line = explain(refused.value)
+    assert isinstance(refused.value.__cause__, ConfigurationError)
+    assert line is not None and f"callbacks.averaging.decay={decay!r}" in line
+    assert isinstance(instantiate(chosen, decay=0.99), EMAWeightAveraging)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed", "xla"])
