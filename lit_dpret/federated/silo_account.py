@@ -99,6 +99,8 @@ def _planned_fits(settings: PddAs2, name: str, units: int) -> list[tuple[Samplin
     one, two = settings.stage1, settings.stage2
     planned: list[tuple[SamplingLaw, int]] = []
     for batch, epochs in ((one.batch_size, one.warmup_rounds + one.rounds), (two.batch_size, two.epochs)):
+        if not epochs:  # a stage 2 that is not run: its batch asks nothing of a silo
+            continue
         if batch > units:
             raise ConfigurationError(
                 f"Client {name!r} has fewer train queries than a batch of {batch}. Lower the batch_size of "

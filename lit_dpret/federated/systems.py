@@ -192,6 +192,19 @@ def check_systems(systems: Sequence[str]) -> list[System]:
     return [system for system in SYSTEMS if system in systems]
 
 
+def check_stage2(system: System, run: PddAs2) -> None:
+    """Refuse a system that is the result of stage 2 where stage 2 trains nothing.
+
+    Raises:
+        ConfigurationError: It is.
+    """
+    if system in ("customised", "fed_negative") and not run.stage2.epochs:
+        raise ConfigurationError(
+            f"federated.stage2.epochs=0 trains no query encoder, and {system} (task.systems) is measured with one. Set "
+            f"federated.stage2.epochs to at least 1, or leave {system} out."
+        )
+
+
 def check_elsewhere(systems: Sequence[System], seeds: Sequence[int]) -> None:
     """Refuse what needs the silos' data here, or more of a silo than the one run that its owner agreed to.
 

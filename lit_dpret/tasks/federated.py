@@ -21,7 +21,15 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.datamodules.silo_folder import read_silo
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.plan import FederationPlan
-from lit_dpret.federated.systems import FEDERATED, System, SystemResult, SystemRunner, check_elsewhere, check_systems
+from lit_dpret.federated.systems import (
+    FEDERATED,
+    System,
+    SystemResult,
+    SystemRunner,
+    check_elsewhere,
+    check_stage2,
+    check_systems,
+)
 from lit_dpret.federated.transport import ELSEWHERE
 from lit_dpret.federated.trust import sights
 from lit_dpret.report.federated_report import FederatedFacts, FederatedRow, write_federated_report
@@ -79,6 +87,8 @@ class Federated:
         plan: FederationPlan | None = parts.make_federation()
         if plan is None:
             raise ConfigurationError("task=federated needs to know of which federation. Add federated=inprocess.")
+        for system in self.systems:
+            check_stage2(system, plan.settings(self.seeds[0]))
         if plan.transport in ELSEWHERE:
             check_elsewhere(self.systems, self.seeds)
         plan.model.check()

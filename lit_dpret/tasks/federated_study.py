@@ -25,7 +25,7 @@ from lit_dpret.federated.studies.catalogue import Asked, Study, study_of
 from lit_dpret.federated.studies.cells import Cells
 from lit_dpret.federated.studies.point import Point
 from lit_dpret.federated.studies.silos import check_divisible, kept_shares, sizes
-from lit_dpret.federated.systems import System, SystemResult
+from lit_dpret.federated.systems import System, SystemResult, check_stage2
 from lit_dpret.report.study_figure import can_draw
 from lit_dpret.tasks.federated_study_report import tell
 from lit_dpret.tasks.parts import Parts, check_run_dir
@@ -162,7 +162,9 @@ class FederatedStudy:
         asked = Asked(run=plan.settings(0), clients=len(base), systems=self.systems, values=values)
         points = self.study.points(asked)
         for point in points:
-            check_silos(point.settings(plan.settings(0)), point.silos.parts * len(base))
+            settings = point.settings(plan.settings(0))
+            check_stage2(point.system, settings)
+            check_silos(settings, point.silos.parts * len(base))
         if any(point.silos.parts > 1 or point.silos.share < 1 or point.silos.skew > 1 for point in points):
             for name, folder in base.items():
                 counts = read_silo(folder, verify=False).counts()

@@ -346,6 +346,27 @@ def test_what_so_many_silos_can_never_meet_is_refused_before_a_baseline_is_train
 # -- settings ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("eps", [None, 20.0])
+def test_without_stage_2_its_systems_are_refused_and_stage_1_is_run_and_charged_alone(
+    eps: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    privacy = {**EPS, "eps": eps} if eps else {}
+    made = plan(stage2={**TWO, "epochs": 0, "batch_size": 1000}, privacy=privacy, secret_file=str(tmp_path / "secret"))
+    for task in (
+        Federated(systems=["zero_shot", "fed_negative"], seeds=[0]), Federated(systems=["customised"], seeds=[0]),
+        FederatedStudy(study="negatives", seeds=[0]),
+    ):  # fmt: skip
+        with pytest.raises(ConfigurationError, match=r"federated\.stage2\.epochs=0"):
+            task.run(parts(tmp_path / "refused", made))
+    assert not list((tmp_path / "refused").rglob("stage.json"))
+    told = Federated(systems=["stage1"], seeds=[0]).run(parts(tmp_path / "one", made))
+    assert list(told) == ["stage1"]
+    data = json.loads((tmp_path / "one" / "pdd_as2.json").read_text(encoding="utf-8"))
+    spent = data["systems"]["stage1"]["epsilon"]
+    assert all(value is None if eps is None else 0 < value <= eps for value in spent.values())
+    assert not any("request" in row[0] or "answer" in row[0] for row in data["trust"])
+
+
 @pytest.mark.parametrize("value", ["abc", True, 0, 2.5])
 def test_a_number_of_clients_that_is_none_is_refused_by_name(value: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"federated\.clients="):
