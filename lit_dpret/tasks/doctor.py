@@ -4,25 +4,42 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import ClassVar
 
 import lightning as L
 
 from lit_dpret.callbacks.doctor import examine
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.federated.trust import trust_table
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
 REPORT = "doctor.json"
 
 
 class Doctor:
-    """Examine Trainer, DataModule, model and plan; write ``doctor.json`` and print the findings."""
+    """Examine Trainer, DataModule, model and plan; write ``doctor.json`` and print the findings.
+
+    It examines one fit. Of a federation it checks the settings, prints who sees what, and refuses to say more.
+    """
+
+    takes_federation: ClassVar[bool] = True
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Returns how many findings there are of each status.
 
         Raises:
-            ConfigurationError: Something is refused; the exit status of the command line is then not 0.
+            ConfigurationError: Something is refused, or there is a federation; the exit status of the command line is
+                then not 0.
         """
+        federation = parts.make_federation()
+        if federation is not None:
+            sys.stdout.write(trust_table(federation.settings(parts.seed)) + "\n")
+            raise ConfigurationError(
+                f"task=doctor examines one fit, and federated.transport={federation.transport} is a federation. Its "
+                "settings are accepted, and the table says who sees what. What else breaks its promise is looked for "
+                "by task=federated before anything is trained, by lit-dpret silo --check beside a silo's data, and in "
+                "each fit of a silo."
+            )
         check_run_dir(parts.run_dir, min_free_mb=1)
         L.seed_everything(parts.seed, verbose=False)
         data = parts.make_datamodule()

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from tiny_silos import tokenizer
 
+from lit_dpret.cli import run
 from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
@@ -31,6 +32,7 @@ from lit_dpret.federated.settings import FederatedPrivacy, Stage1, Stage2
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.systems import SYSTEMS, SystemResult, SystemRunner, check_systems
 from lit_dpret.federated.transport import run_federation
+from lit_dpret.federated.trust import trust_table
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report import paper_004
 from lit_dpret.tasks import Federated, FederatedStudy
@@ -346,6 +348,23 @@ def test_what_so_many_silos_can_never_meet_is_refused_before_a_baseline_is_train
 # -- settings ----------------------------------------------------------------------------------
 
 
+def test_the_doctor_says_that_it_examines_no_federation_and_who_sees_what_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def chosen(*more: str) -> Any:
+        with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
+            return compose(
+                "train", overrides=["experiment=pdd_as2_planted", "task=doctor", f"run_dir={tmp_path}", *more]
+            )
+
+    with pytest.raises(ConfigurationError, match=r"task=federated.*lit-dpret silo --check"):
+        run(chosen())
+    assert trust_table(plan(stage1={}, stage2={}).settings(0)) in capsys.readouterr().out
+    with pytest.raises(ConfigurationError, match=r"federated\.privacy\.eps=8: federated\.stage2\.request=exact"):
+        run(chosen("federated.privacy.eps=8", "federated.stage2.request=exact"))
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("eps", [None, 20.0])
 def test_without_stage_2_its_systems_are_refused_and_stage_1_is_run_and_charged_alone(
     eps: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -412,7 +431,6 @@ def test_systems_stand_in_the_order_of_the_table() -> None:
 
 
 def test_a_federation_for_a_task_that_trains_none_is_refused_in_one_line(tmp_path: Path) -> None:
-    from lit_dpret.cli import run
 
     with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
         cfg = compose("train", overrides=["task=plan", "federated=inprocess", f"run_dir={tmp_path}"])
