@@ -1,6 +1,21 @@
-"""`python -m lit_dpret` is `lit-dpret`."""
+"""Where every command begins: `python -m lit_dpret`, `lit-dpret` and `train.py`."""
 
-from lit_dpret.cli import main
+import sys
+
+from lit_dpret import rank_watch
+
+
+def main() -> None:
+    """Load the program and run it; Ctrl-C while it is loaded is told as at any later moment."""
+    try:
+        from lit_dpret import cli
+    except KeyboardInterrupt:
+        if rank_watch.is_started_by_launcher():  # the first process tells it
+            raise SystemExit(0) from None
+        sys.stderr.write("error: interrupted. Nothing was begun yet: the same command starts it.\n")
+        raise SystemExit(130) from None
+    cli.main()
+
 
 if __name__ == "__main__":
     main()

@@ -15,8 +15,6 @@ import threading
 import time
 from contextlib import suppress
 
-import torch.distributed as dist
-
 #: Names the process that started the ranks, in the environment of those.
 LAUNCHER = "LIT_DPRET_LAUNCHER"
 #: What Lightning's launcher leaves in the environment of the first process.
@@ -74,6 +72,8 @@ def leave(before: dict[str, str]) -> None:
     Args:
         before: ``os.environ`` as it was before the job.
     """
+    import torch.distributed as dist  # here: what is interrupted while torch is loaded asks this module who tells it
+
     if "LOCAL_RANK" in before or not dist.is_available():
         return
     with suppress(RuntimeError, ValueError):

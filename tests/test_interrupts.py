@@ -46,6 +46,17 @@ sys.argv[0] = "train.py"
 from lit_dpret.cli import main
 main()
 """
+WAITING_IMPORT = """
+import pathlib, sys, time
+class Waits:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            pathlib.Path({mark!r}).touch()
+            time.sleep(60)
+sys.meta_path.insert(0, Waits())
+"""
+# As an installed lit-dpret begins.
+SCRIPT = "import sys; from lit_dpret.__main__ import main; sys.exit(main())"
 PLACES = {
     "preparing": "lit_dpret.datamodules.pairs:PairsDataModule.prepare_data",
     "calibrating": "lit_dpret.callbacks.privacy_accountant:plan_run",
@@ -56,11 +67,11 @@ PLACES = {
 
 
 @contextmanager
-def started(command: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
+def started(command: list[str], folder: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """The program in a session of its own, of which nothing is left in the end; Ctrl-C is not ignored in it."""
     process = subprocess.Popen(
         command, cwd=ROOT, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
-        env=os.environ | {"XDG_STATE_HOME": str(folder / "state"), "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | {"XDG_STATE_HOME": str(folder / "state"), "CUDA_VISIBLE_DEVICES": ""} | environment,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     try:
@@ -158,6 +169,20 @@ def test_an_interrupted_multirun_goes_on_and_begins_what_it_had_not_come_to(tmp_
     assert done.returncode == 0, done.stderr
     for job in "012":
         assert {record["step"] for record in records(sweep / job, "intent")} == {0, 1}
+
+
+@pytest.mark.parametrize("program", [["train.py"], ["-m", "lit_dpret"], ["-c", SCRIPT]], ids=lambda words: words[0])
+@pytest.mark.parametrize("module", ["torch", "transformers", "lit_dpret.tasks.fit"])
+def test_an_interruption_while_the_program_is_loaded_is_told_as_any_other(
+    program: list[str], module: str, tmp_path: Path
+) -> None:
+    # Every Python that finds this file runs it at its start: the import of one module then lasts for a minute.
+    (tmp_path / "sitecustomize.py").write_text(WAITING_IMPORT.format(module=module, mark=str(tmp_path / "there")))
+    path = os.pathsep.join(filter(None, (str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH"))))
+    with started([sys.executable, *program, "task=plan"], tmp_path, PYTHONPATH=path) as process:
+        assert wait_until((tmp_path / "there").exists, seconds=60)
+        os.kill(process.pid, signal.SIGINT)
+        assert "Nothing was begun" in told(process)
 
 
 # -- without the program -------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def test_the_wheel_of_the_sdist_holds_every_file_once(built: tuple[Path, Path]) 
 def test_the_wheel_declares_the_command_and_the_licence(built: tuple[Path, Path]) -> None:
     wheel = zipfile.ZipFile(built[1])
     entry = next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))
-    assert "lit-dpret = lit_dpret.cli:main" in wheel.read(entry).decode()
+    assert "lit-dpret = lit_dpret.__main__:main" in wheel.read(entry).decode()
     assert "[pytest11]\nlit_dpret = lit_dpret.pytest_plugin" in wheel.read(entry).decode()
     assert any(name.endswith("LICENSE") for name in wheel.namelist())
 
