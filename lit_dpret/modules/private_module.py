@@ -340,8 +340,9 @@ class PrivateModule(Checkpointed):
         self._handover.give(update.gradients, optimizer)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        for config in self.trainer.lr_scheduler_configs:
-            config.scheduler.step()  # type: ignore[call-arg]
+        schedules: Any = self.lr_schedulers() or []
+        for schedule in schedules if isinstance(schedules, list) else [schedules]:
+            schedule.step()
         self.updating = False
         if self.log_private_loss or self.privacy.guarantee != "dp":
             self.log("train/loss", self._loss_sum / max(units, 1), on_step=True, prog_bar=True, batch_size=1)
