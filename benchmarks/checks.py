@@ -4,7 +4,7 @@
 
 Real runs of `train.py` on InsuranceQA, in one process each: processor time inside the checks over processor time of
 all training steps, the checks included, so both are measured in the same run. Checks look at one batch in about every
-doubling, so their share falls with the number of physical batches; a run of few small ones is the worst case.
+doubling, so their share falls with the number of physical batches; a run of few short ones is the worst case.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import tempfile
 from pathlib import Path
 
 RUNS = {
-    "generator, steps of 256 in physical batches of 32": [
+    "generator, steps of 256 in physical batches of 32": ["model=generator", "datamodule.expected_batch_size=256"],
+    "the same on texts cut to 16 tokens": [
         "model=generator", "model.max_passage_length=16", "model.max_query_length=16",
         "datamodule.expected_batch_size=256",
     ],
-    "generator, steps of 64 in one physical batch": [
+    "the same in one physical batch of 64": [
         "model=generator", "model.max_passage_length=16", "model.max_query_length=16",
         "datamodule.expected_batch_size=64", "datamodule.physical_batch_size=128",
     ],

@@ -7,7 +7,7 @@ once, because PyTorch counts them; one through ``.data`` is not counted, so valu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -61,8 +61,8 @@ class StateWatch:
     def before(self) -> None:
         """Note how everything is."""
         self._batches += 1
-        self._seen = {name: self._look(tensor) for name, tensor in self._tensors()}
-        self._read = self._read_values()
+        now = dict(self._tensors())
+        self._seen, self._read = {name: self._look(tensor) for name, tensor in now.items()}, self._read_values(now)
 
     def after(self) -> None:
         """Compare with what was noted, and forget it.
@@ -71,7 +71,8 @@ class StateWatch:
             UnsupportedModelError: The pass wrote a parameter or a buffer; the message names it.
         """
         seen, self._seen = self._seen, {}
-        now, values = dict(self._tensors()), self._read_values()
+        now = dict(self._tensors())
+        values = self._read_values(now)
         for name in sorted(seen.keys() | now.keys()):
             old, tensor = seen.get(name), now.get(name)
             same_value = values.get(name) == self._read.get(name)
@@ -91,11 +92,11 @@ class StateWatch:
         yield from self._module.named_parameters(remove_duplicate=False)
         yield from self._module.named_buffers(remove_duplicate=False)
 
-    def _read_values(self) -> dict[str, int]:
+    def _read_values(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """A checksum of every XLA tensor, by name, in batches 1, 2, 4, 8 and so on; all of them are fetched at once."""
-        promised = {name: tensor for name, tensor in self._tensors() if is_lazy(tensor.device)}
-        if not promised or self._batches & (self._batches - 1):
+        if self._batches & (self._batches - 1):
             return {}
+        promised = {name: tensor for name, tensor in tensors.items() if is_lazy(tensor.device)}
         return dict(zip(promised, checksums(promised.values()), strict=True))
 
     def _look(self, tensor: Tensor) -> _Seen:
