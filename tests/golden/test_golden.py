@@ -1,0 +1,71 @@
+"""Seeded runs of every mode and family give what they gave when `golden.json` was written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from golden_runs import FACTS, HERE, IN_PROCESSES, fixed_secret, run_job, server_of
+from rank_runs import Server
+
+Patch = pytest.MonkeyPatch
+GOLDEN: dict[str, Any] = json.loads(FACTS.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(autouse=True)
+def same_secret(own_state_folder: None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: Patch) -> None:
+    folder = tmp_path_factory.getbasetemp() / "golden"
+    folder.mkdir(exist_ok=True)
+    for name, value in fixed_secret(folder).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Callable[[str], Server]]:
+    started: dict[str, Server] = {}
+
+    def server(name: str) -> Server:
+        kind = "ZeRO" if name.startswith("ZeRO") else "plain"
+        if kind == "ZeRO" and find_spec("deepspeed") is None:
+            pytest.skip("DeepSpeed is not installed: pip install lit-dpret[deepspeed]")
+        if kind not in started:
+            started[kind] = server_of(name)
+        return started[kind]
+
+    yield server
+    for each in started.values():
+        each.close()
+
+
+def same(found: Any, golden: Any, *, place: str = "", exact: bool = True) -> None:
+    """Equal, but for the last bits of numbers: twelve digits, or five of weights, which kernels of a CPU may change."""
+    if isinstance(golden, dict):
+        assert isinstance(found, dict) and found.keys() == golden.keys(), place
+        for name, value in golden.items():
+            same(found[name], value, place=f"{place}/{name}", exact=exact and name != "weights")
+    elif isinstance(golden, list):
+        assert isinstance(found, (list, tuple)) and len(found) == len(golden), place
+        for number, value in enumerate(golden):
+            same(found[number], value, place=f"{place}/{number}", exact=exact)
+    elif isinstance(golden, float):
+        assert found == pytest.approx(golden, rel=1e-12 if exact else 1e-5, abs=0 if exact else 1e-6), place
+    else:
+        assert found == golden, place
+
+
+def test_every_run_has_its_facts() -> None:
+    assert set(GOLDEN) == {*IN_PROCESSES, *HERE}
+
+
+@pytest.mark.parametrize("name", IN_PROCESSES)
+def test_a_run_in_processes_of_its_own(name: str, servers: Callable[[str], Server], tmp_path: Path) -> None:
+    same(run_job(servers(name), tmp_path, name), GOLDEN[name])
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_run_of_a_family(name: str, tmp_path: Path) -> None:
+    same(json.loads(json.dumps(HERE[name](tmp_path))), GOLDEN[name])
