@@ -33,8 +33,7 @@ class CheckpointGate:
     Guarantees:
         - A buffer, hyper-parameter, state of a user's callback, module, metric, loader or DataModule, and whatever
           their ``on_save_checkpoint`` adds, is refused by name when it is not as it was before the first private batch,
-          unless a part of its name is listed in ``public_metrics`` of one of them, or ``made_from_weights`` of the
-          module names it. With ``declare`` it passes, and
+          unless a part of its name is listed in ``public_metrics`` of one of them. With ``declare`` it passes, and
           ``declare`` was called with its name before.
         - The states of this package's and Lightning's own callbacks pass as these callbacks give them.
         - What is taken out of a checkpoint is never missed.
@@ -62,13 +61,10 @@ class CheckpointGate:
         callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
         data: Any = self._trainer.datamodule  # type: ignore[attr-defined]
         public = {name for each in (self._module, data, *callbacks) for name in getattr(each, "public_metrics", ())}
-        made = tuple(f"state_dict.{name}" for name in getattr(self._module, "made_from_weights", ()))
         expected = self._start | self._fingerprints(self._own(callbacks))
         for path, found in self._fingerprints(checkpoint).items():
             name = ".".join(path)
             if expected.get(path) == found or not public.isdisjoint((name, *path, *name.split("."))):
-                continue
-            if name.startswith(made):
                 continue
             if self._declare is None:
                 raise kept_in_checkpoint(name, self._module.privacy)

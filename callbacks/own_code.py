@@ -58,5 +58,5 @@ def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:
         "the run, sets a learning rate, changes an update or a weight, or reaches a file. Samples of it were examined "
         "while the run trained, and nothing was found; that proves none of it."
     )
-    named = ", ".join(getattr(module, "made_from_weights", ()))
-    return [text] + ([f"{named} of {type(module).__name__} is computed from trained weights alone."] if named else [])
+    public = ", ".join(getattr(module, "public_metrics", ()))
+    return [text] + ([f"No private row is behind {public} but through trained weights."] if public else [])

@@ -7,10 +7,11 @@ reaches later steps without noise, and without a row of its own in them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import Tensor
+from torchmetrics import Metric
 
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.modules.coupling_check import Looks
@@ -23,10 +24,10 @@ class HookWatch:
 
     Guarantees:
         - Refused by name is a parameter, a buffer, or an attribute of the module or of a part with tensors in it, that
-          was written in between, added or removed: but for what ``made_from_weights`` names.
+          was written in between, added or removed: unless a part of its name is declared public.
         - Where each rank holds parts of the parameters, the parameters are not looked at.
 
-    Numbers that are no tensors are not compared: a schedule sets them too.
+    Numbers that are no tensors are not compared, since a schedule sets them too, nor are the states of torchmetrics.
     """
 
     def __init__(self) -> None:
@@ -41,8 +42,12 @@ class HookWatch:
         """Note what ``module`` holds at the end of a batch, where the next one is looked at."""
         self._seen = _values(module) if self._looks.due(coin) else None
 
-    def compare(self, module: Any) -> None:
+    def compare(self, module: Any, public: Collection[str]) -> None:
         """Compare with what was noted, before a batch does anything.
+
+        Args:
+            module: The `PrivateModule`.
+            public: Names that no private row is behind.
 
         Raises:
             UnsupportedModelError: Something was written in between.
@@ -52,12 +57,13 @@ class HookWatch:
             return
         now = _values(module)
         for name in sorted(seen.keys() | now.keys()):
-            if seen.get(name) != now.get(name) and not name.startswith(tuple(module.made_from_weights)):
+            if seen.get(name) != now.get(name) and not {name, *name.split(".")} & {*public}:
                 raise UnsupportedModelError(
                     f"{name} of {type(module).__name__} changed between two batches, by a hook of the module or of a "
                     "callback, or before training_step of PrivateModule began: nothing says that no private row is "
-                    "in it, and no noise covers it. Remove the write. If it is computed from trained weights "
-                    "alone, as the average of a teacher, name it in made_from_weights of the module.",
+                    "in it, and no noise covers it. Remove the write. If no private row is behind it but through "
+                    "trained weights, as in the average of a teacher, list its name in public_metrics of the module or "
+                    "callback.",
                     trap="T11",
                 )
 
@@ -73,6 +79,8 @@ def _held(module: Any) -> Iterator[tuple[str, Tensor]]:
         yield from module.named_parameters()
     yield from module.named_buffers()
     for prefix, part in module.named_modules():
+        if isinstance(part, Metric):  # read by whoever logs it, which is looked at, and by no loss
+            continue
         for name, value in data_of(part).items():
             for place, tensor in enumerate(tensors_of(value)):
                 yield ".".join(filter(None, (prefix, name, str(place)))), tensor

@@ -80,11 +80,9 @@ class PrivateModule(Checkpointed):
     #: Whether batches are filled up to a fixed shape for a compiler; None for XLA devices only. A module that
     #: implements ``place_rows`` may say other than False. In low precision under a guarantee they are in any case.
     fixed_shapes: bool | None = False
-    #: Names that the module may log under a guarantee: no private row is behind these numbers.
+    #: Names that no private row is behind but through trained weights, which the card takes on trust: of numbers that
+    #: the module logs under a guarantee, and of what its hooks write between batches, as a teacher.
     public_metrics: Sequence[str] = ()
-    #: What begins with one of these names is computed between batches from trained weights alone, as the average of
-    #: a teacher: parameters, buffers, and attributes that hold tensors. The card takes it on trust.
-    made_from_weights: Sequence[str] = ()
     #: Whether an update is being made: weights, optimizer and step count are then not of one moment.
     updating: bool = False
 
@@ -221,12 +219,14 @@ class PrivateModule(Checkpointed):
         Raises:
             ConfigurationError: Nobody lists ``name`` in ``public_metrics``.
         """
-        if self.privacy.guarantee == "dp" and not self.log_private_loss:
-            callbacks = () if self._trainer is None else self._trainer.callbacks  # type: ignore[attr-defined]
-            if name not in public_names([self, *callbacks]):
-                raise unaccounted(repr(name), self.privacy)
+        if self.privacy.guarantee == "dp" and not self.log_private_loss and name not in self._public():
+            raise unaccounted(repr(name), self.privacy)
         if not self._rehearses:
             super().log(name, *args, **kwargs)
+
+    def _public(self) -> frozenset[str]:
+        callbacks = () if self._trainer is None else self._trainer.callbacks  # type: ignore[attr-defined]
+        return public_names([self, *callbacks])
 
     def on_train_start(self) -> None:
         if self._guard is None:
@@ -236,8 +236,9 @@ class PrivateModule(Checkpointed):
         guard = self._guard
         if guard is None:
             raise uncounted(type(self).__name__)
-        if self.privacy.guarantee == "dp":
-            self._hooks.compare(self)
+        watched = self.privacy.guarantee == "dp" and not self.log_private_loss
+        if watched:
+            self._hooks.compare(self, self._public())
         with self._handover.clipping():
             self._add(batch)
         if batch.last:
@@ -254,7 +255,7 @@ class PrivateModule(Checkpointed):
                     "(model.optimizer.name=adafactor or sgd), a strategy that shards, or model.lora. Then go on with "
                     "resume=true."
                 ) from error
-        if self.privacy.guarantee == "dp":
+        if watched:
             self._hooks.note(self, guard.stream.model_seed(batch.attempt, batch.step, batch.part))
 
     def _add(self, batch: UnitBatch) -> None:

@@ -23,6 +23,7 @@ from torchmetrics import MeanMetric
 
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.modules.hook_watch import HookWatch
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.modes import NoPrivacy
 
@@ -145,7 +146,10 @@ def checkpoints(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_checkpoint_with_a_private_number_is_refused_and_not_written(way: str, tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_private_number_is_refused_and_not_written(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HookWatch, "compare", lambda *_: None)  # which looks at some batches only
     with pytest.raises(ConfigurationError, match=r"public_metrics") as refused:
         attacked(way, tmp_path)
     assert refused.value.trap == "T25" and ("seen" if way == "metric" else SECRET) in str(refused.value)
