@@ -80,6 +80,7 @@ def test_every_private_way_of_the_benchmark_makes_the_same_step_as_all_gradients
             assert np.allclose(found[name].detach(), gradient.detach(), rtol=1e-3, atol=1e-5), variant
 
 
+@pytest.mark.slow
 def test_search_is_compared_with_what_is_installed_and_finds_the_same(tmp_path: Path) -> None:
     out, small = tmp_path / "search.json", ["--queries", "50", "--k", "20", "--dim", "16", "--threads", "1"]
     command = [sys.executable, str(BENCHMARKS / "search.py"), *small, "--out", str(out)]

@@ -113,6 +113,7 @@ def test_the_image_has_the_versions_and_extras_of_the_project_and_no_root() -> N
     assert set(re.findall(r"^\| `([a-z-]+)` \|", page, flags=re.MULTILINE)) == set(extras)
 
 
+@pytest.mark.slow
 def test_the_wheel_imports_and_composes_without_the_repository(built: tuple[Path, Path], tmp_path: Path) -> None:
     with zipfile.ZipFile(built[1]) as wheel:
         wheel.extractall(tmp_path / "site")
@@ -150,6 +151,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_the_command_starts_where_no_extra_is_installed() -> None:
     """What an extra brings is imported where it is used; only our own modules go without it here."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -172,6 +174,7 @@ def named(requirement: str) -> str:
     return canonicalize_name(Requirement(requirement).name)
 
 
+@pytest.mark.slow
 def test_a_clone_runs_without_being_installed(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "train.py", "--cfg", "job", "privacy.eps=2", f"hydra.run.dir={tmp_path}"],

@@ -47,6 +47,7 @@ def encoder(tmp_path: Path) -> Path:
     return tmp_path / "encoder"
 
 
+@pytest.mark.slow
 def test_it_writes_a_cross_encoder_that_tells_right_passages_from_near_ones(tmp_path: Path, encoder: Path) -> None:
     pairs, out = write_pairs(tmp_path / "pairs.jsonl"), tmp_path / "cross_encoder"
     settings = ["--max-length", "16", "--lr", "0.005", "--depth", "8", "--epochs", "30", "--negatives", "2"]

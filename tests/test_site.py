@@ -16,6 +16,8 @@ from lit_dpret.configuration import choices, groups
 pytest.importorskip("mkdocs_autorefs", reason="the extra docs is not installed")
 ROOT = Path(__file__).resolve().parent.parent
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -13,6 +13,8 @@ from lit_dpret.privacy.ledger import PrivacyLedger, noise_keys
 
 DATA = {"sample_rate": 0.1, "expected_batch_size": None, "physical_batch_size": 4}
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:

@@ -22,6 +22,7 @@ def kinds(folder: Path) -> list[str]:
     return [json.loads(line)["kind"] for line in lines]
 
 
+@pytest.mark.slow
 def test_a_foreign_module_is_counted_and_gets_its_card_on_one_process(server: Server, tmp_path: Path) -> None:
     assert server.run("foreign_loop:fit", tmp_path / "run", world=1) == [0]
     assert kinds(tmp_path / "run").count("release") == 3

@@ -42,6 +42,7 @@ def test_whoever_switched_the_reports_on_is_told_loudly() -> None:
     assert "FLWR_TELEMETRY_ENABLED=1: Flower reports the use of this federation" in done.stderr
 
 
+@pytest.mark.slow
 def test_without_flower_all_else_imports_and_one_sentence_says_what_to_install() -> None:
     hidden = (
         "import sys, importlib.metadata as m; real = m.version\n"

@@ -23,6 +23,7 @@ def folder(source: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_two_ranks_write_the_files_of_one_process(whole: Path, folder: Path) -> None:
     statuses, said = crews.run("synthesize", folder, 2)
     assert statuses == [0, 0], said

@@ -51,6 +51,7 @@ def test_an_interrupted_run_writes_the_same_bytes(whole: Path, source: Path, tmp
     assert content(out) == content(whole)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_shot_writes_the_same_bytes(whole: Path, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "set"
     script = textwrap.dedent(f"""

@@ -40,6 +40,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_two_ranks_write_the_embeddings_of_one_process(whole: dict[str, bytes], folder: Path) -> None:
     statuses, said = crews.run("encode", folder, 2)
     assert statuses == [0, 0], said

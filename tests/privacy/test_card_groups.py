@@ -91,6 +91,7 @@ def test_where_copies_have_no_number_the_line_names_a_cap_that_gives_them_one(tm
     assert "datamodule.cap=" not in card_markdown(child)
 
 
+@pytest.mark.slow
 def test_where_no_cap_would_help_the_line_says_that_more_noise_would(tmp_path: Path) -> None:
     run = trained(tmp_path, LAW, noise=0.1)
     groups = [group for group in run.card()["accounting"]["groups"] if group["why"] == "infinite"]

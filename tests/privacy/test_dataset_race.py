@@ -47,6 +47,7 @@ def totals(path: Path) -> list[float]:
     return after
 
 
+@pytest.mark.slow
 def test_of_two_runs_that_fit_only_alone_exactly_one_begins_every_time(tmp_path: Path) -> None:
     limit, rounds = 1.001 * cost(run_of(100)), 15
     answers = compete(tmp_path, limit, rounds=rounds, attempts=1)

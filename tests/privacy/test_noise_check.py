@@ -112,6 +112,7 @@ def test_the_noise_of_two_parameters_is_compared_although_another_shape_stands_b
     assert found is not None and found[1].startswith("the noise of c")
 
 
+@pytest.mark.slow
 def test_no_statistic_of_honest_noise_has_more_than_its_expectation() -> None:
     """Each begins at 1 and has expectation 1, so that the share of runs in which it reaches 1/a is at most a."""
     trials, steps, a = 2000, 60, 0.05

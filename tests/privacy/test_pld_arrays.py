@@ -50,7 +50,7 @@ def test_deltas_are_the_librarys(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-@pytest.mark.parametrize("count", [1, 2, 50, 3000])
+@pytest.mark.parametrize("count", [1, 2, 50, pytest.param(3000, marks=pytest.mark.slow)])
 def test_a_composition_is_the_librarys(name: str, count: int) -> None:
     if name == "little noise" and count == 3000:
         pytest.skip("its epsilon is beyond all bounds and takes gigabytes")

@@ -110,6 +110,7 @@ begin(ledger(Path(sys.argv[1]), sweep="s"), sys.argv[2], fit())
 """
 
 
+@pytest.mark.slow
 def test_agents_that_begin_trials_at_once_never_take_one_reservation_twice(tmp_path: Path) -> None:
     ledger(tmp_path).hold("s", [fit()] * 2, name="sweep")
     here = str(Path(__file__).parent)

@@ -136,6 +136,7 @@ def test_the_quickstart_has_four_trials() -> None:
     assert len(SweepFile.read(ROOT / "configs" / "sweep" / "quickstart.yaml").trials()) == 4
 
 
+@pytest.mark.slow
 def test_the_package_of_sweeps_needs_no_wandb() -> None:
     code = "import sys; sys.modules['wandb'] = None; import lit_dpret.sweeps"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -123,6 +123,7 @@ def test_a_language_model_of_ones_own_takes_the_place_of_the_new_one(
     assert found["language_model"] == "gpt2" and found["how"] == how
 
 
+@pytest.mark.slow
 def test_training_losses_are_kept_and_public_texts_are_shown_with_what_was_written(
     encoders: dict[str, Path], texts: Path, tmp_path: Path
 ) -> None:

@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 SUITE = """
@@ -42,6 +44,7 @@ def test_a_broken_one_fails(assert_private, parts):
 """
 
 
+@pytest.mark.slow
 def test_an_installed_suite_finds_the_fixture_and_a_broken_step_fails_in_it(tmp_path: Path) -> None:
     """Run a suite of its own with the entry point of ``pyproject.toml``, as an installation declares it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
