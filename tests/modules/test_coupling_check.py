@@ -168,11 +168,11 @@ COUPLED: dict[type[Plain], str | None] = {
     ByPlace: "compare_sizes",
     FittedOnTheFirstBatch: None,
     GradientAlone: "compare_company",
-    Remembering: "compare_company",
-    RememberingInAQueue: "compare_company",
+    Remembering: "compare_memory",
+    RememberingInAQueue: "compare_memory",
     RememberingInAClosure: None,
     RememberingInAGlobal: None,
-    RememberingInPlace: "compare_company",
+    RememberingInPlace: None,  # its write is seen in every pass
 }
 
 
@@ -363,7 +363,7 @@ def test_the_first_batch_is_looked_at_and_then_about_one_in_every_doubling() -> 
         coins, looks = random.Random(run), Looks()
         seen = [count for count in range(1, 1001) if looks.due(coins.getrandbits(60))]
         assert seen[0] == 1 and 8 <= len(seen) <= 15
-        assert all(later <= 2.5 * earlier for earlier, later in pairwise(seen))
+        assert all(1.5 * earlier - 1 <= later <= 2.5 * earlier for earlier, later in pairwise(seen))
         for place in missed:
             missed[place] += all(count % 4 != place for count in seen)
     assert max(missed.values()) < 30  # of what happens in every fourth batch; without coins it might be all 200

@@ -89,8 +89,10 @@ class StateWatch:
             )
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._module.named_parameters(remove_duplicate=False)
-        yield from self._module.named_buffers(remove_duplicate=False)
+        for prefix, part in self._module.named_modules(remove_duplicate=False):
+            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if tensor is not None:
+                    yield f"{prefix}.{name}" if prefix else name, tensor
 
     def _read_values(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """A checksum of every XLA tensor, by name, in batches 1, 2, 4, 8 and so on; all of them are fetched at once."""
