@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.modules.coupling_check import Looks
 from lit_dpret.modules.kept_state import data_of, tensors_of
-from lit_dpret.privacy.modes.state_watch import checksums
+from lit_dpret.privacy.checksums import checksums
 
 
 class HookWatch:

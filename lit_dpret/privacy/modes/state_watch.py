@@ -7,21 +7,18 @@ once, because PyTorch counts them; one through ``.data`` is not counted, so valu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lit_dpret.errors import UnsupportedModelError
-from lit_dpret.privacy.xla import cut, fetch, is_lazy
+from lit_dpret.privacy.checksums import bits_of, checksum, checksums, has_memory
+from lit_dpret.privacy.xla import is_lazy
 
 #: Buffers up to this many bytes are compared by value in every batch.
 SMALL = 1 << 16
-#: Elements of a larger tensor that are summed at a time.
-_CHUNK = 1 << 20
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 class _Seen(NamedTuple):
@@ -104,7 +101,7 @@ class StateWatch:
     def _look(self, tensor: Tensor) -> _Seen:
         value = self._value(tensor)
         kept = value.clone() if value is not None and self._is_small_buffer(tensor) else value
-        return _Seen(tensor, tensor.detach() if _has_memory(tensor) else None, _version(tensor), kept)
+        return _Seen(tensor, tensor.detach() if has_memory(tensor) else None, _version(tensor), kept)
 
     def _differs(self, old: _Seen) -> bool:
         tensor = old.tensor
@@ -118,52 +115,12 @@ class StateWatch:
 
     def _value(self, tensor: Tensor) -> Tensor | None:
         """What stands for the values of ``tensor`` in this batch; None where they are not compared."""
-        if not _has_memory(tensor):
+        if not has_memory(tensor):
             return None
         if self._is_small_buffer(tensor):
-            return _bits(tensor)
-        return _checksum(tensor) if self._batches & (self._batches - 1) == 0 else None
-
-
-def checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """Of each tensor a number that changes with any single value and with the order of the values.
-
-    A tensor without memory of its own counts as 0.
-    """
-    found = list(tensors)
-    if lazy := [tensor for tensor in found if is_lazy(tensor.device)]:
-        cut(lazy[0].device)
-        fetched = iter(fetch(lazy))
-        found = [next(fetched) if is_lazy(tensor.device) else tensor for tensor in found]
-    sums = [_checksum(tensor).cpu() if _has_memory(tensor) else torch.tensor(0) for tensor in found]
-    return torch.stack(sums).tolist() if sums else []
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Whether the values lie in one piece of memory of their own."""
-    return tensor.layout == torch.strided and not tensor.is_meta and not is_lazy(tensor.device)
+            return bits_of(tensor)
+        return checksum(tensor) if self._batches & (self._batches - 1) == 0 else None
 
 
 def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The values as integers, flat, so that a NaN equals itself."""
-    return tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """A number, modulo 2^64, that changes with any single value and with the order of the values."""
-    bits = _bits(tensor)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in torch.split(bits, _CHUNK):
-        total = total * 31 + (part * _weights(tensor.device)[: len(part)]).sum()
-    return total
-
-
-@lru_cache(maxsize=8)
-def _weights(device: torch.device) -> Tensor:
-    """Fixed odd numbers, from a generator of their own: the model's random streams stay as they are."""
-    drawn = torch.randint(-(1 << 62), 1 << 62, (_CHUNK,), generator=torch.Generator().manual_seed(0))
-    return (drawn * 2 + 1).to(device)
