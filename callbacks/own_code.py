@@ -9,7 +9,7 @@ import lightning as L
 from lightning.pytorch.core.hooks import DataHooks
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.sampling import Draw, PrivateBatchSampler
+from lit_dpret.privacy.sampling import ALONE, Draw, PrivateBatchSampler
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _KNOWN = ("lit_dpret.", "lightning.", "pytorch_lightning.")
@@ -32,19 +32,34 @@ def refuse_changed_batches(module: Any, data: Any) -> None:
                 )
 
 
-def refuse_remembering_collation(module: Any, dataset: Any, sampler: PrivateBatchSampler) -> None:
-    """Have two units collated one after the other, and refuse a ``collate_rows`` that remembers the first.
+def refuse_replaced_weighting(module: Any) -> None:
+    """Refuse a ``unit_loss`` of the user's own: clipping takes rows as they are weighted there, unexamined.
 
     Raises:
-        UnsupportedModelError: It gives the second unit otherwise than when the first did not come before.
+        ConfigurationError: Naming the class.
+    """
+    owner = next((kind for kind in type(module).__mro__ if "unit_loss" in vars(kind)), None)
+    if owner is not None and not owner.__module__.startswith("lit_dpret."):
+        raise ConfigurationError(
+            f"{owner.__name__}.unit_loss replaces how rows are weighted inside a unit, where nothing shows whether "
+            "units weigh each other. Leave it, and weight rows in per_row_loss.",
+            trap="T11",
+        )
+
+
+def refuse_remembering_collation(module: Any, dataset: Any, sampler: PrivateBatchSampler) -> None:
+    """Have the rows of some units collated alone, after others and with others, before the first step.
+
+    Raises:
+        UnsupportedModelError: ``collate_rows`` remembers what it was given.
     """
     examine = getattr(module, "examine_collation", None)
     if examine is None or dataset is None:
         return
     answers = (dataset[Draw(unit, 0, 0, False)][1] for unit in range(sampler.units))
-    found = list(islice(filter(None, map(list, answers)), 2))
-    if len(found) == 2:
-        examine(*found)
+    found = [rows[0] for rows in islice(filter(None, map(list, answers)), 4 * ALONE)]
+    if len(found) > ALONE:
+        examine(found[:ALONE], found[ALONE:])
 
 
 def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:

@@ -8,12 +8,14 @@ that ledger, never from the configuration.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.callbacks.agreement import require_agreement
@@ -135,6 +137,7 @@ class PrivacyAccountant(Callback):
         self._restored: Position | None = None
         self._begun = self._ended = self._trained = False
         self.log_gate: LogGate | None = None
+        self._hook: Any = None
         self._checkpoint_gate: CheckpointGate | None = None
 
     @property
@@ -192,7 +195,7 @@ class PrivacyAccountant(Callback):
         stream = self._run.stream if ranks.is_first else KeyedStream(secret, run_id, secure_rng=mode.secure_rng)
         self.sampler = planned.sampler(data, stream, ranks=ranks)
         self._strange: str | None = None
-        self._updates = 0
+        self._updates: Counter[str] = Counter()
         self.sampler.watched = self.plan is not None
         self.sampler.before_first_draw = lambda: self._begin(trainer, pl_module)
         own = None
@@ -398,6 +401,9 @@ class PrivacyAccountant(Callback):
             go_on_averaging(trainer, pl_module)
         wrapped: Any = module.optimizers()
         optimizer = wrapped.optimizer if hasattr(wrapped, "optimizer") else wrapped
+        if isinstance(optimizer, torch.optim.Optimizer):  # also those steps that Lightning does not hear of
+            name = type(pl_module).__name__
+            self._hook = optimizer.register_step_pre_hook(lambda *_: self._count_update("itself", name))
         deterministic = pl_module.device.type == "cpu" and str(trainer.precision) in ("32-true", "64-true")
         whole = strategy_name(trainer) in ("one_device", "ddp")  # rank 0 sees the whole sum, model and optimizer
         replays = self.replay == "auto" and deterministic and whole
@@ -443,6 +449,8 @@ class PrivacyAccountant(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if (watch := getattr(pl_module, "watch_hooks", None)) is not None:
+            watch()
         self._between.begin_batch(batch.step)
         if self.plan is not None:
             self._require_drawn(batch)
@@ -462,15 +470,17 @@ class PrivacyAccountant(Callback):
             raise DataError(found, trap="T38")
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        self._count_update("Lightning", type(pl_module).__name__)
+
+    def _count_update(self, by: str, module: str) -> None:
         """Refuse an update that nobody granted, as a ``training_step`` of one's own makes it, and the claim."""
-        self._updates += 1
-        module: Any = pl_module
-        if self.plan is None or module.privacy.guarantee != "dp" or self._updates <= self._gate.granted:
+        self._updates[by] += 1
+        if self.plan is None or self._updates[by] <= self._gate.granted:
             return
         self._gate.forfeit()
         raise ConfigurationError(
-            f"An optimizer makes update {self._updates}, and {self._gate.granted} steps were granted: it carries no "
-            f"noise and is in no ledger. Give {type(pl_module).__name__} a per_row_loss, and leave training_step and "
+            f"An optimizer makes update {self._updates[by]}, and {self._gate.granted} steps were granted: it carries "
+            f"no noise and is in no ledger. Give {module} a per_row_loss, and leave training_step and "
             "automatic_optimization as PrivateModule has them.",
             trap="T7",
         )
@@ -582,6 +592,8 @@ class PrivacyAccountant(Callback):
         self._remember(pl_module)  # once more: a callback may have put an average in the weights' place
         if hasattr(self, "_between"):
             self._between.release()
+        if self._hook is not None:
+            self._hook.remove()
         if hasattr(self, "_run"):
             self._close()
 

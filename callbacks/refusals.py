@@ -30,7 +30,7 @@ from torch import nn
 
 from lit_dpret.callbacks.averages import refuse_averages
 from lit_dpret.callbacks.fixed_shapes import refuse_changing_rows, refuse_changing_shapes
-from lit_dpret.callbacks.own_code import refuse_changed_batches
+from lit_dpret.callbacks.own_code import refuse_changed_batches, refuse_replaced_weighting
 from lit_dpret.callbacks.strategies import (
     refuse_parted_sums,
     refuse_second_masters,
@@ -453,6 +453,7 @@ def _averages_weights(run: Candidate) -> None:
 
 def _leaves_batches_alone(run: Candidate) -> None:
     refuse_changed_batches(run.module, run.data)
+    refuse_replaced_weighting(run.module)
 
 
 def _one_shape_where_it_compiles(run: Candidate) -> None:

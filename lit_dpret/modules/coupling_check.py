@@ -9,7 +9,9 @@ compared.
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -24,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
-from lit_dpret.modules.kept_state import KeptState
-from lit_dpret.privacy.sampling import ALONE, UnitBatch, take_rows
+from lit_dpret.modules.kept_state import KeptState, data_of, tensors_of
+from lit_dpret.privacy.sampling import ALONE, UnitBatch, map_rows, take_rows
 from lit_dpret.privacy.xla import is_lazy
 
 #: What two passes may differ by, relative to the largest value: kernels that add in another order. They run without
@@ -78,6 +80,7 @@ class CouplingCheck:
 
     def __init__(self) -> None:
         self._before: KeptState | None = None
+        self._collated: tuple[Any, Any, int] | None = None
         self._differentiates = False
         self.begin()
 
@@ -139,6 +142,8 @@ class CouplingCheck:
             elif is_lazy(module.device):  # one more shape, or a gradient, would be one more program to compile
                 passes.compare_company(rows, (first,), gradients=False)
             else:
+                if first and self._collated is not None:
+                    passes.compare_collated(rows, *self._collated)
                 few = 2 if hasattr(module.privacy, "units_at_once") else 2 * ALONE
                 if first:
                     passes.compare_company(rows.first(2 * few), (True, False), gradients=False)
@@ -150,16 +155,20 @@ class CouplingCheck:
                 if turn == 1 and rows.batch.data_rows is None:  # a batch of fixed shape always has as many rows
                     passes.compare_sizes(part)
 
-    def compare_collations(self, module: Any, before: list[Any], rows: list[Any]) -> None:
-        """Compare what ``collate_rows`` makes of rows with what it makes of them after it was given others.
+    def compare_collations(self, module: Any, rows: list[Any], others: list[Any]) -> None:
+        """Compare what ``collate_rows`` makes of rows with what it makes of them after others; keep them with others.
 
         Raises:
             UnsupportedModelError: The two differ, and not by random numbers that cannot be repeated.
         """
+        self._collated = None
         with _Passes(module, KeptState(module), seed=0) as passes:
-            alone, again, after = (passes.collated(rows, first) for first in ([], [], before))
-        if _equal(alone, again) and not _equal(alone, after):
-            refuse_memory(module)
+            alone, again, after = (passes.collated(rows, before) for before in ([], [], others))
+            repeats = _equal(_leaves(alone), _leaves(again))
+            if repeats and not _equal(_leaves(alone), _leaves(after)):
+                refuse_memory(module)
+            if repeats and passes.draws_from_torch_alone:
+                self._collated = alone, passes.collated([*rows, *others], []), len(rows)
 
 
 class _Rows:
@@ -223,7 +232,8 @@ class _Rows:
         if collated is None or len(_leaves(collated)[0]) != int(self.kept.sum()):
             return take_rows(self.batch.rows, self.kept.nonzero().flatten())
         units = self.batch.unit_ids[self.kept]
-        own = replace(self.batch, rows=take_rows(collated, slice(None)), unit_ids=units, alone=None)
+        mask = torch.zeros_like(self.batch.mask).index_fill_(0, units, True)
+        own = replace(self.batch, rows=take_rows(collated, slice(None)), unit_ids=units, mask=mask, alone=None)
         self.module.before_batch(own)
         return own.rows
 
@@ -302,13 +312,35 @@ class _Passes:
             self._refuse_memory()
         self._kept_state.refuse_writes(self._refuse_memory)
 
-    def collated(self, rows: list[Any], before: list[Any]) -> list[Any]:
-        """The leaves of what ``collate_rows`` makes of ``rows``, after others if there are some."""
-        self._kept_state.reset()
-        if before:
-            self.module.collate_rows(before)
-        self._seed_everything()
-        return _leaves(self.module.collate_rows(rows))
+    def collated(self, rows: list[Any], before: list[Any]) -> Any:
+        """What ``collate_rows`` of a copy of the module makes of ``rows``, after others if there are some."""
+        module = _copy_without_weights(self.module)
+        if module is self.module:
+            self._kept_state.reset()
+        with _FixedCoins():  # type: ignore[no-untyped-call]
+            if before:
+                module.collate_rows(before)
+            self._seed_everything()
+            coins = random.getstate(), pickle.dumps(np.random.get_state())
+            found = module.collate_rows(rows)
+            self.draws_from_torch_alone = coins == (random.getstate(), pickle.dumps(np.random.get_state()))
+        return found
+
+    def compare_collated(self, rows: _Rows, alone: Any, together: Any, count: int) -> None:
+        """Compare the losses of rows that were collated alone with those of the same rows among others."""
+        found = []
+        for features in (alone, together):
+            size = len(_leaves(features)[0])
+            plugin = self.module.trainer.precision_plugin
+            moved = plugin.convert_input(map_rows(lambda leaf: leaf.to(self.module.device), features))
+            ids = torch.arange(size, device=self.module.device)
+            batch = replace(rows.batch, rows=moved, unit_ids=ids, mask=torch.ones_like(ids, dtype=torch.bool),
+                            data_rows=None, alone=None)  # fmt: skip
+            self.module.before_batch(batch)
+            self._kept_state.reset()
+            found.append(self._losses(batch.rows, fixed_coins=True)[:count])
+        if _differ(found[0], found[1], floor=FLOOR):
+            self._refuse(rows, "the loss of a row is different when other rows are collated with it")
 
     def _seed_everything(self) -> None:
         torch.manual_seed(self._seed)
@@ -391,6 +423,16 @@ class _FixedCoins(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif isinstance(tensor, Tensor):
                 tensor.fill_(1 if name.startswith("bernoulli") else 0.5 if tensor.is_floating_point() else 0)
         return found
+
+
+def _copy_without_weights(module: Any) -> Any:
+    """A copy of all that a module keeps, but for tensors of its own; the module itself where it cannot be copied."""
+    own = [*module.parameters(), *module.buffers(), *tensors_of([data_of(part) for part in module.modules()])]
+    kept = {id(tensor): tensor for tensor in own} | {id(module._trainer): module._trainer}
+    try:
+        return copy.deepcopy(module, kept)
+    except Exception:  # objects of the user's own may refuse to be copied in any way
+        return module
 
 
 def _leaves(rows: Any) -> list[Any]:

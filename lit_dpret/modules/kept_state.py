@@ -15,7 +15,7 @@ from torch import Tensor, nn
 #: Tensors that a module keeps outside its parameters and buffers are copied up to this many bytes.
 COPIED = 1 << 26
 
-_OWN_TO_MODULES = frozenset(vars(nn.Module()))
+OWN_TO_MODULES = frozenset(vars(nn.Module()))
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 
@@ -62,7 +62,7 @@ class KeptState:
 
 def data_of(part: nn.Module) -> dict[str, Any]:
     """The attributes of a part of a module that hold plain data: no parameter, no buffer, no object."""
-    return {name: value for name, value in vars(part).items() if name not in _OWN_TO_MODULES and _is_data(value)}
+    return {name: value for name, value in vars(part).items() if name not in OWN_TO_MODULES and _is_data(value)}
 
 
 def _is_data(value: Any) -> bool:

@@ -127,14 +127,16 @@ class PrivateModule(Checkpointed):
         """Turn rows of text into what ``per_row_loss`` takes: a dict of tensors, first axis rows."""
         raise UnsupportedModelError(f"{type(self).__name__} does not implement collate_rows(rows).")
 
-    def examine_collation(self, before: list[Row], rows: list[Row]) -> None:
-        """Collate some rows with others before and without, and leave everything as it was.
+    def examine_collation(self, rows: list[Row], others: list[Row]) -> None:
+        """Collate some rows alone, after others and with others, and leave everything as it was.
+
+        The losses of those that were collated with others are compared in the first batch.
 
         Raises:
             UnsupportedModelError: ``collate_rows`` remembers what it was given.
         """
         with self._replayable_dropout(0):
-            self._couplings.compare_collations(self, before, rows)
+            self._couplings.compare_collations(self, rows, others)
 
     def place_rows(self, features: Any, places: Sequence[int], rows: int) -> Any:
         """Features of a fixed shape: those of ``collate_rows`` at ``places``, among ``rows`` rows in all.
@@ -188,6 +190,11 @@ class PrivateModule(Checkpointed):
         self._loss_sum = 0.0
         self._losses.clear()
 
+    def watch_hooks(self) -> None:
+        """Called before the hooks of a batch run: from the first one on they are watched."""
+        if self.privacy.guarantee == "dp" and not self.log_private_loss:
+            self._hooks.note_first(self)
+
     def receive_handover(self, handover: Handover) -> None:
         """Called where somebody else than ``.grad`` takes the gradients, after `receive_guard` and before a step."""
         self._handover = handover
@@ -238,7 +245,7 @@ class PrivateModule(Checkpointed):
             raise uncounted(type(self).__name__)
         watched = self.privacy.guarantee == "dp" and not self.log_private_loss
         if watched:
-            self._hooks.compare(self, self._public())
+            self._hooks.compare(self, batch, self._public())
         with self._handover.clipping():
             self._add(batch)
         if batch.last:
@@ -256,7 +263,8 @@ class PrivateModule(Checkpointed):
                     "resume=true."
                 ) from error
         if watched:
-            self._hooks.note(self, guard.stream.model_seed(batch.attempt, batch.step, batch.part))
+            coin = guard.stream.model_seed(batch.attempt, batch.step, batch.part)
+            self._hooks.note(self, coin, ends_epoch=self._trainer is not None and self._trainer.is_last_batch)
 
     def _add(self, batch: UnitBatch) -> None:
         """Contribute a physical batch; a shortage of memory on one of several ranks is told when all can hear it."""
@@ -339,7 +347,8 @@ class PrivateModule(Checkpointed):
         guard.record(permit, update)  # it lets go of the sums, and measures what becomes of them
         optimizer: Any = self.optimizers()
         self._handover.give(update.gradients, optimizer)
-        optimizer.step()
+        with self._hooks.optimizing(self, self._public()):
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         schedules: Any = self.lr_schedulers() or []
         for schedule in schedules if isinstance(schedules, list) else [schedules]:

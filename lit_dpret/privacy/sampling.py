@@ -13,8 +13,8 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.checksums import checksums
 from lit_dpret.privacy.coupling import largest_batch
 from lit_dpret.privacy.fixed_shape import FixedShape
 from lit_dpret.privacy.noise import KeyedStream
@@ -135,6 +136,8 @@ class UnitBatch:
         data_rows: In a batch of fixed shape, which rows are data and no filling, shape ``(rows,)``; else None.
         alone: Of the first ``ALONE`` units that have rows, what ``collate_rows`` makes of them without the others;
             None where nobody will compare.
+        digests: Checksums of some values of each tensor as it was collated, by its path in ``rows``; empty where nobody
+            compares.
         origin: For each slot of the whole batch, the unit that was drawn and the keys of the rows that came for it
             (`row_key`); empty where nobody told.
     """
@@ -148,6 +151,7 @@ class UnitBatch:
     attempt: int = 0
     data_rows: Tensor | None = None
     alone: Any = None
+    digests: Mapping[str, tuple[torch.dtype, int]] = field(default_factory=dict)
     origin: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> UnitBatch:
@@ -179,6 +183,16 @@ def map_rows(function: Callable[[Any], Any], rows: Any) -> Any:
 def take_rows(rows: Any, index: slice | Tensor) -> Any:
     """Some rows of a tensor, or of nested dicts of tensors whose first axis is the rows."""
     return map_rows(lambda tensor: tensor[index], rows)
+
+
+def digests_of(rows: Any, path: str = "rows") -> dict[str, tuple[torch.dtype, int]]:
+    """A type and a checksum of some thousand values of each tensor in nested dicts, by its path."""
+    if isinstance(rows, dict):
+        return {name: found for key in rows for name, found in digests_of(rows[key], f"{path}[{key!r}]").items()}
+    if not isinstance(rows, Tensor):
+        return {}
+    flat = rows.detach().reshape(-1)
+    return {path: (rows.dtype, checksums([flat[:: max(1, len(flat) // 4096)].contiguous()])[0])}
 
 
 def rows_in_turn(count: int, at_once: int) -> Iterator[slice]:
@@ -309,6 +323,7 @@ class UnitCollator:
             last=first.last,
             attempt=first.attempt,
             alone=alone,
+            digests=digests_of(features),
             origin=origin,
         )
 

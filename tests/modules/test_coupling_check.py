@@ -158,13 +158,23 @@ class CollatedInCompany(Plain):
         return self.losses(rows["inputs"], rows["target"]) * rows["company"]
 
 
+class AugmentedAndCentred(Plain):
+    """Noise of each row's own, and then a statistic of the batch, before anybody sees the rows."""
+
+    def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
+        found = super().collate_rows(rows)
+        inputs = found["inputs"] + 0.01 * torch.randn_like(found["inputs"])
+        return found | {"inputs": inputs - inputs.mean(0)}
+
+
 COUPLED: dict[type[Plain], str | None] = {
     Mixup: None,  # by more than one comparison
     CentredTargets: None,
     SignOfTheBatch: None,
     WeaklyCoupled: None,
-    DividedByTheNumberOfRows: "compare_sizes",
-    CollatedInCompany: "compare_sizes",
+    DividedByTheNumberOfRows: None,
+    CollatedInCompany: None,
+    AugmentedAndCentred: "compare_collated",
     ByPlace: "compare_sizes",
     FittedOnTheFirstBatch: None,
     GradientAlone: "compare_company",
@@ -406,6 +416,34 @@ class GrowsAVocabulary(Plain):
         return super().collate_rows(rows) | {"place": torch.tensor(places)}
 
 
+class Vocabulary:
+    def __init__(self) -> None:
+        self.ids: dict[str, int] = {}
+
+    def __call__(self, word: str) -> int:
+        return self.ids.setdefault(word, len(self.ids))
+
+
+class GrowsAnObject(Plain):
+    """The same in an object that is no plain data."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.vocabulary = Vocabulary()
+
+    def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
+        places = torch.tensor([self.vocabulary(row.query) for row in rows])
+        return super().collate_rows(rows) | {"place": places}
+
+
+def test_what_an_object_remembers_is_found_in_copies_of_the_module(tmp_path: Path, monkeypatch: Patch) -> None:
+    with pytest.raises(UnsupportedModelError) as refusal:
+        train(tmp_path / "found", GrowsAnObject)
+    assert refusal.value.trap == "T11"
+    monkeypatch.setattr(coupling_check, "_copy_without_weights", lambda module: module)
+    train(tmp_path / "not", GrowsAnObject)
+
+
 class KeepsWhatItCollated(Plain):
     """A cache: rows are the same with it and without."""
 
@@ -444,7 +482,7 @@ class MixesBeforeTheStep(Plain):
 
 
 def test_rows_that_are_mixed_before_the_step_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="other rows"):
+    with pytest.raises(UnsupportedModelError, match="inputs"):
         train(tmp_path, MixesBeforeTheStep)
 
 
