@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from stand_ins import Regression, dp, fit
+from stand_ins import Numbers, Regression, dp, fit
 from torch import Tensor, nn
 
-from lit_dpret.errors import UnsupportedModelError
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules import hook_watch
 from lit_dpret.privacy.modes import NoPrivacy
 
@@ -76,6 +76,78 @@ class KeepsAnAttribute(Regression):
         self.seen = {"targets": [mean_of(batch)]}
 
 
+class CentredOnTheFirstBatch(Centred):
+    """As one-class methods set their centre, before any batch was trained on."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if not batch_idx:
+            self.centre = mean_of(batch)
+
+
+class WritesWhileTheOptimizerSteps(Centred):
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        self.last = rows["target"].mean().detach()
+        return super().per_row_loss(rows)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.centre = self.last
+
+
+class KeepsAnArray(Regression):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen = mean_of(batch).numpy()
+
+
+class Bank:
+    def __init__(self) -> None:
+        self.rows: list[Tensor] = []
+
+
+class KeepsAnObject(Regression):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.bank = Bank()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.bank.rows.append(mean_of(batch))
+
+
+class WritesAtTheEndOfEpochs(Centred):
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        self.last = rows["target"].mean().detach()
+        return super().per_row_loss(rows)
+
+    def on_train_epoch_end(self) -> None:
+        self.centre = self.last
+
+
+ATTACKS = [
+    CentredOnTheFirstBatch, WritesWhileTheOptimizerSteps, KeepsAnArray, KeepsAnObject,
+    WritesABuffer, ReplacesABuffer, WritesBeforeTheStep, WritesAfterTheStep, WritesAFrozenWeight, WritesATrainedWeight,
+    KeepsAnAttribute,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("module", ATTACKS, ids=lambda module: module.__name__)
+def test_what_is_written_between_two_batches_is_refused(module: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError) as refusal:
+        fit(tmp_path / "run", module(privacy=dp(tmp_path, noise_seed=1)))
+    assert refusal.value.trap == "T11"
+
+
+def test_the_end_of_every_epoch_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hook_watch.Looks, "due", lambda *_: False)
+    data = Numbers(40, expected_batch_size=20, physical_batch_size=40)
+    with pytest.raises(UnsupportedModelError, match="centre"):
+        module = WritesAtTheEndOfEpochs(privacy=dp(tmp_path, noise_seed=1, noise_multiplier=8.0))
+        fit(tmp_path / "run", module, data, save_every=99, steps=9)
+
+
+@pytest.mark.parametrize("module", [WritesABuffer, KeepsAnAttribute], ids=lambda module: module.__name__)
+def test_without_a_guarantee_nothing_is_refused(module: Any, tmp_path: Path) -> None:
+    fit(tmp_path / "run", module(privacy=NoPrivacy()))
+
+
 class StepsOnceMore(Regression):
     """Makes an update of its own after the granted one, by an optimizer that Lightning does not know."""
 
@@ -87,22 +159,34 @@ class StepsOnceMore(Regression):
             own.step()
 
 
-ATTACKS = [
-    WritesABuffer, ReplacesABuffer, WritesBeforeTheStep, WritesAfterTheStep, WritesAFrozenWeight, WritesATrainedWeight,
-    KeepsAnAttribute, StepsOnceMore,
-]  # fmt: skip
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_step_of_an_optimizer_of_ones_own_is_refused(every: int, tmp_path: Path) -> None:
+    class Now(Regression):
+        """Steps Lightning's optimizer in a way that Lightning does not hear of."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            if batch.rows is not None and batch.step % every == every - 1:
+                raw: Any = self.optimizers(use_pl_optimizer=False)
+                self.per_row_loss(batch.rows).mean().backward()
+                raw.step()
+
+    with pytest.raises(ConfigurationError) as refusal:
+        fit(tmp_path / "run", Now(privacy=dp(tmp_path, noise_seed=1)))
+    assert refusal.value.trap == "T7"
+    with pytest.raises(UnsupportedModelError) as seen:
+        fit(tmp_path / "other", StepsOnceMore(privacy=dp(tmp_path, noise_seed=1)))
+    assert seen.value.trap == "T11"
 
 
-@pytest.mark.parametrize("module", ATTACKS, ids=lambda module: module.__name__)
-def test_what_is_written_between_two_batches_is_refused(module: Any, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError) as refusal:
-        fit(tmp_path / "run", module(privacy=dp(tmp_path, noise_seed=1)))
+def test_weighting_of_ones_own_is_refused(tmp_path: Path) -> None:
+    class Weighs(Regression):
+        def unit_loss(self, batch: Any) -> Any:
+            return super().unit_loss(batch)
+
+    with pytest.raises(ConfigurationError, match="unit_loss") as refusal:
+        fit(tmp_path / "run", Weighs(privacy=dp(tmp_path)))
     assert refusal.value.trap == "T11"
-
-
-@pytest.mark.parametrize("module", [WritesABuffer, KeepsAnAttribute], ids=lambda module: module.__name__)
-def test_without_a_guarantee_nothing_is_refused(module: Any, tmp_path: Path) -> None:
-    fit(tmp_path / "run", module(privacy=NoPrivacy()))
 
 
 class BatchMean(Callback):
