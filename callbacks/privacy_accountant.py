@@ -66,7 +66,7 @@ from lit_dpret.privacy.shared_gate import SharedGate
 from lit_dpret.privacy.shown import unaccounted
 from lit_dpret.privacy.start import Start, note_start, read_start
 from lit_dpret.privacy.sweep_places import note_sweep
-from lit_dpret.privacy.trained import TrainedIn, fingerprints, mark, remember, runs_behind
+from lit_dpret.privacy.trained import TrainedIn, fingerprints, mark, remember, runs_behind, weights
 from lit_dpret.sweeps import SweepFolder, trial_ledger
 
 
@@ -355,7 +355,7 @@ class PrivacyAccountant(Callback):
             return
         position = _position_in(checkpoint)
         if position is None or position.run_id != self._gate.position.run_id:
-            mark(pl_module, [TrainedIn("another checkpoint", "unknown")])
+            mark(pl_module, [TrainedIn("another checkpoint", "unknown")], whole=True)
             whose = "no run that was counted" if position is None else f"run {position.run_id}"
             raise ResumeError(
                 f"The checkpoint belongs to {whose}, and the ledger in {self.run_dir} to run "
@@ -512,8 +512,8 @@ class PrivacyAccountant(Callback):
         Where the number of physical batches tells what may be private, hide it.
         """
         trainer, module = self._trainer, self._module
-        for weights in ("state_dict", "current_model_state"):  # the second where an average took the place of the first
-            self._remember(module, checkpoint.get(weights, {}))
+        for state in ("state_dict", "current_model_state"):  # the second where an average took the place of the first
+            self._remember(module, checkpoint.get(state, {}))
         loops = trainer._checkpoint_connector._get_loops_state_dict()
         checkpoint |= {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "loops": loops}
         self._between.set_back(checkpoint, self._gate.steps_done)
@@ -571,9 +571,9 @@ class PrivacyAccountant(Callback):
         return TrainedIn(_claim_of(self._data) if inherited else self._identity, module.privacy.name, str(self.run_dir))
 
     def _remember(self, module: Any, tensors: Mapping[str, Any] | None = None) -> None:
-        """Remember, for whoever trains in this process later, the values that this run has given its parameters."""
+        """Remember, for whoever trains in this process later, the values that this run has given its weights."""
         if self._begun and hasattr(self, "_start_values"):
-            values = dict(module.named_parameters()) if tensors is None else tensors
+            values = weights(module) if tensors is None else tensors
             remember(values, self._start_values, self._itself(module))
 
     def _settle(self) -> None:

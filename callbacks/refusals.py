@@ -45,7 +45,7 @@ from lit_dpret.privacy.card_subject import card_above, check_dataset_card
 from lit_dpret.privacy.guard import uncounted
 from lit_dpret.privacy.sampling import Draw, PrivateBatchSampler, UnitOwners, row_key
 from lit_dpret.privacy.start import Start, model_folder
-from lit_dpret.privacy.trained import runs_behind
+from lit_dpret.privacy.trained import held, runs_behind
 
 #: After so many units without a named row, a data set is not asked for the others.
 UNNAMED = 99
@@ -272,10 +272,11 @@ def refuse_other_weights(module: Any, counter: Any, data: Any) -> None:
 
 
 def _origins(module: Any) -> list[Path]:
-    """The folders that the weights came from: by the module's setting, and by what its transformers remember."""
-    parts = module.modules() if isinstance(module, nn.Module) else ()
+    """The folders that weights came from: by the settings of whatever the module holds, and what transformers note."""
+    parts = [part for part in held(module) if isinstance(part, nn.Module)]
     remembered = (getattr(getattr(part, "config", None), "_name_or_path", None) for part in parts)
-    named = dict.fromkeys(str(name) for name in (getattr(module, "pretrained", None), *remembered) if name)
+    said = (*(getattr(part, "pretrained", None) for part in parts), *remembered)
+    named = dict.fromkeys(str(name) for name in said if isinstance(name, (str, Path)) and name != "")
     places = (Path(name).expanduser() for name in named)
     return [place for place in places if place.is_dir()]
 

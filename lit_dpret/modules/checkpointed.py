@@ -79,7 +79,7 @@ class Checkpointed(L.LightningModule):
         return module
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        mark(self, noted(checkpoint))
+        mark(self, noted(checkpoint), whole=True)
         trainer = self._trainer
         if trainer is not None and trainer.state.fn == "fit" and type(trainer.strategy).__name__ != "ZeroStrategy":
             refuse_zero_state(checkpoint)
@@ -103,7 +103,7 @@ class Checkpointed(L.LightningModule):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any, **named: Any
     ) -> None:
-        mark(self, noted(local_metadata))
+        mark(self, noted(local_metadata), whole=True)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest, **named)
 
 

@@ -196,6 +196,8 @@ class ModuleTowers:
         apart: Whether no query may have a say in another one's embedding.
     """
 
+    leads_back = True  # to the module, whose source may serve another one next (`trained.held`)
+
     def __init__(
         self, module: Any, device: torch.device | None, passage_cache_dir: Path | None, *, keep: bool, apart: bool
     ) -> None:

@@ -6,12 +6,18 @@ weights travel by: on the modules and parameters themselves (into another module
 dicts and checkpoints (into another process), and as fingerprints of the values, kept in this process (through
 whatever copies, renames or casts them to bfloat16). Weights that reach a run through none of them, such as a file of
 plain tensors, are what the card calls declared.
+
+A run looks for them in all that its module holds, also beside the module tree (`held`): an encoder that is frozen
+there, a teacher in a list, a table in a buffer. What trains on somebody's outputs learns what that one has learned.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +30,8 @@ _MARK = "_lit_dpret_trained_in"
 _LOOKED_AT = 4096
 # A few values can be equal by chance.
 _FEWEST = 16
+# Lists of a million of them are common, and hold no weights.
+_SCALARS = frozenset((str, bytes, int, float, complex, bool, NoneType))
 
 
 class TrainedIn(NamedTuple):
@@ -40,48 +48,105 @@ class TrainedIn(NamedTuple):
     folder: str = ""
 
 
-_values: dict[bytes, frozenset[TrainedIn]] = {}
+# By the shape of the tensor, so that most others are told apart without a look at their values.
+_values: dict[tuple[int, ...], dict[bytes, frozenset[TrainedIn]]] = {}
 
 
-def mark(module: nn.Module, runs: Iterable[TrainedIn]) -> None:
-    """Leave the names of ``runs`` on whatever of ``module`` is trained, beside those that are there."""
+def held(module: nn.Module) -> Iterator[nn.Module | Tensor]:
+    """Every module and tensor that ``module`` can read: in its tree, and in the attributes of its parts.
+
+    Attributes are followed through lists, tuples, sets, dicts, bound methods, `functools.partial` and the attributes of
+    objects. Not followed are closures, slots, what Lightning's own objects hold, and what says ``leads_back``.
+    """
+    seen: set[int] = set()
+    waiting: list[Any] = [module]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, (nn.Module, Tensor)):
+            yield each
+        waiting += (value for value in _inside(each) if type(value) not in _SCALARS)
+
+
+def _inside(each: Any) -> Iterable[Any]:
+    if isinstance(each, dict):
+        return each.values()
+    if isinstance(each, (list, tuple, set, frozenset, deque)):
+        return each
+    if isinstance(each, MethodType):
+        return (each.__self__,)
+    if isinstance(each, partial):
+        return (each.func, *each.args, *each.keywords.values())
+    if isinstance(each, Tensor) or _leads_away(type(each)):
+        return ()
+    return getattr(each, "__dict__", {}).values()
+
+
+def _leads_away(kind: type) -> bool:
+    """Whether the attributes of such objects lead to what is of no run, or of every run, in this process."""
+    if issubclass(kind, nn.Module):
+        return False
+    outside = any(base.__module__.partition(".")[0] == "lightning" for base in kind.__mro__)
+    return outside or issubclass(kind, (type, FunctionType, ModuleType)) or getattr(kind, "leads_back", False)
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and saved buffers by their names, and likewise those of modules that are held beside the tree."""
+    names = {id(part): name for name, part in module.named_modules()}
+    found = {}
+    for part in held(module):
+        if isinstance(part, nn.Module):
+            prefix = names.get(id(part), f"beside {id(part)}")
+            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if tensor is not None and name not in part._non_persistent_buffers_set:
+                    found[f"{prefix}.{name}" if prefix else name] = tensor
+    return found
+
+
+def mark(module: nn.Module, runs: Iterable[TrainedIn], *, whole: bool = False) -> None:
+    """Leave the names of ``runs`` on whatever of ``module`` is trained, beside those that are there.
+
+    With ``whole`` on all of it: of weights that come from a file nobody knows which of them were trained.
+    """
     runs = frozenset(runs)
     if not runs:
         return
     for part in module.modules():
-        if any(parameter.requires_grad for parameter in part.parameters()):
+        if whole or any(parameter.requires_grad for parameter in part.parameters()):
             # Adapters are merged into the layer that they stand beside.
             for holder in (part, *filter(None, [getattr(part, "base_layer", None)])):
                 vars(holder)[_MARK] = _marks(holder) | runs
     for parameter in module.parameters():
-        if parameter.requires_grad:
+        if whole or parameter.requires_grad:
             setattr(parameter, _MARK, _marks(parameter) | runs)
 
 
 def runs_behind(module: nn.Module) -> frozenset[TrainedIn]:
-    """The runs that are known to have trained something of ``module``."""
+    """The runs that are known to have trained something that ``module`` holds."""
     found: set[TrainedIn] = set()
-    for part in module.modules():
-        found |= _marks(part)
-    for parameter in module.parameters():
-        found |= _marks(parameter)
-        if _values and (value := fingerprint(parameter)) is not None:
-            found |= _values.get(value, frozenset())
+    for each in held(module):
+        found |= _marks(each)
+        if isinstance(each, Tensor) and (known := _values.get(tuple(each.shape))):
+            found |= known.get(fingerprint(each) or b"", frozenset())
     return frozenset(found)
 
 
 def fingerprint(tensor: Tensor) -> bytes | None:
     """What a copy of ``tensor`` shares with it, in bfloat16 as well; None for a shard or a few values."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.numel() < _FEWEST or not tensor.is_floating_point():
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
+        return None
+    if tensor.numel() < _FEWEST or not tensor.is_floating_point():
         return None
     flat = tensor.detach().reshape(-1)[:: -(-tensor.numel() // _LOOKED_AT)]
     values = flat.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes()
-    return hashlib.blake2b(f"{tuple(tensor.shape)}".encode() + values, digest_size=16).digest()
+    return hashlib.blake2b(values, digest_size=16).digest()
 
 
 def fingerprints(module: nn.Module) -> dict[str, bytes | None]:
-    """Those of the parameters that are trained, by name."""
-    return {name: fingerprint(p) for name, p in module.named_parameters() if p.requires_grad}
+    """Those of all its `weights`, frozen ones among them: a hook may write an average of what is trained there."""
+    return {name: fingerprint(tensor) for name, tensor in weights(module).items()}
 
 
 def remember(tensors: Mapping[str, Any], before: Mapping[str, bytes | None], run: TrainedIn) -> None:
@@ -89,8 +154,11 @@ def remember(tensors: Mapping[str, Any], before: Mapping[str, bytes | None], run
     for name, was in before.items():
         tensor = tensors.get(name)
         now = fingerprint(tensor) if isinstance(tensor, Tensor) else None
-        if now is not None and was is not None and now != was:
-            _values[now] = _values.get(now, frozenset()) | {run}
+        if isinstance(tensor, Tensor) and now is not None and was is not None and now != was:
+            if isinstance(tensor, nn.Parameter):  # no tensor of a checkpoint, which would take the name into the file
+                setattr(tensor, _MARK, _marks(tensor) | {run})
+            known = _values.setdefault(tuple(tensor.shape), {})
+            known[now] = known.get(now, frozenset()) | {run}
 
 
 def note(module: nn.Module, facts: dict[str, Any]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -262,6 +264,98 @@ def test_files_of_this_package_tell_another_process_who_trained_them(
         module.load_state_dict(content)
         refused(tmp_path, module)
     Kept.load_from_checkpoint(path).canary_scores(Units(4).rows(1))  # to look at it costs nothing
+
+
+# -- weights beside the module tree ----------------------------------------------------------
+
+
+class Holder(Kept):
+    """It keeps something of somebody's, where no optimizer and no state dict sees it."""
+
+    def __init__(self, kept: Any, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.kept = kept
+
+
+class Buffered(Kept):
+    """It keeps a table that is saved with it, and trained by nobody."""
+
+    def __init__(self, table: Tensor, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.register_buffer("table", table)
+
+
+PLACES: dict[str, Callable[[nn.Sequential], Any]] = {
+    "list": lambda net: [net],
+    "nested": lambda net: {"teachers": ("first", [net[0]])},
+    "object": lambda net: SimpleNamespace(inner=SimpleNamespace(teacher=net)),
+    "method": lambda net: net.forward,
+    "partial": lambda net: partial(torch.nn.functional.mse_loss, target=net),
+    "parameter": lambda net: [net[0].weight],
+    "values": lambda net: [net[0].weight.detach().clone()],
+    "state dict": lambda net: {name: value.bfloat16() for name, value in net.state_dict().items()},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_weights_that_a_module_keeps_unregistered_are_known_again(place: str, tmp_path: Path) -> None:
+    mode = dp(tmp_path, noise_multiplier=4.0)
+    begin(tmp_path, Holder(PLACES[place](Kept(privacy=NoPrivacy()).net), privacy=mode))
+    net = trained_by("none", tmp_path / "first").net
+    error = refused(tmp_path / "again", Holder(PLACES[place](net), privacy=mode))
+    assert str(tmp_path / "first") in str(error)
+
+
+def test_trained_values_in_a_buffer_or_a_frozen_parameter_are_known_again(tmp_path: Path) -> None:
+    mode = dp(tmp_path, noise_multiplier=4.0)
+    weight = trained_by("none", tmp_path / "first").net[0].weight
+    refused(tmp_path / "buffer", Buffered(weight.detach().clone(), privacy=mode))
+    frozen = Kept(privacy=mode)
+    frozen.table = nn.Parameter(weight.detach().clone(), requires_grad=False)
+    refused(tmp_path / "frozen", frozen)
+    begin(tmp_path, Buffered(torch.randn(8, 4), privacy=mode))
+
+
+class Averaged(Kept):
+    """Its teacher is an average of what is trained, made by a hook; in the module tree or beside it."""
+
+    def __init__(self, beside: bool) -> None:
+        super().__init__(privacy=NoPrivacy())
+        teacher = copy.deepcopy(self.net).requires_grad_(False)
+        self.teacher = [teacher] if beside else teacher
+        self.public = copy.deepcopy(self.net).requires_grad_(False)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        (teacher,) = self.teacher if isinstance(self.teacher, list) else (self.teacher,)
+        with torch.no_grad():
+            for mine, new in zip(teacher.parameters(), self.net.parameters(), strict=True):
+                mine.lerp_(new, 0.5)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_hooks_make_of_trained_weights_is_known_again_and_what_stays_as_it_was_is_nobodys(
+    beside: bool, tmp_path: Path
+) -> None:
+    module, mode = Averaged(beside), dp(tmp_path, noise_multiplier=4.0)
+    fit(tmp_path / "first", module, numbers(), steps=4)
+    (teacher,) = module.teacher if isinstance(module.teacher, list) else (module.teacher,)
+    refused(tmp_path / "copied", Wrapped(copy.deepcopy(teacher).requires_grad_(True), privacy=mode))
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.mul_(1.5)
+    refused(tmp_path / "changed", Holder([teacher], privacy=mode))
+    begin(tmp_path, Holder([module.public], privacy=mode))
+
+
+def test_a_checkpoint_tells_another_process_of_its_frozen_parts_as_well(
+    tmp_path: Path, another_process: Callable[[], None]
+) -> None:
+    module = Averaged(beside=False)
+    fit(tmp_path / "first", module, numbers(), steps=4)
+    another_process()
+    loaded = Averaged(beside=False)
+    loaded.load_state_dict(torch.load(checkpoint(tmp_path / "first"), weights_only=True)["state_dict"])
+    refused(tmp_path, Holder([loaded.teacher], privacy=dp(tmp_path, noise_multiplier=4.0)))
 
 
 # -- honest runs -----------------------------------------------------------------------------

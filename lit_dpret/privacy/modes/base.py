@@ -73,6 +73,7 @@ class PrivacyMode(ABC):
 
     name: ClassVar[str]
     guarantee: ClassVar[Guarantee]
+    leads_back: ClassVar[bool] = True  # to the module of the last run that it was attached in (`trained.held`)
     candidates: ClassVar[Candidates] = "rows"
     bounds_any_rows: ClassVar[bool] = False
     sub_batches: int | None = None

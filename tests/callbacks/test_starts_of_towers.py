@@ -1,0 +1,148 @@
+"""An encoder that is frozen beside the module tree has a known origin as well, however it came there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from negative_cases import dual
+from stand_ins import fit
+from tiny_models import tiny_bert, tiny_tokenizer
+from tiny_tasks import retriever, write_log
+
+from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.errors import LitDpretError
+from lit_dpret.modules import DualEncoder, FrozenDualEncoder, OptimizerSpec
+from lit_dpret.negatives import StaticNegatives
+from lit_dpret.privacy import trained
+from lit_dpret.privacy.card import read_card
+from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PublicPassages
+from lit_dpret.st_folder import save_sentence_transformer
+
+
+def tower() -> TextEncoder:
+    return TextEncoder(tiny_bert(), tiny_tokenizer(), Contract(query_max_length=8, passage_max_length=10))
+
+
+def data(tmp_path: Path) -> PairsDataModule:
+    folder = tmp_path / "log"
+    return PairsDataModule(
+        folder=folder if folder.exists() else write_log(folder), sampling="poisson", expected_batch_size=16
+    )
+
+
+def train(folder: Path, module: Any, **settings: Any) -> Path:
+    fit(folder, module, data(folder.parent), steps=2, extra=[PrivacyCard(run_dir=folder)], **settings)
+    return folder
+
+
+def private(tmp_path: Path, encoder: Any) -> FrozenDualEncoder:
+    return retriever(
+        privacy=DPSGD(eps=8.0, noise_multiplier=2.0, secret_file=tmp_path / "secret"), encoder=encoder,
+        max_query_length=8, max_passage_length=10,
+    )  # fmt: skip
+
+
+def refused(tmp_path: Path, module: Any, **settings: Any) -> None:
+    with pytest.raises(LitDpretError) as raised:
+        train(tmp_path / "second", module, **settings)
+    assert raised.value.trap == "T30", raised.value
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DualEncoder]:
+    """A run without privacy, in a folder with its card and model, and its module."""
+    module = DualEncoder(privacy=NoPrivacy(), optimizer=OptimizerSpec(lr=1e-2), encoder=tower())
+    return train(tmp_path_factory.mktemp("earlier") / "first", module), module
+
+
+def the_object(folder: Path, module: DualEncoder) -> Any:
+    return module.encoder
+
+
+def of_a_checkpoint(folder: Path, module: DualEncoder) -> Any:
+    return DualEncoder.load_from_checkpoint(folder / "checkpoints" / "last.ckpt", encoder=tower()).encoder
+
+
+def loaded_from_its_folder(folder: Path, module: DualEncoder) -> Any:
+    return TextEncoder.from_pretrained(folder / "model", normalise=True)
+
+
+def of_a_folder_without_card(folder: Path, module: DualEncoder) -> Any:
+    return str(module.save_model(folder / "mine"))
+
+
+def around_its_transformer(folder: Path, module: DualEncoder) -> Any:
+    inner = module.encoder
+    return TextEncoder(inner.backbone, inner.tokenizer, inner.contract)
+
+
+WAYS = [the_object, of_a_checkpoint, loaded_from_its_folder, of_a_folder_without_card, around_its_transformer]
+IN_ANOTHER_PROCESS = [of_a_checkpoint, loaded_from_its_folder]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_frozen_encoder_that_was_trained_on_private_data_is_refused(
+    way: Callable[[Path, DualEncoder], Any], run: tuple[Path, DualEncoder], tmp_path: Path
+) -> None:
+    refused(tmp_path, private(tmp_path, way(*run)))
+
+
+@pytest.mark.parametrize("way", IN_ANOTHER_PROCESS, ids=lambda way: way.__name__)
+def test_files_tell_another_process_of_a_frozen_encoder(
+    way: Callable[[Path, DualEncoder], Any], run: tuple[Path, DualEncoder], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(trained, "_values", {})
+    refused(tmp_path, private(tmp_path, way(*run)))
+
+
+@pytest.mark.parametrize("kept", ["encoder", "module"])
+def test_a_teacher_from_a_folder_with_a_card_is_refused(
+    kept: str, run: tuple[Path, DualEncoder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trained, "_values", {})
+    module, folder = private(tmp_path, tower()), run[0] / "model"
+    whole = kept == "module"
+    lengths = {"max_query_length": 8, "max_passage_length": 10}
+    teacher = retriever(privacy=NoPrivacy(), encoder=folder, **lengths) if whole else loaded_from_its_folder(*run)
+    module.teachers = [teacher]
+    refused(tmp_path, module)
+
+
+# -- honest runs -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_public_frozen_encoder_passes_again_and_again(ready: bool, tmp_path: Path) -> None:
+    public = tower()
+    if not ready:
+        save_sentence_transformer(tmp_path / "public", public)
+    for number in range(2):
+        module = private(tmp_path, public if ready else tmp_path / "public")
+        assert read_card(train(tmp_path / f"run{number}", module))["claim"]["guarantee"] == "dp"
+    train(tmp_path / "dual", DualEncoder(privacy=NoPrivacy(), optimizer=OptimizerSpec(), encoder=tower()))
+    train(tmp_path / "last", private(tmp_path, public if ready else tmp_path / "public"))
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_frozen_encoder_of_the_run_that_is_named_as_the_start_is_counted(ready: bool, tmp_path: Path) -> None:
+    mode = PublicPassages(eps=8.0, noise_multiplier=2.0, pool_size=8, secret_file=tmp_path / "secret")
+    module = DualEncoder(privacy=mode, optimizer=OptimizerSpec(lr=1e-2), encoder=tower())
+    first = train(tmp_path / "first", module)
+    encoder = module.encoder if ready else first / "model"
+    refused(tmp_path, private(tmp_path, encoder))
+    counting = PrivacyAccountant(run_dir=tmp_path / "third", init_from=first, eps_log_points=1)
+    third = train(tmp_path / "third", private(tmp_path, encoder), accountant=counting)
+    assert read_card(third)["claim"]["epsilon"] > read_card(first)["claim"]["epsilon"]
+
+
+def test_a_source_of_negatives_that_served_another_run_brings_none_of_its_weights(tmp_path: Path) -> None:
+    source = StaticNegatives(depth=8)
+    train(tmp_path / "first", dual(NoPrivacy(), encoder=tower(), negatives={"static": source}))
+    mode = DPSGD(eps=8.0, noise_multiplier=2.0, secret_file=tmp_path / "secret")
+    train(tmp_path / "second", dual(mode, encoder=tower(), negatives={"static": source}))
