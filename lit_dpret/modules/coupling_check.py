@@ -26,8 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
-from lit_dpret.modules.kept_state import KeptState, data_of, tensors_of
+from lit_dpret.modules.kept_state import KeptState
 from lit_dpret.privacy.sampling import ALONE, UnitBatch, map_rows, take_rows
+from lit_dpret.privacy.trained import held
 from lit_dpret.privacy.xla import is_lazy
 
 #: What two passes may differ by, relative to the largest value: kernels that add in another order. They run without
@@ -426,9 +427,10 @@ class _FixedCoins(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _copy_without_weights(module: Any) -> Any:
-    """A copy of all that a module keeps, but for tensors of its own; the module itself where it cannot be copied."""
-    own = [*module.parameters(), *module.buffers(), *tensors_of([data_of(part) for part in module.modules()])]
-    kept = {id(tensor): tensor for tensor in own} | {id(module._trainer): module._trainer}
+    """A copy of all that a module keeps, but for the tensors; the module itself where it cannot be copied."""
+    kept = {id(each): each for each in held(module) if isinstance(each, Tensor)} | {
+        id(module._trainer): module._trainer
+    }
     try:
         return copy.deepcopy(module, kept)
     except Exception:  # objects of the user's own may refuse to be copied in any way
