@@ -2,7 +2,8 @@
 
 A logical step is several batches to Lightning. In the middle of one, nothing of the step has reached the parameters,
 the optimizer or the ledger yet; only Lightning's counters have moved. So a checkpoint that is asked for there becomes
-the one from before the step, and a run that goes on from it makes the whole step.
+the one from before the step, and a run that goes on from it makes the whole step. How many batches a step has may
+change from one process to the next (``datamodule.physical_batch_size``), so a run that goes on counts by steps.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.ranks import Ranks
+from lit_dpret.privacy.sampling import PrivateBatchSampler
 
 
 class BetweenSteps:
@@ -119,3 +121,26 @@ class BetweenSteps:
             return
         self._requeue_asked = False
         self._trainer._signal_connector._slurm_sigusr_handler_fn(self._requeue_signal, None)  # type: ignore[arg-type]
+
+
+def count_by_steps(checkpoint: dict[str, Any], steps_done: int, sampler: PrivateBatchSampler) -> None:
+    """Set the loops' counters in ``checkpoint`` to what this fit would have counted after ``steps_done`` steps.
+
+    Lightning ends an epoch at a number of batches, and the sampler at a number of steps: where the two do not agree,
+    the sampler is asked for the next epoch in the middle of a step, or an epoch is trained twice. The counters become
+    those that Lightning has in ``on_train_batch_end`` of the last step done, and it completes them from there.
+    """
+    if steps_done == 0:
+        return
+    epochs, steps = divmod(steps_done - 1, sampler.steps_per_epoch)
+    parts = sampler.physical_batches_per_step
+    loop = checkpoint["loops"]["fit_loop"]
+    progress = loop["epoch_loop.batch_progress"]
+    batches = progress["total"]["ready"] if parts is None else steps_done * parts
+    for part, count in (("total", batches), ("current", (steps + 1) * (parts or 1))):
+        progress[part] = dict.fromkeys(progress[part], count) | {"completed": count - 1}
+    progress["is_last_batch"] = steps + 1 == sampler.steps_per_epoch
+    loop["epoch_loop.state_dict"]["_batches_that_stepped"] = batches - 1
+    for part in ("total", "current"):
+        begun = {"ready": epochs + 1, "started": epochs + 1}
+        loop["epoch_progress"][part] = dict.fromkeys(loop["epoch_progress"][part], epochs) | begun

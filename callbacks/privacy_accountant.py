@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.callbacks.agreement import require_agreement
 from lit_dpret.callbacks.averages import averaging, go_on_averaging
-from lit_dpret.callbacks.between_steps import BetweenSteps
+from lit_dpret.callbacks.between_steps import BetweenSteps, count_by_steps
 from lit_dpret.callbacks.checkpoint_gate import CheckpointGate
 from lit_dpret.callbacks.fixed_shapes import (
     asks_for_one_program,
@@ -40,6 +40,7 @@ from lit_dpret.callbacks.refusals import (
     refuse_other_units,
     refuse_other_weights,
     refuse_replaced_sampler,
+    takes_whole_epochs,
 )
 from lit_dpret.callbacks.strategies import (
     keep_the_sampler,
@@ -348,12 +349,18 @@ class PrivacyAccountant(Callback):
         self._restored = Position.from_dict(state_dict, place="The checkpoint") if state_dict else None
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another run under a claim; the module, which has its weights by now, is marked."""
+        """Refuse the checkpoint of another run under a claim; the module, which has its weights by now, is marked.
+
+        Batches may be counted otherwise than by the run that wrote it.
+        """
         module: Any = pl_module
-        fits = trainer.state.fn == "fit" and "_gate" in vars(self)
-        if not fits or self.counted_by_others or module.privacy.guarantee == "none":
+        if trainer.state.fn != "fit" or "_gate" not in vars(self):
             return
         position = _position_in(checkpoint)
+        if position is not None and takes_whole_epochs(trainer):
+            count_by_steps(checkpoint, position.steps_done, self.sampler)
+        if self.counted_by_others or module.privacy.guarantee == "none":
+            return
         if position is None or position.run_id != self._gate.position.run_id:
             mark(pl_module, [TrainedIn("another checkpoint", "unknown")], whole=True)
             whose = "no run that was counted" if position is None else f"run {position.run_id}"
@@ -407,8 +414,11 @@ class PrivacyAccountant(Callback):
         deterministic = pl_module.device.type == "cpu" and str(trainer.precision) in ("32-true", "64-true")
         whole = strategy_name(trainer) in ("one_device", "ddp")  # rank 0 sees the whole sum, model and optimizer
         replays = self.replay == "auto" and deterministic and whole
-        world = self._ranks.world_size  # a sum over another number of ranks has other last bits
-        self._gate.begin(self._restored, (lambda: state_hash(pl_module, optimizer, world)) if replays else None)
+        # A sum over another number of ranks, or of other physical batches, has other last bits.
+        state = partial(
+            state_hash, pl_module, optimizer, summed=(self.sampler.physical_batch_size, self._ranks.world_size)
+        )
+        self._gate.begin(self._restored, state if replays else None)
         if module.privacy.guarantee == "dp":
             declare = partial(self._note_kept, module.privacy) if module.log_private_loss else None
             self._checkpoint_gate = CheckpointGate(trainer, module, self._between.put_together(False), declare)

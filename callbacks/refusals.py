@@ -345,10 +345,15 @@ def _validates_on_declared_data(run: Candidate) -> None:
             callback.refuse_undeclared(run.module, run.data)
 
 
-def _whole_batches(run: Candidate) -> None:
-    limit = run.trainer.limit_train_batches
+def takes_whole_epochs(trainer: L.Trainer) -> bool:
+    """Whether an epoch ends where the sampler ends it, and not after fewer batches."""
+    limit = trainer.limit_train_batches
     whole = limit is None or (isinstance(limit, float) and limit == 1.0)  # the int 1 means one batch
-    if not whole or getattr(run.trainer, "overfit_batches", False):
+    return whole and not getattr(trainer, "overfit_batches", False)
+
+
+def _whole_batches(run: Candidate) -> None:
+    if not takes_whole_epochs(run.trainer):
         raise ConfigurationError(
             "trainer.limit_train_batches and trainer.overfit_batches cut a logical batch short and change "
             "the sampling law. Use trainer.max_steps.",

@@ -25,14 +25,17 @@ def _bytes(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[bytes | memoryview
         yield flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
-def state_hash(module: nn.Module, optimizer: torch.optim.Optimizer, world_size: int = 1) -> str:
-    """SHA-256 of every parameter, buffer and optimizer tensor, and of the number of ranks that add up a sum.
+def state_hash(module: nn.Module, optimizer: torch.optim.Optimizer, *, summed: tuple[int, int] = (1, 1)) -> str:
+    """SHA-256 of every parameter, buffer and optimizer tensor, and of what decides how a sum is rounded.
 
     What else ``get_extra_state`` returns is left out: where it changes a step, the tag of the sum is another.
+
+    Args:
+        module: Whose parameters and buffers count.
+        optimizer: Whose state counts.
+        summed: How many units are summed at once at most, and on how many ranks.
     """
-    digest = hashlib.sha256()
-    if world_size > 1:
-        digest.update(f"{world_size} ranks".encode())
+    digest = hashlib.sha256("{} units, {} ranks".format(*summed).encode())
     state_dict = sorted(module.state_dict().items())
     tensors: list[tuple[str, Tensor]] = [(name, value) for name, value in state_dict if isinstance(value, Tensor)]
     for group, content in enumerate(optimizer.state_dict()["state"].items()):

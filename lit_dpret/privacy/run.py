@@ -88,7 +88,6 @@ class PrivateRun:
             for record in ledger.records
             if record["kind"] == "event" and record.get("name") == "fresh_attempt"
         }
-        self._cut_changed = False
 
     @property
     def identity(self) -> str:
@@ -163,7 +162,6 @@ class PrivateRun:
             plan = PrivacyPlan.from_dict(before["plan"]).to_dict()
             if plan["coupling"] is None and isinstance(now["plan"], dict) and plan[_CUT] != now["plan"].get(_CUT):
                 plan[_CUT] = now["plan"].get(_CUT)
-                self._cut_changed = True
             before = {**before, "plan": plan}
         for key in _FIXED:
             if before.get(key) != now[key]:
@@ -237,7 +235,6 @@ class PrivateRun:
         ahead = [known for known in steps if known >= step]
         if ahead:
             known = self.intents.get((self.attempt, step), {}).get("state_hash")
-            state = None if self._cut_changed else state  # the same units, but their sum is rounded in another order
             failed = any(r["kind"] == "event" and r.get("name") == "replay_failed" for r in self.ledger.records)
             if state is not None and known is not None and not failed and known == state():
                 return
