@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.utilities import find_shared_parameters, set_shared_parameters
 
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.matmul_precision import shortened_products
 from lit_dpret.privacy.fixed_shape import Collate, FixedShape, RowsAlone, copied_rows
 from lit_dpret.privacy.xla import cut, is_lazy, use_full_precision
 
@@ -55,8 +56,8 @@ def below_float32(trainer: L.Trainer, module: Any) -> str | None:
     precision = str(trainer.precision)
     if precision not in ("32-true", "64-true"):
         return f"trainer.precision={precision}"
-    if torch.get_float32_matmul_precision() != "highest":
-        return f"torch.set_float32_matmul_precision({torch.get_float32_matmul_precision()!r})"
+    if (setting := shortened_products()) is not None:
+        return setting
     parameters = module.named_parameters() if isinstance(module, torch.nn.Module) else ()
     short = next((f"{name} in {p.dtype}" for name, p in parameters if p.dtype.itemsize < 4), None)
     return None if short is None else f"trainer.precision={precision} with {short}"

@@ -27,6 +27,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.profilers import PassThroughProfiler
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from lit_dpret.callbacks.averages import refuse_averages
 from lit_dpret.callbacks.fixed_shapes import refuse_changing_rows, refuse_changing_shapes
@@ -185,6 +186,24 @@ def _is_private_module(run: Candidate) -> None:
         raise ConfigurationError(
             f"{type(run.module).__name__} is not a PrivateModule: the accountant could not see what it releases.",
             trap="T7",
+        )
+
+
+def _is_built(run: Candidate) -> None:
+    """Refuse weights that are not there yet: nobody could say what they start from, nor how many there are."""
+    for name, parameter in run.module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigurationError(
+                f"{name} of {type(run.module).__name__} has no shape before the first batch (a lazy layer), and the "
+                "run is planned before it. Send a public batch through the layer before trainer.fit, or give its sizes."
+            )
+
+
+def _is_not_compiled(run: Candidate) -> None:
+    if getattr(run.module, "_compiler_ctx", None) is not None:  # what Lightning leaves of torch.compile(module)
+        raise ConfigurationError(
+            f"{type(run.module).__name__} was given to trainer.fit inside torch.compile, which cannot follow the sum "
+            "of clipped gradients that a step makes. Build the module anew and give trainer.fit the module itself."
         )
 
 
@@ -473,7 +492,7 @@ def _rows_that_keep_their_gradients(run: Candidate) -> None:
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 _TIMED = (Timer, DeviceStatsMonitor, ThroughputMonitor, SpikeDetection)
 
-_SHAPE: tuple[Check, ...] = (_is_private_module, _states_a_law)
+_SHAPE: tuple[Check, ...] = (_is_private_module, _is_built, _is_not_compiled, _states_a_law)
 _EVERY: tuple[Check, ...] = (
     _is_counted,
     _shown_strategy,

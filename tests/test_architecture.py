@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # `errors` holds the words of refusal and imports nothing, so every layer may use it.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
-    "privacy": {"errors", "evaluation_mode"},
+    "matmul_precision": set(),
+    "privacy": {"errors", "evaluation_mode", "matmul_precision"},
     "audit": {"errors", "privacy"},
     "similarity": {"errors"},
     "evaluation_mode": set(),
@@ -20,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "whole_file": {"errors"},
     "rank_watch": set(),
     "pooling": {"errors"},
-    "retrieval": {"errors", "whole_file"},
+    "retrieval": {"errors", "whole_file", "matmul_precision"},
     "losses": {"errors", "similarity"},
     "encoders": {"errors", "whole_file", "crew", "evaluation_mode", "pooling", "st_folder"},
     "st_folder": {"errors", "pooling", "encoders"},
@@ -30,11 +31,11 @@ ALLOWED: dict[str, set[str]] = {
     "negatives": {"errors", "whole_file", "progress", "privacy", "retrieval", "encoders"},
     "modules": {
         "errors", "evaluation_mode", "privacy", "losses", "similarity", "pooling", "encoders", "st_folder", "assets",
-        "vision", "negatives", "progress", "memory",
+        "vision", "negatives", "progress", "memory", "matmul_precision",
     },
     "crew": {"errors", "privacy.ranks"},
     "costs": {"errors", "privacy", "modules"},
-    "generation": {"errors", "crew", "privacy", "modules"},
+    "generation": {"errors", "crew", "privacy", "modules", "matmul_precision"},
     "postprocessing": {
         "errors", "privacy", "retrieval", "encoders", "modules", "generation", "datamodules", "negatives",
     },
@@ -45,7 +46,8 @@ ALLOWED: dict[str, set[str]] = {
     "vision": {"errors", "evaluation_mode"},
     "report": {"errors", "whole_file", "retrieval", "privacy", "textsim"},
     "callbacks": {
-        "errors", "memory", "privacy", "progress", "retrieval", "report", "audit", "canaries", "costs", "sweeps",
+        "errors", "memory", "matmul_precision", "privacy", "progress", "retrieval", "report", "audit", "canaries",
+        "costs", "sweeps",
     },
     "federated": {
         "errors", "whole_file", "privacy", "retrieval", "encoders", "losses", "negatives", "modules", "datamodules",

@@ -18,6 +18,7 @@ import torch
 
 from lit_dpret.generation.dataset_folder import SyntheticQuery
 from lit_dpret.generation.sampler import Decoding, decode, encode, uniforms
+from lit_dpret.matmul_precision import whole_products
 from lit_dpret.modules.generator_folder import GeneratorModel, TextCodec, load_generator
 
 PRECISIONS = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
@@ -73,14 +74,13 @@ class GroupDrawer:
 @contextmanager
 def fixed_arithmetic(threads: int) -> Iterator[None]:
     """Compute with so many threads and whole float32 products, whatever this process was set to; then restore that."""
-    before = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    torch.set_float32_matmul_precision("highest")
     try:
-        yield
+        with whole_products():
+            yield
     finally:
-        torch.set_num_threads(before[0])
-        torch.set_float32_matmul_precision(before[1])
+        torch.set_num_threads(before)
 
 
 def canonical_groups(codec: TextCodec, passages: Mapping[str, str], group_size: int) -> list[list[str]]:

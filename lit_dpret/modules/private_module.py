@@ -14,6 +14,8 @@ a reducer of its own can take them another way.
 
 from __future__ import annotations
 
+import inspect
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DeviceMemoryError, UnsupportedModelError
 from lit_dpret.evaluation_mode import evaluation_mode
+from lit_dpret.matmul_precision import whole_convolutions
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.checkpointed import Checkpointed
 from lit_dpret.modules.coupling_check import CouplingCheck
@@ -122,6 +125,22 @@ class PrivateModule(Checkpointed):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._leave_run()
+
+    def save_hyperparameters(
+        self,
+        *args: Any,
+        ignore: Sequence[str] | str | None = None,
+        frame: types.FrameType | None = None,
+        logger: bool = True,
+    ) -> None:
+        """Keep the constructor's arguments as Lightning does, but for ``privacy`` and ``optimizer``.
+
+        Those are objects, which neither a logger nor a checkpoint can write; ledger and card describe them.
+        """
+        current = inspect.currentframe()
+        frame = frame or (None if current is None else current.f_back)
+        ignored = [ignore] if isinstance(ignore, str) else list(ignore or ())
+        super().save_hyperparameters(*args, ignore=[*ignored, "privacy", "optimizer"], frame=frame, logger=logger)
 
     def collate_rows(self, rows: list[Row]) -> Any:
         """Turn rows of text into what ``per_row_loss`` takes: a dict of tensors, first axis rows."""
@@ -323,7 +342,7 @@ class PrivateModule(Checkpointed):
         self.before_batch(batch)
         if self.privacy.guarantee == "dp":
             self._couplings.prepare(self, batch, seed)
-        with self._replayable_dropout(seed), _wide_defaults(), _whole_convolutions():
+        with self._replayable_dropout(seed), _wide_defaults(), whole_convolutions():
             self.privacy.contribute(self, batch)
             if self.privacy.guarantee == "dp":  # after the engine, whose refusals say more; nothing was let out yet
                 self._couplings.look(self, batch, seed)
@@ -449,14 +468,3 @@ def _wide_defaults() -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-@contextmanager
-def _whole_convolutions() -> Iterator[None]:
-    """Convolutions in float32 where that is what was asked for: cuDNN takes TF32 for them unless told otherwise."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = before

@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lit_dpret.matmul_precision import whole_products
+
 _UNIT_ROUNDOFF = 2.0**-24
 _LARGEST = 1e10  # of embeddings in bfloat16: beyond it nobody has looked at what underflows
 _LEAST_GAIN = 1.3
@@ -156,10 +158,5 @@ def prepared(embeddings: Tensor, cosine: bool) -> Tensor:
 @contextmanager
 def exact_float32(device: torch.device) -> Iterator[None]:
     """Matrix products in true float32, whatever precision the surrounding run has chosen."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    with torch.autocast(device.type, enabled=False), whole_products():
+        yield

@@ -8,14 +8,14 @@ than the inputs and output gradients that it is made from (`written`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from lit_dpret.errors import UnsupportedModelError
+from lit_dpret.matmul_precision import whole_products
 from lit_dpret.privacy.clipping.audit import Audit, refuse_lost_gradients, roundoff_of, tolerance_of, unit_weights
 from lit_dpret.privacy.clipping.base import (
     ClipName,
@@ -111,7 +111,7 @@ class GhostClipping(ClippedSum):
         batch = self._each_row(rows)
         with torch.enable_grad():
             losses, contributions = self._recorded(row_loss, batch)
-        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False), full_precision():
+        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False), whole_products():
             norms, _ = self._norms(contributions, self._write_out(contributions, batch), losses, batch)
         whole: Tensor = torch.linalg.vector_norm(norms, dim=0)
         return whole
@@ -153,7 +153,7 @@ class GhostClipping(ClippedSum):
 
     def _add(self, row_loss: RowLoss, batch: UnitRows) -> ClipStats:
         losses, contributions = self._recorded(row_loss, batch)
-        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False), full_precision():
+        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False), whole_products():
             with phase("norms"):
                 written = self._write_out(contributions, batch)
                 norms, doubtful = self._norms(contributions, written, losses, batch)
@@ -339,14 +339,3 @@ class GhostClipping(ClippedSum):
 def _positions(uses: Sequence[Contribution]) -> int:
     """How many terms a unit's gradient is summed from, for each of its rows."""
     return sum(1 if isinstance(use, Dense) else use.g.shape[1] for use in uses)
-
-
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """Products of fp32 matrices in fp32: TF32 and bfloat16 would lose the digits that the bound rests on."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,80 @@
+"""Whether products of float32 matrices are computed in whole float32, and how to have them so for a while.
+
+PyTorch has two ways to say it: ``torch.set_float32_matmul_precision`` (for cuDNN ``allow_tf32``), and since 2.9
+``fp32_precision`` of its backends. Once the second was used, reading the first raises a RuntimeError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_PRODUCTS = ("cuda.matmul", "mkldnn.matmul")
+# On a CPU; those of cuDNN are shortened unless told otherwise, and a private step computes them whole.
+_OTHERS = ("mkldnn.conv", "mkldnn.rnn")
+_CUDNN = ("cudnn.conv", "cudnn.rnn")
+_WHOLE = ("none", "ieee")
+
+
+def shortened_products() -> str | None:
+    """The setting by which products have fewer digits than float32; None where they have them all."""
+    legacy = _said(torch.get_float32_matmul_precision)
+    if legacy not in (None, "highest"):
+        return f"torch.set_float32_matmul_precision({legacy!r})"
+    for name in (*_PRODUCTS, *_OTHERS):
+        if _precision(name) not in _WHOLE:
+            return f"torch.backends.{name}.fp32_precision={_precision(name)!r}"
+    return None
+
+
+@contextmanager
+def whole_products() -> Iterator[None]:
+    """Compute products of float32 matrices with all digits; the setting is given back, whichever way it was made."""
+    with _whole(_PRODUCTS, torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"):
+        yield
+
+
+@contextmanager
+def whole_convolutions() -> Iterator[None]:
+    """The same for what cuDNN computes."""
+    cudnn = torch.backends.cudnn
+    with _whole(_CUDNN, lambda: cudnn.allow_tf32, lambda value: setattr(cudnn, "allow_tf32", value), False):
+        yield
+
+
+@contextmanager
+def _whole(names: Sequence[str], get: Callable[[], Any], put: Callable[[Any], None], whole: Any) -> Iterator[None]:
+    """``get`` and ``put`` are the first way, in which ``whole`` asks for all digits; ``names`` are of the second."""
+    said, before = _said(get), {name: _precision(name) for name in names}
+    put(whole)
+    for name in names:
+        if _precision(name) not in _WHOLE:  # it follows a setting for all backends, which the first way leaves
+            _backend(name).fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        if said is not None:
+            put(said)
+        for name, value in before.items():
+            if _precision(name) != value:
+                _backend(name).fp32_precision = value
+
+
+def _said(first_way: Callable[[], Any]) -> Any:
+    """What was said the first way; None where the second was used since."""
+    try:
+        return first_way()
+    except RuntimeError:
+        return None
+
+
+def _backend(name: str) -> Any:
+    family, kind = name.split(".")
+    return getattr(getattr(torch.backends, family), kind, None)
+
+
+def _precision(name: str) -> str:
+    return getattr(_backend(name), "fp32_precision", "none")

@@ -1,0 +1,67 @@
+"""Settings of PyTorch by which products of float32 matrices have fewer digits, said in either of its two ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lit_dpret.matmul_precision import shortened_products, whole_convolutions, whole_products
+
+BACKENDS = torch.backends
+FAMILIES: list[Any] = [BACKENDS, BACKENDS.mkldnn, BACKENDS.cudnn]
+KINDS: list[Any] = [
+    BACKENDS.cuda.matmul, BACKENDS.mkldnn.matmul, BACKENDS.mkldnn.conv, BACKENDS.mkldnn.rnn, BACKENDS.cudnn.conv,
+    BACKENDS.cudnn.rnn,
+]  # fmt: skip
+
+pytestmark = pytest.mark.skipif(not hasattr(BACKENDS, "fp32_precision"), reason="PyTorch has one way before 2.9")
+
+
+@pytest.fixture(autouse=True)
+def given_back() -> Iterator[None]:
+    before = [(backend, backend.fp32_precision) for backend in (*FAMILIES, *KINDS)]
+    yield
+    torch.set_float32_matmul_precision("highest")
+    for backend, value in before:
+        backend.fp32_precision = value
+
+
+def found() -> list[str]:
+    return [backend.fp32_precision for backend in KINDS]
+
+
+SHORT = [(BACKENDS, "tf32"), (BACKENDS.mkldnn, "bf16"), *((backend, "tf32") for backend in KINDS[:2])]
+
+
+@pytest.mark.parametrize(("backend", "value"), [*SHORT, (BACKENDS.mkldnn.conv, "bf16"), (BACKENDS.mkldnn.rnn, "bf16")])
+def test_a_setting_of_the_newer_kind_counts_as_short(backend: Any, value: str) -> None:
+    assert shortened_products() is None
+    backend.fp32_precision = value
+    assert "fp32_precision" in str(shortened_products())
+
+
+@pytest.mark.parametrize("value", ["high", "medium"])
+def test_a_setting_of_the_older_kind_counts_as_short(value: str) -> None:
+    torch.set_float32_matmul_precision(value)
+    assert value in str(shortened_products())
+
+
+@pytest.mark.parametrize("backend", [BACKENDS, BACKENDS.cudnn, BACKENDS.cuda.matmul])
+def test_a_setting_that_asks_for_all_digits_does_not(backend: Any) -> None:
+    backend.fp32_precision = "ieee"
+    assert shortened_products() is None
+
+
+@pytest.mark.parametrize(("backend", "value"), [*SHORT, (BACKENDS.cudnn, "ieee"), (BACKENDS.cudnn.conv, "ieee")])
+def test_products_and_convolutions_are_whole_for_a_while_and_the_setting_is_given_back(
+    backend: Any, value: str
+) -> None:
+    backend.fp32_precision = value
+    before = found()
+    with whole_products(), whole_convolutions():
+        inside = found()
+        assert {inside[0], inside[1], inside[4], inside[5]} <= {"ieee", "none"}
+    assert found() == before
