@@ -46,7 +46,7 @@ from lit_dpret.privacy.card_subject import card_above, check_dataset_card
 from lit_dpret.privacy.guard import uncounted
 from lit_dpret.privacy.sampling import Draw, PrivateBatchSampler, UnitOwners, row_key
 from lit_dpret.privacy.start import Start, model_folder
-from lit_dpret.privacy.trained import held, runs_behind
+from lit_dpret.privacy.trained import held, noted_in, runs_behind
 
 #: After so many units without a named row, a data set is not asked for the others.
 UNNAMED = 99
@@ -242,11 +242,9 @@ def _carries_a_card(run: Candidate) -> None:
 
 def _starts_public(run: Candidate) -> None:
     """Refuse weights that were themselves trained on private data, unless their cost is composed with this run's."""
-    start = run.start
-    own = None if start is None else model_folder(start.folder).resolve()
-    for place in _origins(run.module):
+    for place in _origins(run.module, run.start):
         card = place / CARD_NAME if (place / CARD_NAME).is_file() else card_above(place)
-        if card is not None and (own is None or not place.resolve().is_relative_to(own)):
+        if card is not None:
             raise ConfigurationError(
                 f"{place} carries a privacy card ({card}): its weights were trained on private data, and this run's "
                 "card would forget what that cost. Name the run that it lies in as init_from, or start from a public "
@@ -272,7 +270,10 @@ def refuse_other_weights(module: Any, counter: Any, data: Any) -> None:
     Raises:
         ConfigurationError: Naming that run, and the way out.
     """
-    if counter.counted_by_others or module.privacy.guarantee == "none" or not (behind := runs_behind(module)):
+    if counter.counted_by_others or module.privacy.guarantee == "none":
+        return
+    behind = runs_behind(module).union(*map(noted_in, _origins(module, counter.start())))
+    if not behind:
         return
     known = counter.known_runs(module, data)
     unknown = sorted((not run.folder, run) for run in behind if run.run not in known)
@@ -290,14 +291,18 @@ def refuse_other_weights(module: Any, counter: Any, data: Any) -> None:
     )
 
 
-def _origins(module: Any) -> list[Path]:
-    """The folders that weights came from: by the settings of whatever the module holds, and what transformers note."""
+def _origins(module: Any, start: Start | None) -> list[Path]:
+    """The folders other than the start's that weights came from.
+
+    By the settings of whatever the module holds, and by what its transformers remember.
+    """
+    own = None if start is None else model_folder(start.folder).resolve()
     parts = [part for part in held(module) if isinstance(part, nn.Module)]
     remembered = (getattr(getattr(part, "config", None), "_name_or_path", None) for part in parts)
     said = (*(getattr(part, "pretrained", None) for part in parts), *remembered)
     named = dict.fromkeys(str(name) for name in said if isinstance(name, (str, Path)) and name != "")
     places = (Path(name).expanduser() for name in named)
-    return [place for place in places if place.is_dir()]
+    return [place for place in places if place.is_dir() and not (own and place.resolve().is_relative_to(own))]
 
 
 def _shows_nothing_beside_a_total(run: Candidate) -> None:

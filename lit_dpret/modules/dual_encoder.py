@@ -34,6 +34,7 @@ from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.fixed_shape import copied_rows
 from lit_dpret.privacy.modes import PrivacyMode, PublicPassages
 from lit_dpret.privacy.sampling import Row, UnitBatch, map_rows
+from lit_dpret.privacy.trained import note_folder
 from lit_dpret.st_folder import save_sentence_transformer
 
 TowerChoice = Literal["shared", "separate"]
@@ -390,6 +391,7 @@ class DualEncoder(PairModule):
         """
         towers = [merged(tower) for tower in (self.encoder, self.passage_encoder) if tower is not None]
         save_sentence_transformer(folder, *towers)
+        note_folder(self, folder)
         return Path(folder)
 
 

@@ -23,6 +23,7 @@ from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.pair_module import PairModule
 from lit_dpret.privacy.clipping.base import refuse_batch_mixing
 from lit_dpret.privacy.modes import PrivacyMode
+from lit_dpret.privacy.trained import note_folder
 from lit_dpret.st_folder import save_sentence_transformer
 from lit_dpret.vision import AugmentedViews
 
@@ -157,5 +158,7 @@ class EmbeddingTrainer(PairModule):
         """
         if isinstance(self.net, TextEncoder):
             save_sentence_transformer(folder, self.net)
-            return Path(folder)
-        return save_net(self.net, folder)
+        else:
+            save_net(self.net, folder)
+        note_folder(self, folder)
+        return Path(folder)

@@ -33,6 +33,7 @@ from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.fixed_shape import copied_rows
 from lit_dpret.privacy.modes import PrivacyMode, PublicPassages
 from lit_dpret.privacy.sampling import Row, UnitBatch
+from lit_dpret.privacy.trained import note_folder
 from lit_dpret.st_folder import save_sentence_transformer
 
 Head = Literal["query", "both", "shared"]
@@ -378,6 +379,7 @@ class FrozenDualEncoder(PairModule):
         """
         query, passage = (self._head_of(side) for side in get_args(Side))
         save_sentence_transformer(folder, self._with_head(query), self._with_head(passage))
+        note_folder(self, folder)
         return Path(folder)
 
     def _with_head(self, head: nn.Linear | None) -> TextEncoder:

@@ -40,6 +40,7 @@ from lit_dpret.modules.virtual_tokens import add_prompt, without_prompt
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.sampling import Row
+from lit_dpret.privacy.trained import note_folder
 from lit_dpret.privacy.xla import on_host
 
 LossNormalisation = Literal["mean", "sum"]
@@ -248,7 +249,9 @@ class QueryGenerator(PrivateModule):
         """
         with on_host(self.model):
             merged = cast(PreTrainedModel, without_adapters(self.model))
-            return save_generator(folder, without_prompt(merged), self.codec)
+            place = save_generator(folder, without_prompt(merged), self.codec)
+        note_folder(self, place)
+        return place
 
     @staticmethod
     def load_model(folder: str | Path) -> GeneratorModel:

@@ -3,9 +3,9 @@
 A run counts its own releases. Weights that another run trained carry that run's releases with them, and a card that
 took them for fresh ones would forget what they cost. So a run leaves its name on what it trains, in three places that
 weights travel by: on the modules and parameters themselves (into another module, a deep copy, a pickle), on state
-dicts and checkpoints (into another process), and as fingerprints of the values, kept in this process (through
-whatever copies, renames or casts them to bfloat16). Weights that reach a run through none of them, such as a file of
-plain tensors, are what the card calls declared.
+dicts, checkpoints and model folders (into another process), and as fingerprints of the values, kept in this process
+(through whatever copies, renames or casts them to bfloat16). Weights that reach a run through none of them, such as a
+file of plain tensors, are what the card calls declared.
 
 A run looks for them in all that its module holds, also beside the module tree (`held`): an encoder that is frozen
 there, a teacher in a list, a table in a buffer. What trains on somebody's outputs learns what that one has learned.
@@ -14,17 +14,23 @@ there, a teacher in a list, a table in a buffer. What trains on somebody's outpu
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lit_dpret.errors import DataError, StorageError
+
 #: Where state dicts and checkpoints name the runs that trained their tensors.
 TRAINED_KEY = "lit_dpret_trained_in"
+#: And the file by which model folders do.
+NOTE_NAME = "lit_dpret_trained_in.json"
 _MARK = "_lit_dpret_trained_in"
 # Of a large tensor so many values are looked at; trained ones differ from any other in nearly all of them.
 _LOOKED_AT = 4096
@@ -164,12 +170,52 @@ def remember(tensors: Mapping[str, Any], before: Mapping[str, bytes | None], run
 def note(module: nn.Module, facts: dict[str, Any]) -> None:
     """Write the runs that are marked on ``module`` into a checkpoint or the metadata of a state dict."""
     if marked := _marks(module):
-        facts[TRAINED_KEY] = [list(each) for each in sorted({(run, privacy) for run, privacy, _ in marked})]
+        facts[TRAINED_KEY] = _plain(marked)
+
+
+def note_folder(module: nn.Module, folder: str | Path) -> None:
+    """Write the runs behind ``module`` beside the model that it wrote into ``folder``; take away what stood there.
+
+    Raises:
+        StorageError: The folder cannot be written.
+    """
+    path, runs = Path(folder) / NOTE_NAME, runs_behind(module)
+    try:
+        path.unlink(missing_ok=True)
+        if runs:
+            path.write_text(json.dumps({TRAINED_KEY: _plain(runs)}, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+def noted_in(folder: Path) -> frozenset[TrainedIn]:
+    """What `note_folder` wrote into ``folder``, or into the one above, of which it is a part.
+
+    Raises:
+        DataError: The note cannot be read.
+    """
+    place = folder.resolve()
+    found: set[TrainedIn] = set()
+    for path in (place / NOTE_NAME, place.parent / NOTE_NAME):
+        if path.is_file():
+            try:
+                found |= noted(json.loads(path.read_text(encoding="utf-8")))
+            except (OSError, ValueError, TypeError, AttributeError) as error:
+                raise DataError(
+                    f"{path} cannot be read. It tells which runs trained the model beside it: take the folder as it "
+                    "was written.",
+                    trap="T30",
+                ) from error
+    return frozenset(found)
 
 
 def noted(facts: Mapping[str, Any]) -> frozenset[TrainedIn]:
     """What `note` wrote."""
     return frozenset(TrainedIn(str(run), str(privacy)) for run, privacy in facts.get(TRAINED_KEY, ()))
+
+
+def _plain(runs: Iterable[TrainedIn]) -> list[list[str]]:
+    return [list(each) for each in sorted({(run, privacy) for run, privacy, _ in runs})]
 
 
 def _marks(holder: Any) -> frozenset[TrainedIn]:

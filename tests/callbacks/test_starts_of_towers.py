@@ -14,9 +14,9 @@ from tiny_tasks import retriever, write_log
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.datamodules import PairsDataModule
-from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.encoders import Contract, TextEncoder, load_towers
 from lit_dpret.errors import LitDpretError
-from lit_dpret.modules import DualEncoder, FrozenDualEncoder, OptimizerSpec
+from lit_dpret.modules import DualEncoder, EmbeddingTrainer, FrozenDualEncoder, OptimizerSpec
 from lit_dpret.negatives import StaticNegatives
 from lit_dpret.privacy import trained
 from lit_dpret.privacy.card import read_card
@@ -114,6 +114,44 @@ def test_a_teacher_from_a_folder_with_a_card_is_refused(
     refused(tmp_path, module)
 
 
+def its_adapters_merged() -> Any:
+    lora = {"r": 2, "target_modules": ["query", "value"]}
+    return DualEncoder(privacy=NoPrivacy(), optimizer=OptimizerSpec(lr=1e-2), encoder=tower(), lora=lora)
+
+
+def two_towers() -> Any:
+    return DualEncoder(privacy=NoPrivacy(), optimizer=OptimizerSpec(lr=1e-2), encoder=tower(), towers="separate")
+
+
+def a_head_folded_in() -> Any:
+    return retriever(privacy=NoPrivacy(), head="shared", head_dim=4)
+
+
+def one_net() -> Any:
+    return EmbeddingTrainer(privacy=NoPrivacy(), optimizer=OptimizerSpec(lr=1e-2), encoder=tower())
+
+
+MAKERS = [its_adapters_merged, two_towers, a_head_folded_in, one_net]
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+def test_a_folder_that_a_trained_module_wrote_tells_another_process_of_it_without_a_card(
+    make: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = make()
+    written = module.save_model(tmp_path / "written")
+    train(tmp_path / "before", private(tmp_path, load_towers(written).passage_encoder))
+    train(tmp_path / "first", module)
+    assert module.save_model(tmp_path / "written") == written
+    monkeypatch.setattr(trained, "_values", {})
+    for encoder in load_towers(written):
+        refused(tmp_path, private(tmp_path, encoder))
+    (written / trained.NOTE_NAME).write_text("[]")
+    refused(tmp_path, private(tmp_path, load_towers(written).query_encoder))
+    make().save_model(written)
+    train(tmp_path / "after", private(tmp_path, load_towers(written).passage_encoder))
+
+
 # -- honest runs -----------------------------------------------------------------------------
 
 
@@ -139,6 +177,18 @@ def test_a_frozen_encoder_of_the_run_that_is_named_as_the_start_is_counted(ready
     counting = PrivacyAccountant(run_dir=tmp_path / "third", init_from=first, eps_log_points=1)
     third = train(tmp_path / "third", private(tmp_path, encoder), accountant=counting)
     assert read_card(third)["claim"]["epsilon"] > read_card(first)["claim"]["epsilon"]
+
+
+def test_a_folder_that_is_declared_public_is_believed_whichever_run_wrote_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = one_net()
+    train(tmp_path / "first", module)
+    written = module.save_model(tmp_path / "written")
+    monkeypatch.setattr(trained, "_values", {})
+    settings = {"init_from": written, "init_from_is_public": True, "eps_log_points": 1}
+    counting = PrivacyAccountant(run_dir=tmp_path / "second", **settings)
+    train(tmp_path / "second", private(tmp_path, written), accountant=counting)
 
 
 def test_a_source_of_negatives_that_served_another_run_brings_none_of_its_weights(tmp_path: Path) -> None:
