@@ -18,6 +18,7 @@ from typing import Any, Literal
 import lightning as L
 
 from lit_dpret.callbacks.log_gate import rehearsed
+from lit_dpret.callbacks.own_code import refuse_remembering_collation
 from lit_dpret.callbacks.planning import PlannedRun, plan_run
 from lit_dpret.callbacks.refusals import complaints, refuse_other_units, refuse_replaced_sampler
 from lit_dpret.callbacks.traps import SEVERITIES, TRAPS, Severity, Stage, Trap
@@ -214,6 +215,8 @@ def _rest(look: _Look, trainer: L.Trainer, module: Any, data: Any) -> PlannedRun
         batches = _some_batches(loader, sampler)
         if batches:
             with look.at("rehearsal"), rehearsed(trainer, module):
+                if module.privacy.guarantee == "dp":
+                    refuse_remembering_collation(module, loader.dataset, sampler)
                 module.rehearse(batches)
     return planned
 

@@ -139,6 +139,7 @@ class PrivacyAccountant(Callback):
         self._begun = self._ended = self._trained = False
         self.log_gate: LogGate | None = None
         self._hook: Any = None
+        self._in_batch = False
         self._checkpoint_gate: CheckpointGate | None = None
 
     @property
@@ -410,7 +411,7 @@ class PrivacyAccountant(Callback):
         optimizer = wrapped.optimizer if hasattr(wrapped, "optimizer") else wrapped
         if isinstance(optimizer, torch.optim.Optimizer):  # also those steps that Lightning does not hear of
             name = type(pl_module).__name__
-            self._hook = optimizer.register_step_pre_hook(lambda *_: self._count_update("itself", name))
+            self._hook = optimizer.register_step_pre_hook(lambda *_: self._count_own_update(name))
         deterministic = pl_module.device.type == "cpu" and str(trainer.precision) in ("32-true", "64-true")
         whole = strategy_name(trainer) in ("one_device", "ddp")  # rank 0 sees the whole sum, model and optimizer
         replays = self.replay == "auto" and deterministic and whole
@@ -461,6 +462,7 @@ class PrivacyAccountant(Callback):
     ) -> None:
         if (watch := getattr(pl_module, "watch_hooks", None)) is not None:
             watch()
+        self._in_batch = True
         self._between.begin_batch(batch.step)
         if self.plan is not None:
             self._require_drawn(batch)
@@ -482,6 +484,10 @@ class PrivacyAccountant(Callback):
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         self._count_update("Lightning", type(pl_module).__name__)
 
+    def _count_own_update(self, module: str) -> None:
+        if self._in_batch:  # outside of one, FSDP2 steps an optimizer at learning rate 0 to make its state
+            self._count_update("itself", module)
+
     def _count_update(self, by: str, module: str) -> None:
         """Refuse an update that nobody granted, as a ``training_step`` of one's own makes it, and the claim."""
         self._updates[by] += 1
@@ -498,6 +504,7 @@ class PrivacyAccountant(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._in_batch = False
         if not batch.last:
             return
         if not self._trained:

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.kept_state import KeptState
-from lit_dpret.privacy.sampling import ALONE, UnitBatch, map_rows, take_rows
+from lit_dpret.privacy.sampling import ALONE, UnitBatch, take_rows
 from lit_dpret.privacy.trained import held
 from lit_dpret.privacy.xla import is_lazy
 
@@ -37,6 +37,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 LOW_PRECISION = 3e-2
 #: Differences below this many nats say nothing where the shapes differ: a loss of zero is made of larger numbers.
 FLOOR = 1e-4
+_DEPENDS = "the loss of a row is different when other rows are in the batch, or are not there"
 
 
 class Looks:
@@ -265,7 +266,7 @@ class _Passes:
             features = rows.with_other_company(from_kept=source)
             others, other_gradient = self._in_company(rows, features, gradients=gradients)
             if _differ(losses, others):
-                self._refuse(rows, "the loss of a row is different when other rows are in the batch")
+                self._refuse(rows)
             if _far(gradient, other_gradient, min(10 * tolerance, 0.1)):
                 self._refuse(rows, "the gradient of a row's loss is different when other rows are in the batch")
         self._kept_state.refuse_writes(self._refuse_memory)
@@ -284,7 +285,7 @@ class _Passes:
             found.append(self._losses(features)[rows.kept])
             later.append(self._losses(rows.alone(), fixed_coins=True))
         if any(_differ(found[0], losses) for losses in found[1:]):
-            self._refuse(rows, "the loss of a row is different when other rows are in the batch")
+            self._refuse(rows)
         if any(_differ(later[0], losses) for losses in later[1:]):
             self._refuse_memory()
         self._kept_state.refuse_writes(self._refuse_memory)
@@ -299,7 +300,7 @@ class _Passes:
         features, places = rows.others_alone()
         others = self._losses(features, fixed_coins=True)
         if _differ(together[rows.kept], alone, floor=FLOOR) or _differ(together[places], others, floor=FLOOR):
-            self._refuse(rows, "the loss of a row is different when other rows are in the batch, or are not there")
+            self._refuse(rows)
 
     def compare_histories(self, rows: _Rows, other: Any = None) -> None:
         """Compare the losses of the batch after itself and after another one, or one of other rows."""
@@ -332,8 +333,7 @@ class _Passes:
         found = []
         for features in (alone, together):
             size = len(_leaves(features)[0])
-            plugin = self.module.trainer.precision_plugin
-            moved = plugin.convert_input(map_rows(lambda leaf: leaf.to(self.module.device), features))
+            moved = _moved_like(rows.batch.rows, features)
             ids = torch.arange(size, device=self.module.device)
             batch = replace(rows.batch, rows=moved, unit_ids=ids, mask=torch.ones_like(ids, dtype=torch.bool),
                             data_rows=None, alone=None)  # fmt: skip
@@ -341,7 +341,7 @@ class _Passes:
             self._kept_state.reset()
             found.append(self._losses(batch.rows, fixed_coins=True)[:count])
         if _differ(found[0], found[1], floor=FLOOR):
-            self._refuse(rows, "the loss of a row is different when other rows are collated with it")
+            self._refuse(rows)
 
     def _seed_everything(self) -> None:
         torch.manual_seed(self._seed)
@@ -367,7 +367,7 @@ class _Passes:
         found = torch.autograd.grad(loss, list(self._parameters.values()), allow_unused=True)
         return {name: g for name, g in zip(self._parameters, found, strict=True) if g is not None}
 
-    def _refuse(self, rows: _Rows, what: str) -> NoReturn:
+    def _refuse(self, rows: _Rows, what: str = _DEPENDS) -> NoReturn:
         """Refuse a dependence on other rows, or random numbers that cannot be repeated, which look like one."""
         again = []
         for _ in range(2):
@@ -435,6 +435,13 @@ def _copy_without_weights(module: Any) -> Any:
         return copy.deepcopy(module, kept)
     except Exception:  # objects of the user's own may refuse to be copied in any way
         return module
+
+
+def _moved_like(example: Any, rows: Any) -> Any:
+    """Rows where those of ``example`` are, and cast as they were."""
+    if isinstance(rows, dict):
+        return type(rows)({key: _moved_like(example.get(key), value) for key, value in rows.items()})
+    return rows.to(example.device, example.dtype) if isinstance(example, Tensor) else rows
 
 
 def _leaves(rows: Any) -> list[Any]:
