@@ -67,7 +67,8 @@ def offline(folder: Path) -> Any:
 def finish_wandb() -> None:
     import wandb
 
-    wandb.finish()  # otherwise its file is not whole, and the next run goes on with it
+    wandb.finish()  # otherwise the next run goes on with its file
+    wandb.teardown()  # otherwise the process that writes the file may not have written all of it
 
 
 def trained(folder: Path, loggers: list[Any], *, extra: list[Any] | None = None, **settings: Any) -> Timed:
