@@ -146,6 +146,7 @@ class CouplingCheck:
             else:
                 if first and self._collated is not None:
                     passes.compare_collated(rows, *self._collated)
+                    self._collated = None
                 few = 2 if hasattr(module.privacy, "units_at_once") else 2 * ALONE
                 if first:
                     passes.compare_company(rows.first(2 * few), (True, False), gradients=False)
