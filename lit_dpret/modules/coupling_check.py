@@ -147,14 +147,12 @@ class CouplingCheck:
                 if first and self._collated is not None:
                     passes.compare_collated(rows, *self._collated)
                     self._collated = None
-                few = 2 if hasattr(module.privacy, "units_at_once") else 2 * ALONE
-                if first:
-                    passes.compare_company(rows.first(2 * few), (True, False), gradients=False)
-                part, sources = rows.first(few), (True, False) if first else (number % 2 == 0,)
+                part = rows.first(2 if hasattr(module.privacy, "units_at_once") else 2 * ALONE)
+                other = number % 2 == 0
                 if first or turn == 2:  # later in turn, which costs a third
-                    passes.compare_company(part, sources, gradients=True)
+                    passes.compare_company(part, (True, False) if first else (other,), gradients=True)
                 if first or turn == 0:
-                    passes.compare_memory(part, sources)
+                    passes.compare_memory(part, other)
                 if turn == 1 and rows.batch.data_rows is None:  # a batch of fixed shape always has as many rows
                     passes.compare_sizes(part)
 
@@ -278,16 +276,16 @@ class _Passes:
         losses = self._losses(features, gradients=gradients)
         return losses.detach()[rows.kept], self._gradient(losses, rows.kept) if gradients else {}
 
-    def compare_memory(self, rows: _Rows, from_kept: Sequence[bool]) -> None:
+    def compare_memory(self, rows: _Rows, from_kept: bool) -> None:
         """Compare the losses of the kept rows in this and in other company, and in a batch that comes after it."""
         found, later = [], []
-        for features in (rows.as_they_are(), *(rows.with_other_company(from_kept=source) for source in from_kept)):
+        for features in (rows.as_they_are(), rows.with_other_company(from_kept=from_kept)):
             self._kept_state.reset()
             found.append(self._losses(features)[rows.kept])
             later.append(self._losses(rows.alone(), fixed_coins=True))
-        if any(_differ(found[0], losses) for losses in found[1:]):
+        if _differ(found[0], found[1]):
             self._refuse(rows)
-        if any(_differ(later[0], losses) for losses in later[1:]):
+        if _differ(later[0], later[1]):
             self._refuse_memory()
         self._kept_state.refuse_writes(self._refuse_memory)
 
