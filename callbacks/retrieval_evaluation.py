@@ -129,6 +129,12 @@ class RetrievalEvaluation(Callback):
                 "callbacks.evaluation.card_entry=true, and the card will say so and state no epsilon.",
                 trap="T25",
             )
+        if self.data == "public" and self.datamodule is None and self.split == "train":
+            raise ConfigurationError(
+                "callbacks.evaluation.data=public, but callbacks.evaluation.split=train of the run's own DataModule "
+                "holds the queries that the run protects. Choose another split or callbacks.evaluation.datamodule.",
+                trap="T25",
+            )
         if self.data == "synthetic":
             self._check_synthetic(self.datamodule if self.datamodule is not None else data)
 

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
-from lit_dpret.modules.kept_state import KeptState
+from lit_dpret.modules.kept_state import GENERATORS, KeptState
 from lit_dpret.privacy.sampling import ALONE, UnitBatch, take_rows
 from lit_dpret.privacy.trained import held
 from lit_dpret.privacy.xla import is_lazy
@@ -165,7 +165,7 @@ class CouplingCheck:
         self._collated = None
         with _Passes(module, KeptState(module), seed=0) as passes:
             alone, again, after = (passes.collated(rows, before) for before in ([], [], others))
-            repeats = _equal(_leaves(alone), _leaves(again))
+            repeats = _equal(_leaves(alone), _leaves(again)) and not passes.draws_from_its_own
             if repeats and not _equal(_leaves(alone), _leaves(after)):
                 refuse_memory(module)
             if repeats and passes.draws_from_torch_alone:
@@ -191,8 +191,9 @@ class _Rows:
         leaves = _leaves(batch.rows) if isinstance(batch.rows, dict) else []
         if not leaves or any(not isinstance(v, Tensor) or v.dim() == 0 or len(v) != len(leaves[0]) for v in leaves):
             raise UnsupportedModelError(
-                f"{type(module).__name__}.collate_rows must return a dict of tensors (dicts may be nested) whose first "
-                "axis is the rows, so that it can be checked that no row changes the loss of another one.",
+                f"{type(module).__name__}.collate_rows must return a dict of tensors (dicts may be nested; dict(...) "
+                "of a tokenizer's BatchEncoding is one) whose first axis is the rows, so that it can be checked that "
+                "no row changes the loss of another one.",
                 trap="T11",
             )
         data = batch.unit_ids if batch.data_rows is None else batch.unit_ids[batch.data_rows]
@@ -318,6 +319,8 @@ class _Passes:
         module = _copy_without_weights(self.module)
         if module is self.module:
             self._kept_state.reset()
+        own = [value for part in module.modules() for value in vars(part).values() if isinstance(value, GENERATORS)]
+        unused = pickle.dumps(own)
         with _FixedCoins():  # type: ignore[no-untyped-call]
             if before:
                 module.collate_rows(before)
@@ -325,6 +328,7 @@ class _Passes:
             coins = random.getstate(), pickle.dumps(np.random.get_state())
             found = module.collate_rows(rows)
             self.draws_from_torch_alone = coins == (random.getstate(), pickle.dumps(np.random.get_state()))
+        self.draws_from_its_own = pickle.dumps(own) != unused
         return found
 
     def compare_collated(self, rows: _Rows, alone: Any, together: Any, count: int) -> None:

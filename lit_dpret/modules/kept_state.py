@@ -17,7 +17,7 @@ COPIED = 1 << 26
 
 OWN_TO_MODULES = frozenset(vars(nn.Module()))
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
-_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
+GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 
 
 class KeptState:
@@ -69,7 +69,7 @@ def _is_data(value: Any) -> bool:
     """Whether a value can be copied and put back: numbers, texts, tensors, arrays, generators, and lists of them."""
     if isinstance(value, nn.Parameter):
         return False
-    if isinstance(value, (Tensor, np.ndarray, torch.Generator, *_SCALARS, *_GENERATORS)):
+    if isinstance(value, (Tensor, np.ndarray, torch.Generator, *_SCALARS, *GENERATORS)):
         return True
     if isinstance(value, dict):
         return all(_is_data(v) for v in value.values())
@@ -106,4 +106,4 @@ def _copied(value: Any) -> Any:
         return deque((_copied(each) for each in value), value.maxlen)
     if isinstance(value, (list, set)) or type(value) is tuple:
         return type(value)(_copied(each) for each in value)
-    return copy.deepcopy(value) if isinstance(value, _GENERATORS) else value
+    return copy.deepcopy(value) if isinstance(value, GENERATORS) else value

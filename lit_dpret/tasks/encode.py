@@ -13,6 +13,7 @@ from lit_dpret.indexing import IndexFolder, encode_folder
 from lit_dpret.indexing.build import Declared
 from lit_dpret.retrieval.rows import Storage
 from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.uncovered import refuse_training_data
 
 EMBEDDINGS = "embeddings"
 
@@ -66,6 +67,8 @@ class Encode:
         data = parts.make_datamodule()
         crew.share(data.prepare_data)
         data.setup("test")
+        if self.side == "query" and self.queries == "public":
+            refuse_training_data(data, Path(self.encoder), knob="task.queries")
         texts = data.public_passages() if self.side == "passage" else data.evaluation_set(self.split)[0]
         with ProgressLine(f"encoding {len(texts)} texts") as progress:
             made = encode_folder(

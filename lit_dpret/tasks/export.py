@@ -53,7 +53,14 @@ class Export:
                 f"{run_dir} holds no {CARD_NAME}: nobody could say what {path.name} promises. Finish the run "
                 "(resume=true), or name a checkpoint inside its run folder as task.checkpoint."
             )
-        read_card(run_dir / CARD_NAME)  # refused before anything is built
+        claim = read_card(run_dir / CARD_NAME)["claim"]  # refused before anything is built
+        if metrics.get("split") == "train" and claim["guarantee"] == "dp":
+            raise ConfigurationError(
+                f"task.evaluation={self.evaluation} was made on the train queries, which {run_dir.name} protects: its "
+                "scores are a release that nobody counts, and would be handed on with the model. Name an evaluation of "
+                "other queries (task=evaluate task.split=test).",
+                trap="T25",
+            )
         module = load_module(path)
         folder: Path = module.save_model(parts.run_dir / MODEL_FOLDER)
         files = [p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("privacy_card.")]

@@ -74,7 +74,7 @@ def refuse_training_data(data: Any, folder: Path | None, *, knob: str) -> None:
         if any(_is_data_of(plan, data) for plan in plans):
             raise ConfigurationError(
                 f"{knob}=public, but these are the data that {path.parent.name} was trained on privately, as its "
-                f"ledger tells. Set {knob}=private task.card_entry=true, or take other queries."
+                f"ledger tells. Set {knob}=private, or take other queries."
             )
 
 

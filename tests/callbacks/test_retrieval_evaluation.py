@@ -150,6 +150,12 @@ def test_another_datamodule_and_fewer_queries_can_be_evaluated_on(tmp_path: Path
     assert callback.last.means == {"success@1": 1.0}
 
 
+def test_the_queries_that_a_run_protects_are_not_public(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"callbacks\.evaluation\.split") as refusal:
+        run(tmp_path, RetrievalEvaluation(data="public", split="train"))
+    assert refusal.value.trap == "T25"
+
+
 def test_judgements_of_unknown_passages_are_refused_before_the_run(tmp_path: Path) -> None:
     class Unknown(Judged):
         def public_passages(self) -> dict[str, str]:

@@ -444,6 +444,23 @@ def test_what_an_object_remembers_is_found_in_copies_of_the_module(tmp_path: Pat
     train(tmp_path / "not", GrowsAnObject)
 
 
+class DrawsFromItsOwn(Plain):
+    """Augments rows from a generator that it keeps, which is in another state after other rows."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.coins = np.random.default_rng(3)
+
+    def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
+        found = super().collate_rows(rows)
+        noise = torch.tensor(self.coins.normal(size=(len(rows), 1)), dtype=torch.float32)
+        return found | {"inputs": found["inputs"] + 0.01 * noise}
+
+
+def test_a_generator_of_the_modules_own_is_no_memory(tmp_path: Path) -> None:
+    train(tmp_path, DrawsFromItsOwn)
+
+
 class KeepsWhatItCollated(Plain):
     """A cache: rows are the same with it and without."""
 

@@ -162,3 +162,12 @@ def test_a_file_that_is_no_checkpoint_and_a_class_of_others_are_refused(tmp_path
         Export(checkpoint=tmp_path / "nowhere").run(parts(tmp_path / "out"))
     with pytest.raises(DataError, match="does not exist"):
         Pairs.load_from_checkpoint(tmp_path / "nowhere.ckpt")
+
+
+def test_scores_of_the_private_queries_that_were_trained_on_are_not_handed_on(tmp_path: Path) -> None:
+    trained(tmp_path, private(tmp_path))
+    evaluation = tmp_path / "evaluation.json"
+    evaluation.write_text(json.dumps({"metrics": {}, "queries": 20, "split": "train"}))
+    with pytest.raises(ConfigurationError, match=r"task\.evaluation") as refusal:
+        Export(checkpoint=tmp_path / "run", evaluation=evaluation).run(parts(tmp_path / "out"))
+    assert refusal.value.trap == "T25" and not (tmp_path / "out" / "model").exists()

@@ -252,7 +252,8 @@ class _Attribution:
             weights = self.weights[units]
             own = weights.abs() * size
             allowed = own + 1e-3 * torch.where(finite, own, 0).amax() + 1e-6 * self.largest
-            error = _row_norms(twin.reshape(g.shape).flatten(1) - g.flatten(1) * weights.to(g.dtype)[:, None])
+            rows = g.reshape(len(g), -1)  # the losses themselves have one axis
+            error = _row_norms(twin.reshape(rows.shape) - rows * weights.to(g.dtype)[:, None])
             fits = ((error <= self.tolerance * allowed) | ~finite).all()
             taking_part = torch.zeros(self.batch.units, dtype=torch.int32, device=units.device)
             taking_part.index_add_(0, units, ((size > 0) & finite).int())
@@ -278,6 +279,6 @@ class _Attribution:
 
 def _row_norms(tensor: Tensor) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(
-        tensor.flatten(1), dim=1, dtype=torch.promote_types(tensor.dtype, torch.float32)
+        tensor.reshape(len(tensor), -1), dim=1, dtype=torch.promote_types(tensor.dtype, torch.float32)
     )
     return norms

@@ -128,7 +128,7 @@ class FunctionCall:
             raise RuntimeError(f"No output {output} was recorded for {self.name}.")
         low, _ = self._autocast.get(whole.device.type, (False, None))
         tolerance = LOW_PRECISION_TOLERANCE if low else TOLERANCE.get(whole.dtype, LOW_PRECISION_TOLERANCE)
-        alone, whole = alone.flatten(1).double(), whole.flatten(1).double()
+        alone, whole = (found.reshape(len(found), -1).double() for found in (alone, whole))
         sizes = torch.linalg.vector_norm(alone, dim=1)
         finite = sizes.isfinite()
         largest = torch.where(finite, sizes, 0).amax()

@@ -169,7 +169,9 @@ class OpacusClipping(ClippedSum):
         for group in batch.groups:
             for name, sample in samples.items():
                 gradients = group.join(sample[:, None].to(accumulator_dtype(sample))).sum(1)
-                squares[self.group_of[name], group.units] += gradients.double().flatten(1).square().sum(1)
+                squares[self.group_of[name], group.units] += (
+                    gradients.double().reshape(len(gradients), -1).square().sum(1)
+                )
         norms = torch.where(broken_units(losses, batch), torch.nan, squares.sqrt())
         coefficients = torch.where(batch.real, self.factors(norms), 0)[:, batch.unit_of_row]
         with self._all_or_nothing():

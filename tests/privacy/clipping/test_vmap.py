@@ -131,6 +131,23 @@ def test_norms_and_sum_equal_one_unit_at_a_time(name: str, lib: SimpleNamespace)
     lib.check_exact(case_of(lib, MODELS[name]()), engine="vmap")
 
 
+class Temperature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, losses: Tensor) -> Tensor:
+        return losses * self.value.exp()
+
+
+@pytest.mark.parametrize("engine", ["vmap", "opacus", "loop"])
+def test_a_parameter_that_scales_the_losses_themselves_is_exact(engine: str, lib: SimpleNamespace) -> None:
+    model = nn.ModuleDict({"linear": nn.Linear(WIDTH, 3), "temperature": Temperature()}).double()
+    x = torch.randn(5, 5, WIDTH).double()
+    loss = lambda b: model["temperature"](model["linear"](b["x"]).flatten(1).sin().sum(1))  # noqa: E731
+    lib.check_exact(lib.Case(model, loss, {"x": x}), engine=engine)
+
+
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"with_a_rule"}))
 def test_ghost_refuses_what_the_fallback_covers_and_names_it(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=r"privacy\.engine=vmap may cover it"):
