@@ -121,7 +121,9 @@ class TextEncoder(nn.Module):
         towers = load_towers(encoder, dtype=dtype, revision=revision)
         if towers.query_encoder is not towers.passage_encoder:
             raise UnsupportedModelError(
-                f"encoder={str(encoder)!r} holds different towers for queries and passages; load it with load_towers."
+                f"encoder={str(encoder)!r} holds different towers for queries and passages, as a run with a head on "
+                "one side leaves them. Name an encoder that both sides share (model.encoder); to encode with "
+                "both, use load_towers."
             )
         found = towers.query_encoder
         given = {
