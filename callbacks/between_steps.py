@@ -38,10 +38,14 @@ class BetweenSteps:
             until its next fit.
         module: Says in ``updating`` that an update is being made.
         complete: Is given each checkpoint before it is written.
+
+    Attributes:
+        saving: Whether a checkpoint is being put together.
     """
 
     def __init__(self, trainer: L.Trainer, module: Any, complete: Callable[[dict[str, Any]], None]) -> None:
         self._trainer, self._module, self._complete = trainer, module, complete
+        self.saving = False
         self._step = -1
         self._before: dict[str, int] = {}
         self._requeue_signal: int | None = None
@@ -94,7 +98,11 @@ class BetweenSteps:
         warnings.warn(f"The checkpoint {filepath} was left out: {reason}. Earlier ones are whole.", stacklevel=2)
 
     def _put_together_whole(self, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = self.put_together(weights_only)
+        self.saving = True
+        try:
+            checkpoint = self.put_together(weights_only)
+        finally:
+            self.saving = False
         if self._trainer.lightning_module is self._module:
             self._complete(checkpoint)
         return checkpoint

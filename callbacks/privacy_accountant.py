@@ -311,7 +311,7 @@ class PrivacyAccountant(Callback):
         """Let nothing of an earlier fit with this object stand for this one: not its reservation, nor its place."""
         if self._account is not None:
             self._account.close()
-        self._begun = self._ended = self._trained = False
+        self._begun = self._ended = self._trained = self._in_batch = False
         self._account, self._restored, self.log_gate, self._checkpoint_gate = None, None, None, None
         for name in ("_run", "_gate", "_between", "_identity"):
             vars(self).pop(name, None)
@@ -485,7 +485,7 @@ class PrivacyAccountant(Callback):
         self._count_update("Lightning", type(pl_module).__name__)
 
     def _count_own_update(self, module: str) -> None:
-        if self._in_batch:  # outside of one, FSDP2 steps an optimizer at learning rate 0 to make its state
+        if self._in_batch and not self._between.saving:  # FSDP2 makes missing state by a step at learning rate 0
             self._count_update("itself", module)
 
     def _count_update(self, by: str, module: str) -> None:
