@@ -72,8 +72,8 @@ class CouplingCheck:
         - Refused by name is a module in which, in the mode in which it trains and with equal random numbers, the loss
           or the gradient of some rows differs when the other rows of the batch are others or are not there, when
           rows are collated without company or stand in other places, or when other rows came in the batch before,
-          the very first one included. Under a mode that bounds
-          coupled rows itself (`PrivacyMode.candidates` is neither ``rows`` nor ``pool``) only the last is asked.
+          the very first one included. Under a mode that bounds coupled rows itself (`PrivacyMode.candidates` is
+          neither ``rows`` nor ``pool``) only the last is asked.
         - Parameters, buffers, random streams, and what the module keeps in attributes are afterwards as before.
 
     What stays unseen: a dependence that none of the batches looked at shows, as one below the tolerances, one that

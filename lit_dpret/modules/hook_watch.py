@@ -161,6 +161,6 @@ def _within(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor
 
 def _is_foreign(value: Any) -> bool:
     """Whether a value is a plain object of the user's own."""
-    if isinstance(value, (nn.Module, PrivacyMode, type)) or callable(getattr(value, "__code__", None)):
+    if isinstance(value, (nn.Module, PrivacyMode, type)):
         return False
     return hasattr(value, "__dict__") and type(value).__module__.split(".")[0] not in _KNOWN

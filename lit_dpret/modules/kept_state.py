@@ -29,15 +29,15 @@ class KeptState:
 
     def __init__(self, module: nn.Module) -> None:
         self._parts = list(module.modules())
-        held = [data_of(part) for part in self._parts]
-        kept = [t for values in held for t in tensors_of(list(values.values())) if not _is_copied(t)]
+        held = [_data_of(part) for part in self._parts]
+        kept = [t for values in held for t in _tensors_of(list(values.values())) if not _is_copied(t)]
         self._large = [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
         self._first = [{name: _copied(value) for name, value in values.items()} for values in held]
         self._now = held
 
     def begin(self) -> None:
         """Note how everything is now, for `put_back`."""
-        self._now = [data_of(part) for part in self._parts]
+        self._now = [_data_of(part) for part in self._parts]
 
     def reset(self) -> None:
         """Let every pass find copies of what there was at first."""
@@ -54,13 +54,13 @@ class KeptState:
 
     def _install(self, states: Sequence[dict[str, Any]]) -> None:
         for part, values in zip(self._parts, states, strict=True):
-            for name in data_of(part).keys() - values.keys():
+            for name in _data_of(part).keys() - values.keys():
                 del part.__dict__[name]
             # What has become an object of another kind since, as a cache that was None, stays.
             part.__dict__.update({n: v for n, v in values.items() if n not in vars(part) or _is_data(vars(part)[n])})
 
 
-def data_of(part: nn.Module) -> dict[str, Any]:
+def _data_of(part: nn.Module) -> dict[str, Any]:
     """The attributes of a part of a module that hold plain data: no parameter, no buffer, no object."""
     return {name: value for name, value in vars(part).items() if name not in OWN_TO_MODULES and _is_data(value)}
 
@@ -80,15 +80,15 @@ def _is_copied(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.element_size() <= COPIED
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
+def _tensors_of(value: Any) -> Iterator[Tensor]:
     """The tensors in nested lists, tuples, sets and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
-        yield from tensors_of(list(value.values()))
+        yield from _tensors_of(list(value.values()))
     elif isinstance(value, (list, tuple, set, deque)):
         for each in value:
-            yield from tensors_of(each)
+            yield from _tensors_of(each)
 
 
 def _copied(value: Any) -> Any:
