@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from functools import lru_cache
@@ -90,10 +91,15 @@ def code_sha256() -> str:
 
 
 def _sha256(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=_described).encode()).hexdigest()
+
+
+def _described(value: Any) -> str:
+    """What JSON has no form for, without the address of an object, which differs between processes."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
 
 
 def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
-    return dict(value) if isinstance(value, Mapping) else str(value)
+    return dict(value) if isinstance(value, Mapping) else _described(value)

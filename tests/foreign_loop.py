@@ -9,6 +9,16 @@ from typing import Any
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "own_loop" / "train.py"
 
 
+class _Helper:
+    """An object whose address differs between ranks, as any object's may."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __repr__(self) -> str:
+        return f"<_Helper object at 0x{0x7F00 + self._rank:x}>"
+
+
 def fit(folder: Path, rank: int, world: int, *, declares: bool = False, adds_up: bool = False) -> dict[str, Any]:
     """Three steps of it; it may say that it adds up over ranks, and may do so."""
     import lightning as L
@@ -23,6 +33,7 @@ def fit(folder: Path, rank: int, world: int, *, declares: bool = False, adds_up:
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     mode = DPSGD(eps=3.0, noise_multiplier=2.0, secret_file=folder.parent / "secret")
+    mode.helper = _Helper(rank)  # type: ignore[attr-defined]
     module = example.Regression(mode)
     if declares:
         module.adds_up_over_ranks = True
