@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -142,17 +142,15 @@ class CouplingCheck:
             elif module.privacy.candidates not in ("rows", "pool"):
                 passes.compare_histories(rows)
             elif is_lazy(module.device):  # one more shape, or a gradient, would be one more program to compile
-                passes.compare_company(rows, (first,), gradients=False)
+                passes.compare_company(rows, (first,))
             else:
                 if first and self._collated is not None:
                     passes.compare_collated(rows, *self._collated)
                     self._collated = None
                 part = rows.first(2 if hasattr(module.privacy, "units_at_once") else 2 * ALONE)
-                other = number % 2 == 0
-                if first or turn == 2:  # later in turn, which costs a third
-                    passes.compare_company(part, (True, False) if first else (other,), gradients=True)
-                if first or turn == 0:
-                    passes.compare_memory(part, other)
+                if first or turn != 1:  # later in turn, which costs a third
+                    company = (True, False) if first else (number % 2 == 0,)
+                    passes.compare_company(part, company, gradients=first or turn == 2, later=first or turn == 0)
                 if turn == 1 and rows.batch.data_rows is None:  # a batch of fixed shape always has as many rows
                     passes.compare_sizes(part)
 
@@ -240,6 +238,14 @@ class _Rows:
         return own.rows
 
 
+class _Seen(NamedTuple):
+    """Losses of rows, their gradient by parameter, and their losses in the batch after."""
+
+    losses: Tensor
+    gradient: dict[str, Tensor]
+    later: Tensor
+
+
 class _Passes:
     """Runs the loss again and again from one state, which is there afterwards too."""
 
@@ -258,37 +264,30 @@ class _Passes:
         np.random.set_state(self._numpy)
         self._kept_state.put_back()
 
-    def compare_company(self, rows: _Rows, from_kept: Sequence[bool], *, gradients: bool) -> None:
-        """Compare losses, and gradients, of the kept rows in this and in other company."""
-        losses, gradient = self._in_company(rows, rows.as_they_are(), gradients=gradients)
-        tolerance = TOLERANCE.get(losses.dtype, LOW_PRECISION)
+    def compare_company(
+        self, rows: _Rows, from_kept: Sequence[bool], *, gradients: bool = False, later: bool = False
+    ) -> None:
+        """Compare the losses of the kept rows in this and in other company, their gradients, and a ``later`` batch."""
+        first = self._in_company(rows, rows.as_they_are(), gradients=gradients, later=later)
+        tolerance = TOLERANCE.get(first.losses.dtype, LOW_PRECISION)
         for source in from_kept:
             features = rows.with_other_company(from_kept=source)
-            others, other_gradient = self._in_company(rows, features, gradients=gradients)
-            if _differ(losses, others):
+            other = self._in_company(rows, features, gradients=gradients, later=later)
+            if _differ(first.losses, other.losses):
                 self._refuse(rows)
-            if _far(gradient, other_gradient, min(10 * tolerance, 0.1)):
+            if _far(first.gradient, other.gradient, min(10 * tolerance, 0.1)):
                 self._refuse(rows, "the gradient of a row's loss is different when other rows are in the batch")
+            if _differ(first.later, other.later):
+                self._refuse_memory()
         self._kept_state.refuse_writes(self._refuse_memory)
 
-    def _in_company(self, rows: _Rows, features: Any, *, gradients: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """Losses and gradient of the kept rows among ``features``."""
+    def _in_company(self, rows: _Rows, features: Any, *, gradients: bool, later: bool) -> _Seen:
+        """What becomes of the kept rows among ``features``, and of the same rows in the batch after."""
         self._kept_state.reset()
         losses = self._losses(features, gradients=gradients)
-        return losses.detach()[rows.kept], self._gradient(losses, rows.kept) if gradients else {}
-
-    def compare_memory(self, rows: _Rows, from_kept: bool) -> None:
-        """Compare the losses of the kept rows in this and in other company, and in a batch that comes after it."""
-        found, later = [], []
-        for features in (rows.as_they_are(), rows.with_other_company(from_kept=from_kept)):
-            self._kept_state.reset()
-            found.append(self._losses(features)[rows.kept])
-            later.append(self._losses(rows.alone(), fixed_coins=True))
-        if _differ(found[0], found[1]):
-            self._refuse(rows)
-        if _differ(later[0], later[1]):
-            self._refuse_memory()
-        self._kept_state.refuse_writes(self._refuse_memory)
+        gradient = self._gradient(losses, rows.kept) if gradients else {}
+        losses = losses.detach()[rows.kept]
+        return _Seen(losses, gradient, self._losses(rows.alone(), fixed_coins=True) if later else losses[:0])
 
     def compare_sizes(self, rows: _Rows) -> None:
         """Compare the losses of the kept rows with and without the others."""

@@ -144,14 +144,12 @@ class NoiseCheck:
     def _look(self, gradient: Tensor, total: Tensor, std: float) -> Tensor:
         """The energy of each block of the standardised noise, and its first coordinates."""
         wide = torch.promote_types(torch.promote_types(gradient.dtype, total.dtype), torch.float32)
-        noise = gradient.to(wide, copy=True).mul_(self._plan.denominator).sub_(total).div_(std)
-        first = noise[:SAMPLE].clone()
-        noise.square_()
+        noise = torch.sub(total.to(wide), gradient, alpha=self._plan.denominator).div_(-std)
         whole = len(noise) - len(noise) % BLOCK
-        energies = [noise[:whole].view(-1, BLOCK).sum(1)]
+        energies = [torch.linalg.vector_norm(noise[:whole].view(-1, BLOCK), dim=1)]
         if whole < len(noise):
-            energies.append(noise[whole:].sum()[None])
-        return torch.cat([*energies, first])
+            energies.append(torch.linalg.vector_norm(noise[whole:])[None])
+        return torch.cat([*(energy.square() for energy in energies), noise[:SAMPLE]])
 
     def _coordinate(self, fraction: float) -> float:
         plan = self._plan

@@ -178,8 +178,8 @@ COUPLED: dict[type[Plain], str | None] = {
     ByPlace: "compare_sizes",
     FittedOnTheFirstBatch: None,
     GradientAlone: "compare_company",
-    Remembering: "compare_memory",
-    RememberingInAQueue: "compare_memory",
+    Remembering: None,
+    RememberingInAQueue: None,
     RememberingInAClosure: None,
     RememberingInAGlobal: None,
     RememberingInPlace: None,  # its write is seen in every pass
@@ -214,6 +214,8 @@ def test_it_is_found_by_the_comparison_that_is_made_for_it(
     ("module", "where", "part", "without"),
     [
         (GradientAlone, coupling_check, "_far", lambda *_: False),
+        (Remembering, coupling_check, "refuse_memory", lambda _: None),
+        (RememberingInAQueue, coupling_check, "refuse_memory", lambda _: None),
         (RememberingInPlace, kept_state, "_is_copied", lambda tensor: False),  # its writes are counted instead
     ],
 )
@@ -221,7 +223,7 @@ def test_each_part_of_a_comparison_is_needed(
     module: type[Any], where: Any, part: str, without: Callable[..., bool], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(where, part, without)
-    if part == "_far":
+    if part in ("_far", "refuse_memory"):
         train(tmp_path, module)
         return
     with pytest.raises(UnsupportedModelError):

@@ -7,8 +7,8 @@ once, because PyTorch counts them; one through ``.data`` is not counted, so valu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,10 @@ from lit_dpret.privacy.xla import is_lazy
 
 #: Buffers up to this many bytes are compared by value in every batch.
 SMALL = 1 << 16
+
+
+#: The id of the part of a module that holds a tensor, and under which name it does.
+_Place = tuple[int, str]
 
 
 class _Seen(NamedTuple):
@@ -52,14 +56,14 @@ class StateWatch:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._batches = 0
-        self._seen: dict[str, _Seen] = {}
-        self._read: dict[str, int] = {}
+        self._seen: dict[_Place, _Seen] = {}
+        self._read: dict[_Place, int] = {}
 
     def before(self) -> None:
         """Note how everything is."""
         self._batches += 1
-        now = dict(self._tensors())
-        self._seen, self._read = {name: self._look(tensor) for name, tensor in now.items()}, self._read_values(now)
+        now = self._tensors()
+        self._seen, self._read = {place: self._look(tensor) for place, tensor in now.items()}, self._read_values(now)
 
     def after(self) -> None:
         """Compare with what was noted, and forget it.
@@ -68,55 +72,70 @@ class StateWatch:
             UnsupportedModelError: The pass wrote a parameter or a buffer; the message names it.
         """
         seen, self._seen = self._seen, {}
-        now = dict(self._tensors())
+        now = self._tensors()
         values = self._read_values(now)
-        for name in sorted(seen.keys() | now.keys()):
-            old, tensor = seen.get(name), now.get(name)
-            same_value = values.get(name) == self._read.get(name)
-            if old is not None and tensor is old.tensor and same_value and not self._differs(old):
-                continue
-            how = "added" if old is None else "removed" if tensor is None else "replaced"
-            how = how if old is None or tensor is not old.tensor else "written"
-            parameter = isinstance(tensor if old is None else old.tensor, nn.Parameter)
-            raise UnsupportedModelError(
-                f"{'Parameter' if parameter else 'Buffer'} {name} was {how} during the forward pass of private rows of "
-                f"{type(self._module).__name__}, and no noise covers it. Remove it, or compute it from public data "
-                "before training.",
-                trap="T14" if parameter and how == "replaced" else "T11",
-            )
+        for place, tensor in now.items():
+            old = seen.pop(place, None)
+            if old is None:
+                self._refuse(place, "added", tensor)
+            if tensor is not old.tensor:
+                self._refuse(place, "replaced", tensor)
+            if self._differs(old) or values.get(place) != self._read.get(place):
+                self._refuse(place, "written", tensor)
+        for place, old in seen.items():
+            self._refuse(place, "removed", old.tensor)
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for prefix, part in self._module.named_modules(remove_duplicate=False):
-            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-                if tensor is not None:
-                    yield f"{prefix}.{name}" if prefix else name, tensor
+    def _refuse(self, place: _Place, how: str, tensor: Tensor) -> NoReturn:
+        owner, name = place
+        prefix = next((f"{path}." for path, part in self._module.named_modules() if id(part) == owner and path), "")
+        parameter = isinstance(tensor, nn.Parameter)
+        raise UnsupportedModelError(
+            f"{'Parameter' if parameter else 'Buffer'} {prefix}{name} was {how} during the forward pass of private "
+            f"rows of {type(self._module).__name__}, and no noise covers it. Remove it, or compute it from public data "
+            "before training.",
+            trap="T14" if parameter and how == "replaced" else "T11",
+        )
 
-    def _read_values(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-        """A checksum of every XLA tensor, by name, in batches 1, 2, 4, 8 and so on; all of them are fetched at once."""
+    def _tensors(self) -> dict[_Place, Tensor]:
+        found: dict[_Place, Tensor] = {}
+        parts = [self._module]
+        for part in parts:  # grows meanwhile; named_modules takes three times as long, twice in every batch
+            parts += [each for each in part._modules.values() if each is not None]
+            for registry in (part._parameters, part._buffers):
+                for name, tensor in registry.items():
+                    if tensor is not None:
+                        found[id(part), name] = tensor
+        return found
+
+    def _read_values(self, tensors: Mapping[_Place, Tensor]) -> dict[_Place, int]:
+        """A checksum of every XLA tensor in batches 1, 2, 4, 8 and so on; all of them are fetched at once."""
         if self._batches & (self._batches - 1):
             return {}
-        promised = {name: tensor for name, tensor in tensors.items() if is_lazy(tensor.device)}
+        promised = {place: tensor for place, tensor in tensors.items() if is_lazy(tensor.device)}
         return dict(zip(promised, checksums(promised.values()), strict=True))
 
     def _look(self, tensor: Tensor) -> _Seen:
+        if not has_memory(tensor):
+            return _Seen(tensor, None, _version(tensor), None)
         value = self._value(tensor)
         kept = value.clone() if value is not None and self._is_small_buffer(tensor) else value
-        return _Seen(tensor, tensor.detach() if has_memory(tensor) else None, _version(tensor), kept)
+        return _Seen(tensor, tensor.detach(), _version(tensor), kept)
 
     def _differs(self, old: _Seen) -> bool:
         tensor = old.tensor
-        if _version(tensor) != old.version or (old.alias is not None and not tensor.is_set_to(old.alias)):
+        if _version(tensor) != old.version:
             return True
+        if old.alias is None:
+            return False
         value = None if old.value is None else self._value(tensor)
-        return value is not None and old.value is not None and not torch.equal(value, old.value)
+        same = value is None or old.value is None or torch.equal(value, old.value)
+        return not (same and tensor.is_set_to(old.alias))
 
     def _is_small_buffer(self, tensor: Tensor) -> bool:
         return not isinstance(tensor, nn.Parameter) and tensor.numel() * tensor.element_size() <= SMALL
 
     def _value(self, tensor: Tensor) -> Tensor | None:
         """What stands for the values of ``tensor`` in this batch; None where they are not compared."""
-        if not has_memory(tensor):
-            return None
         if self._is_small_buffer(tensor):
             return bits_of(tensor)
         return checksum(tensor) if self._batches & (self._batches - 1) == 0 else None
