@@ -323,23 +323,15 @@ class PrivacyAccountant(Callback):
         ledger = mode.ledger_of_dataset(self.plan.budget, run_dir=self.run_dir)
         if self.sweep is not None:
             ledger = trial_ledger(self.sweep, self.plan.budget, own=ledger, mode=mode.name)
-        start = self.start()
-        known = set() if start is None else start.counted_in()
-        if start is not None and known and (ledger is None or not ledger.path.exists() or ledger.begin() not in known):
-            raise ConfigurationError(
-                f"{start.knob}={start.folder} was counted in a privacy.dataset_ledger, and this run names none or "
-                "another: the total of the data set would miss this run. Name the same file."
-            )
+        uncounted = self._uncounted(ledger)
         if ledger is not None and not self.resume:
-            ledger.require([self.plan.release(self.planned_steps), *self._uncounted(ledger)])
+            ledger.require([self.plan.release(self.planned_steps), *uncounted])
         return ledger
 
-    def _uncounted(self, ledger: DatasetLedger) -> list[Release]:
+    def _uncounted(self, ledger: DatasetLedger | None) -> list[Release]:
         """What the model that the run starts from cost, where the data set's ledger does not count it."""
         start = self.start()
-        if start is None or (ledger.path.exists() and ledger.begin() in start.counted_in()):
-            return []
-        return start.releases()
+        return [] if start is None else start.uncounted(ledger)
 
     # -- resuming ----------------------------------------------------------------------------
 

@@ -91,11 +91,16 @@ class PrivacyCard(Callback):
         """Register the protocols in the ledger, which the accountant has just opened."""
         self._written = False
         accountant = _accountant(trainer)
-        if self.tuning["method"] == "random_stopping" and accountant is not None and accountant.sweep is not None:
-            raise ConfigurationError(
-                "callbacks.card.tuning_method=random_stopping with trial_of: its cost is proved only where the number "
-                "of runs is told to nobody, and a sweep tells it. Leave one of the two out."
-            )
+        if self.tuning["method"] == "random_stopping":
+            counting = {
+                "trial_of": accountant is not None and accountant.sweep is not None,
+                "privacy.dataset_ledger": getattr(pl_module.privacy, "dataset_ledger", None) is not None,
+            }
+            for knob in (knob for knob, counts in counting.items() if counts):
+                raise ConfigurationError(
+                    f"callbacks.card.tuning_method=random_stopping with {knob}: its cost is proved only where the "
+                    "number of runs is told to nobody, and that one tells it. Leave one of the two out."
+                )
         if stage != "fit" or not self.audit_protocols:
             return
         Ranks.here().share(lambda: self._register(trainer, pl_module))

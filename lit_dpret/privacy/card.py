@@ -50,9 +50,9 @@ from lit_dpret.privacy.card_file import (
 )
 from lit_dpret.privacy.card_protocols import registered
 from lit_dpret.privacy.card_text import show_delta, show_epsilon, statement
-from lit_dpret.privacy.card_tuning import search_cost, tuning_facts
+from lit_dpret.privacy.card_tuning import search_cost, tuning_facts, with_earlier_tuning
 from lit_dpret.privacy.chain import today
-from lit_dpret.privacy.charges import charged_releases, claimed_releases
+from lit_dpret.privacy.charges import charged_releases, claimed_releases, start_of
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.start import (
     start_accounting,
@@ -141,7 +141,11 @@ def build_card(
     began = (pretraining or {}).get("model")
     known += [*start_assumptions(ledger_records, began), *assumptions]
     verdict = judge(releases, recorded, known)
-    tuned = tuning_facts(tuning, search_cost(releases, recorded, verdict), sweep_of(ledger_records))
+    start = start_of(ledger_records) or {}
+    tuned = with_earlier_tuning(
+        tuning_facts(tuning, search_cost(releases, recorded, verdict), sweep_of(ledger_records)),
+        start.get("tuning"), str(start.get("name")), composed=True,
+    )  # fmt: skip
     random = {"rng": "unknown", "secure": bool(last.get("secure_rng", False)), "secret": "never stored with the run"}
     random |= {**(randomness or {}), "seeded": last.get("noise_seed") is not None}
     random["floating_point"] = (
@@ -264,7 +268,7 @@ def inherit_card(
         "mechanism": {**(mechanism or {}), "kind": "post_processing", "mode": "synthetic", "description": description},
         "accounting": accounting,
         "assumptions": [*(a.to_dict() for a in known), *copy.deepcopy(list(parent["assumptions"]))],
-        "tuning": tuned,
+        "tuning": with_earlier_tuning(tuned, parent["tuning"], str(parent["subject"]["name"]), composed=False),
         "pretraining": pretraining,
         "generation": dict(generation or parent["generation"]),
         "randomness": copy.deepcopy(dict(parent["randomness"])),

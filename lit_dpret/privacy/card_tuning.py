@@ -25,7 +25,8 @@ _TUNING = {
     "unknown": "NOT ACCOUNTED: it was not stated on which data the hyper-parameters were chosen.",
 }
 
-
+#: Data on which a choice tells of private data, or may.
+_OPEN = ("private", "unknown")
 _METHODS = ("none", "random_stopping")
 
 
@@ -57,7 +58,7 @@ def tuning_facts(
     if sweep is not None:
         chosen |= _as_told(chosen, sweep)
     require_choice("tuning.data", chosen["data"], get_args(TuningData))
-    text, accounted = _TUNING[chosen["data"]], chosen["data"] not in ("private", "unknown")
+    text, accounted = _TUNING[chosen["data"]], chosen["data"] not in _OPEN
     if chosen["n_trials"]:
         text += f" Number of trials: {chosen['n_trials']}."
     if (stopping := declared_search(chosen)) is not None:
@@ -74,6 +75,33 @@ def tuning_facts(
     if chosen["note"]:
         text += f" {chosen['note']}"
     return {**chosen, "text": text, "accounted": accounted}
+
+
+def with_earlier_tuning(
+    own: Mapping[str, Any], earlier: Mapping[str, Any] | None, name: str, *, composed: bool
+) -> dict[str, Any]:
+    """Add to a tuning block how the settings were chosen of what the artefact was made from.
+
+    Guarantees:
+        - A choice on private or unstated data behind the model is a choice behind whatever is made from it.
+        - What is made from it without private data has the same epsilon with that choice; a claim ``composed`` of
+          both runs has none that is proved.
+
+    Args:
+        own: From `tuning_facts`.
+        earlier: The block of the other card; None where there is none.
+        name: Of the other artefact.
+        composed: The artefact made releases of its own beside those of the other.
+    """
+    if earlier is None or earlier["data"] not in _OPEN or (not own["accounted"] and own["data"] == earlier["data"]):
+        return dict(own)
+    text = f"{own['text']} Of {name}: {earlier['text']}"
+    if not composed and own["data"] not in _OPEN:
+        return {**earlier, "text": text}
+    if earlier["accounted"]:
+        text += " NOT ACCOUNTED: the epsilon of this card does not cover that choice."
+    data = "private" if "private" in (own["data"], earlier["data"]) else "unknown"
+    return {**own, "data": data, "accounted": False, "text": text}
 
 
 def search_cost(releases: Sequence[Release], plan: PrivacyPlan | None, verdict: Verdict) -> SearchCost:

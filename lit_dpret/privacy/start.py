@@ -23,6 +23,7 @@ from lit_dpret.privacy.card_file import CARD_NAME, card_sha256, read_card
 from lit_dpret.privacy.card_subject import card_above
 from lit_dpret.privacy.card_text import show_delta, show_epsilon
 from lit_dpret.privacy.charges import START_EVENT, claimed_releases, start_of
+from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.releases import GaussianRelease, Release, release_from_dict
@@ -39,8 +40,8 @@ class Start:
     Args:
         folder: Of the earlier run.
         facts: What goes into the ledger: ``name``, ``card_sha256``, ``public``, ``guarantee``,
-            ``releases``, ``parents``, ``runs`` (the ledgers of the releases, by their identities), and ``unit``,
-            ``neighbours`` and ``epsilon`` where there are any.
+            ``releases``, ``parents``, ``runs`` (the ledgers of the releases, by their identities), ``tuning`` (how its
+            settings were chosen), and ``unit``, ``neighbours`` and ``epsilon`` where there are any.
         knob: The setting that named it, for messages.
     """
 
@@ -59,6 +60,22 @@ class Start:
     def releases(self) -> list[Release]:
         """What the start cost; empty for a public one."""
         return [release_from_dict(release) for release in self.facts["releases"]]
+
+    def uncounted(self, dataset: DatasetLedger | None) -> list[Release]:
+        """Return what the start cost, where the ledger of the data set does not count it yet.
+
+        Raises:
+            ConfigurationError: The start was counted in another one, whose total would miss the run.
+        """
+        known = self.counted_in()
+        if dataset is not None and dataset.path.exists() and dataset.begin() in known:
+            return []
+        if known:
+            raise ConfigurationError(
+                f"{self.knob}={self.folder} was counted in a privacy.dataset_ledger, and this run names none or "
+                "another: the total of the data set would miss this run. Name the same file."
+            )
+        return self.releases()
 
     def check(self, mode: Any) -> None:
         """Refuse a start with which the run could not claim what its mode promises.
@@ -189,6 +206,7 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
         releases = every_unit_in_every_step(releases)
     facts["runs"] = [ledger_identity(records), *(start_of(records) or {}).get("runs", [])]
     facts["releases"] = [replace(release, label="earlier run").to_dict() for release in releases]
+    facts["tuning"] = {key: card["tuning"].get(key) for key in ("data", "accounted", "text")}
     if contradicted(card):
         facts["guarantee"] = "not_proved"
     elif claim["guarantee"] == "dp":

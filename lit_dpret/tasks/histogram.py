@@ -30,6 +30,7 @@ from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.noise import PHILOX, SHAKE, load_secret, published_secret
 from lit_dpret.privacy.owed import owed_releases
 from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.releases import Release, merge
 from lit_dpret.privacy.run import PrivateRun
 from lit_dpret.privacy.run_lock import RunLock
 from lit_dpret.privacy.start import Start, note_start, read_start
@@ -97,12 +98,12 @@ class Histogram:
             noise=mode.noise,
         )
         dataset = mode.ledger_of_dataset(plan.budget, run_dir=folder)
-        self._check_dataset_ledger(dataset)
+        earlier = start.uncounted(dataset)
         if dataset is not None and not parts.resume:
-            dataset.require([plan.release()])
+            dataset.require([plan.release(), *earlier])
         run = self._open(parts, mode, data, plan, start, dataset)
         with run.ledger:
-            noised = self._release(run, plan, units, dataset, folder)
+            noised = self._release(run, plan, units, dataset, earlier)
             histogram = ReleasedHistogram(
                 names=self.bins.names, counts=tuple(map(float, noised)), bins=self.bins.spec(),
                 noise_std=plan.noise_std, max_count=self.max_count,
@@ -139,16 +140,6 @@ class Histogram:
             )
         self.generator = folder
         return start
-
-    def _check_dataset_ledger(self, dataset: DatasetLedger | None) -> None:
-        """Refuse to count the data set's histogram elsewhere than its generator, where that is counted."""
-        records = PrivacyLedger.read(self.generator / LEDGER_NAME).records
-        known = {record.get("dataset_ledger") for record in records if record["kind"] == "plan"} - {None}
-        if known and (dataset is None or dataset.begin() not in known):
-            raise ConfigurationError(
-                "The generator was counted in a privacy.dataset_ledger, and this run names none or another: the total "
-                "of the data set would miss the histogram. Name the same file."
-            )
 
     def _open(
         self, parts: Parts, mode: GaussianMode, data: Any, plan: PrivacyPlan, start: Start,
@@ -189,7 +180,7 @@ class Histogram:
         return run
 
     def _release(
-        self, run: PrivateRun, plan: PrivacyPlan, units: Any, dataset: DatasetLedger | None, folder: Path
+        self, run: PrivateRun, plan: PrivacyPlan, units: Any, dataset: DatasetLedger | None, earlier: list[Release]
     ) -> np.ndarray:
         contributions = contributed(units, self.bins)
 
@@ -204,12 +195,13 @@ class Histogram:
         lock = RunLock(dataset.path, run.run_id)
         lock.take()
         try:
-            heads = [str(record["hash"]) for record in run.ledger.records]
-            spent = owed_releases(run.ledger.records)
-            dataset.reserve(run.run_id, spent=spent, planned=[*spent, plan.release()], heads=heads, name=str(folder))
+            heads, name = [str(record["hash"]) for record in run.ledger.records], str(run.ledger.path.parent)
+            spent = merge([*owed_releases(run.ledger.records), *earlier])
+            dataset.reserve(run.run_id, spent=spent, planned=merge([*spent, plan.release()]), heads=heads, name=name)
             noised = made()
             heads = [str(record["hash"]) for record in run.ledger.records]
-            total = dataset.settle(run.run_id, spent=owed_releases(run.ledger.records), heads=heads, name=str(folder))
+            spent = merge([*owed_releases(run.ledger.records), *earlier])
+            total = dataset.settle(run.run_id, spent=spent, heads=heads, name=name)
             run.ledger.append("event", name=TOTAL_EVENT, **total.to_dict())
         finally:
             lock.release()

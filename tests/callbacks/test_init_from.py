@@ -37,13 +37,19 @@ class Saved(Regression):
 
 
 def train(
-    folder: Path, start: Path | None = None, *, named: bool = True, resume: bool = False, **privacy: Any
+    folder: Path,
+    start: Path | None = None,
+    *,
+    named: bool = True,
+    resume: bool = False,
+    tuning: dict[str, Any] | None = None,
+    **privacy: Any,
 ) -> dict[str, Any]:
     L.seed_everything(0, verbose=False)
     mode = dp(folder.parent, **{"noise_multiplier": 4.0} | privacy)
     module = Saved(privacy=mode, pretrained=None if start is None else start / "model")
     accountant = PrivacyAccountant(run_dir=folder, resume=resume, eps_log_points=1, init_from=start if named else None)
-    card = PrivacyCard(run_dir=folder)
+    card = PrivacyCard(run_dir=folder, **(tuning or {}))
     fit(folder, module, Numbers(sampling="poisson"), resume=resume, accountant=accountant, extra=[card], steps=4)
     return read_card(folder)
 
@@ -64,6 +70,37 @@ def test_a_run_from_a_private_run_claims_both_and_budgets_its_own(tmp_path: Path
     assert verify_card(card, child / "privacy_ledger.jsonl", folder=child / "model") == []
     again = train(child, parent, resume=True)
     assert again["claim"]["epsilon"] == card["claim"]["epsilon"]
+
+
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        {"tuning_data": "private"},
+        {"tuning_data": "unknown"},
+        {"tuning_data": "private", "tuning_method": "random_stopping", "tuning_mean_runs": 2.0},
+    ],
+)
+def test_how_the_settings_of_the_start_were_chosen_stays_open_in_what_is_trained_from_it(
+    tmp_path: Path, tuning: dict[str, Any]
+) -> None:
+    train(tmp_path / "parent", tuning=tuning)
+    card = train(tmp_path / "child", tmp_path / "parent", tuning={"tuning_data": "none"})
+    assert (card["tuning"]["data"], card["tuning"]["accounted"]) == (tuning["tuning_data"], False)
+    assert "NOT ACCOUNTED" in card["tuning"]["text"] and card["tuning"]["text"] in card["cautions"]
+    assert any("hyper-parameters" in gap for gap in card["not_covered"])
+    assert verify_card(card, tmp_path / "child" / "privacy_ledger.jsonl") == []
+
+
+def test_a_search_by_random_stopping_is_refused_beside_a_ledger_that_counts_its_runs(tmp_path: Path) -> None:
+    tuning = {"tuning_data": "private", "tuning_method": "random_stopping", "tuning_mean_runs": 2.0}
+    with pytest.raises(ConfigurationError, match=r"privacy\.dataset_ledger"):
+        train(tmp_path / "run", tuning=tuning, dataset_ledger=tmp_path / "total.jsonl", total_eps=50.0)
+
+
+def test_a_start_whose_settings_were_chosen_on_public_data_leaves_nothing_open(tmp_path: Path) -> None:
+    train(tmp_path / "parent", tuning={"tuning_data": "public"})
+    card = train(tmp_path / "child", tmp_path / "parent", tuning={"tuning_data": "none"})
+    assert (card["tuning"]["data"], card["tuning"]["accounted"]) == ("none", True)
 
 
 def test_no_other_way_to_write_the_folder_hides_a_private_start(

@@ -82,6 +82,7 @@ def test_a_derived_artefact_keeps_its_parents_price_in_what_is_not_covered(tmp_p
     path = write_card(run.card(tuning=SEARCH), run.folder)
     child = inherit_card(path, CHILD, description="x", tuning={"data": "none"})
     assert any(show_epsilon(cost()) in gap for gap in child["not_covered"])
+    assert (child["tuning"]["data"], child["tuning"]["epsilon"]) == ("private", cost()), "post-processing of the chosen"
     searched = inherit_card(path, CHILD, description="x", tuning=SEARCH)
     assert searched["tuning"]["epsilon"] is None and "NOT ACCOUNTED" in searched["cautions"][0]
     assert verify_card(child, run.path) == verify_card(searched, run.path) == []

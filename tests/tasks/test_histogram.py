@@ -288,17 +288,23 @@ def test_no_noise_is_no_histogram(chain: Path, tmp_path: Path) -> None:
         job.run(parts(tmp_path, NoPrivacy))
 
 
-def test_the_ledger_of_the_data_set_counts_the_histogram_too(chain: Path, tmp_path: Path) -> None:
-    counts = {"dataset_ledger": tmp_path / "total.jsonl", "total_eps": 1.1}
+def test_the_ledger_of_the_data_set_counts_the_histogram_and_its_generator(
+    chain: Path, histogram: Path, tmp_path: Path
+) -> None:
+    claim = read_card(histogram)["claim"]["epsilon"]
+    counts = {"dataset_ledger": tmp_path / "total.jsonl", "total_eps": 1.02 * claim}
     counted(chain, tmp_path / "run", mode=counts)
     card = read_card(tmp_path / "run")
     budget = DPSGD(eps=9.0, delta=card["claim"]["delta"]).budget(None)
     total = DatasetLedger(tmp_path / "total.jsonl", total_eps=None, budget=budget).total()
-    alone = card["accounting"]["init_from"]["epsilon_of_this_run"]
-    assert (total.runs, total.running) == (1, 0) and total.epsilon == pytest.approx(alone)
+    assert (total.runs, total.running) == (1, 0)
+    assert total.epsilon == pytest.approx(claim), "the generator was counted in no ledger of the data set"
     with pytest.raises(BudgetExceededError, match="total_eps"):
         counted(chain, tmp_path / "second", mode=counts)
     assert not (tmp_path / "second" / "privacy_ledger.jsonl").exists()
+    with pytest.raises(BudgetExceededError, match="total_eps"):  # the histogram alone would fit
+        counted(chain, tmp_path / "third", mode={"dataset_ledger": tmp_path / "small.jsonl", "total_eps": 0.9 * claim})
+    assert not (tmp_path / "third" / "privacy_ledger.jsonl").exists()
 
 
 # -- quotas -----------------------------------------------------------------------------------
