@@ -2,8 +2,9 @@
 
 What a row is compared with is decided by scores, and where two are nearly equal the last bit decides. Products of
 matrices round in another way for another number of rows, another length, or another place among the rows. So here
-every batch has one shape, and a text decides by itself where in it it stands: whatever else is embedded, the same
-numbers go through the same operations. What remains is that a product's row is made of that row alone.
+every batch has one number of rows, and a text decides by itself how far its batch is padded and where in it it stands:
+whatever else is embedded, the same numbers go through the same operations. What remains is that a product's row is
+made of that row alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import Tensor
 #: Places for texts in a batch; beside them stands one short row, so that no batch is without padding (transformers
 #: takes another way through attention where it sees none).
 LANES = 7
+#: A text is padded to the next multiple of so many tokens, or to all there are.
+_STEP = 16
 
 
 def embed_apart(embed: Callable[[dict[str, Tensor]], Tensor], features: Mapping[str, Tensor], filler: int) -> Tensor:
@@ -37,20 +40,25 @@ def embed_apart(embed: Callable[[dict[str, Tensor]], Tensor], features: Mapping[
     """
     ids, mask = features["input_ids"], features["attention_mask"]
     keys = [row.tobytes() for row in torch.cat([ids, mask], dim=1).cpu().numpy()]
-    lanes: list[list[int]] = [[] for _ in range(LANES)]
+    places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    ends = (mask * places).amax(dim=1).clamp(min=1).add(_STEP - 1).div(_STEP, rounding_mode="floor").mul(_STEP).tolist()
+    lanes: dict[int, list[list[int]]] = {}
     first: dict[bytes, int] = {}
-    for row, key in enumerate(keys):
+    for row, (key, end) in enumerate(zip(keys, ends, strict=True)):
         if first.setdefault(key, row) == row:  # equal texts once
-            lanes[zlib.crc32(key) % LANES].append(row)
+            lanes.setdefault(end, [[] for _ in range(LANES)])[zlib.crc32(key) % LANES].append(row)
     made: dict[int, Tensor] = {}
     with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
-        for number in range(max(map(len, lanes))):
-            batch = {"input_ids": ids.new_full((LANES + 1, ids.shape[1]), filler), "attention_mask": _one_token(mask)}
-            filled = {lane: rows[number] for lane, rows in enumerate(lanes) if number < len(rows)}
-            for lane, row in filled.items():
-                batch["input_ids"][lane], batch["attention_mask"][lane] = ids[row], mask[row]
-            found = embed(batch)
-            made |= {row: found[lane] for lane, row in filled.items()}
+        for end in sorted(lanes, reverse=True):  # the longest first, so that what does not fit fails at once
+            some, seen = ids[:, :end], mask[:, :end]
+            for number in range(max(map(len, lanes[end]))):
+                batch = {"input_ids": some.new_full((LANES + 1, some.shape[1]), filler)}
+                batch["attention_mask"] = _one_token(seen)
+                filled = {lane: rows[number] for lane, rows in enumerate(lanes[end]) if number < len(rows)}
+                for lane, row in filled.items():
+                    batch["input_ids"][lane], batch["attention_mask"][lane] = some[row], seen[row]
+                found = embed(batch)
+                made |= {row: found[lane] for lane, row in filled.items()}
     return torch.stack([made[first[key]] for key in keys])
 
 

@@ -166,7 +166,9 @@ class TopicBins(Bins):
         chosen = chosen[: self.max_passages]
         if len(chosen) < self.topics:
             raise ConfigurationError(f"task.bins.topics={self.topics} is more than the {len(chosen)} public passages.")
-        vectors = self._embed([passages[name] for name in chosen], "passage")
+        tower = load_towers(self.encoder).passage_encoder
+        vectors = tower.encode([passages[name] for name in chosen], "passage").float().numpy()
+        vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         centroids = vectors[: self.topics].copy()
         for _ in range(self.rounds):
             nearest = (vectors @ centroids.T).argmax(axis=1)
@@ -181,8 +183,14 @@ class TopicBins(Bins):
         return tuple(f"topic {number}" for number in range(len(self._fitted())))
 
     def assign(self, texts: Sequence[str], passage_ids: Sequence[str]) -> np.ndarray:
-        found: np.ndarray = (self._embed(texts, "query") @ self._fitted().T).argmax(axis=1)
-        return found
+        """As `Bins.assign`; of centroids that are equally near it is the first.
+
+        Each query is embedded and compared apart from all others: they would else decide by their number how its
+        scores are rounded, and so at a boundary its bin, which is more than a unit is charged for.
+        """
+        centroids = self._fitted().astype(np.float64)
+        vectors = load_towers(self.encoder).query_encoder.encode_apart(texts, "query").double().numpy()
+        return np.array([(centroids * vector).sum(axis=1).argmax() for vector in vectors], dtype=np.int64)
 
     def spec(self) -> dict[str, Any]:
         rounded = [[round(float(value), 5) for value in row] for row in self._fitted()]
@@ -192,13 +200,6 @@ class TopicBins(Bins):
         if self._centroids is None:
             raise ConfigurationError("The topics were not fitted to public passages yet: call fit first.")
         return self._centroids
-
-    def _embed(self, texts: Sequence[str], side: str) -> np.ndarray:
-        towers = load_towers(self.encoder)
-        tower = towers.query_encoder if side == "query" else towers.passage_encoder
-        vectors = tower.encode(list(texts), side).float().numpy()  # type: ignore[arg-type]
-        unit: np.ndarray = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-        return unit
 
 
 def _require_public(encoder: str, declared: bool) -> None:

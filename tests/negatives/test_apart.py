@@ -9,15 +9,16 @@ import torch
 from half_precision import tower
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import WORDS
+from tiny_models import WORDS, tiny_bert, tiny_tokenizer
 from torch import Tensor
 
-from lit_dpret.encoders import apart
+from lit_dpret.encoders import Contract, TextEncoder, apart
 from lit_dpret.encoders.apart import embed_apart
 from lit_dpret.evaluation_mode import evaluation_mode
 
 ENCODER = tower()
 QUERIES = st.lists(st.lists(st.sampled_from(WORDS), max_size=20).map(" ".join), min_size=1, max_size=24)
+LONG = st.lists(st.lists(st.sampled_from(WORDS), max_size=60).map(" ".join), min_size=1, max_size=9)
 
 
 def embeddings(texts: list[str]) -> list[bytes]:
@@ -30,6 +31,15 @@ def test_an_embedding_is_the_same_whatever_else_is_embedded(some: list[str], oth
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=low):
         together = embeddings(others + some)
     assert together[len(others) :] == embeddings(some)
+
+
+@settings(max_examples=25, deadline=None)
+@given(LONG, LONG, st.integers(3, 48))
+def test_how_far_a_text_is_padded_follows_from_no_other_one(some: list[str], others: list[str], most: int) -> None:
+    encoder = TextEncoder(tiny_bert(), tiny_tokenizer(), Contract(query_max_length=most, passage_max_length=9))
+    alone = [encoder.encode_apart([text], "query")[0] for text in some]
+    assert torch.equal(encoder.encode_apart([*others, *some], "query")[len(others) :], torch.stack(alone))
+    torch.testing.assert_close(torch.stack(alone), encoder.encode(some, "query"), rtol=0, atol=1e-5)
 
 
 def test_they_are_those_of_the_encoder() -> None:

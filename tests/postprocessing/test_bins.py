@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tiny_generator import write_parent_card
-from tiny_models import tiny_bert, tiny_tokenizer
+from tiny_models import WORDS, tiny_bert, tiny_tokenizer
 
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
@@ -57,6 +57,36 @@ def test_a_topic_is_the_nearest_centroid_of_public_passages_and_fitting_is_repea
     vectors = tower.encode(TEXTS, "query").numpy()
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     assert found.tolist() == (vectors @ np.array(bins.spec()["centroids"]).T).argmax(axis=1).tolist()
+
+
+def test_no_query_has_a_say_in_the_bin_of_another_one(encoder: Path) -> None:
+    """The boundary runs through the embedding that a query has in a batch, which is another one without one query."""
+    coins = np.random.default_rng(0)
+    texts = list(dict.fromkeys(" ".join(coins.choice(WORDS, size=1 + i % 11)) for i in range(100)))
+    tower, tried = TextEncoder.from_pretrained(encoder), 0
+    whole = tower.encode(texts, "query").numpy()
+    for gone in range(0, len(texts), 12):
+        left = [text for text in texts if text != texts[gone]]
+        before, after = np.delete(whole, gone, axis=0), tower.encode(left, "query").numpy()
+        for row, one in np.argwhere(before != after)[:3]:
+            vector = before[row] / np.linalg.norm(before[row])
+            other = int(np.argmax(np.abs(vector) * (np.arange(len(vector)) != one)))
+            boundary = np.zeros_like(vector)
+            boundary[[one, other]] = vector[other], -vector[one]
+            for side in (boundary, -boundary):
+                bins = TopicBins(
+                    topics=2, encoder=str(encoder), encoder_is_public=True, centroids=[[0.0] * len(side), side.tolist()]
+                )
+                found, again = (bins.assign(each, [""] * len(each)) for each in (texts, left))
+                assert np.delete(found, gone).tolist() == again.tolist()
+                tried += 1
+    assert tried
+
+
+def test_of_centroids_that_are_equally_near_the_first_is_taken(encoder: Path) -> None:
+    dim = TextEncoder.from_pretrained(encoder).dim
+    bins = TopicBins(topics=3, encoder=str(encoder), encoder_is_public=True, centroids=[[0.0] * dim] * 3)
+    assert bins.assign(TEXTS, [""] * 4).tolist() == [0] * 4
 
 
 def test_bins_can_be_made_again_from_what_is_stored(encoder: Path) -> None:
