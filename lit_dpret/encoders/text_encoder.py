@@ -300,8 +300,9 @@ class TextEncoder(nn.Module):
         batch_size: int = 64,
         device: torch.device | str | None = None,
         progress: Progress | None = None,
+        apart: bool = False,
     ) -> Tensor:
-        """`encode`, or what it returned the last time for the same weights, contract and texts.
+        """`encode`, with ``apart`` `encode_apart`, or what it returned the last time for the same model and texts.
 
         The cache is found by content: train the encoder a step, change a prefix or a text, and it is
         another entry. A file appears whole or not at all; one that cannot be read is made anew.
@@ -312,13 +313,13 @@ class TextEncoder(nn.Module):
         """
         contract = self.contract
         facts = [contract.pooling, contract.normalise, contract.lower_case, contract.prefix(side)]
-        facts += [contract.max_length(side), vocabulary(self.tokenizer)]
+        facts += [contract.max_length(side), vocabulary(self.tokenizer), *(["apart"] if apart else [])]
         key = content_hash(facts, self.state_dict(), texts)
         path = Path(cache_dir) / f"{key}.{str(self.wide).removeprefix('torch.')}"
         stored = mapped(path, len(texts), self.dim, self.wide)
         if stored is None:
             encode_to_file(
-                self.one_side(side, device),
+                OneSide(self, side, device, apart=apart),
                 texts,
                 path,
                 dtype=self.wide,
@@ -384,7 +385,10 @@ class OneSide:
     Inside ``with`` the encoder is on that device; it comes back to where it was.
     """
 
-    def __init__(self, encoder: TextEncoder, side: Side, device: torch.device | str | None) -> None:
+    def __init__(
+        self, encoder: TextEncoder, side: Side, device: torch.device | str | None, *, apart: bool = False
+    ) -> None:
+        self._apart = apart
         self.dim, self._encoder, self._side = encoder.dim, encoder, side
         self._home = next(encoder.parameters()).device
         self._where = self._home if device is None else torch.device(device)
@@ -401,8 +405,12 @@ class OneSide:
     def embed(self, ids: Sequence[Any]) -> Tensor:
         encoder = self._encoder
         with torch.no_grad(), evaluation_mode(encoder):
-            batch = encoder._padded(ids)
-            found: Tensor = encoder({name: value.to(self._where) for name, value in batch.items()})
+            batch, found = encoder._padded(ids), torch.empty(0)
+            if self._apart:
+                full = encoder.at_full_length(batch, self._side)
+                found = embed_apart(lambda part: encoder(_on(part, self._where)), full, encoder.tokenizer.pad_token_id)
+            else:
+                found = encoder(_on(batch, self._where))
             return found.to("cpu", encoder.wide)
 
 

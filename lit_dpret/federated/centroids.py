@@ -86,7 +86,7 @@ def table_of(
           them by at most twice that, whatever the rows are: one that is not finite counts for nothing.
 
     Args:
-        embeddings: Private rows, ``(rows, dim)``.
+        embeddings: Private rows, ``(rows, dim)``, each made of its own text alone (`TextEncoder.encode_apart`).
         centroids: What was released before, ``(count, dim)``.
         plan: The bounds.
         units: Whose row each is; each row by itself where it is None.
@@ -99,7 +99,9 @@ def table_of(
         raise DataError(f"{len(rows)} rows have {len(units)} units.")
     kept = torch.isfinite(rows).all(dim=1) & _first_of_unit(units, len(rows), plan.rows_per_unit)
     bounded = _bounded(rows[kept], plan)
-    nearest = torch.cdist(bounded, centroids.double()).argmin(dim=1)
+    # By differences: distances by products of matrices round by the number of rows, and would move other units' rows.
+    exact = "donot_use_mm_for_euclid_dist"
+    nearest = torch.cdist(bounded, centroids.double(), compute_mode=exact).argmin(dim=1)
     table = torch.zeros(len(centroids), rows.shape[1] + 1, dtype=torch.float64)
     weight = torch.full((len(bounded), 1), plan.count_weight * plan.radius, dtype=torch.float64)
     return table.index_add_(0, nearest, torch.cat([bounded, weight], dim=1))

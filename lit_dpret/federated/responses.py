@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -34,7 +35,7 @@ def public_places(folder: Path, collection: SentenceCollection) -> list[int]:
 
 
 def collection_centroids(
-    sentences: Tensor,
+    sentences: Callable[[], Tensor],
     collection: SentenceCollection,
     module: AS2DualEncoder,
     state: Path,
@@ -45,7 +46,8 @@ def collection_centroids(
 ) -> Tensor:
     """Private centroids of a collection, released once for each sentence encoder and then reused for free.
 
-    The unit is a passage, in a ledger of its own in ``ledgers``; one sentence of each counts.
+    The unit is a passage, in a ledger of its own in ``ledgers``; one sentence of each counts. ``sentences`` embeds
+    them, none of which has a say in another one's embedding.
 
     Raises:
         ConfigurationError: There is no budget, or its delta permits publishing one whole passage.
@@ -77,7 +79,7 @@ def collection_centroids(
     )
     units = collection.passage_of.tolist()
     with ledger.gaussian("fed_response", noise_multiplier=noise, count=stage.centroid_iterations) as noised:
-        rows = dp_centroids(sentences, plan, noised, units=units)
+        rows = dp_centroids(sentences(), plan, noised, units=units)
     save_tensors({"rows": rows}, kept)
     return rows
 

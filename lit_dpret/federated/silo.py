@@ -106,7 +106,7 @@ class SiloClient:
                 f"{'no signing key and roster' if credentials is None else 'the signing key of another silo'}."
             )
         self.collection = SentenceCollection(silo.sentences, silo.passage_of)
-        self._sentences: tuple[str, Tensor] | None = None
+        self._sentences: dict[tuple[int, ...] | None, tuple[str, Tensor]] = {}
         self.account = SiloAccount.open(
             self.folder, self.state, settings, name=self.name, secret_file=secret_file, ledgers=self.ledgers
         )
@@ -219,7 +219,7 @@ class SiloClient:
                 "protect nobody. Set federated.privacy.eps, or request=exact."
             )
         plan = CentroidPlan(count=stage.centroids, iterations=stage.centroid_iterations, seed=self.settings.seed)
-        queries = module.encode_queries(list(self.queries.values()))
+        queries = module.tower("query").encode_apart(list(self.queries.values()), "query")
         with self.ledger.gaussian(
             "fed_request", noise_multiplier=noise.request, count=stage.centroid_iterations
         ) as noised:
@@ -361,13 +361,18 @@ class SiloClient:
         """What stage 2 keeps its files under: runs with other negatives can share a state folder and its stage 1."""
         return f"personal-{self.settings.stage2.negatives}"
 
-    def _embedded(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """All sentences of the collection by the global sentence encoder; made once for each."""
-        module = self._fresh(weights)
-        key = module.tower("passage").fingerprint()
-        if self._sentences is None or self._sentences[0] != key:
-            self._sentences = (key, module.encode_passages(self.collection.texts))
-        return self._sentences[1]
+    def _embedded(self, weights: Mapping[str, Tensor], places: Sequence[int] | None = None) -> Tensor:
+        """Sentences of the collection by the global sentence encoder, all or some, and none with others beside them.
+
+        They are made once for each encoder.
+        """
+        module, texts = self._fresh(weights), self.collection.texts
+        key, some = module.tower("passage").fingerprint(), None if places is None else tuple(places)
+        found = self._sentences.get(some)
+        if found is None or found[0] != key:
+            chosen = texts if some is None else [texts[place] for place in some]
+            found = self._sentences[some] = (key, module.encode_passages(chosen))
+        return found[1]
 
     def _candidates(self, weights: Mapping[str, Tensor]) -> Tensor:
         """What may be sent to others, by the kind of response."""
@@ -375,11 +380,11 @@ class SiloClient:
         if response == "raw":
             return self._embedded(weights)
         if response == "public":
-            return self._embedded(weights)[public_places(self.folder, self.collection)]
+            return self._embedded(weights, public_places(self.folder, self.collection))
         module = self._fresh(weights)
         if response == "synthetic":
             return module.encode_passages([] if self.synthetic is None else self.synthetic.texts)
         return collection_centroids(
-            self._embedded(weights), self.collection, module, self.state, self.settings, secret_file=self._secret_file,
-            ledgers=self.ledgers,
+            lambda: module.tower("passage").encode_apart(self.collection.texts, "passage"), self.collection, module,
+            self.state, self.settings, secret_file=self._secret_file, ledgers=self.ledgers,
         )  # fmt: skip

@@ -97,7 +97,7 @@ class FrozenDualEncoder(PairModule):
         passage_prefix: Put before every passage; null for what the encoder's folder says.
         cache_dir: Where embeddings are kept between runs; null keeps none. It holds embeddings of
             private queries, from which their texts can be guessed: as private as the queries.
-        encode_batch_size: Texts per forward pass of the encoder.
+        encode_batch_size: Texts per forward pass of the encoder. Under a guarantee each query is embedded apart.
         log_private_loss: Log the training loss although it is an unaccounted release.
 
     Raises:
@@ -184,7 +184,7 @@ class FrozenDualEncoder(PairModule):
             query_prefix=query_prefix,
             passage_prefix=passage_prefix,
         )
-        self._frozen = FrozenTexts(tower, cache_dir, encode_batch_size)
+        self._frozen = FrozenTexts(tower, cache_dir, encode_batch_size, queries_apart=privacy.guarantee == "dp")
         if head_dim is not None and not 1 <= head_dim <= tower.dim:
             raise ConfigurationError(
                 f"model.head_dim={head_dim} is not between 1 and {tower.dim}, the size of an embedding."

@@ -12,12 +12,23 @@ from torch import Tensor
 from lit_dpret.encoders import Side, TextEncoder
 
 Progress = Callable[[int, int], None]
+_AT_ONCE = 1024  # texts that are dealt out to places, where each is embedded apart
 
 
 class FrozenTexts:
-    """The encoder and what it made of the texts it has seen; hides both from ``nn.Module``."""
+    """The encoder and what it made of the texts it has seen; hides both from ``nn.Module``.
 
-    def __init__(self, tower: TextEncoder, cache_dir: str | Path | None, batch_size: int) -> None:
+    Args:
+        tower: The encoder.
+        cache_dir: Where embeddings are kept between runs.
+        batch_size: Texts per forward pass, of those that are encoded together.
+        queries_apart: Whether no query may have a say in another one's embedding.
+    """
+
+    def __init__(
+        self, tower: TextEncoder, cache_dir: str | Path | None, batch_size: int, *, queries_apart: bool
+    ) -> None:
+        self._apart = queries_apart
         self.tower = tower.eval().requires_grad_(False)
         self._cache_dir, self._batch_size = cache_dir, batch_size
         self._known: dict[str, tuple[dict[str, int], Tensor]] = {}
@@ -25,12 +36,7 @@ class FrozenTexts:
     def learn(self, texts: Any, side: Side, progress: Progress | None) -> Tensor:
         """Encode ``texts`` and remember them instead of what was remembered of this side."""
         listed = list(texts)
-        if self._cache_dir is None:
-            found = self.tower.encode(listed, side, batch_size=self._batch_size, progress=progress)
-        else:
-            found = self.tower.encode_cached(
-                listed, side, self._cache_dir, batch_size=self._batch_size, progress=progress
-            )
+        found = self._made(listed, side, self._cache_dir, progress)
         self._known[side] = ({text: row for row, text in enumerate(listed)}, found)
         return found
 
@@ -40,6 +46,17 @@ class FrozenTexts:
         new = list(dict.fromkeys(text for text in texts if text not in rows))
         if not new:
             return known[[rows[text] for text in texts]]
-        fresh = self.tower.encode(new, side, batch_size=self._batch_size, progress=progress)
+        fresh = self._made(new, side, None, progress)
         place = {**rows, **{text: len(known) + row for row, text in enumerate(new)}}
         return torch.cat([known.to(fresh.dtype), fresh])[[place[text] for text in texts]]
+
+    def _made(
+        self, texts: Sequence[str], side: Side, cache_dir: str | Path | None, progress: Progress | None
+    ) -> Tensor:
+        apart = self._apart and side == "query"
+        size = max(self._batch_size, _AT_ONCE) if apart else self._batch_size
+        if cache_dir is not None:
+            return self.tower.encode_cached(texts, side, cache_dir, batch_size=size, progress=progress, apart=apart)
+        if apart:
+            return self.tower.encode_apart(texts, side)
+        return self.tower.encode(texts, side, batch_size=size, progress=progress)

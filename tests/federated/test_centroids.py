@@ -51,6 +51,19 @@ def test_no_neighbour_moves_the_table_further_than_the_sensitivity_says(
         assert moved <= times * plan.sensitivity * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("count", [5, 26, 27, 40])
+def test_rows_between_two_centroids_fall_to_one_of_them_whoever_else_is_there(count: int) -> None:
+    plan, coins = CentroidPlan(count=2), torch.Generator().manual_seed(count)
+    side = torch.randn(6, generator=coins, dtype=torch.float64)
+    rows = torch.randn(count, 6, generator=coins, dtype=torch.float64)
+    rows -= (rows @ side / (side @ side))[:, None] * side
+    centroids = torch.stack([side, -side])
+    table = table_of(rows, centroids, plan)
+    for gone in range(count):
+        left = torch.cat([rows[:gone], rows[gone + 1 :]])
+        assert float((table - table_of(left, centroids, plan)).norm()) <= plan.sensitivity * (1 + 1e-9)
+
+
 def test_the_sensitivity_is_reached_and_not_stated_larger_than_it_is() -> None:
     plan = CentroidPlan(count=2, rows_per_unit=2)
     rows = torch.tensor([[5.0, 0.0], [7.0, 0.0], [0.0, 1.0]])

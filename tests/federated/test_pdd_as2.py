@@ -15,6 +15,7 @@ from tiny_silos import PRIVATE, SIZE, SMALL, declare_public, encoder, federation
 
 from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.datamodules.silo_folder import read_silo, silo_folders, write_silos
+from lit_dpret.encoders import TextEncoder
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, LedgerError, ResumeError
 from lit_dpret.federated.aggregation import TowardsAnchor, client_weights, put_weights, take_weights, weighted_mean
 from lit_dpret.federated.data import merged_silo, planted_silos
@@ -23,6 +24,7 @@ from lit_dpret.federated.fed_negatives import FedPool
 from lit_dpret.federated.fitting import fit_epochs
 from lit_dpret.federated.inprocess import InProcessFederation
 from lit_dpret.federated.negatives import FedNegatives
+from lit_dpret.federated.responses import public_places
 from lit_dpret.federated.secure_mean import secure_mean
 from lit_dpret.federated.settings import PddAs2, Stage1, Stage2
 from lit_dpret.federated.silo import SiloClient
@@ -253,6 +255,32 @@ def test_centroids_of_a_private_collection_are_released_once_in_a_ledger_of_pass
     again = federation(tmp_path, settings).clients["client0"].serve(run.start, torch.empty(0, 16), refresh=0)
     assert torch.equal(first.embeddings, again.embeddings) and ledgers == ["silo_ledger.passage.jsonl"]
     assert client.epsilon() == 0.0  # nothing of the queries was read
+
+
+@pytest.mark.parametrize("response", ["public", "dp_centroid"])
+def test_nothing_that_leaves_under_a_budget_is_made_of_texts_that_were_embedded_together_with_private_ones(
+    response: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together: set[str] = set()
+    encode = TextEncoder.encode
+
+    def noted(self: TextEncoder, texts: list[str], *arguments: Any, **settings: Any) -> torch.Tensor:
+        together.update(texts)
+        return encode(self, texts, *arguments, **settings)
+
+    settings = replace(
+        PRIVATE,
+        stage2=replace(PRIVATE.stage2, response=response),
+        privacy=replace(PRIVATE.privacy, collection_eps=5.0, collection_delta=1e-3),
+    )
+    run = federation(tmp_path, settings)
+    declare_public(tmp_path, count=3)
+    client = run.clients["client0"]
+    public = {client.collection.texts[place] for place in public_places(client.folder, client.collection)}
+    monkeypatch.setattr(TextEncoder, "encode", noted)
+    rows = client.request(run.start, 0)
+    client.serve(run.start, rows, refresh=0)
+    assert together == (public if response == "public" else set())
 
 
 def test_with_noise_on_a_grid_nothing_floating_is_drawn_for_training_requests_or_answers(

@@ -111,6 +111,26 @@ def test_changing_one_query_changes_the_losses_and_gradients_of_its_own_rows_alo
             torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_under_a_guarantee_no_query_has_a_say_in_another_ones_embedding(cached: bool, tmp_path: Path) -> None:
+    texts = {f"q{i}": " ".join(WORDS[(7 * i + j * (1 + i % 5)) % 13] for j in range(1 + i % 11)) for i in range(100)}
+
+    def found(queries: dict[str, str], asked: dict[str, str]) -> Tensor:
+        cache = tmp_path if cached else None
+        module = FrozenDualEncoder(
+            privacy=dp(tmp_path), optimizer=OptimizerSpec(), encoder=tower(query_max_length=24), cache_dir=cache
+        )
+        module.prepare_texts(PASSAGES, queries)
+        lines = [Line(name, text, "p0", PASSAGES["p0"], frozenset({"p0"})) for name, text in asked.items()]
+        return module.collate_rows(lines)["query"]
+
+    for gone in ("q10", "q43", "q99"):
+        left = {name: text for name, text in texts.items() if name != gone}
+        alone = torch.cat([found({}, {name: text}) for name, text in [*left.items()][:9]])
+        assert torch.equal(found(texts, left), found(left, left))
+        assert torch.equal(found({}, left), found(left, left)) and torch.equal(found(left, left)[:9], alone)
+
+
 def test_a_query_with_a_broken_embedding_contributes_nothing_and_spoils_no_other() -> None:
     module, lines = frozen(), rows()
     batch = module.collate_rows(lines)
