@@ -1,14 +1,15 @@
 """Opacus' per-row gradients, for the models that opacus handles correctly.
 
 Opacus writes one gradient per row and parameter, which costs units x parameters of memory, and
-covers many layers (convolutions, recurrent layers) that the book-keeping engine does not. What it
-gets wrong (opacus 1.6) is refused: by name where the class tells, and otherwise by comparing its
-gradients with autograd's, as sums in every batch and weighted by unit in the first one.
+covers many layers that the book-keeping engine does not. What it gets wrong (opacus 1.6) is refused:
+by name where the class tells, and otherwise by comparing its gradients with autograd's, as sums in
+every batch and weighted by unit in the first one.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import warnings
 from typing import Any
 
@@ -27,21 +28,23 @@ from lit_dpret.privacy.clipping.base import (
     check_losses,
 )
 from lit_dpret.privacy.clipping.groups import ClipGroups
-from lit_dpret.privacy.clipping.rules import RELATIVE_ATTENTION, qualified_name
+from lit_dpret.privacy.clipping.rules import RELATIVE_ATTENTION, WAYS_OUT, qualified_name
 from lit_dpret.privacy.clipping.units import UnitRows
 
+_ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 INSTEAD = "Freeze it with requires_grad_(False), or choose privacy.engine=ghost or loop."
 
 
 class OpacusClipping(ClippedSum):
     """Clip the per-row gradients of opacus; ``privacy.engine=opacus``.
 
-    Refused by name: T5's trainable relative position bias (opacus takes the query length for the
-    batch, an error at best and silently wrong norms where the two are equal), trainable embeddings
-    with a ``padding_idx`` (its gradient of the padding row is not zero), trainable layers with
-    buffers, and any parameter whose per-row gradients do not have one slice per row or do not add up
-    to autograd's (position ids broadcast over the batch, rows folded into the batch, a weight used
-    outside its module). The module must be in train mode: opacus records nothing otherwise.
+    Refused by name: T5's trainable relative position bias (opacus takes the query length for the batch, an
+    error at best and silently wrong norms where the two are equal), trainable embeddings with a
+    ``padding_idx`` (its gradient of the padding row is not zero), trainable layers with buffers, recurrent
+    ones of torch and those whose forward needs more than one tensor (DoRA's), and any parameter whose per-row
+    gradients do not have one slice per row or do not add up to autograd's (position ids broadcast over the
+    batch, rows folded into the batch, a weight used outside its module). The module must be in train mode:
+    opacus records nothing otherwise.
     """
 
     def __init__(
@@ -79,11 +82,30 @@ class OpacusClipping(ClippedSum):
                     f"Parameter {own[0]} belongs to an Embedding with padding_idx={layer.padding_idx}, "
                     f"whose padding row gets a gradient in opacus and none in autograd. {INSTEAD}"
                 )
+            reason = self._cannot_repeat(layer) if own else None
+            if reason is not None:
+                raise UnsupportedModelError(
+                    f"Parameter {own[0]} is not covered by privacy.engine=opacus, owned by {name or 'the module'} "
+                    f"({type(layer).__name__}): {reason}. {WAYS_OUT}",
+                    trap="T13",
+                )
             if own and any(True for _ in layer.buffers()):
                 raise UnsupportedModelError(
                     f"Parameter {own[0]} belongs to {name or 'the module'} ({type(layer).__name__}), "
                     f"which has buffers: opacus does not support it. {INSTEAD}"
                 )
+
+    def _cannot_repeat(self, layer: nn.Module) -> str | None:
+        """Why opacus cannot run a layer without a rule of its own again, row by row, with its first input alone."""
+        if type(layer) in self._opacus.GRAD_SAMPLERS:
+            return None
+        if isinstance(layer, (nn.RNNBase, nn.RNNCellBase)):
+            return "opacus cannot run a recurrent layer of torch row by row"
+        inputs = list(inspect.signature(layer.forward).parameters.values())
+        needed = [each for each in inputs if each.default is each.empty and each.kind not in _ANY_NUMBER]
+        if len(needed) > 1 or any(each.kind is each.KEYWORD_ONLY for each in needed):
+            return f"its forward needs {', '.join(each.name for each in needed)}, and opacus runs it with one tensor"
+        return None
 
     def _add(self, row_loss: RowLoss, batch: UnitRows) -> ClipStats:
         for name, layer in self.module.named_modules():
@@ -112,7 +134,16 @@ class OpacusClipping(ClippedSum):
         parameters = list(self.parameters.values())
         with warnings.catch_warnings(), torch.autocast(losses.device.type, enabled=False):
             warnings.filterwarnings("ignore", message="Full backward hook is firing")  # a first layer's, as meant
-            plain = torch.autograd.grad(real.sum(), parameters, allow_unused=True, retain_graph=weighing)
+            try:
+                plain = torch.autograd.grad(real.sum(), parameters, allow_unused=True, retain_graph=weighing)
+            except (torch.OutOfMemoryError, UnsupportedModelError):
+                raise
+            except (AttributeError, RuntimeError, ValueError, TypeError, IndexError) as error:
+                raise UnsupportedModelError(
+                    "privacy.engine=opacus cannot make the gradients of this model row by row: "
+                    f"{' '.join(str(error).split())}{self._without_rule()}. {WAYS_OUT}",
+                    trap="T13",
+                ) from error
             samples = {name: self._sample(name, p, batch.rows) for name, p in self.parameters.items()}
             tolerance = tolerance_of((losses, *(s for s in samples.values() if s is not None)))
             ones = torch.ones_like(real)
@@ -124,6 +155,15 @@ class OpacusClipping(ClippedSum):
                 self._compare(samples, twins, weights, tolerance)
                 self._attributed = bool(real.isfinite().all())
         return {name: sample for name, sample in samples.items() if sample is not None}
+
+    def _without_rule(self) -> str:
+        """Tell which layers with trainable parameters opacus runs again row by row."""
+        layers = [
+            f"{name or 'the module'} ({type(layer).__name__})"
+            for name, layer in self.module.named_modules()
+            if type(layer) not in self._opacus.GRAD_SAMPLERS and any(p.requires_grad for p in layer.parameters(False))
+        ]
+        return f"; it has no rule for {', '.join(layers)}" if layers else ""
 
     def _sample(self, name: str, parameter: Tensor, rows: int) -> Tensor | None:
         found = getattr(parameter, "grad_sample", None)

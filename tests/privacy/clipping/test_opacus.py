@@ -110,6 +110,47 @@ def test_a_layer_with_buffers_is_refused() -> None:
         make_engine("opacus", nn.Sequential(layer), max_grad_norm=1.0)
 
 
+@pytest.mark.parametrize(
+    ("layer", "named"),
+    [
+        (nn.GRU(5, 6), "weight_ih_l0"), (nn.LSTM(5, 6), "weight_ih_l0"), (nn.RNN(5, 6), "weight_ih_l0"),
+        (nn.GRUCell(5, 6), "weight_ih"), (nn.Bilinear(5, 5, 2), "0.weight"), (nn.MultiheadAttention(5, 1), "in_proj"),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, nn.Module) else "",
+)  # fmt: skip
+def test_a_layer_that_opacus_cannot_run_row_by_row_is_refused_by_name_before_anything_runs(
+    layer: nn.Module, named: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"{named}.*privacy\.engine=opacus"):
+        make_engine("opacus", nn.Sequential(layer), max_grad_norm=1.0)
+
+
+class _CalledByName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.map(input=x)
+
+
+class _Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bag(x.argmax(dim=-1, keepdim=True))
+
+
+@pytest.mark.parametrize("made", [_CalledByName, _Bag])
+def test_what_opacus_fails_on_in_a_batch_is_refused_with_the_setting(made: type[nn.Module]) -> None:
+    module, rows = made(), torch.randn(3, 5)
+    clipping = make_engine("opacus", module, max_grad_norm=1.0)
+    with pytest.raises(UnsupportedModelError, match=r"privacy\.engine=opacus"):
+        clipping.add(lambda: module(rows).sin().sum(1), torch.arange(3), torch.ones(3, dtype=torch.bool))
+
+
 def test_eval_mode_is_refused_because_opacus_records_nothing_there(lib: SimpleNamespace) -> None:
     case = lib.head()
     case.module.eval()
