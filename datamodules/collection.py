@@ -10,7 +10,7 @@ import hmac
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from lit_dpret.datamodules.fields import NOT_UNICODE, is_unicode
+from lit_dpret.datamodules.fields import NOT_UNICODE, as_id, is_unicode
 from lit_dpret.datamodules.records import SPLITS
 from lit_dpret.errors import ConfigurationError, DataError
 
@@ -29,7 +29,7 @@ class Collection:
         queries: Text of each query of every split by id.
         qrels: For each split (``train``, ``dev``, ``test``) the graded judgements
             ``{query_id: {passage_id: grade}}``. A grade above 0 makes the passage a positive.
-        users: User id by query id, where users are known; private.
+        users: User id by query id, where users are known; private. Ids are taken as those of files are (`as_id`).
         domains: Domain by query id, where domains are known.
         passage_domains: Domain by passage id, where domains are known.
         source: Where it came from, for messages.
@@ -42,6 +42,10 @@ class Collection:
     domains: Mapping[str, str] = field(default_factory=dict)
     passage_domains: Mapping[str, str] = field(default_factory=dict)
     source: str = "the data set"
+
+    def __post_init__(self) -> None:
+        users = {query_id: as_id(user) for query_id, user in self.users.items()}
+        object.__setattr__(self, "users", {query_id: user for query_id, user in users.items() if user is not None})
 
     def __repr__(self) -> str:
         return f"Collection({self.source}: {len(self.passages)} passages; splits {', '.join(self.qrels) or 'none'})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -112,9 +113,17 @@ def is_unicode(text: str) -> bool:
 
 
 def as_id(value: object) -> str | None:
-    """An id as a string; whole numbers are ids too. None for what cannot be an id."""
-    if isinstance(value, str) and value.strip():
-        return value
+    r"""An id as a string; whole numbers are ids too. None for what cannot be an id.
+
+    Whitespace around it is no part of it, and its accents are in Unicode's composed form (NFC): who is meant does not
+    depend on how an id was written.
+
+    Example:
+        >>> as_id("u1 "), as_id(7), as_id("Jose\N{COMBINING ACUTE ACCENT}") == "Jos\N{LATIN SMALL LETTER E WITH ACUTE}"
+        ('u1', '7', True)
+    """
+    if isinstance(value, str):
+        return unicodedata.normalize("NFC", value.strip()) or None
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     return None

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.datamodules.complaints import Complain, refuse
-from lit_dpret.datamodules.fields import NOT_UNICODE, Fields, is_unicode
+from lit_dpret.datamodules.fields import NOT_UNICODE, Fields, as_id, is_unicode
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.datamodules.records import SPLITS
 from lit_dpret.errors import ConfigurationError, DataError, StorageError, schema_problem
@@ -237,9 +237,9 @@ def read_silo(folder: str | Path, *, complain: Complain = refuse, verify: bool =
     sentences: dict[str, str] = {}
     passage_of: dict[str, str] = {}
     for sid, pid, record in _records(root / FILES[1], ("sid", "pid"), complain):
-        sentences[sid], passage_of[sid] = str(record.get("text", "")), pid
+        sentences[sid], passage_of[sid] = str(record.get("text", "")), as_id(pid) or ""
     queries = [
-        SiloQuery(qid, text, tuple(map(str, record.get("pos_sids") or ())), str(record.get("split")))
+        SiloQuery(qid, text, tuple(as_id(sid) or "" for sid in record.get("pos_sids") or ()), str(record.get("split")))
         for qid, text, record in _records(root / FILES[2], ("qid", "text"), complain)
     ]
     silo = Silo(str(manifest.get("name", root.name)), passages, sentences, passage_of, queries)
