@@ -41,9 +41,10 @@ def exponential_average(
         use_buffers: Average the buffers too.
 
     Raises:
-        ConfigurationError: The decay is no such number.
+        ConfigurationError: The decay is no such number, or a number of steps is none.
     """
     _refuse_decay("callbacks.averaging.decay", decay)
+    _refuse_steps("callbacks.averaging", every=update_every_n_steps, first=update_starting_at_step)
     return EMAWeightAveraging(
         decay=decay, update_every_n_steps=update_every_n_steps, update_starting_at_step=update_starting_at_step,
         use_buffers=use_buffers,
@@ -97,6 +98,9 @@ def refuse_averages(trainer: L.Trainer, module: Any, callbacks: list[Any]) -> No
             raise ConfigurationError(f"callbacks: {len(found)} of them average the weights ({name}). Keep one.")
         if isinstance(callback, EMAWeightAveraging) and (decay := _decay_of(callback)) is not None:
             _refuse_decay(f"callbacks: {name}.decay", decay)
+        first, epoch = (getattr(callback, f"update_starting_at_{what}", None) for what in ("step", "epoch"))
+        every = getattr(callback, "update_every_n_steps", 1)
+        _refuse_steps(f"callbacks: {name}", every=every, first=first, epoch=epoch)
         if (strategy := strategy_name(trainer)) not in _WHOLE:
             raise ConfigurationError(
                 f"callbacks: {name} copies the weights of one process, and under trainer.strategy={strategy} it is not "
@@ -109,15 +113,15 @@ def refuse_averages(trainer: L.Trainer, module: Any, callbacks: list[Any]) -> No
             )
         if isinstance(callback, StochasticWeightAveraging):
             _refuse_swa(trainer, module)
-        elif (first := getattr(callback, "update_starting_at_step", None) or 0) >= trainer.max_steps > 0:
+        elif (first or 0) >= trainer.max_steps > 0:
             raise ConfigurationError(
                 f"callbacks: {name}.update_starting_at_step={first} is never reached in trainer.max_steps="
                 f"{trainer.max_steps}: the model would be what training began with. Lower it, or set it to null."
             )
-        elif not 1 <= (every := getattr(callback, "update_every_n_steps", 1)) <= max(trainer.max_steps, 1):
+        elif every > max(trainer.max_steps, 1):
             raise ConfigurationError(
-                f"callbacks: {name}.update_every_n_steps={every} does not lie between 1 and trainer.max_steps="
-                f"{trainer.max_steps}: the average would never be made, or be the first weights. Set it to 1."
+                f"callbacks: {name}.update_every_n_steps={every} is more than trainer.max_steps={trainer.max_steps}: "
+                "the average would be the first weights. Set it to 1."
             )
         elif getattr(callback, "_use_buffers", False) and any(not b.is_floating_point() for b in module.buffers()):
             raise ConfigurationError(
@@ -139,6 +143,18 @@ def go_on_averaging(trainer: L.Trainer, module: Any) -> None:
     callback.on_train_epoch_start(trainer, module)
     for group, rate in zip(groups, before, strict=True):  # a new schedule takes a step of its own
         group["lr"] = rate
+
+
+def _refuse_steps(where: str, *, every: object, first: object, epoch: object = None) -> None:
+    """Refuse numbers of steps and epochs that are none; there is no null for ``every``."""
+    for knob, value, least in (
+        ("every_n_steps", every, 1),
+        ("starting_at_step", first, 0),
+        ("starting_at_epoch", epoch, 0),
+    ):
+        wrong = isinstance(value, bool) or not isinstance(value, int) or value < least
+        if wrong and (value is not None or least):
+            raise ConfigurationError(f"{where}.update_{knob}={value!r} must be a whole number of at least {least}.")
 
 
 def _refuse_decay(knob: str, decay: Any) -> None:

@@ -278,6 +278,8 @@ def _made(where: str, kind: type[T], given: Mapping[str, Any] | None) -> T:
         return kind(**dict(given or {}))
     except TypeError as error:
         raise ConfigurationError(f"{where}: {error}.") from error
+    except ConfigurationError as error:  # of what a task has under a name of its own
+        raise ConfigurationError(str(error).replace("task.planted", where)) from error
 
 
 def _insuranceqa() -> Path | None:

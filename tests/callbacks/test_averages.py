@@ -247,6 +247,22 @@ def test_a_decay_under_which_nothing_is_averaged_is_refused_as_it_is_written(dec
     assert isinstance(instantiate(chosen, decay=0.99), EMAWeightAveraging)
 
 
+@pytest.mark.parametrize("value", ["2", "abc", 1.5, True, -1])
+@pytest.mark.parametrize("knob", ["update_every_n_steps", "update_starting_at_step"])
+def test_a_number_of_steps_that_is_none_is_refused_with_the_setting(knob: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=rf"callbacks\.averaging\.{knob}={value!r}"):
+        averages.exponential_average(decay=DECAY, **{knob: value})
+    callback = ema()
+    setattr(callback, knob, value)
+    with pytest.raises(ConfigurationError, match=rf"EMAWeightAveraging\.{knob}={value!r}"):
+        Case(tmp_path, callbacks=[callback]).fitted()
+
+
+def test_steps_between_updates_have_no_null() -> None:
+    with pytest.raises(ConfigurationError, match="update_every_n_steps=None"):
+        averages.exponential_average(decay=DECAY, update_every_n_steps=None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed", "xla"])
 def test_a_strategy_under_which_no_process_has_the_weights_whole_is_named(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

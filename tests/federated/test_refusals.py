@@ -9,6 +9,8 @@ import pytest
 from tiny_silos import PRIVATE, SMALL
 
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.federated.data.planted import Planted
+from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.trust import trust_table
 
@@ -132,3 +134,15 @@ def test_with_sealing_the_server_sees_sizes_and_the_table_still_says_what_the_si
 def test_every_setting_that_is_refused_under_a_budget_shows_in_the_table_without_one() -> None:
     assert all("in clear" in line for line in trust_table(changed(PRIVATE, privacy={"eps": None},
                stage2={"request": "exact", "response": "raw"})).splitlines()[2:5])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [("clients", "3"), ("entities", "many"), ("questions", 1.5), ("hubs", "0"), ("duplicates", -1), ("seed", True),
+     ("common", "false"), ("shared", "0.5"), ("skew", "abc"), ("skew", float("nan"))],
+)  # fmt: skip
+def test_sizes_of_planted_silos_that_are_no_numbers_are_refused_with_the_setting(knob: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=rf"task\.planted\.{knob}={value!r}"):
+        Planted(**{knob: value})
+    with pytest.raises(ConfigurationError, match=rf"federated\.planted\.{knob}={value!r}"):
+        FederationPlan(silos="planted", planted={knob: value})

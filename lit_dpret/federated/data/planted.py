@@ -15,6 +15,7 @@ import numpy as np
 
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.federated.settings import require_number, require_switch, require_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +54,12 @@ class Planted:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("clients", "entities", "attributes", "told", "questions", "phrasings"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"task.planted.{name}={getattr(self, name)} must be at least 1.")
-        if min(self.hubs, self.duplicates, self.seed) < 0:
-            raise ConfigurationError(
-                f"task.planted: hubs={self.hubs}, duplicates={self.duplicates}, seed={self.seed} must not be negative."
-            )
+        where = "task.planted"
+        require_whole(where, self, 1, "clients", "entities", "attributes", "told", "questions", "phrasings")
+        require_whole(where, self, 0, "hubs", "duplicates", "seed")
+        require_switch(where, self, "common")
+        require_number(where, self, "shared", zero=True)
+        require_number(where, self, "skew")
         if not self.questions <= self.told <= self.attributes:
             raise ConfigurationError(
                 f"task.planted: questions={self.questions}, told={self.told} and attributes={self.attributes} must not "
