@@ -49,19 +49,19 @@ from lit_dpret.callbacks.strategies import (
     strategy_name,
 )
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
-from lit_dpret.privacy.card import LEDGER_NAME, read_card
+from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.card_leaks import PRIVATE_LOG_EVENT
 from lit_dpret.privacy.dataset_account import DatasetAccount
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.fingerprints import state_hash
 from lit_dpret.privacy.gate import ReleaseGate
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger, ledger_identity
 from lit_dpret.privacy.modes import GaussianMode, PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream, load_secret, published_secret
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.privacy.releases import Release
-from lit_dpret.privacy.run import Position, PrivateRun, ledger_identity
+from lit_dpret.privacy.run import Position, PrivateRun
 from lit_dpret.privacy.sampling import UnitCollator
 from lit_dpret.privacy.shared_gate import SharedGate
 from lit_dpret.privacy.shown import unaccounted

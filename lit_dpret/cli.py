@@ -23,23 +23,19 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-import transformers
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from hydra.utils import get_class, instantiate
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_dpret import rank_watch
 from lit_dpret.configuration import CONFIG_MODULE, format_choices, names
 from lit_dpret.errors import ConfigurationError, LitDpretError, WorkerError
-from lit_dpret.privacy.ranks import lost_rank
-from lit_dpret.tasks import Fit, TrialOf
-from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed, model_folder
+from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed
 from lit_dpret.tasks.silo_command import silo_command
 from lit_dpret.tasks.stages import holds_a_run
 
@@ -52,7 +48,6 @@ _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EN
 
 def build_parts(cfg: DictConfig) -> Parts:
     """The means to build every piece of a run, each only when it is asked for."""
-    transformers.utils.logging.disable_progress_bar()
 
     def node(name: str, **extra: Any) -> Any:
         # Hydra takes a dataclass for a configuration and would hand on a DictConfig: those are given afterwards.
@@ -146,6 +141,8 @@ def _start(cfg: DictConfig) -> dict[str, str]:
             f"init_from={cfg.init_from}: {cfg.model._target_} has neither pretrained nor encoder, so it cannot start "
             "from a saved model."
         )
+    from lit_dpret.privacy.start import model_folder
+
     return {key: str(model_folder(cfg.init_from))}
 
 
@@ -156,11 +153,11 @@ def checked_task(cfg: DictConfig) -> Any:
         ConfigurationError: It does nothing with what is chosen.
     """
     task = instantiate(cfg.task, _convert_="all")
-    if cfg.get("canaries") is not None and not isinstance(task, Fit):
+    if cfg.get("canaries") is not None and not getattr(task, "takes_canaries", False):
         raise ConfigurationError("canaries are planted by task=fit; task=canaries has its own, task.canaries.")
     if cfg.get("federated") is not None and not getattr(task, "takes_federation", False):
         raise ConfigurationError("federated= describes a federation, and this task trains none. Add task=federated.")
-    if cfg.init_from is not None and not isinstance(task, Fit):
+    if cfg.init_from is not None and not getattr(task, "takes_start", False):
         raise ConfigurationError(f"init_from={cfg.init_from} is for task=fit: no other task starts from a run's model.")
     return task
 
@@ -174,7 +171,11 @@ def run(cfg: DictConfig) -> Any:
         )
     _note_place()
     _begin_what_is_left(cfg)
-    trial = None if cfg.trial_of is None else TrialOf(cfg.trial_of, Path(cfg.run_dir))
+    trial = None
+    if cfg.trial_of is not None:
+        from lit_dpret.tasks.trial import TrialOf
+
+        trial = TrialOf(cfg.trial_of, Path(cfg.run_dir))
     before = dict(os.environ)
     with _one_job():
         try:
@@ -261,17 +262,17 @@ def main() -> None:
             return
         sys.argv[1:] = with_task(sys.argv[1:])
         _hydra_main()
-    except SIGTERMException:  # a SystemExit without a code, which would be status 0
-        _stop(f"ended by SIGTERM. {_way_on()}", 143)
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         # Lightning answers Ctrl-C by SystemExit(1); on several ranks one may first notice that another is gone.
         causes = list(_causes(error))
         if any(isinstance(cause, KeyboardInterrupt) for cause in causes) or (
-            interrupted() and any(isinstance(cause, WorkerError) or lost_rank(cause) for cause in causes)
+            interrupted() and any(isinstance(cause, WorkerError) or _lost_rank(cause) for cause in causes)
         ):
             if rank_watch.is_started_by_launcher():  # the first process tells it, and takes another status for a defect
                 raise SystemExit(0) from None
             _stop(f"interrupted. {_way_on()}", 130)
+        if type(error).__name__ == "SIGTERMException":  # Lightning's SystemExit without a code, which would be 0
+            _stop(f"ended by SIGTERM. {_way_on()}", 143)
         if not isinstance(error, Exception):
             raise
         told_elsewhere = any(getattr(cause, "told_by_rank", None) is not None for cause in _causes(error))
@@ -395,11 +396,18 @@ def explain(error: BaseException) -> str | None:
             return f"{cause.filename}: {cause.strerror}. Choose another hydra.run.dir, or mend the permissions."
         if isinstance(cause, RuntimeError) and "PytorchStreamWriter" in str(cause):
             return "a checkpoint could not be written (is the disk full?). Free space, then resume=true."
-        if (lost := lost_rank(cause)) is not None:
+        if (lost := _lost_rank(cause)) is not None:
             return str(lost)
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return _explain_composition(error)
     return None
+
+
+def _lost_rank(error: BaseException) -> WorkerError | None:
+    """What a broken connection between ranks means; a command that never loaded that module has no ranks."""
+    ranks = sys.modules.get("lit_dpret.privacy.ranks")
+    found: WorkerError | None = None if ranks is None else ranks.lost_rank(error)
+    return found
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

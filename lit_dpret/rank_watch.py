@@ -72,9 +72,8 @@ def leave(before: dict[str, str]) -> None:
     Args:
         before: ``os.environ`` as it was before the job.
     """
-    import torch.distributed as dist  # here: what is interrupted while torch is loaded asks this module who tells it
-
-    if "LOCAL_RANK" in before or not dist.is_available():
+    dist = sys.modules.get("torch.distributed")  # a job that never loaded it had no ranks
+    if "LOCAL_RANK" in before or dist is None or not dist.is_available():
         return
     with suppress(RuntimeError, ValueError):
         if dist.is_initialized():

@@ -19,10 +19,10 @@ from lit_dpret.costs.live_bytes import LiveBytes
 from lit_dpret.costs.memory import Line
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.master_weights import gradient_slot
+from lit_dpret.privacy.budget import NoiseName
 from lit_dpret.privacy.clipping.phases import PHASES
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.noise_source import NoiseName
 from lit_dpret.privacy.plan import PrivacyPlan
 
 TIMED_BATCHES = 2

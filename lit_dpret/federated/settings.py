@@ -14,8 +14,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.aggregation import Aggregation, Weighting
 from lit_dpret.federated.fed_negatives import SENT_AS, Request, Response
 from lit_dpret.federated.selection import Selection
-from lit_dpret.privacy.budget import AccountantName, Neighbours, Unit, require_choice
-from lit_dpret.privacy.noise_source import NoiseName
+from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, Unit, require_choice
 
 Strategy = Literal["fedavg", "fedprox"]
 Stage1Negatives = Literal["static", "bm25", "random"]

@@ -25,15 +25,14 @@ from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, LedgerError, PrivateDataError
 from lit_dpret.privacy.accounting import calibrate_noise, epsilon
-from lit_dpret.privacy.budget import AccountantName, Neighbours, PrivacyBudget, Unit
-from lit_dpret.privacy.card import LEDGER_NAME
+from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, Unit, charged
 from lit_dpret.privacy.charges import SCHEMA, start_of
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.dataset_total import Total
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.noise import KeyedStream, load_secret
-from lit_dpret.privacy.noise_source import NoiseName, charged, noise_source
+from lit_dpret.privacy.noise_source import noise_source
 from lit_dpret.privacy.owed import owed_releases
 from lit_dpret.privacy.releases import FullBatch, GaussianRelease, Release, SamplingLaw, merge
 from lit_dpret.privacy.search import DecimalGrid, least

@@ -37,10 +37,11 @@ from lit_dpret.generation.sampler import Decoding
 from lit_dpret.generation.shards import RankShards, ShardStore
 from lit_dpret.generation.workers import Drawn, draw_groups
 from lit_dpret.modules.generator_folder import load_generator, weights_hash
-from lit_dpret.privacy.card import CARD_NAME, LEDGER_NAME, inherit_card, read_card, write_card
+from lit_dpret.privacy.card import CARD_NAME, inherit_card, read_card, write_card
 from lit_dpret.privacy.card_environment import environment_facts, version_of
 from lit_dpret.privacy.card_facts import Assumption
 from lit_dpret.privacy.card_notes import with_notes
+from lit_dpret.privacy.ledger import LEDGER_NAME
 
 
 def synthesize(

@@ -11,6 +11,15 @@ from lit_dpret.errors import ConfigurationError
 Unit = Literal["query", "pair", "user", "image", "passage"]
 Neighbours = Literal["zero_out", "add_or_remove", "replace_one"]
 AccountantName = Literal["pld", "rdp", "prv"]
+NoiseName = Literal["gaussian", "discrete"]
+
+ROUNDING_SHARE = 2.0**-16
+"""The share of the sensitivity, and so of the noise, that is paid for rounding a sum to the grid of `noise_source`."""
+
+
+def charged(sensitivity: float, noise: NoiseName) -> float:
+    """Return the sensitivity of what is noised, where that of the sum is given: rounding is paid for."""
+    return sensitivity * (1 + ROUNDING_SHARE) if noise == "discrete" else sensitivity
 
 
 def require_choice(knob: str, value: object, choices: tuple[str, ...]) -> None:

@@ -53,6 +53,7 @@ from lit_dpret.privacy.card_text import show_delta, show_epsilon, statement
 from lit_dpret.privacy.card_tuning import search_cost, tuning_facts, with_earlier_tuning
 from lit_dpret.privacy.chain import today
 from lit_dpret.privacy.charges import charged_releases, claimed_releases, start_of
+from lit_dpret.privacy.ledger import LEDGER_NAME
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.start import (
     start_accounting,
@@ -76,7 +77,6 @@ __all__ = [
     "write_card",
 ]
 
-LEDGER_NAME = "privacy_ledger.jsonl"
 
 _NO_CLAIM = "Everything: no guarantee is claimed."
 

@@ -7,11 +7,12 @@ import subprocess
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import lit_dpret
+
+if TYPE_CHECKING:
+    import torch
 
 CHANGED = "+changes"
 """What stands after the commit of a checkout whose files differ from it."""
@@ -40,7 +41,7 @@ def environment_facts(*, device: torch.device | str | None = None, precision: st
         device: Where it was computed; None where that is not known.
         precision: In which numbers, as Lightning writes it.
     """
-    return {"code_commit": code_commit(), "hardware": None if device is None else _hardware(torch.device(device)),
+    return {"code_commit": code_commit(), "hardware": None if device is None else _hardware(str(device)),
             "precision": precision}  # fmt: skip
 
 
@@ -68,7 +69,10 @@ def code_commit() -> str | None:
     return f"{commit}{CHANGED}" if commit and git("status", "--porcelain", "--untracked-files=no") else commit
 
 
-def _hardware(device: torch.device) -> str:
-    if device.type == "cuda" and torch.cuda.is_available():
-        return str(torch.cuda.get_device_name(device))
-    return f"{device.type} ({platform.machine()})" if device.type == "cpu" else device.type
+def _hardware(device: str) -> str:
+    kind = device.partition(":")[0]
+    if kind == "cuda":
+        import torch  # who reads a card of another machine needs none
+
+        return torch.cuda.get_device_name(device) if torch.cuda.is_available() else kind
+    return f"{kind} ({platform.machine()})" if kind == "cpu" else kind

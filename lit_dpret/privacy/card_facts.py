@@ -13,14 +13,13 @@ from typing import Any, Literal
 
 from lit_dpret.errors import LedgerError, UnsupportedAccountingError
 from lit_dpret.privacy import accounting, clip_fraction
-from lit_dpret.privacy.budget import AccountantName
+from lit_dpret.privacy.budget import ROUNDING_SHARE, AccountantName
 from lit_dpret.privacy.card_environment import version_of
 from lit_dpret.privacy.ceilings import attack_ceilings
 from lit_dpret.privacy.charges import ROUNDING, departed_attempts, noise_keys
 from lit_dpret.privacy.composition import FINE
 from lit_dpret.privacy.dataset_total import noted_total
 from lit_dpret.privacy.ledger import GENESIS
-from lit_dpret.privacy.noise_source import ROUNDING_SHARE
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.releases import FullBatch, GaussianRelease, NonPrivateRelease, Release, SamplingLaw, Shuffle
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from lit_dpret.errors import DataError
 from lit_dpret.privacy.card_file import CARD_NAME, card_sha256, file_sha256, read_card
-
-_LEDGER = "privacy_ledger.jsonl"
+from lit_dpret.privacy.ledger import LEDGER_NAME
 
 
 def check_dataset_card(path: Path | None) -> None:
@@ -59,7 +58,7 @@ def check_artefact(folder: Path, card: Mapping[str, Any]) -> None:
         return
     listed = card["subject"]["sha256"]
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    aside = {name for name in names if name.startswith("privacy_card.") or name == _LEDGER or "/." in f"/{name}"}
+    aside = {name for name in names if name.startswith("privacy_card.") or name == LEDGER_NAME or "/." in f"/{name}"}
     for name in sorted((names - aside) | set(listed)):
         if name not in names or name not in listed or file_sha256(folder / name) != listed[name]:
             raise DataError(

@@ -23,7 +23,6 @@ from dp_accounting import dp_event
 from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 from dp_accounting.privacy_accountant import NeighboringRelation
 from dp_accounting.rdp import RdpAccountant
-from opacus.accountants import PRVAccountant
 
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.privacy.budget import AccountantName, Neighbours, require_choice
@@ -204,6 +203,8 @@ def composed_rdp(parts: tuple[Part, ...], neighbours: Neighbours) -> Any:
 
 
 def _prv_epsilon(parts: tuple[Part, ...], delta: float) -> float:
+    from opacus.accountants import PRVAccountant  # brings torch, which most who read a card do not need
+
     accountant = PRVAccountant()
     accountant.history = [(p.noise_multiplier, p.law.sample_rate, p.count) for p in parts if isinstance(p.law, Poisson)]
     try:

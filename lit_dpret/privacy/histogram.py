@@ -30,9 +30,9 @@ import torch
 
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, schema_problem
 from lit_dpret.privacy.accounting import Accountant
-from lit_dpret.privacy.budget import AccountantName, Neighbours, PrivacyBudget
+from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, charged
 from lit_dpret.privacy.fingerprints import sum_tag
-from lit_dpret.privacy.noise_source import NoiseName, charged, noise_source
+from lit_dpret.privacy.noise_source import noise_source
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.releases import FullBatch, GaussianRelease
 from lit_dpret.privacy.run import PrivateRun

@@ -14,7 +14,8 @@ Nothing private enters: no norm, no realised batch size, no secret.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from lit_dpret.privacy.chain import GENESIS, Book, ChainedFile, canonical_json, record_hash, storage_error
 from lit_dpret.privacy.charges import KeyBook, charged_releases, check_no_key_reuse, noise_keys
@@ -22,15 +23,18 @@ from lit_dpret.privacy.charges import KeyBook, charged_releases, check_no_key_re
 __all__ = [
     "GENESIS",
     "KINDS",
+    "LEDGER_NAME",
     "PrivacyLedger",
     "canonical_json",
     "charged_releases",
     "check_no_key_reuse",
+    "ledger_identity",
     "noise_keys",
     "record_hash",
     "storage_error",
 ]
 
+LEDGER_NAME = "privacy_ledger.jsonl"
 KINDS = ("plan", "intent", "release", "replay", "event", "end", "repair")
 
 
@@ -55,3 +59,9 @@ class PrivacyLedger(ChainedFile):
     @classmethod
     def new_book(cls) -> Book:
         return KeyBook()
+
+
+def ledger_identity(records: Sequence[Mapping[str, Any]]) -> str:
+    """What the records of one ledger share with those of no other; empty where it holds no plan."""
+    first = next((record for record in records if record["kind"] == "plan"), {})
+    return str(first.get("nonce") or first.get("run_id") or "")

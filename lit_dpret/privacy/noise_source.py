@@ -26,27 +26,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.budget import ROUNDING_SHARE, NoiseName
 from lit_dpret.privacy.exact_normal import MOST_BITS
 from lit_dpret.privacy.noise import BLOCK, KeyedStream
 
-NoiseName = Literal["gaussian", "discrete"]
-
-ROUNDING_SHARE = 2.0**-16
-"""The share of the sensitivity, and so of the noise, that is paid for rounding a sum to the grid."""
-
 _LARGEST = 2.0**52
 _AT_ONCE = 256 * BLOCK
-
-
-def charged(sensitivity: float, noise: NoiseName) -> float:
-    """Return the sensitivity of what is noised, where that of the sum is given: rounding is paid for."""
-    return sensitivity * (1 + ROUNDING_SHARE) if noise == "discrete" else sensitivity
 
 
 def grid_bits(noise_multiplier: float, coordinates: int) -> int:

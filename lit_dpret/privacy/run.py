@@ -15,7 +15,7 @@ from typing import Any
 
 from lit_dpret.errors import ResumeError, schema_problem
 from lit_dpret.privacy.charges import SCHEMA, Key
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.ledger import PrivacyLedger, ledger_identity
 from lit_dpret.privacy.noise import NOISE_STREAM, KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 
@@ -250,12 +250,6 @@ class PrivateRun:
         # `go_on_from` knows a checkpoint by it that was taken before the attempt's first intent.
         self._begun[self.attempt] = step
         self.ledger.append("event", name="fresh_attempt", attempt=self.attempt, step=step, text=text)
-
-
-def ledger_identity(records: Sequence[Mapping[str, Any]]) -> str:
-    """What the records of one ledger share with those of no other; empty where it holds no plan."""
-    first = next((record for record in records if record["kind"] == "plan"), {})
-    return str(first.get("nonce") or first.get("run_id") or "")
 
 
 def require_run(path: Path) -> None:

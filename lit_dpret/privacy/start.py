@@ -24,13 +24,11 @@ from lit_dpret.privacy.card_subject import card_above
 from lit_dpret.privacy.card_text import show_delta, show_epsilon
 from lit_dpret.privacy.charges import START_EVENT, claimed_releases, start_of
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger, ledger_identity
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.releases import GaussianRelease, Release, release_from_dict
-from lit_dpret.privacy.run import ledger_identity
 
 MODEL_FOLDER = "model"
-_LEDGER = "privacy_ledger.jsonl"
 
 
 @dataclass(frozen=True)
@@ -171,7 +169,7 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
                 "private data. Name the run that it lies in, without init_from_is_public=true."
             )
         return Start(folder, {"name": name, "card_sha256": None, "public": True, "guarantee": None,
-                              "releases": [], "parents": [], "runs": _runs_of(folder / _LEDGER)}, knob)  # fmt: skip
+                              "releases": [], "parents": [], "runs": _runs_of(folder / LEDGER_NAME)}, knob)  # fmt: skip
     card = read_card(folder)
     claim, sha256 = card["claim"], card_sha256(folder)
     parents = [{"name": card["subject"]["name"], "sha256": sha256, "schema": card["schema"]}, *card["parents"]]
@@ -183,7 +181,7 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
                 f"{knob}={run} is declared public, but its card tells of private data (guarantee: "
                 f"{claim['guarantee']}). As init_from, without init_from_is_public=true, its claim would be composed."
             )
-        return Start(folder, facts | {"runs": _runs_of(folder / _LEDGER)}, knob)
+        return Start(folder, facts | {"runs": _runs_of(folder / LEDGER_NAME)}, knob)
     if card["mechanism"]["kind"] == "post_processing":
         raise ConfigurationError(
             f"{knob}={run} carries the claim of {card['parents'][0]['name']!r}, whose releases lie in another "

@@ -14,7 +14,7 @@ from lit_dpret.errors import LitDpretError
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.card_text import show_epsilon
 from lit_dpret.privacy.dataset_total import compose_across_runs
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.owed import owed_releases
 from lit_dpret.privacy.releases import Release
 from lit_dpret.report.sweep_figure import can_draw, draw_sweep
@@ -22,7 +22,6 @@ from lit_dpret.sweeps.folder import SweepFolder
 from lit_dpret.whole_file import write_whole
 
 TABLE_CSV, TABLE_MD, FIGURE, REPORT = "sweep.csv", "sweep.md", "sweep.png", "sweep_report.json"
-LEDGERS = "privacy_ledger.jsonl"
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def _spent(sweep: SweepFolder) -> tuple[float | None, str | None]:
     if budget is None:
         return None, None
     releases: list[Release] = []
-    for path in sorted((sweep.folder / "trials").rglob(LEDGERS)):
+    for path in sorted((sweep.folder / "trials").rglob(LEDGER_NAME)):
         records = PrivacyLedger.read(path).records
         if any(record["kind"] == "plan" and record.get("plan") is not None for record in records):
             releases += owed_releases(records)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lit_dpret.errors import ConfigurationError, LedgerError, StorageError
-from lit_dpret.privacy.card import LEDGER_NAME
+from lit_dpret.privacy.ledger import LEDGER_NAME
 from lit_dpret.privacy.run_lock import RunLock
 from lit_dpret.sweeps.file import SweepFile, Trial
 from lit_dpret.sweeps.folder import SWEEP, SweepFolder

@@ -18,6 +18,7 @@ from lit_dpret.datamodules.silo_folder import read_manifest, silo_folders
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.federated.centroids import CentroidPlan
 from lit_dpret.federated.model import AS2Maker
+from lit_dpret.privacy.start import model_folder
 from lit_dpret.report.federated_attacks import write_federated_attacks
 from lit_dpret.tasks.federated_requests import Asker, Way, asker_of, attack_requests, ways
 from lit_dpret.tasks.federated_updates import (
@@ -30,7 +31,7 @@ from lit_dpret.tasks.federated_updates import (
     updates_of,
     word_table,
 )
-from lit_dpret.tasks.parts import Parts, check_run_dir, model_folder
+from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages
 
 Whose = Literal["public", "private"]

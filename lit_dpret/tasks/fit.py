@@ -20,7 +20,8 @@ from lit_dpret.canaries import CanarySuite
 from lit_dpret.canaries.planting import plant_in_run
 from lit_dpret.canaries.suite import EVALUATION_SPLITS
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.privacy.card import CARD_NAME, LEDGER_NAME
+from lit_dpret.privacy.card import CARD_NAME
+from lit_dpret.privacy.ledger import LEDGER_NAME
 from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.privacy.run import require_run
 from lit_dpret.tasks.checkpoints import WholeCheckpoints, newest_checkpoint
@@ -39,7 +40,7 @@ class Fit:
             ``membership_coins.json`` for ``task=membership``. For experiments: it throws half of the data away.
     """
 
-    takes_ranks = True
+    takes_ranks = takes_canaries = takes_start = True
 
     def __init__(self, *, min_free_mb: float = 200, membership_coins: bool = False) -> None:
         self.min_free_mb, self.membership_coins = min_free_mb, membership_coins

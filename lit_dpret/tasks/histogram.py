@@ -13,7 +13,7 @@ import numpy as np
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.postprocessing.bins import Bins
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.card import CARD_NAME, LEDGER_NAME, build_card, read_card, subject_of, verify_card, write_card
+from lit_dpret.privacy.card import CARD_NAME, build_card, read_card, subject_of, verify_card, write_card
 from lit_dpret.privacy.card_environment import environment_facts
 from lit_dpret.privacy.card_leaks import leaks
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
@@ -25,7 +25,7 @@ from lit_dpret.privacy.histogram import (
     histogram_plan,
     release_histogram,
 )
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.noise import PHILOX, SHAKE, load_secret, published_secret
 from lit_dpret.privacy.owed import owed_releases

@@ -34,8 +34,9 @@ from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.datamodules.records import normalise
 from lit_dpret.encoders import Side, TextEncoder, load_towers
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.start import model_folder
 from lit_dpret.report.inversion_report import write_inversion
-from lit_dpret.tasks.parts import Parts, check_run_dir, model_folder
+from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages
 from lit_dpret.textsim.extra import need
 from lit_dpret.whole_file import write_whole

@@ -24,12 +24,13 @@ from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
 from lit_dpret.modules.generator_folder import is_generator
 from lit_dpret.postprocessing.released import load_released
+from lit_dpret.privacy.start import model_folder
 from lit_dpret.report.membership_report import write_membership
 from lit_dpret.tasks.membership_claim import DROPPED, Claim
 from lit_dpret.tasks.membership_models import Attacker
 from lit_dpret.tasks.membership_shadows import Shadows, Trained
 from lit_dpret.tasks.membership_suspects import SHIFT, Others, Suspects, choose_suspects
-from lit_dpret.tasks.parts import Parts, check_run_dir, model_folder
+from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages
 
 MEMORISED_MOST = 10

@@ -9,13 +9,12 @@ from typing import Any
 
 from lit_dpret.attacks.membership import Ceilings
 from lit_dpret.errors import DataError
-from lit_dpret.privacy.card import LEDGER_NAME
 from lit_dpret.privacy.card_check import verdict_of
 from lit_dpret.privacy.card_facts import ceilings_of, plan_of
 from lit_dpret.privacy.card_file import CARD_NAME, read_card
 from lit_dpret.privacy.card_text import privacy_line
 from lit_dpret.privacy.charges import claimed_releases
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
 
 #: What a coin that leaves a query out does, where the relation of the claim is another one.
 DROPPED = {

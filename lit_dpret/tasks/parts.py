@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import ConfigurationError, StorageError
-from lit_dpret.privacy.start import model_folder
-
-__all__ = ["ComposedRun", "Parts", "as_typed", "check_run_dir", "model_folder"]
 
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]-]+")
 

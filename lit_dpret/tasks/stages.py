@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import ResumeError
-from lit_dpret.privacy.card import LEDGER_NAME
+from lit_dpret.privacy.ledger import LEDGER_NAME
 from lit_dpret.whole_file import write_whole
 
 DONE = "stage.json"

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lit_dpret.errors import ConfigurationError, LedgerError
-from lit_dpret.privacy.card import LEDGER_NAME
 from lit_dpret.privacy.card_file import CARD_NAME, read_card
 from lit_dpret.privacy.card_notes import note_not_covered
 from lit_dpret.privacy.card_subject import check_dataset_card
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.noise import KeyedStream, default_secret_file, load_secret, published_secret
 from lit_dpret.privacy.start import model_folder
 

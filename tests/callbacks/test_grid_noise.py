@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.errors import ResumeError
-from lit_dpret.privacy.card import LEDGER_NAME, read_card, verify_card
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.budget import ROUNDING_SHARE
+from lit_dpret.privacy.card import read_card, verify_card
+from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.noise_source import ROUNDING_SHARE
 
 
 def regression(folder: Path, **settings: Any) -> Regression:

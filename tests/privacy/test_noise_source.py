@@ -16,21 +16,13 @@ from torch import Tensor, nn
 from lit_dpret.callbacks import strategies
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses import SoftmaxPairLoss
-from lit_dpret.privacy.budget import PrivacyBudget
+from lit_dpret.privacy.budget import ROUNDING_SHARE, NoiseName, PrivacyBudget, charged
 from lit_dpret.privacy.card import build_card, subject_of
 from lit_dpret.privacy.histogram import histogram_plan
 from lit_dpret.privacy.modes import DPSGD, BatchClip, LogitDP, PerExampleDuplicated, PublicPassages
 from lit_dpret.privacy.modes.base import Update
 from lit_dpret.privacy.noise import BLOCK, KeyedStream
-from lit_dpret.privacy.noise_source import (
-    ROUNDING_SHARE,
-    FloatNoise,
-    GridNoise,
-    NoiseName,
-    charged,
-    grid_bits,
-    noise_source,
-)
+from lit_dpret.privacy.noise_source import FloatNoise, GridNoise, grid_bits, noise_source
 from lit_dpret.privacy.plan import PrivacyPlan
 
 SECRET = bytes(range(32))

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, TypedDict, Unpack
 
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
-from lit_dpret.privacy.budget import AccountantName, Neighbours, Unit
+from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, Unit, charged
 from lit_dpret.privacy.coupling import (
     Bounded,
     Change,
@@ -25,7 +25,6 @@ from lit_dpret.privacy.coupling import (
 )
 from lit_dpret.privacy.modes.base import Candidates
 from lit_dpret.privacy.modes.gaussian import GaussianMode
-from lit_dpret.privacy.noise_source import NoiseName, charged
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.releases import FullBatch, Shuffle
 from lit_dpret.privacy.sampling import SamplingRequest

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy import clip_fraction
-from lit_dpret.privacy.budget import AccountantName, Neighbours, Unit, require_choice
+from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, Unit, require_choice
 from lit_dpret.privacy.clipping import ClipGroups, ClipStats, make_engine
 from lit_dpret.privacy.modes.gaussian import GaussianMode
 from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.noise_source import NoiseName
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import SamplingRequest
 from lit_dpret.privacy.xla import read
