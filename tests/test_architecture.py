@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,7 +65,7 @@ ALLOWED: dict[str, set[str]] = {
         "sweeps", "crew",
     },
     "configuration": {"errors"},  # it reads docstrings of whatever a YAML names, by import at run time
-    "cli": {"errors", "configuration", "privacy.ranks", "rank_watch", "tasks"},
+    "cli": {"errors", "configuration", "privacy.start", "rank_watch", "tasks"},
     "__main__": {"cli", "rank_watch"},
     "__init__": set(),
 }  # fmt: skip
@@ -122,6 +124,17 @@ def roots(path: Path) -> set[str]:
 def test_only_the_command_line_knows_hydra() -> None:
     for path in ours():
         assert package_of(path) == "cli" or not roots(path) & {"hydra", "omegaconf"}, path
+
+
+def test_the_command_line_starts_without_what_only_some_tasks_need() -> None:
+    heavy = {"torch", "lightning", "transformers", "scipy"}
+    code = f"import sys, lit_dpret.cli; sys.exit(str({heavy} & set(sys.modules)) if {heavy} & set(sys.modules) else 0)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_a_card_is_verified_without_torch() -> None:
+    code = "import sys; from lit_dpret.tasks import Verify; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_only_one_file_of_the_federation_knows_flower() -> None:

@@ -172,7 +172,7 @@ def test_an_interrupted_multirun_goes_on_and_begins_what_it_had_not_come_to(tmp_
 
 
 @pytest.mark.parametrize("program", [["train.py"], ["-m", "lit_dpret"], ["-c", SCRIPT]], ids=lambda words: words[0])
-@pytest.mark.parametrize("module", ["torch", "transformers", "lit_dpret.tasks.fit"])
+@pytest.mark.parametrize("module", ["torch", "transformers", "lit_dpret.tasks.plan"])
 def test_an_interruption_while_the_program_is_loaded_is_told_as_any_other(
     program: list[str], module: str, tmp_path: Path
 ) -> None:
