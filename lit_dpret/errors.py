@@ -6,7 +6,6 @@ inside another project it is an ordinary exception. Nothing here imports anythin
 every layer may raise it.
 """
 
-import re
 
 
 class LitDpretError(Exception):
@@ -85,20 +84,11 @@ class PrivacyViolation(LitDpretError, AssertionError):
 
 
 def schema_problem(found: object, known: str) -> str | None:
-    """Why a file of schema ``found`` cannot be read by who reads ``known``, as the rest of a sentence; None if it can.
-
-    A schema is ``lit-dpret/NAME/VERSION``. Older versions are read; a newer one may mean something by
-    a field that this version would silently drop, so it is refused.
+    """Say why a file of schema ``found`` cannot be read as ``known``, as the rest of a sentence; None if it can.
 
     Example:
         >>> schema_problem("lit-dpret/privacy-card/1", "lit-dpret/privacy-card/1")
         >>> schema_problem("lit-dpret/privacy-card/3", "lit-dpret/privacy-card/1")
-        "its schema is 'lit-dpret/privacy-card/3', and this lit-dpret reads up to version 1. Update lit-dpret."
+        "its schema is 'lit-dpret/privacy-card/3', and this lit-dpret reads 'lit-dpret/privacy-card/1'."
     """
-    name, _, newest = known.rpartition("/")
-    match = re.fullmatch(rf"{re.escape(name)}/([1-9][0-9]*)", found) if isinstance(found, str) else None
-    if match is None:
-        return f"its schema is {found!r}, not {known!r}."
-    if int(match.group(1)) > int(newest):
-        return f"its schema is {found!r}, and this lit-dpret reads up to version {newest}. Update lit-dpret."
-    return None
+    return None if found == known else f"its schema is {found!r}, and this lit-dpret reads {known!r}."

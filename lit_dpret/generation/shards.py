@@ -177,7 +177,7 @@ class ShardStore:
         facts = [fact for fact in map(_parsed, lines) if fact is not None]
         first = next((fact for fact in facts if "configuration" in fact or "schema" in fact), {})
         # The first manifests stated no schema; they are of the same form.
-        if "schema" in first and (problem := schema_problem(first["schema"], SCHEMA)):
+        if problem := schema_problem(first.get("schema"), SCHEMA):
             raise ResumeError(f"{self._manifest} cannot be gone on with: {problem}")
         before = first.get("configuration")
         if not isinstance(before, dict):

@@ -61,21 +61,18 @@ class GeneratorContract:
 
     def to_dict(self) -> dict[str, Any]:
         """The contract as it is written to ``lit_dpret_generator.json``."""
-        facts: dict[str, Any] = {"format": CONTRACT_FORMAT, **asdict(self)}
-        virtual = list(facts.pop("virtual_ids"))  # only where there are some: older versions read all other contracts
-        return {**facts, "virtual_ids": virtual} if virtual else facts
+        return {"format": CONTRACT_FORMAT, **asdict(self), "virtual_ids": list(self.virtual_ids)}
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any], *, place: str = CONTRACT_NAME) -> GeneratorContract:
-        """Read it back; a newer format or a key that this version does not know is refused, not ignored.
+        """Read it back; another format or an unknown key is refused, not ignored.
 
         ``place`` is the file, for the message.
         """
         found = facts.get("format") if isinstance(facts, Mapping) else None
-        if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= CONTRACT_FORMAT:
+        if found != CONTRACT_FORMAT or isinstance(found, bool):
             raise UnsupportedModelError(
-                f"{place} is of format {found!r}, and this lit-dpret reads formats 1 to {CONTRACT_FORMAT}. Update "
-                "lit-dpret, if a newer one wrote it."
+                f"{place} is of format {found!r}, and this lit-dpret reads format {CONTRACT_FORMAT}."
             )
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(facts) - known - {"format"}):

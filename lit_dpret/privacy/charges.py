@@ -27,7 +27,7 @@ from lit_dpret.privacy.releases import (
 
 Key = tuple[int, int]
 
-SCHEMA = "lit-dpret/privacy-ledger/2"
+SCHEMA = "lit-dpret/privacy-ledger/1"
 """What every ``plan`` record states; ledgers from before it was stated are of the form of version 1.
 
 Version 2 says which noise the keys gave (``noise_stream``); version 1, which did not, repeated steps by its own."""
@@ -83,7 +83,7 @@ class KeyBook:
             LedgerError: With the attempt and step concerned.
         """
         kind = record.get("kind")
-        if kind == "plan" and "schema" in record and (problem := schema_problem(record["schema"], SCHEMA)):
+        if kind == "plan" and (problem := schema_problem(record.get("schema"), SCHEMA)):
             raise LedgerError(problem)
         if kind == "intent":
             key = _key(record)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from lit_dpret.privacy.chain import GENESIS, Book, ChainedFile, canonical_json, record_hash, storage_error
-from lit_dpret.privacy.charges import KeyBook, charged_releases, check_no_key_reuse, noise_keys
+from lit_dpret.privacy.charges import SCHEMA, KeyBook, charged_releases, check_no_key_reuse, noise_keys
 
 __all__ = [
     "GENESIS",
@@ -59,6 +59,9 @@ class PrivacyLedger(ChainedFile):
     @classmethod
     def new_book(cls) -> Book:
         return KeyBook()
+
+    def append(self, kind: str, **facts: Any) -> dict[str, Any]:
+        return super().append(kind, **({"schema": SCHEMA} if kind == "plan" else {}), **facts)
 
 
 def ledger_identity(records: Sequence[Mapping[str, Any]]) -> str:

@@ -34,9 +34,6 @@ from lit_dpret.privacy.releases import (
 
 __all__ = ["SAMPLINGS", "PrivacyPlan", "describe_plan", "format_plan"]
 
-# Fields that the first plans did not have. A new field goes here, and its default is what was done before it.
-_ADDED = ("clip_groups", "max_units_per_user", "coupling", "clip_fraction_budget", "noise")
-
 SAMPLINGS = ("truncated_poisson", "poisson", "fixed_size", "shuffle", "full_batch")
 
 
@@ -278,28 +275,23 @@ class PrivacyPlan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PrivacyPlan:
-        """The plan that `to_dict` wrote, now or in an older version; refuses unknown fields.
+        """Return the plan that `to_dict` wrote.
 
-        A field that the writer did not know yet gets its default, which is what the writer did.
+        Raises:
+            ConfigurationError: A field is missing, unknown or malformed.
         """
-        if unknown := sorted(set(data) - {field.name for field in fields(cls)}):
-            raise ConfigurationError(f"A recorded privacy plan has no field {', '.join(unknown)}.")
+        if wrong := sorted(set(data) ^ {field.name for field in fields(cls)}):
+            raise ConfigurationError(f"A recorded privacy plan lacks, or should not have, {', '.join(wrong)}.")
         try:
             budget, law = PrivacyBudget(**data["budget"]), SamplingLaw.from_dict(data["law"])
-            coupling = Coupling.from_dict(data["coupling"]) if data.get("coupling") else None
+            coupling = Coupling.from_dict(data["coupling"]) if data["coupling"] else None
             return cls(**{**data, "budget": budget, "law": law, "coupling": coupling})
         except (KeyError, TypeError) as error:
             raise ConfigurationError(f"A recorded privacy plan is malformed: {error}.") from error
 
     def fingerprint(self) -> str:
-        """SHA-256 of the canonical JSON: equal plans have equal fingerprints.
-
-        A field that was added later is left out while it has its default, so that a plan keeps the
-        fingerprint that it had before there was the field.
-        """
-        later = {field.name: field.default for field in fields(self) if field.name in _ADDED}
-        facts = {name: value for name, value in self.to_dict().items() if name not in later or value != later[name]}
-        text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+        """SHA-256 of the canonical JSON: equal plans have equal fingerprints."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
 

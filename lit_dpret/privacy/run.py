@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import ResumeError, schema_problem
-from lit_dpret.privacy.charges import SCHEMA, Key
+from lit_dpret.privacy.charges import Key
 from lit_dpret.privacy.ledger import PrivacyLedger, ledger_identity
 from lit_dpret.privacy.noise import NOISE_STREAM, KeyedStream
-from lit_dpret.privacy.plan import PrivacyPlan
 
 POSITION_SCHEMA = "lit-dpret/accountant-state/1"
 
@@ -43,12 +42,12 @@ class Position:
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any], *, place: str) -> Position:
-        """What `to_dict` wrote, or an older version without a schema did; ``place`` is named in a refusal.
+        """Return what `to_dict` wrote; ``place`` is named in a refusal.
 
         Raises:
-            ResumeError: A newer version wrote it, or a field is missing.
+            ResumeError: It is of another schema, or a field is missing.
         """
-        if "schema" in facts and (problem := schema_problem(facts["schema"], POSITION_SCHEMA)):
+        if problem := schema_problem(facts.get("schema"), POSITION_SCHEMA):
             raise ResumeError(f"{place}: the accountant's state cannot be read: {problem}")
         try:
             return cls(str(facts["run_id"]), int(facts["attempt"]), int(facts["steps_done"]))
@@ -151,15 +150,15 @@ class PrivateRun:
                 run._compare_with(earlier[-1], now)
             # With a nonce, no two ledgers have equal heads, even if they were begun in one moment.
             nonce = random_secrets.token_hex(16)
-            ledger.append("plan", schema=SCHEMA, run_id=run_id, attempt=run.attempt, nonce=nonce, **now)
+            ledger.append("plan", run_id=run_id, attempt=run.attempt, nonce=nonce, **now)
         except BaseException:
             ledger.close()
             raise
         return run
 
     def _compare_with(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        if before.get("plan") is not None:  # an older version's plan lacks the fields that came later
-            plan = PrivacyPlan.from_dict(before["plan"]).to_dict()
+        if before.get("plan") is not None:
+            plan = dict(before["plan"])
             if plan["coupling"] is None and isinstance(now["plan"], dict) and plan[_CUT] != now["plan"].get(_CUT):
                 plan[_CUT] = now["plan"].get(_CUT)
             before = {**before, "plan": plan}

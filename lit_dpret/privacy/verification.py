@@ -201,12 +201,7 @@ def _check_words(result: Verification, found: FoundCard) -> None:
         result.pass_over(name, "words", "a warning that every such card carries is missing.", failed=True)
         return
     ours = _made_by_this_program(card)
-    try:
-        wrong = _wrong_words(found)
-    except KeyError as error:  # a field that older versions did not write
-        if ours:
-            raise
-        wrong = [f"there is no {error}"]
+    wrong = _wrong_words(found)
     if wrong and not ours:
         result.pass_over(name, "words", "they differ from those of this version of lit-dpret; read the JSON's numbers.")
         return

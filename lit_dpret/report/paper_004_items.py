@@ -101,7 +101,7 @@ def _perplexities(results: Path, _: Path) -> list[Block]:
 def _losses(results: Path, picture: Path) -> list[Block]:
     curves = _facts(results / "inversion.json").get("curves")
     if not curves:
-        raise DataError(f"{results / 'inversion.json'} holds no training losses: an earlier version wrote it.")
+        raise DataError(f"{results / 'inversion.json'} holds no training losses.")
     said = f"{draw_language_model_losses(curves, picture)} The paper's: {FIGURE_6}."
     return [Picture(picture, said), Paragraph(said, small=True)]
 

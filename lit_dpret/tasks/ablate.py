@@ -42,7 +42,6 @@ from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.recipe import PSEUDO, GeneratorRecipe, Recipe
 from lit_dpret.tasks.synthesize import public_sample
 from lit_dpret.tasks.teacher import Teacher, of_those
-from lit_dpret.tasks.told_settings import told_settings
 
 _MEBI = 2**20
 _WARM_UP = (
@@ -252,7 +251,7 @@ class Ablate(HeadComparison[_Cell]):
             )
             return facts | {"settings": recipe.describe()}
 
-        if told_settings(self._stages.run(stage, work)["settings"]) != recipe.describe():
+        if self._stages.run(stage, work)["settings"] != recipe.describe():
             raise ResumeError(
                 f"resume=true, but {stage} was trained with other settings of task.generators.{name}. Restore them, "
                 f"or move {self._parts.run_dir / stage} and what was made with it elsewhere; what its ledger is "

@@ -31,7 +31,6 @@ from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.scoring import score_bm25
 from lit_dpret.tasks.spent import spent_under
 from lit_dpret.tasks.stages import DONE, Stages
-from lit_dpret.tasks.told_settings import told_settings
 
 METRIC_NAMES = {"ndcg@10": "nDCG@10", "recall@10": "Recall@10"}
 PUBLIC = "no private data"
@@ -241,7 +240,7 @@ class Comparison(ABC, Generic[C]):
             return _per_query(self.train(cell, seed, folder, resume)) | {"settings": settings}
 
         result = self._stages.run(name, work)
-        if told_settings(result["settings"]) != told_settings(settings):
+        if result["settings"] != settings:
             raise ResumeError(
                 f"resume=true, but {name} was trained with other settings of task.variants.{cell.variant}. Restore "
                 f"them, or move {self._parts.run_dir / name} elsewhere; what its ledger is charged with stays spent."

@@ -26,9 +26,6 @@ def refuse_other_training(
 ) -> None:
     """Refuse finished stages that come from another training than the one in a generator's folder.
 
-    Stages of an older version do not say whose queries they read: they are refused where that training is not there
-    any more, which is when it would be made anew.
-
     Args:
         stages: Of the study.
         run_dir: Where they lie.
@@ -42,7 +39,7 @@ def refuse_other_training(
     source = made_by(run_dir / generator) if stages.is_done(generator) else None
     for stage in filter(stages.is_done, [*cards, *readers]):
         found: Mapping[str, Any] = made_by(cards[stage]) if stage in cards else stages.run(stage, _not_again)
-        if source is None or found.get(_READ, source[_READ]) != source[_READ]:
+        if source is None or found[_READ] != source[_READ]:
             raise ResumeError(
                 f"resume=true, but {stage} comes from another training than the one in {generator}, which was moved "
                 f"away, or made anew. Restore that, or move {run_dir / stage} and what was made with it elsewhere as "

@@ -15,7 +15,6 @@ from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.start import model_folder, read_start
 from lit_dpret.tasks.compare_variant import Variant
-from lit_dpret.tasks.told_settings import told_settings
 
 PSEUDO = "pseudo"
 RowsPerUnit = Literal["one", "all"]
@@ -161,9 +160,6 @@ class GeneratorRecipe:
             read_start(self.public_start, public=True, knob="task.generators: public_start")
 
     def describe(self) -> str:
-        """What may not change between a generator and its resumption; a setting that is null is left out.
-
-        So a setting that a later version brings, and that is null, does not make a finished generator another one.
-        """
+        """Return what may not change between a generator and its resumption."""
         start = "" if self.public_start is None else f" start={weights_hash(model_folder(self.public_start))}"
-        return told_settings(repr(self)) + start
+        return repr(self) + start

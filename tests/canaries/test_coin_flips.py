@@ -174,7 +174,7 @@ def test_scores_are_kept_for_the_owner_and_read_for_their_canaries_alone(tmp_pat
     with pytest.raises(ResumeError, match="has not ended"):
         scores.learned()
     path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": "lit-dpret/audit-scores/2"}))
-    with pytest.raises(ResumeError, match="Update lit-dpret"):
+    with pytest.raises(ResumeError, match="audit-scores/2"):
         read_scores(tmp_path, sha256="a")
     path.write_text("{}")
     with pytest.raises(ResumeError, match="cannot be read"):

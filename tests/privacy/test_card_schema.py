@@ -148,11 +148,3 @@ def test_an_epsilon_without_a_guarantee_and_a_guarantee_without_one_do_not_follo
     card = Run(tmp_path, make_plan()).train(2).card()
     assert complaints(card | {"claim": card["claim"] | {"epsilon": None}})
     assert complaints(card | {"claim": card["claim"] | {"guarantee": "none"}})
-
-
-def test_a_card_of_an_older_lit_dpret_follows_the_schema() -> None:
-    old = json.loads((Path(__file__).resolve().parent.parent / "data" / "schema" / "privacy_card.json").read_text())
-    assert complaints(old) == []
-    for block, name in (("claim", "max_units_per_user"), ("accounting", "dataset_total"), ("accounting", "groups")):
-        del old[block][name]  # as the first ones had none
-    assert complaints(old) == []

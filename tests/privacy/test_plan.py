@@ -68,11 +68,11 @@ def test_equal_plans_have_equal_fingerprints_and_any_change_shows(truncated: Pri
 def test_a_plan_is_frozen_and_a_malformed_record_of_one_is_refused(truncated: PrivacyPlan) -> None:
     with pytest.raises(FrozenInstanceError):
         truncated.noise_multiplier = 0.1  # type: ignore[misc]
-    with pytest.raises(ConfigurationError, match="no field sigma"):
+    with pytest.raises(ConfigurationError, match="sigma"):
         PrivacyPlan.from_dict({**truncated.to_dict(), "sigma": 1.0})
     record = truncated.to_dict()
     del record["law"]
-    with pytest.raises(ConfigurationError, match=r"malformed.*law"):
+    with pytest.raises(ConfigurationError, match="law"):
         PrivacyPlan.from_dict(record)
 
 

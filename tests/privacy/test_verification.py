@@ -186,10 +186,10 @@ def test_a_parent_that_was_edited_by_hand_is_not_the_one_that_was_named(chain: C
     rejected(verify_chain(chain.encoder), artefact="synthetic", check="card")
 
 
-def test_a_newer_card_is_rejected(chain: Chain) -> None:
+def test_a_card_of_another_version_is_rejected(chain: Chain) -> None:
     edit(chain.index / "privacy_card.json", lambda card: card.update(schema="lit-dpret/privacy-card/2"))
     text = rejected(verify_chain(chain.index), artefact="privacy_card.json", check="card")
-    assert "reads up to version 1. Update lit-dpret" in text
+    assert "privacy-card/2" in text
 
 
 @pytest.mark.parametrize(
@@ -343,16 +343,6 @@ def test_an_amendment_does_not_hide_another_change(chain: Chain) -> None:
     note_not_covered(chain.synthetic, "BLEU of synthetic", computed="the private queries")
     edit(chain.synthetic / "privacy_card.json", lambda card: card["claim"].update(epsilon=0.01))
     rejected(verify_chain(chain.encoder), artefact="synthetic", check="card")
-
-
-def test_a_card_of_an_older_lit_dpret_is_followed_as_far_as_it_goes(tmp_path: Path) -> None:
-    shutil.copytree(Path(__file__).resolve().parent.parent / "data" / "schema", tmp_path / "old")
-    path = tmp_path / "old" / "privacy_card.json"
-    assert not verify_chain(path).failed
-    edit(path, lambda card: card["claim"].pop("max_units_per_user"))  # as the first ones had none
-    result = verify_chain(path)
-    assert not result.failed
-    assert [f.check for f in result.findings if f.outcome == "ok"] == ["card", "ledger", "numbers"]
 
 
 # -- runs that started from another run's model ------------------------------------------------
