@@ -29,7 +29,7 @@ import numpy as np
 
 from lit_dpret.errors import DataError, StorageError
 
-FORMAT = 1
+FORMAT = 2  # ids without surrounding whitespace
 _HEADER = struct.Struct("<II")
 _TEXTS, _STARTS, _HASHES, _ORDER, _SUMMARY = "texts.bin", "starts.u64", "hashes.u64", "order.u32", "store.json"
 _READ = 2**20

@@ -7,7 +7,6 @@ every layer may raise it.
 """
 
 
-
 class LitDpretError(Exception):
     """Something a user can cause and a user can mend.
 
