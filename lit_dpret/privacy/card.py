@@ -141,9 +141,10 @@ def build_card(
     began = (pretraining or {}).get("model")
     known += [*start_assumptions(ledger_records, began), *assumptions]
     verdict = judge(releases, recorded, known)
+    delta = recorded.budget.delta if recorded is not None and verdict.guarantee == "dp" else None
     start = start_of(ledger_records) or {}
     tuned = with_earlier_tuning(
-        tuning_facts(tuning, search_cost(releases, recorded, verdict), sweep_of(ledger_records)),
+        tuning_facts(tuning, search_cost(releases, recorded, verdict), sweep_of(ledger_records), delta),
         start.get("tuning"), str(start.get("name")), composed=True,
     )  # fmt: skip
     random = {"rng": "unknown", "secure": bool(last.get("secure_rng", False)), "secret": "never stored with the run"}

@@ -16,7 +16,7 @@ from lit_dpret.privacy.card_tuning import declared_search, search_cost
 from lit_dpret.privacy.charges import claimed_releases, noise_keys, start_of
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.sweep_places import sweep_limit
+from lit_dpret.privacy.sweep_places import sweep_limit, sweep_of
 
 # Two evaluations of one accountant differ by less than this; another library version may not.
 TOLERANCE = 1e-6
@@ -100,7 +100,7 @@ def _wrong_claim(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) 
     if verdict.guarantee != claim["guarantee"]:
         return [f"The card claims the guarantee {claim['guarantee']!r}, the ledger gives {verdict.guarantee!r}."]
     if plan is None or verdict.epsilon is None:
-        return []
+        return _other_number("epsilon with its choice", card["tuning"].get("epsilon"), None)
     budget = plan.budget
     problems = [
         f"The card says {name} = {claim[name]}, the ledger's plan {name} = {getattr(budget, name)}."
@@ -117,7 +117,9 @@ def _wrong_claim(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) 
         priced, _ = search_cost(releases, plan, verdict)(search)
         problems += _other_number("epsilon with its search", card["tuning"].get("epsilon"), priced)
     else:
-        problems += _other_number("epsilon with its sweep", card["tuning"].get("epsilon"), sweep_limit(records))
+        problems += _other_number(
+            "epsilon with its sweep", card["tuning"].get("epsilon"), sweep_limit(sweep_of(records), budget.delta)
+        )
     return problems
 
 

@@ -9,10 +9,11 @@ from typing import Any, Literal, TypeAlias, get_args
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.card_facts import Verdict, every_unit_in_every_step
-from lit_dpret.privacy.card_text import show_epsilon
+from lit_dpret.privacy.card_text import show_delta, show_epsilon
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.releases import Release
 from lit_dpret.privacy.selection import RandomStopping, selection_epsilon
+from lit_dpret.privacy.sweep_places import sweep_limit
 
 TuningData = Literal["none", "public", "synthetic", "private", "unknown"]
 SearchCost: TypeAlias = Callable[[RandomStopping], tuple[float | None, str | None]]
@@ -31,7 +32,10 @@ _METHODS = ("none", "random_stopping")
 
 
 def tuning_facts(
-    tuning: Mapping[str, Any] | None, cost: SearchCost | None = None, sweep: Mapping[str, Any] | None = None
+    tuning: Mapping[str, Any] | None,
+    cost: SearchCost | None = None,
+    sweep: Mapping[str, Any] | None = None,
+    delta: float | None = None,
 ) -> dict[str, Any]:
     """The tuning block of a card: the facts given, a sentence, and whether an epsilon covers the choice.
 
@@ -40,14 +44,15 @@ def tuning_facts(
           `RandomStopping` and its cost is proved; ``epsilon`` is then that of the search with its
           best run. The epsilon of the claim stays that of the one run.
         - The same choice among the trials of a sweep that were all reserved beforehand is accounted by their sum:
-          ``epsilon`` is then the limit of the ledger that holds them. Where one of the trials had no privacy, no
-          number bounds what the choice tells, and none is stated.
+          ``epsilon`` is then the limit of the ledger that holds them. Where one of the trials had no privacy, where the
+          limit holds at a larger delta than the claim's, or where the run claims nothing, none is stated.
 
     Args:
         tuning: ``data``, ``n_trials``, ``method``, ``mean_runs``, ``runs_law``, ``note``.
         cost: What a search costs, as `search_cost` gives it; None where the artefact has no releases
             of its own.
         sweep: The sweep that the run is a trial of, as its ledger tells of it.
+        delta: Of the claim; None where nothing is claimed.
 
     Raises:
         ConfigurationError: ``data`` or ``method`` is no known word, or the search is declared in part,
@@ -67,9 +72,8 @@ def tuning_facts(
         text = _priced(stopping, value) if value is not None else f"{text} The cost of the declared search: {why}."
         chosen |= {"epsilon": value}
     elif sweep is not None:
-        text, limit = f"{text} {_of_sweep(sweep)}", sweep.get("total_eps")
-        covered = sweep.get("without_privacy") == 0 and sweep.get("planned") is not None
-        if chosen["data"] == "private" and covered and limit is not None:
+        text, limit = f"{text} {_of_sweep(sweep, claims=delta is not None)}", sweep_limit(sweep, delta)
+        if chosen["data"] == "private" and limit is not None:
             accounted, chosen = True, chosen | {"epsilon": limit}
             text = _summed(sweep, limit)
     if chosen["note"]:
@@ -155,13 +159,15 @@ def _as_told(chosen: Mapping[str, Any], sweep: Mapping[str, Any]) -> dict[str, A
     return told
 
 
-def _of_sweep(sweep: Mapping[str, Any]) -> str:
+def _of_sweep(sweep: Mapping[str, Any], *, claims: bool) -> str:
     text = (
         f"This run is one of the {sweep['trials']} trials of sweep {sweep['id']} (varied: {', '.join(sweep['varied'])})"
     )
     planned = sweep.get("planned")
     if planned is None:
         return f"{text}, none of which was planned as private."
+    if not claims:
+        return f"{text}. It claims nothing by itself, so no epsilon covers a choice that looked at it."
     if bare := sweep.get("without_privacy"):
         text += f", {bare} of them without privacy, which no epsilon bounds,"
     return (
@@ -174,9 +180,10 @@ def _of_sweep(sweep: Mapping[str, Any]) -> str:
 def _summed(sweep: Mapping[str, Any], limit: float) -> str:
     return (
         "Hyper-parameters were chosen on private data, among the trials of one sweep. "
-        f"{_of_sweep(sweep)} Including the choice, epsilon = {show_epsilon(limit)}, the limit of that ledger, which no "
-        "trial may pass (composition of all of them); the epsilon of the claim is for the one run. The records on "
-        "which the trials were scored are not covered."
+        f"{_of_sweep(sweep, claims=True)} Including the choice, epsilon = {show_epsilon(limit)} at the delta of the "
+        f"claim, the limit of that ledger at delta = {show_delta(sweep['ledger_delta'])}, which no trial may pass "
+        "(composition of all of them); the epsilon of the claim is for the one run. The records on which the trials "
+        "were scored are not covered."
     )
 
 

@@ -94,6 +94,15 @@ class DatasetLedger:
         taken = self._place(book, "", releases)
         return self._checked({**_without(book.entries, taken), "": _planned(releases)}, book, terms, "")
 
+    def terms(self) -> dict[str, Any]:
+        """Limit, delta, unit and neighbours that the file was begun with, or would be begun with now; writes nothing.
+
+        Raises:
+            ConfigurationError: The file was begun for another unit, relation or limit.
+            LedgerError: The file is damaged, or of an unknown schema.
+        """
+        return dict(self._agreed(DatasetFile.read(self.path).book if self.path.exists() else DatasetBook()))
+
     def total(self) -> Total:
         """What is spent and reserved now."""
         book = DatasetFile.read(self.path).book

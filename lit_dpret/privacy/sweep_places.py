@@ -46,13 +46,21 @@ def sweep_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     return dict(found[0]["sweep"]) if found else None
 
 
-def sweep_limit(records: Iterable[Mapping[str, Any]]) -> float | None:
-    """The most that all trials of the run's sweep may cost together; None where no number bounds that.
+def sweep_limit(sweep: Mapping[str, Any] | None, delta: float | None) -> float | None:
+    """The most that all trials of a sweep may cost together at a claim's delta; None where no number bounds that.
 
-    That is so where its ledger tells of no sweep, or of one with trials that have no privacy, or may have.
+    That is so where there is no sweep, or one with trials that have no privacy, or may have. What a trial spends beyond
+    its plan, as after a crash, the limit of the ledger bounds and the plan does not. The limit holds at the
+    ledger's delta and above it: at a smaller one it says nothing.
+
+    Args:
+        sweep: As a trial's ledger tells of it.
+        delta: Of the trial's own claim; None where it claims nothing.
     """
-    sweep = sweep_of(records)
-    return None if sweep is None or sweep.get("without_privacy") != 0 else sweep.get("total_eps")
+    if sweep is None or delta is None or sweep.get("without_privacy") != 0 or sweep.get("planned") is None:
+        return None
+    holds_at = sweep.get("ledger_delta")
+    return sweep.get("total_eps") if holds_at is not None and holds_at <= delta else None
 
 
 def choose_place(places: Mapping[str, Releases], planned: Releases, *, sweep: str) -> str:

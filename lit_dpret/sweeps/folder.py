@@ -53,6 +53,7 @@ class SweepFolder:
         total_eps: float | None,
         metric_data: str,
         planned: Mapping[str, Any] | None,
+        ledger_delta: float | None = None,
         without_privacy: int | None = None,
     ) -> SweepFolder:
         """Write down a new sweep; nothing is reserved yet.
@@ -68,6 +69,7 @@ class SweepFolder:
             total_eps: Its limit.
             metric_data: On which data trials are compared.
             planned: The epsilon of all of them together.
+            ledger_delta: The delta that the ledger's limit holds at.
             without_privacy: How many trials train on private data without any privacy; None where nobody looked.
         """
         facts = {
@@ -79,6 +81,7 @@ class SweepFolder:
             "metric_data": metric_data,
             "dataset_ledger": None if dataset_ledger is None else str(dataset_ledger.expanduser().resolve()),
             "total_eps": total_eps,
+            "ledger_delta": ledger_delta,
             "accountant": accountant,
             "planned": planned,
             "without_privacy": without_privacy,
@@ -188,6 +191,7 @@ class SweepFolder:
             "metric_data": facts["metric_data"],
             "planned": facts["planned"],
             "total_eps": facts["total_eps"],
+            "ledger_delta": facts.get("ledger_delta"),
         }
 
 
@@ -201,7 +205,8 @@ def trial_ledger(sweep: SweepFolder, budget: PrivacyBudget, *, own: DatasetLedge
         mode: The name of the trial's privacy mode, for the message.
 
     Raises:
-        ConfigurationError: The trial names a ledger of its own, or the sweep planned no private run.
+        ConfigurationError: The trial names a ledger of its own, the sweep planned no private run, or its ledger is
+            another one now.
     """
     if own is not None:
         raise ConfigurationError(
@@ -213,6 +218,11 @@ def trial_ledger(sweep: SweepFolder, budget: PrivacyBudget, *, own: DatasetLedge
         raise ConfigurationError(
             f"trial_of={sweep.folder} planned no private run, and this one is under privacy={mode}. Plan the sweep "
             "that it belongs to."
+        )
+    if (known := sweep.facts.get("ledger_delta")) is not None and (found := ledger.terms()["delta"]) != known:
+        raise ConfigurationError(
+            f"trial_of={sweep.folder} was planned with a limit at delta {known:.3g}, and its ledger {ledger.path} "
+            f"counts at delta {found:.3g}: another one lies there now. Put that of the plan back, or plan anew."
         )
     return ledger
 

@@ -118,12 +118,13 @@ def _told(
     lines.append(f"{len(rows)} of {len(facts['trials'])} trials are done.")
     bare = any(row["epsilon"] == math.inf for row in rows) or facts.get("without_privacy") != 0
     if epsilon is not None:
-        planned = facts["planned"]
+        planned, holds_at = facts["planned"], facts.get("ledger_delta")
+        limit_at = "" if holds_at in (None, planned["delta"]) else f" at its own delta = {holds_at:.3g}"
         lines.append(
             f"All private trials together have cost epsilon = {show_epsilon(epsilon)} at delta = "
             f"{planned['delta']:.3g} (unit {planned['unit']}, neighbours {planned['neighbours']}, composed by {how}); "
             f"{show_epsilon(planned['epsilon'])} was planned, and the ledger of the data set ends at "
-            f"{facts['total_eps']:g}. Whoever sees several of the models, or one that was chosen "
+            f"{facts['total_eps']:g}{limit_at}. Whoever sees several of the models, or one that was chosen "
             "among them by a score on private data, has this epsilon, not that of a row."
             + (" Of a trial without privacy nothing is promised to anybody, beside whatever else." if bare else "")
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.errors import ConfigurationError, LitDpretError, WorkerError
@@ -75,11 +75,11 @@ class Sweep:
                 _say(f"given back; the data set holds epsilon {total.epsilon:.4g} of {total.total_eps:g}")
             return {"trials": float(len(trials))}
         if ledger is not None:
-            total = self._hold(ledger, sweep)
+            total, planned = self._hold(ledger, sweep), sweep.facts["planned"]
             _say(
                 f"{len(trials)} trials, {len(sweep.places)} private runs: together epsilon "
-                f"{sweep.facts['planned']['epsilon']:.4g} at delta {total.delta:.3g}; the data set then holds "
-                f"{total.epsilon:.4g} of {total.total_eps:g} ({ledger.path})"
+                f"{planned['epsilon']:.4g} at delta {planned['delta']:.3g}; the data set then holds "
+                f"{total.epsilon:.4g} of {total.total_eps:g} at delta {total.delta:.3g} ({ledger.path})"
             )
         if not self.start:
             _say(f"planned and reserved: start trials with trial_of={sweep.folder} (docs/sweeps.md)")
@@ -134,6 +134,7 @@ class Sweep:
             planned_total = {"epsilon": value, "delta": budget.delta, "unit": budget.unit,
                              "neighbours": budget.neighbours, "accountant": how}  # fmt: skip
             self._refuse_uncounted(parts, value, budget.delta)
+        terms = self._terms(budget)
         return SweepFolder.plan(
             parts.run_dir,
             self.file,
@@ -142,7 +143,8 @@ class Sweep:
             budget=budget,
             accountant=plans[0].plan.accountant if plans else "pld",
             dataset_ledger=self.dataset_ledger,
-            total_eps=self._limit(budget),
+            total_eps=terms.get("total_eps", self.total_eps),
+            ledger_delta=terms.get("delta"),
             metric_data=self.metric_data,
             planned=planned_total,
             without_privacy=self._without_privacy,
@@ -178,11 +180,18 @@ class Sweep:
                 )
         return min(budgets, key=lambda budget: budget.delta, default=None)
 
-    def _limit(self, budget: PrivacyBudget | None) -> float | None:
-        """The limit of the ledger: the one that is asked for, or that of the file where there is one."""
-        if self.total_eps is not None or budget is None or self.dataset_ledger is None:
-            return self.total_eps
-        return DatasetLedger(self.dataset_ledger, total_eps=None, budget=budget).total().total_eps
+    def _terms(self, budget: PrivacyBudget | None) -> dict[str, Any]:
+        """Of the ledger, or of the one that will be begun; none where no trial is private."""
+        if budget is None or self.dataset_ledger is None:
+            return {}
+        terms = DatasetLedger(self.dataset_ledger, total_eps=self.total_eps, budget=budget).terms()
+        if self.metric_data == "private" and terms["delta"] > budget.delta:
+            raise ConfigurationError(
+                f"task.metric_data=private with privacy.delta={budget.delta:.3g}: the choice is covered by the limit "
+                f"of task.dataset_ledger={self.dataset_ledger}, which holds at delta {terms['delta']:.3g} and says "
+                "nothing at a smaller one. Set privacy.delta to that, or choose on public data."
+            )
+        return terms
 
     def _refuse_uncounted(self, parts: Parts, epsilon: float, delta: float) -> None:
         """Refuse private trials without a ledger, or with a new one whose limit nobody named."""

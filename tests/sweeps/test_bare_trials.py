@@ -11,11 +11,12 @@ import yaml
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.card_tuning import tuning_facts
 from lit_dpret.privacy.releases import FullBatch, GaussianRelease
-from lit_dpret.privacy.sweep_places import SWEEP_EVENT, sweep_limit
+from lit_dpret.privacy.sweep_places import sweep_limit
 from lit_dpret.sweeps import SweepFile, SweepFolder, write_result
 from lit_dpret.sweeps.report import write_report
 
 PLANNED = {"epsilon": 3.5, "delta": 1e-5, "unit": "query", "neighbours": "zero_out", "accountant": "pld"}
+LEDGER_DELTA = 1e-5
 
 
 def sweep(folder: Path, *, bare: int | None) -> SweepFolder:
@@ -25,7 +26,7 @@ def sweep(folder: Path, *, bare: int | None) -> SweepFolder:
     made = SweepFolder.plan(
         folder / "s", file, file.trials(), [[GaussianRelease(noise_multiplier=20.0, law=FullBatch(), count=4)]],
         budget=PrivacyBudget(eps=3.0, delta=1e-5), accountant="pld", dataset_ledger=folder / "data.jsonl",
-        total_eps=4.0, metric_data="private", planned=PLANNED, without_privacy=bare,
+        total_eps=4.0, metric_data="private", planned=PLANNED, ledger_delta=LEDGER_DELTA, without_privacy=bare,
     )  # fmt: skip
     for number, trial in enumerate(file.trials()):
         made.trial_folder(trial.id).mkdir(parents=True)
@@ -36,20 +37,32 @@ def sweep(folder: Path, *, bare: int | None) -> SweepFolder:
 @pytest.mark.parametrize("bare", [1, None], ids=["one has none", "nobody looked"])
 def test_a_choice_among_trials_of_which_one_has_no_privacy_is_not_accounted(bare: int | None, tmp_path: Path) -> None:
     told = sweep(tmp_path, bare=bare).describe()
-    found = tuning_facts(None, None, told)
+    found = tuning_facts(None, None, told, 1e-5)
     assert found["accounted"] is False and "epsilon" not in found and "NOT ACCOUNTED" in found["text"]
-    assert sweep_limit([{"kind": "event", "name": SWEEP_EVENT, "sweep": told}]) is None
+    assert sweep_limit(told, 1e-5) is None
     assert ("1 of them without privacy" in found["text"]) == (bare == 1)
     assert "no epsilon covers the choice" in write_report(sweep_of(tmp_path)).text
 
 
 def test_a_choice_among_private_trials_is_accounted_by_the_limit_of_their_ledger(tmp_path: Path) -> None:
     told = sweep(tmp_path, bare=0).describe()
-    found = tuning_facts(None, None, told)
+    found = tuning_facts(None, None, told, 1e-5)
     assert found["accounted"] is True and found["epsilon"] == 4.0
-    assert sweep_limit([{"kind": "event", "name": SWEEP_EVENT, "sweep": told}]) == 4.0
+    assert sweep_limit(told, 1e-5) == 4.0
     text = write_report(sweep_of(tmp_path)).text
     assert "covered by the epsilon of all trials" in text and "for those that were scored, by nothing" in text
+
+
+def test_the_limit_of_a_ledger_is_stated_at_no_smaller_delta_than_its_own_and_by_no_card_that_claims_nothing(
+    tmp_path: Path,
+) -> None:
+    told = sweep(tmp_path, bare=0).describe()
+    for delta in (1e-9, None):
+        found = tuning_facts(None, None, told, delta)
+        assert found["accounted"] is False and "epsilon" not in found, delta
+        assert sweep_limit(told, delta) is None
+    assert tuning_facts(None, None, told, 1e-4)["epsilon"] == 4.0, "what holds at a delta holds at a larger one"
+    assert "3.5" not in tuning_facts(None, None, told, None)["text"], "a run that claims nothing is within no total"
 
 
 def sweep_of(folder: Path) -> Any:
