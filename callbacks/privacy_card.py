@@ -25,7 +25,7 @@ from lit_dpret.privacy.card_leaks import leaks
 from lit_dpret.privacy.card_notes import with_notes
 from lit_dpret.privacy.card_pretraining import overlap_facts
 from lit_dpret.privacy.card_protocols import note_protocols, protocol_facts
-from lit_dpret.privacy.card_tuning import declared_search
+from lit_dpret.privacy.card_tuning import declared_search, refuse_other_tuning
 from lit_dpret.privacy.ledger import LEDGER_NAME
 from lit_dpret.privacy.noise import PHILOX, SHAKE
 from lit_dpret.privacy.ranks import Ranks
@@ -92,16 +92,13 @@ class PrivacyCard(Callback):
         """Register the protocols in the ledger, which the accountant has just opened."""
         self._written = False
         accountant = _accountant(trainer)
-        if self.tuning["method"] == "random_stopping":
-            counting = {
-                "trial_of": accountant is not None and accountant.sweep is not None,
-                "privacy.dataset_ledger": getattr(pl_module.privacy, "dataset_ledger", None) is not None,
-            }
-            for knob in (knob for knob, counts in counting.items() if counts):
-                raise ConfigurationError(
-                    f"callbacks.card.tuning_method=random_stopping with {knob}: its cost is proved only where the "
-                    "number of runs is told to nobody, and that one tells it. Leave one of the two out."
-                )
+        if accountant is not None and accountant.sweep is not None:
+            refuse_other_tuning(self.tuning, accountant.sweep.facts["metric_data"])
+        if self.tuning["method"] == "random_stopping" and getattr(pl_module.privacy, "dataset_ledger", None):
+            raise ConfigurationError(
+                "callbacks.card.tuning_method=random_stopping with privacy.dataset_ledger: its cost is proved only "
+                "where the number of runs is told to nobody, and that ledger tells it. Leave one of the two out."
+            )
         if stage != "fit" or not self.audit_protocols:
             return
         Ranks.here().share(lambda: self._register(trainer, pl_module))

@@ -112,7 +112,7 @@ def _composed(cfg: DictConfig, overrides: Sequence[str]) -> ComposedRun:
 
     def make() -> tuple[Any, Parts]:
         with _plain_refusals():
-            return instantiate(other.task, _convert_="all"), build_parts(other)
+            return checked_task(other), build_parts(other)
 
     return ComposedRun(describe, make)
 
@@ -171,15 +171,16 @@ def run(cfg: DictConfig) -> Any:
         )
     _note_place()
     _begin_what_is_left(cfg)
+    parts = build_parts(cfg)
     trial = None
     if cfg.trial_of is not None:
         from lit_dpret.tasks.trial import TrialOf
 
-        trial = TrialOf(cfg.trial_of, Path(cfg.run_dir))
+        trial = TrialOf(cfg.trial_of, task, parts)
     before = dict(os.environ)
     with _one_job():
         try:
-            result = task.run(build_parts(cfg))
+            result = task.run(parts)
         finally:
             rank_watch.leave(before)
     if trial is not None:

@@ -15,7 +15,7 @@ from tiny_tasks import parts, trainer
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.sweeps import SweepFolder
-from lit_dpret.tasks import Fit, Sweep
+from lit_dpret.tasks import Fit, Sweep, TrialOf
 from lit_dpret.tasks.parts import ComposedRun, Parts
 
 STEPS = 3
@@ -74,3 +74,10 @@ def begun(folder: Path, name: str = "one", *, task: Any = None, **given: Any) ->
     run_dir = folder / "sweep" / "trials" / name
     (task or Fit(min_free_mb=1)).run(trial_parts(folder, run_dir, trial_of=folder / "sweep", **given))
     return run_dir
+
+
+def joined(folder: Path, *, task: Any = None, name: str = "one", **given: Any) -> TrialOf:
+    """What the command line asks before a trial of the sweep begins."""
+    run_dir = folder / "sweep" / "trials" / name
+    made = trial_parts(folder, run_dir, trial_of=folder / "sweep", **given)
+    return TrialOf(folder / "sweep", task or Fit(min_free_mb=1), made)

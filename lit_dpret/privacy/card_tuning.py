@@ -108,6 +108,29 @@ def with_earlier_tuning(
     return {**own, "data": data, "accounted": False, "text": text}
 
 
+def refuse_other_tuning(tuning: Mapping[str, Any], metric_data: str, *, knob: str = "callbacks.card.tuning_") -> None:
+    """Refuse what a trial says of the choice of its settings, where its sweep says something else.
+
+    Args:
+        tuning: What the trial says: ``data`` and, where it declares a search, ``method``.
+        metric_data: On which data the trials of its sweep are compared.
+        knob: How the trial's settings begin, for the message.
+
+    Raises:
+        ConfigurationError: They contradict each other.
+    """
+    if tuning.get("method") == "random_stopping":
+        raise ConfigurationError(
+            f"{knob}method=random_stopping with trial_of: its cost is proved only where the number of runs is told to "
+            "nobody, and a sweep tells it. Leave one of the two out."
+        )
+    if (data := tuning.get("data")) not in (None, "unknown", metric_data):
+        raise ConfigurationError(
+            f"{knob}data={data} in a trial of a sweep with task.metric_data={metric_data}: the card would tell of "
+            f"another choice than the sweep makes. Leave {knob}data unknown, which takes the sweep's word."
+        )
+
+
 def search_cost(releases: Sequence[Release], plan: PrivacyPlan | None, verdict: Verdict) -> SearchCost:
     """What a search among runs with these releases costs: its epsilon, or None and why."""
 
@@ -169,7 +192,7 @@ def _of_sweep(sweep: Mapping[str, Any], *, claims: bool) -> str:
     if not claims:
         return f"{text}. It claims nothing by itself, so no epsilon covers a choice that looked at it."
     if bare := sweep.get("without_privacy"):
-        text += f", {bare} of them without privacy, which no epsilon bounds,"
+        text += f", {bare} of them without privacy or on what others released, which no epsilon of the sweep bounds,"
     return (
         f"{text}, whose {sweep['private_runs']} private trainings were reserved in the ledger of the data set before "
         f"the first of them: as planned, all of them together are within epsilon = {show_epsilon(planned['epsilon'])} "

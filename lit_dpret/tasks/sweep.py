@@ -20,6 +20,7 @@ from lit_dpret.sweeps.folder import SWEEP
 from lit_dpret.sweeps.report import write_report
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.planned_fits import PlannedFit
+from lit_dpret.tasks.trial import refuse_other_data
 
 _PLANNED_BY = ("task", "privacy", "datamodule", "trainer", "callbacks")
 _COUPLED_BY = ("model", "loss", "negatives")
@@ -37,8 +38,8 @@ class Sweep:
         file: The sweep, as W&B reads it.
         dataset_ledger: Adds up what the trials release, with all other runs on the data set.
         total_eps: Its limit; null takes what the ledger was begun with.
-        metric_data: On which data the trials are compared: ``none``, ``public``, ``synthetic``, ``private`` or
-            ``unknown``; it goes onto every trial's card.
+        metric_data: On which data the trials are compared: ``public``, ``synthetic``, ``private`` or ``unknown``, or
+            ``none`` where no metric is named; it goes onto every trial's card. Trials that say otherwise are refused.
         start: False plans and reserves only, for ``wandb agent``, ``-m`` and Optuna.
         offline: W&B writes to the trials' folders and sends nothing.
         give_back: Let go of what is reserved for trials that have not begun; then nothing is run.
@@ -60,6 +61,11 @@ class Sweep:
         self.file = SweepFile.read(file)
         self.dataset_ledger = None if dataset_ledger is None else Path(dataset_ledger).expanduser()
         require_choice("task.metric_data", metric_data, get_args(TuningData))
+        if metric_data == "none" and self.file.metric:
+            raise ConfigurationError(
+                f"task.metric_data=none, and task.file={file} compares its trials by {self.file.metric['name']}: say "
+                "on which data that is computed. public and synthetic cost nothing."
+            )
         self.total_eps, self.metric_data = total_eps, metric_data
         self.start, self.offline, self.give_back, self.min_free_mb = start, offline, give_back, min_free_mb
 
@@ -162,7 +168,8 @@ class Sweep:
                 "sweep runs task=fit or task=pipeline."
             )
         mode = own.make_privacy()
-        self._without_privacy += mode.guarantee == "none"
+        self._without_privacy += mode.guarantee != "dp"
+        refuse_other_data(task, own.make_callbacks(), self.metric_data)
         groups = _PLANNED_BY + (_COUPLED_BY if isinstance(mode, CoupledMode) else ())
         key = composed.describe(groups)
         if key not in known:

@@ -8,8 +8,11 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
 
+from lit_dpret.callbacks import PrivacyCard, RetrievalEvaluation
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.card_tuning import refuse_other_tuning
 from lit_dpret.sweeps import SweepFolder, write_result
+from lit_dpret.tasks.parts import Parts
 
 
 class TrialOf:
@@ -17,19 +20,35 @@ class TrialOf:
 
     Args:
         folder: Of the sweep.
-        run_dir: Of the trial.
+        task: Of the trial.
+        parts: Of the trial.
 
     Raises:
-        ConfigurationError: There is no such sweep, or the trial lies where nobody would look for it.
+        ConfigurationError: There is no such sweep, the trial lies where nobody would look for it, its task could train
+            what was not planned, it has no privacy in a sweep of private trials, or it says otherwise than its sweep
+            on which data the choice is made.
     """
 
-    def __init__(self, folder: str | Path, run_dir: Path) -> None:
+    def __init__(self, folder: str | Path, task: Any, parts: Parts) -> None:
+        run_dir = parts.run_dir
         self.sweep, self.run_dir = SweepFolder.read(folder), run_dir
         if run_dir.resolve().parent != self.sweep.trial_folder("x").resolve().parent:
             raise ConfigurationError(
                 f"trial_of={folder}, but hydra.run.dir={run_dir} is no folder in {folder}/trials: "
                 "the sweep would not find the trial. Put it there."
             )
+        if not hasattr(task, "planned_fits"):
+            raise ConfigurationError(
+                f"trial_of={folder} with {type(task).__name__}, whose releases are not known beforehand: no sweep "
+                "plans it. A trial runs task=fit or task=pipeline."
+            )
+        mode = parts.make_privacy()
+        if mode.guarantee != "dp" and self.sweep.facts.get("without_privacy") == 0:
+            raise ConfigurationError(
+                f"trial_of={folder} with privacy={mode.name}: all trials of that sweep were planned as private, and "
+                "their cards say so. Plan a sweep with this trial in it, or leave trial_of null."
+            )
+        refuse_other_data(task, parts.make_callbacks(), self.sweep.facts["metric_data"])
 
     def finish(self, overrides: Sequence[str], result: Any) -> None:
         """Write down what the trial was and what it reached; of several ranks the first one does.
@@ -43,3 +62,29 @@ class TrialOf:
         varied = set(self.sweep.describe()["varied"])
         settings = [override for override in overrides if override.partition("=")[0] in varied]
         write_result(self.run_dir, settings, result if isinstance(result, Mapping) else {})
+
+
+def refuse_other_data(task: Any, callbacks: Sequence[Any], metric_data: str) -> None:
+    """Refuse a trial that says otherwise than its sweep on which data the trials are compared.
+
+    Args:
+        task: Of the trial.
+        callbacks: Of its training.
+        metric_data: What the sweep says.
+
+    Raises:
+        ConfigurationError: A score is of private queries and the sweep does not say so, or the trial's card would tell
+            of another choice.
+    """
+    scored = [("task.data", getattr(task, "data", None))]
+    scored += [("callbacks.evaluation.data", one.data) for one in callbacks if isinstance(one, RetrievalEvaluation)]
+    for knob, data in scored:
+        if data == "private" and metric_data != "private":
+            raise ConfigurationError(
+                f"{knob}=private in a trial of a sweep with task.metric_data={metric_data}: its score is of people's "
+                "queries, and the choice by it would be told as another. Set task.metric_data=private."
+            )
+    refuse_other_tuning({"data": getattr(task, "tuning_data", None)}, metric_data, knob="task.tuning_")
+    for one in callbacks:
+        if isinstance(one, PrivacyCard):
+            refuse_other_tuning(one.tuning, metric_data)

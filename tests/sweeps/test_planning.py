@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from planned_sweeps import begun, planned
+from planned_sweeps import begun, joined, planned
 
+from lit_dpret.callbacks import PrivacyCard, RetrievalEvaluation
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.card_check import verify_card
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
+from lit_dpret.tasks import Ablate, FitScored, Pipeline
 
 
 def begin_ledger(folder: Path, delta: float, total_eps: float = 100.0) -> None:
@@ -51,3 +55,84 @@ def test_the_card_of_a_trial_states_the_limit_where_it_holds_at_the_delta_of_the
     assert verify_card(card, place / "privacy_ledger.jsonl") == []
     card["tuning"]["epsilon"] = 3.0
     assert verify_card(card, place / "privacy_ledger.jsonl")
+
+
+# -- who may join ----------------------------------------------------------------------------------
+
+
+def test_a_trial_without_privacy_does_not_join_a_sweep_that_was_planned_as_private(tmp_path: Path) -> None:
+    planned(tmp_path, metric_data="private")
+    joined(tmp_path)
+    for mode in (NoPrivacy, SyntheticData):
+        with pytest.raises(ConfigurationError, match=r"trial_of=.*privacy="):
+            joined(tmp_path, make_privacy=mode)
+    with pytest.raises(ConfigurationError, match=r"trial_of=.*Ablate"):
+        joined(tmp_path, task=Ablate.__new__(Ablate))
+
+
+def test_trials_on_what_others_released_are_not_within_the_limit_of_the_sweep(tmp_path: Path) -> None:
+    facts = planned(tmp_path, metric_data="private", make_privacy=SyntheticData).facts
+    assert facts["without_privacy"] == 2 and facts["planned"] is None
+
+
+# -- on which data the choice is made --------------------------------------------------------------
+
+
+def scored(folder: Path) -> FitScored:
+    pytest.importorskip("sacrebleu")
+    return FitScored(data="private", min_free_mb=1)
+
+
+def tuned(data: str) -> Any:
+    return lambda folder: [PrivacyCard(run_dir=folder, tuning_data=data)]
+
+
+def shown(folder: Path) -> list[Any]:
+    return [RetrievalEvaluation(data="private", card_entry=True), PrivacyCard(run_dir=folder)]
+
+
+@pytest.mark.parametrize("metric_data", ["public", "synthetic", "unknown"])
+def test_trials_that_are_scored_on_private_queries_are_planned_and_joined_as_such_alone(
+    metric_data: str, tmp_path: Path
+) -> None:
+    task = scored(tmp_path)
+    for given, knob in (({"task": task}, "task.data"), ({"callbacks": shown}, "callbacks.evaluation.data")):
+        with pytest.raises(ConfigurationError, match=f"{re.escape(knob)}=private.*task.metric_data={metric_data}"):
+            planned(tmp_path, metric_data=metric_data, metric="val/bleu", **given)
+    assert not (tmp_path / "data.jsonl").exists()
+    planned(tmp_path, metric_data=metric_data, metric="val/bleu")
+    with pytest.raises(ConfigurationError, match=r"task\.data=private"):
+        joined(tmp_path, task=task)
+
+
+def test_trials_that_are_scored_on_private_queries_are_planned_where_the_sweep_says_so(tmp_path: Path) -> None:
+    planned(tmp_path, metric_data="private", metric="val/bleu", task=scored(tmp_path))
+    joined(tmp_path, task=scored(tmp_path))
+
+
+def test_a_metric_is_computed_on_some_data(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"task\.metric_data=none"):
+        planned(tmp_path, metric_data="none", metric="val/bleu")
+    planned(tmp_path, metric_data="none")
+
+
+def test_a_trial_tells_of_no_other_choice_than_its_sweep(tmp_path: Path) -> None:
+    for given, knob in (
+        ({"callbacks": tuned("public")}, "callbacks.card.tuning_data"),
+        ({"task": tuned_pipeline()}, "task.tuning_data"),
+    ):
+        with pytest.raises(ConfigurationError, match=rf"{re.escape(knob)}=public.*task\.metric_data=private"):
+            planned(tmp_path, metric_data="private", **given)
+    planned(tmp_path, metric_data="private", callbacks=tuned("private"))
+    with pytest.raises(ConfigurationError, match=r"callbacks\.card\.tuning_data=public"):
+        joined(tmp_path, callbacks=tuned("public"))
+    with pytest.raises(ConfigurationError, match=r"callbacks\.card\.tuning_data=public"):
+        begun(tmp_path, callbacks=tuned("public"))  # by whoever calls no command line
+
+
+def tuned_pipeline() -> Pipeline:
+    return Pipeline(
+        generator=dict, retriever=dict, generator_steps=1, generator_batch=1, generator_physical_batch=1,
+        generator_max_grad_norm=1.0, retriever_steps=1, retriever_batch=1, retriever_max_grad_norm=1.0,
+        tuning_data="public",
+    )  # fmt: skip
