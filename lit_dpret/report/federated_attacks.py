@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.errors import StorageError
+from lit_dpret.whole_file import write_whole
 
 Facts = Mapping[str, Any]
 
@@ -43,15 +43,7 @@ def write_federated_attacks(facts: Facts, folder: Path) -> Written:
     texts = {".json": json.dumps(facts, indent=2, allow_nan=False) + "\n", ".md": "\n".join(lines) + "\n"}
     files = []
     for ending, text in texts.items():
-        path = folder / f"{name}{ending}"
-        try:
-            path.touch()
-            if facts["internal"]:
-                path.chmod(0o600)
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise StorageError(f"{path} cannot be written: {error.strerror}.") from error
-        files.append(path)
+        files.append(write_whole(folder / f"{name}{ending}", text, owner_only=bool(facts["internal"])))
     return Written(tuple(files), (*lines, "", *(f"written: {path}" for path in files)))
 
 

@@ -7,11 +7,13 @@ filling as well as by colour.
 from __future__ import annotations
 
 import importlib.util
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.errors import ConfigurationError, StorageError
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.whole_file import write_whole
 
 _SIDES = (("synthetic", "#0072B2", True), ("reference", "#D55E00", False))
 _TITLES = {"lengths": "words of a query", "question_types": "first word of a query"}
@@ -22,12 +24,13 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def draw_similarity(diversity: Mapping[str, Any], path: Path) -> Path:
+def draw_similarity(diversity: Mapping[str, Any], path: Path, *, owner_only: bool) -> Path:
     """Draw the histograms of lengths and of question types.
 
     Args:
         diversity: The block of that name that ``task=similarity`` found.
         path: Of the PNG.
+        owner_only: Nobody but its owner may read it.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
@@ -57,8 +60,6 @@ def draw_similarity(diversity: Mapping[str, Any], path: Path) -> Path:
         axis.set_ylabel("% of queries")
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False)
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}.") from error
-    return path
+    kept = io.BytesIO()
+    figure.savefig(kept, dpi=120, format="png")
+    return write_whole(path, kept.getvalue(), owner_only=owner_only)

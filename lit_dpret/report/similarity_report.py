@@ -63,9 +63,7 @@ def write_similarity(
     }
     paths = [write_whole(folder / name, text, owner_only=owner_only) for name, text in texts.items()]
     if "diversity" in facts and (plot or (plot is None and can_draw())):
-        paths.append(draw_similarity(facts["diversity"], folder / f"{NAME}.png"))
-        if owner_only:
-            paths[-1].chmod(0o600)
+        paths.append(draw_similarity(facts["diversity"], folder / f"{NAME}.png", owner_only=owner_only))
     scores = _scores(facts)
     return Written(tuple(paths), tuple(_lines(facts)), scores)
 

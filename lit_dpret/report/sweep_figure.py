@@ -6,18 +6,20 @@ the numbers, because it is another mode and no large epsilon.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lit_dpret.report.plan_figure import STYLES, can_draw
+from lit_dpret.whole_file import write_whole
 
 __all__ = ["can_draw", "draw_sweep"]
 
 
 def draw_sweep(rows: Sequence[Mapping[str, Any]], *, metric: str, varied: Sequence[str], path: Path) -> Path:
-    """Write the picture of finished trials as a PNG.
+    """Write the picture of finished trials as a PNG, for its owner alone: scores may be of private queries.
 
     Args:
         rows: Trials with their settings, ``metrics`` and ``epsilon``.
@@ -47,8 +49,9 @@ def draw_sweep(rows: Sequence[Mapping[str, Any]], *, metric: str, varied: Sequen
     axes.set_ylabel(metric)
     if lines:
         axes.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
-    return path
+    kept = io.BytesIO()
+    figure.savefig(kept, dpi=150, format="png")
+    return write_whole(path, kept.getvalue(), owner_only=True)
 
 
 def _order(value: Any) -> tuple[float, str]:

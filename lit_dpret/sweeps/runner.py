@@ -11,6 +11,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from lit_dpret.errors import ConfigurationError, LedgerError, StorageError
@@ -110,7 +111,8 @@ def _run(sweep: SweepFolder, file: SweepFile, trial: Trial, folder: Path, offlin
         words.append("resume=true")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / LOG, "ab") as log:
+        # For its owner alone, as the report: a task may print scores of private queries.
+        with open(folder / LOG, "ab", opener=partial(os.open, mode=0o600)) as log:
             process = subprocess.Popen(
                 words, env=environment, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
             )

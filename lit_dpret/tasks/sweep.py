@@ -97,8 +97,9 @@ class Sweep:
         if outcome.failed:
             first, why = next(iter(outcome.failed.items()))
             raise WorkerError(
-                f"{len(outcome.failed)} of {len(trials)} trials failed; {first}: {why} Those that are done are kept: "
-                "the same command tries the others again, and task.give_back=true lets go of what is reserved for them."
+                f"{len(outcome.failed)} of {len(trials)} trials failed; {first}: {why.rstrip('.')}. Those that are "
+                "done are kept: the same command tries the others again, and task.give_back=true lets go of what is "
+                "reserved for them."
             )
         return {"trials": float(len(outcome.done)), **({} if report.epsilon is None else {"epsilon": report.epsilon})}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,12 +14,14 @@ from typing import Any
 
 import pytest
 import yaml
+from tiny_tasks import parts
 
-from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.errors import ConfigurationError, ResumeError, WorkerError
 from lit_dpret.privacy.run_lock import RunLock
 from lit_dpret.sweeps import SweepFile, SweepFolder, run_trials
 from lit_dpret.sweeps.folder import SWEEP
 from lit_dpret.sweeps.report import write_report
+from lit_dpret.tasks import Sweep
 
 # A stand-in for a training: a dozen lines that leave what a trial leaves, or fail as one does.
 STUB = """
@@ -33,6 +36,8 @@ if given["how"] == "refused":
 if given["how"] == "killed_once" and not (folder / "privacy_ledger.jsonl").exists():
     (folder / "privacy_ledger.jsonl").write_text("")
     os.kill(os.getpid(), 9)
+if given["how"] == "crashed":
+    sys.exit(3)
 if given["how"] == "silent":
     sys.exit(0)
 if given["how"] == "slow":
@@ -84,11 +89,38 @@ def test_a_trial_that_fails_is_named_with_its_reason_and_the_others_run(tmp_path
     assert list(outcome.failed.values()) == ["privacy.eps=0 is no budget"] and len(outcome.done) == 1
 
 
+@pytest.mark.parametrize("how", ["refused", "killed_once", "crashed"])
+def test_the_reason_of_a_trial_that_failed_is_a_sentence_of_its_own(how: str, tmp_path: Path) -> None:
+    made, file = sweep(tmp_path, how)
+    with pytest.raises(WorkerError, match="1 of 1 trials") as found:
+        Sweep(file=file.path, metric_data="public", min_free_mb=1).run(parts(tmp_path, run_dir=made.folder))
+    assert re.search(r"[^.]\. Those", str(found.value)), found.value
+
+
 def test_a_trial_that_was_killed_goes_on_where_it_stopped(tmp_path: Path) -> None:
     made, file = sweep(tmp_path, "killed_once", "ok")
     assert list(go(made, file).failed.values()) == ["was ended by SIGKILL"]
     assert go(made, file).failed == {}
     assert calls(made) == ["how=killed_once x=1.0", "how=ok x=1.0", "how=killed_once x=1.0 resume=true"]
+
+
+def test_what_a_trial_reached_and_what_it_printed_is_for_its_owner_alone(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    made, file = sweep(tmp_path, "ok", xs=(2.0, 1.0))
+    before = os.umask(0o022)
+    try:
+        go(made, file)
+        write_report(made)
+    finally:
+        os.umask(before)
+    names = [
+        "sweep.csv",
+        "sweep.md",
+        "sweep.png",
+        "sweep_report.json",
+        *(f"trials/{t.id}/trial.log" for t in file.trials()),
+    ]
+    assert {name: oct((made.folder / name).stat().st_mode & 0o777) for name in names} == dict.fromkeys(names, "0o600")
 
 
 def test_a_trial_that_somebody_else_is_at_is_left_to_them(tmp_path: Path) -> None:
