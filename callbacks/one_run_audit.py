@@ -124,14 +124,18 @@ class OneRunAudit(Callback):
         self._refuse(trainer, module, data)
         mode = module.privacy
         folder = self._folder(trainer)
-        data.use_unit(mode.unit, mode.neighbours)
-        count = self._count(data.n_units, mode.neighbours)
+        count = self.planned_units(mode, data)
         self._neighbours = mode.neighbours
         self._coins = coins_in_run(
             data, count, kind=self.kind, queries=self.queries, seed=self.seed, run_dir=folder,
             begun=(folder / LEDGER_NAME).exists(), resume=self.resume, reader=module,
         )  # fmt: skip
         data.plant(self._coins.planted(mode.neighbours))
+
+    def planned_units(self, mode: Any, data: Any) -> int:
+        """How many canaries will be planted in ``data``, each a unit of its own."""
+        data.use_unit(mode.unit, mode.neighbours)
+        return self._count(data.n_units, mode.neighbours)
 
     def _refuse(self, trainer: L.Trainer, module: Any, data: Any) -> None:
         callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]

@@ -51,6 +51,7 @@ from lit_dpret.callbacks.strategies import (
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.card_leaks import PRIVATE_LOG_EVENT
+from lit_dpret.privacy.charges import forthcoming_releases
 from lit_dpret.privacy.dataset_account import DatasetAccount
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.fingerprints import state_hash
@@ -325,7 +326,8 @@ class PrivacyAccountant(Callback):
             ledger = trial_ledger(self.sweep, self.plan.budget, own=ledger, mode=mode.name)
         uncounted = self._uncounted(ledger)
         if ledger is not None and not self.resume:
-            ledger.require([self.plan.release(self.planned_steps), *uncounted])
+            own = forthcoming_releases([], self.plan.release(), first=0, until=self.planned_steps)
+            ledger.require([*own, *uncounted])
         return ledger
 
     def _uncounted(self, ledger: DatasetLedger | None) -> list[Release]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -50,7 +49,7 @@ def trial_parts(
 
 def planned(
     folder: Path, *, task: Any = None, total_eps: float | None = 100.0, metric: str | None = None, trials: int = 2,
-    metric_data: str = "unknown", ledger: str = "data.jsonl", **given: Any,
+    metric_data: str = "unknown", ledger: str = "data.jsonl", described: str = "", **given: Any,
 ) -> SweepFolder:  # fmt: skip
     """Plan a sweep of equal trials and reserve what they cost, as ``task=sweep task.start=false`` does."""
     content: dict[str, Any] = {"parameters": {"x": {"values": list(range(trials))}}}
@@ -60,7 +59,7 @@ def planned(
 
     def make_run(overrides: Sequence[str]) -> ComposedRun:
         made = trial_parts(folder, folder / "sweep", **given)
-        return ComposedRun(lambda groups: json.dumps(sorted(groups)), lambda: (task or Fit(min_free_mb=1), made))
+        return ComposedRun(lambda groups: described, lambda: (task or Fit(min_free_mb=1), made))
 
     Sweep(
         file=folder / "sweep.yaml", dataset_ledger=folder / ledger, total_eps=total_eps, metric_data=metric_data,

@@ -38,6 +38,17 @@ def plant(data: Plantable, canaries: CanarySet) -> None:
     data.plant(Planted(canaries.units(), planted_facts(canaries)))
 
 
+def plant_blanks(data: Any, units: int) -> None:
+    """Plant units without rows, so that a run is planned with canaries that are not made yet.
+
+    Raises:
+        ConfigurationError: The DataModule cannot take them; the message says why.
+    """
+    if not hasattr(data, "plant"):
+        raise _no_pairs(data)
+    data.plant(Planted([()] * units, {"units": units}))
+
+
 def planted_facts(canaries: CanarySet) -> dict[str, Any]:
     """What ledger and card tell of a set: how many, how many units, and the hash that fixes them."""
     return {

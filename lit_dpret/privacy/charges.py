@@ -205,6 +205,23 @@ def charged_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
     return merge(releases)
 
 
+def forthcoming_releases(
+    records: Iterable[Mapping[str, Any]], release: Release, *, first: int, until: int, attempt: int = 0
+) -> list[Release]:
+    """What a ledger will charge in all when the steps from ``first`` and before ``until`` are made as planned.
+
+    Args:
+        records: Of the ledger; none for a run that is still to come.
+        release: One planned step.
+        first: The step that is due.
+        until: The step that the run ends before.
+        attempt: The one that they are made in.
+    """
+    due = {"kind": "intent", "attempt": attempt, "step": first}
+    made = [due | {"release": replace(release, count=until - first).to_dict()}] if first < until else []
+    return charged_releases([*records, *made])
+
+
 def start_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     """What the ledger tells of the model that the run started from; None where it tells of none."""
     found = [r for r in records if r.get("kind") == "event" and r.get("name") == START_EVENT]

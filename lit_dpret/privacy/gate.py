@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lit_dpret.errors import BudgetExceededError, LedgerError, ResumeError
 from lit_dpret.privacy.accounting import Accountant
-from lit_dpret.privacy.charges import UNITS_UNKNOWN, Key
+from lit_dpret.privacy.charges import UNITS_UNKNOWN, Key, forthcoming_releases
 from lit_dpret.privacy.fingerprints import sum_tag, update_hash
 from lit_dpret.privacy.guard import Permit
 from lit_dpret.privacy.ledger import charged_releases
@@ -210,11 +210,9 @@ class ReleaseGate:
         first = self.steps_done
         while (self.run.attempt, first) in self.run.intents:
             first += 1
-        due = []
-        if first < until:
-            release = replace(self._release, count=until - first).to_dict()
-            due.append({"kind": "intent", "attempt": self.run.attempt, "step": first, "release": release})
-        return charged_releases([*self.run.ledger.records, *due])
+        return forthcoming_releases(
+            self.run.ledger.records, self._release, first=first, until=until, attempt=self.run.attempt
+        )
 
     def _require_reservation(self, step: int) -> None:
         if self.reserved_until is not None and step >= self.reserved_until:

@@ -60,7 +60,7 @@ class Start:
         return [release_from_dict(release) for release in self.facts["releases"]]
 
     def uncounted(self, dataset: DatasetLedger | None) -> list[Release]:
-        """Return what the start cost, where the ledger of the data set does not count it yet.
+        """Return what the start cost, where there is a ledger of the data set and it does not count it yet.
 
         Raises:
             ConfigurationError: The start was counted in another one, whose total would miss the run.
@@ -73,7 +73,7 @@ class Start:
                 f"{self.knob}={self.folder} was counted in a privacy.dataset_ledger, and this run names none or "
                 "another: the total of the data set would miss this run. Name the same file."
             )
-        return self.releases()
+        return [] if dataset is None else self.releases()
 
     def check(self, mode: Any) -> None:
         """Refuse a start with which the run could not claim what its mode promises.

@@ -14,7 +14,7 @@ from typing import Any
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.dataset_total import Total
 from lit_dpret.privacy.ledger import PrivacyLedger
-from lit_dpret.privacy.releases import GaussianRelease, Release
+from lit_dpret.privacy.releases import GaussianRelease, NonPrivateRelease, Release
 
 SWEEP_EVENT = "trial_of"
 """The event of a run's ledger that tells of the sweep that the run is a trial of."""
@@ -82,6 +82,11 @@ def choose_place(places: Mapping[str, Releases], planned: Releases, *, sweep: st
     covering = {name: releases for name, releases in places.items() if covers(releases, planned)}
     if covering:
         return min(covering, key=lambda name: _weight(covering[name]))
+    if any(isinstance(release, NonPrivateRelease) for release in planned):
+        raise ConfigurationError(
+            f"trial_of: sweep {sweep} holds no reservation for a run for which its own ledger lets nothing be claimed: "
+            "privacy.noise_seed or model.log_private_loss is set, or a private number was shown. Leave that out."
+        )
     raise ConfigurationError(
         f"trial_of: sweep {sweep} holds no reservation for a run like this one ({len(places)} are left, for other "
         "runs): it was not planned, or every one like it has begun in another folder. Start the trials as task=sweep "

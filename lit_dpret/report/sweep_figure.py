@@ -49,9 +49,9 @@ def draw_sweep(rows: Sequence[Mapping[str, Any]], *, metric: str, varied: Sequen
     axes.set_ylabel(metric)
     if lines:
         axes.legend(fontsize="small")
-    kept = io.BytesIO()
-    figure.savefig(kept, dpi=150, format="png")
-    return write_whole(path, kept.getvalue(), owner_only=True)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=150, format="png")
+    return write_whole(path, drawn.getvalue(), owner_only=True)
 
 
 def _order(value: Any) -> tuple[float, str]:

@@ -17,7 +17,7 @@ from lit_dpret.attacks.coins import COINS_NAME, Coins
 from lit_dpret.callbacks import MetricsFile
 from lit_dpret.callbacks.refusals import refuse_broken_claims
 from lit_dpret.canaries import CanarySuite
-from lit_dpret.canaries.planting import plant_in_run
+from lit_dpret.canaries.planting import plant_blanks, plant_in_run
 from lit_dpret.canaries.suite import EVALUATION_SPLITS
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.card import CARD_NAME
@@ -53,13 +53,7 @@ class Fit:
         datamodule = parts.make_datamodule()
         module = parts.make_module(privacy=privacy)
         hold_out = self._hold_out(privacy, datamodule, parts.run_dir)
-        canaries = parts.make_canaries()
-        if canaries is not None and canaries.queries in EVALUATION_SPLITS:
-            raise ConfigurationError(
-                f"canaries.queries={canaries.queries} would train a model that is released on people's queries, in as "
-                "many copies as a canary has, and the claim covers one. Take pseudo, or a file of public queries; "
-                "experiment=canaries, which releases no model, may use a split."
-            )
+        canaries = _canaries(parts)
         logged = train(
             module,
             datamodule,
@@ -82,6 +76,8 @@ class Fit:
         datamodule = parts.make_datamodule()
         datamodule.prepare_data()
         datamodule.setup("fit")
+        if (canaries := _canaries(parts)) is not None:
+            plant_blanks(datamodule, canaries.units)
         return plan_fit(
             parts.make_privacy(),
             datamodule,
@@ -117,6 +113,18 @@ def _tell_where(folder: Path) -> None:
     for what, place in (("model", folder / "model"), ("privacy card", folder / CARD_NAME)):
         if place.exists():
             sys.stdout.write(f"{what}: {place}\n")
+
+
+def _canaries(parts: Parts) -> CanarySuite | None:
+    """What is planted in a model that is released."""
+    canaries: CanarySuite | None = parts.make_canaries()
+    if canaries is not None and canaries.queries in EVALUATION_SPLITS:
+        raise ConfigurationError(
+            f"canaries.queries={canaries.queries} would train a model that is released on people's queries, in as "
+            "many copies as a canary has, and the claim covers one. Take pseudo, or a file of public queries; "
+            "experiment=canaries, which releases no model, may use a split."
+        )
+    return canaries
 
 
 def _keep_heads(datamodule: Any, folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.errors import ConfigurationError, LitDpretError, WorkerError
@@ -15,14 +15,15 @@ from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.dataset_total import Total, compose_across_runs
 from lit_dpret.privacy.modes import CoupledMode
 from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.releases import merge
 from lit_dpret.sweeps import SweepFile, SweepFolder, Trial, run_trials
 from lit_dpret.sweeps.folder import SWEEP
 from lit_dpret.sweeps.report import write_report
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.planned_fits import PlannedFit
-from lit_dpret.tasks.trial import refuse_other_data
+from lit_dpret.tasks.trial import check_trial
 
-_PLANNED_BY = ("task", "privacy", "datamodule", "trainer", "callbacks")
+_PLANNED_BY = ("task", "privacy", "datamodule", "trainer", "callbacks", "canaries")
 _COUPLED_BY = ("model", "loss", "negatives")
 
 
@@ -130,18 +131,27 @@ class Sweep:
                 plans += self._plans_of(parts, trial, known)
                 progress(number + 1, len(trials))
         budget = self._one_guarantee([planned.plan for planned in plans])
-        places = [planned.releases for planned in plans]
         planned_total = None
         if budget is not None:
             accountant = plans[0].plan.accountant
+            # Who sees all the models has seen each start once, in however many of them it is.
+            starts = {one.start.folder.resolve(): one.start.releases() for one in plans if one.start is not None}
             value, how = compose_across_runs(
-                [release for place in places for release in place],
+                [release for made in (*(one.releases for one in plans), *starts.values()) for release in made],
                 delta=budget.delta, neighbours=budget.neighbours, accountant=accountant,
             )  # fmt: skip
             planned_total = {"epsilon": value, "delta": budget.delta, "unit": budget.unit,
                              "neighbours": budget.neighbours, "accountant": how}  # fmt: skip
             self._refuse_uncounted(parts, value, budget.delta)
-        terms = self._terms(budget)
+        ledger = self._ledger(budget)
+        terms = {} if ledger is None else ledger.terms()
+        if budget is not None and self.metric_data == "private" and terms["delta"] > budget.delta:
+            raise ConfigurationError(
+                f"task.metric_data=private with privacy.delta={budget.delta:.3g}: the choice is covered by the limit "
+                f"of task.dataset_ledger={self.dataset_ledger}, which holds at delta {terms['delta']:.3g} and says "
+                "nothing at a smaller one. Set privacy.delta to that, or choose on public data."
+            )
+        places = [merge([*one.releases, *(one.start.uncounted(ledger) if one.start else [])]) for one in plans]
         return SweepFolder.plan(
             parts.run_dir,
             self.file,
@@ -170,7 +180,12 @@ class Sweep:
             )
         mode = own.make_privacy()
         self._without_privacy += mode.guarantee != "dp"
-        refuse_other_data(task, own.make_callbacks(), self.metric_data)
+        check_trial(task, mode, own.make_callbacks(), self.metric_data)
+        if mode.guarantee == "dp" and '"log_private_loss": true' in composed.describe(("model", "task")):
+            raise ConfigurationError(
+                f"task.file={self.file.path} sets log_private_loss=true under privacy={mode.name}: such a trial claims "
+                "nothing, and no reservation bounds what it costs. Leave it out."
+            )
         groups = _PLANNED_BY + (_COUPLED_BY if isinstance(mode, CoupledMode) else ())
         key = composed.describe(groups)
         if key not in known:
@@ -188,18 +203,11 @@ class Sweep:
                 )
         return min(budgets, key=lambda budget: budget.delta, default=None)
 
-    def _terms(self, budget: PrivacyBudget | None) -> dict[str, Any]:
-        """Of the ledger, or of the one that will be begun; none where no trial is private."""
+    def _ledger(self, budget: PrivacyBudget | None) -> DatasetLedger | None:
+        """The ledger, or the one that will be begun; None where no trial is private."""
         if budget is None or self.dataset_ledger is None:
-            return {}
-        terms = DatasetLedger(self.dataset_ledger, total_eps=self.total_eps, budget=budget).terms()
-        if self.metric_data == "private" and terms["delta"] > budget.delta:
-            raise ConfigurationError(
-                f"task.metric_data=private with privacy.delta={budget.delta:.3g}: the choice is covered by the limit "
-                f"of task.dataset_ledger={self.dataset_ledger}, which holds at delta {terms['delta']:.3g} and says "
-                "nothing at a smaller one. Set privacy.delta to that, or choose on public data."
-            )
-        return terms
+            return None
+        return DatasetLedger(self.dataset_ledger, total_eps=self.total_eps, budget=budget)
 
     def _refuse_uncounted(self, parts: Parts, epsilon: float, delta: float) -> None:
         """Refuse private trials without a ledger, or with a new one whose limit nobody named."""

@@ -48,7 +48,7 @@ class TrialOf:
                 f"trial_of={folder} with privacy={mode.name}: all trials of that sweep were planned as private, and "
                 "their cards say so. Plan a sweep with this trial in it, or leave trial_of null."
             )
-        refuse_other_data(task, parts.make_callbacks(), self.sweep.facts["metric_data"])
+        check_trial(task, mode, parts.make_callbacks(), self.sweep.facts["metric_data"])
 
     def finish(self, overrides: Sequence[str], result: Any) -> None:
         """Write down what the trial was and what it reached; of several ranks the first one does.
@@ -64,17 +64,18 @@ class TrialOf:
         write_result(self.run_dir, settings, result if isinstance(result, Mapping) else {})
 
 
-def refuse_other_data(task: Any, callbacks: Sequence[Any], metric_data: str) -> None:
-    """Refuse a trial that says otherwise than its sweep on which data the trials are compared.
+def check_trial(task: Any, mode: Any, callbacks: Sequence[Any], metric_data: str) -> None:
+    """Refuse a trial whose cost no reservation bounds, or that says otherwise than its sweep what it is compared on.
 
     Args:
         task: Of the trial.
+        mode: Its privacy mode.
         callbacks: Of its training.
         metric_data: What the sweep says.
 
     Raises:
-        ConfigurationError: A score is of private queries and the sweep does not say so, or the trial's card would tell
-            of another choice.
+        ConfigurationError: Its own ledger would let nothing be claimed for it, a score is of private queries and the
+            sweep does not say so, or the trial's card would tell of another choice.
     """
     scored = [("task.data", getattr(task, "data", None))]
     scored += [("callbacks.evaluation.data", one.data) for one in callbacks if isinstance(one, RetrievalEvaluation)]
@@ -88,3 +89,12 @@ def refuse_other_data(task: Any, callbacks: Sequence[Any], metric_data: str) -> 
     for one in callbacks:
         if isinstance(one, PrivacyCard):
             refuse_other_tuning(one.tuning, metric_data)
+    evaluated = [one for one in callbacks if isinstance(one, RetrievalEvaluation) and one.data == "private"]
+    setting = f"privacy.noise_seed={mode.noise_seed}" if mode.noise_seed is not None else (
+        "callbacks.evaluation.data=private" if evaluated else None
+    )  # fmt: skip
+    if mode.guarantee == "dp" and setting is not None:
+        raise ConfigurationError(
+            f"{setting} in a trial under privacy={mode.name}: its card would claim nothing, and no reservation in the "
+            "ledger of the data set bounds what it costs. Leave it out."
+        )

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from planned_sweeps import begun, joined, planned
+from lightning.pytorch.callbacks import Callback
+from planned_sweeps import begun, joined, planned, trial_parts
+from tiny_generator import WORDS, generator
 
-from lit_dpret.callbacks import PrivacyCard, RetrievalEvaluation
+from lit_dpret.callbacks import OneRunAudit, PrivacyCard, RetrievalEvaluation
+from lit_dpret.canaries import CanarySuite
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.card_check import verify_card
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.dataset_total import compose_across_runs
+from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
-from lit_dpret.tasks import Ablate, FitScored, Pipeline
+from lit_dpret.privacy.owed import owed_releases
+from lit_dpret.privacy.releases import merge
+from lit_dpret.privacy.start import read_start
+from lit_dpret.sweeps.report import write_report
+from lit_dpret.tasks import Ablate, Fit, FitScored, Pipeline
 
 
 def begin_ledger(folder: Path, delta: float, total_eps: float = 100.0) -> None:
@@ -87,7 +98,7 @@ def tuned(data: str) -> Any:
     return lambda folder: [PrivacyCard(run_dir=folder, tuning_data=data)]
 
 
-def shown(folder: Path) -> list[Any]:
+def shown_to_all(folder: Path) -> list[Any]:
     return [RetrievalEvaluation(data="private", card_entry=True), PrivacyCard(run_dir=folder)]
 
 
@@ -96,7 +107,7 @@ def test_trials_that_are_scored_on_private_queries_are_planned_and_joined_as_suc
     metric_data: str, tmp_path: Path
 ) -> None:
     task = scored(tmp_path)
-    for given, knob in (({"task": task}, "task.data"), ({"callbacks": shown}, "callbacks.evaluation.data")):
+    for given, knob in (({"task": task}, "task.data"), ({"callbacks": shown_to_all}, "callbacks.evaluation.data")):
         with pytest.raises(ConfigurationError, match=f"{re.escape(knob)}=private.*task.metric_data={metric_data}"):
             planned(tmp_path, metric_data=metric_data, metric="val/bleu", **given)
     assert not (tmp_path / "data.jsonl").exists()
@@ -136,3 +147,107 @@ def tuned_pipeline() -> Pipeline:
         generator_max_grad_norm=1.0, retriever_steps=1, retriever_batch=1, retriever_max_grad_norm=1.0,
         tuning_data="public",
     )  # fmt: skip
+
+
+# -- what a trial reserves -------------------------------------------------------------------------
+
+
+def audited(folder: Path) -> list[Any]:
+    words = folder / "public_queries.txt"
+    words.parent.mkdir(parents=True, exist_ok=True)
+    words.write_text("\n".join(f"{WORDS[i]} {WORDS[i + 1]}" for i in range(40)) + "\n", encoding="utf-8")
+    audit = OneRunAudit(run_dir=folder, canaries=32, max_share=1.0, kind="echo", queries=str(words), seed=1)
+    return [PrivacyCard(run_dir=folder), audit]
+
+
+ROOMY = partial(generator, seed=0, max_query_length=40, max_passage_length=40)
+CANARIES = CanarySuite(kinds=("echo",), repetitions=(2,), candidates=4, query_words=2, seed=1)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"callbacks": audited, "make_module": ROOMY},
+        {"make_canaries": lambda: CANARIES, "make_module": ROOMY},
+        {"data": {"sampling": "shuffle"}},
+        {"data": {"sampling": "truncated_poisson"}},
+    ],
+    ids=["plain", "audited", "canaries", "shuffle", "truncated_poisson"],
+)
+def test_a_trial_takes_over_what_was_planned_for_it(given: dict[str, Any], tmp_path: Path) -> None:
+    sweep = planned(tmp_path, trials=1, **given)
+    place = begun(tmp_path, **given)
+    assert reserved(tmp_path) == [sweep.facts["places"][0]] * 2, "held, and then taken over as it is"
+    owed = owed_releases(PrivacyLedger.read(place / "privacy_ledger.jsonl").records)
+    assert [release.to_dict() for release in owed] == sweep.facts["places"][0]
+    spent = compose_across_runs(owed, delta=sweep.facts["planned"]["delta"], neighbours="zero_out")[0]
+    assert sweep.facts["planned"]["epsilon"] == pytest.approx(spent)
+
+
+def reserved(folder: Path) -> list[Any]:
+    records = map(json.loads, (folder / "data.jsonl").read_text(encoding="utf-8").splitlines())
+    return [record["releases"] for record in records if record["kind"] == "reserve"]
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_what_a_start_cost_is_planned_where_the_ledger_does_not_count_it_and_told_once(
+    counted: bool, tmp_path: Path
+) -> None:
+    settings = {"dataset_ledger": tmp_path / "data.jsonl", "total_eps": 100.0} if counted else {}
+    parent = tmp_path / "parent"
+    Fit(min_free_mb=1).run(trial_parts(tmp_path, parent, settings=settings))
+    before = len(reserved(tmp_path)) if counted else 0
+    child: dict[str, Any] = {"start": parent}
+    sweep = planned(tmp_path, trials=2, **child)
+    own, earlier = sweep.places[0][0], read_start(parent, public=False).releases()
+    assert sweep.places == [[own] if counted else merge([own, *earlier])] * 2
+    together = compose_across_runs([own, own, *earlier], delta=sweep.facts["planned"]["delta"], neighbours="zero_out")
+    assert sweep.facts["planned"]["epsilon"] == pytest.approx(together[0])
+    for name in ("one", "two"):
+        begun(tmp_path, name, **child)
+    assert reserved(tmp_path)[before:] == [sweep.facts["places"][0]] * 4
+    assert write_report(sweep).epsilon == pytest.approx(together[0])
+
+
+def test_a_start_that_another_ledger_counts_is_refused_before_anything_is_reserved(tmp_path: Path) -> None:
+    parent = tmp_path / "parent"
+    settings = {"dataset_ledger": tmp_path / "other.jsonl", "total_eps": 100.0}
+    Fit(min_free_mb=1).run(trial_parts(tmp_path, parent, settings=settings))
+    with pytest.raises(ConfigurationError, match=r"init_from=.*privacy\.dataset_ledger"):
+        planned(tmp_path, start=parent)
+    assert not (tmp_path / "data.jsonl").exists()
+
+
+def plants_something(folder: Path) -> list[Any]:
+    class Plants(Callback):
+        def plant_canaries(self, trainer: Any, module: Any, data: Any) -> None: ...
+
+    return [Plants()]
+
+
+@pytest.mark.parametrize(
+    ("given", "setting"),
+    [
+        ({"callbacks": plants_something}, "Plants"),
+        ({"settings": {"noise_seed": 7}}, "privacy.noise_seed=7"),
+        ({"callbacks": shown_to_all, "metric_data": "private"}, "callbacks.evaluation.data=private"),
+        ({"make_canaries": lambda: CanarySuite(queries="dev")}, "canaries.queries=dev"),
+        ({"described": '{"model": {"log_private_loss": true}}'}, "log_private_loss=true"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_its_name_and_nothing_is_reserved(
+    given: dict[str, Any], setting: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(setting)):
+        planned(tmp_path, **given)
+    assert not (tmp_path / "data.jsonl").exists() and not (tmp_path / "sweep" / "sweep.json").exists()
+
+
+def test_a_trial_with_a_published_seed_is_refused_by_its_name_and_has_cost_nothing(tmp_path: Path) -> None:
+    sweep = planned(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"privacy\.noise_seed=7"):
+        joined(tmp_path, settings={"noise_seed": 7})
+    with pytest.raises(ConfigurationError, match=r"privacy\.noise_seed"):
+        begun(tmp_path, settings={"noise_seed": 7})  # by whoever calls no command line
+    assert write_report(sweep).epsilon == 0.0
