@@ -165,6 +165,7 @@ def checked_task(cfg: DictConfig) -> Any:
 def run(cfg: DictConfig) -> Any:
     """Run the task of a composed configuration."""
     task = checked_task(cfg)
+    _quieten()  # the task has imported Lightning, which turns its messages on again
     if (started := rank_watch.world_size()) > 1 and not getattr(task, "takes_ranks", False):
         raise ConfigurationError(
             f"{started} processes were started for a task that one process does. Start it without torchrun or srun."

@@ -109,8 +109,9 @@ def test_more_bad_input_is_one_clear_line(arguments: list[str], pattern: str, tm
 def test_the_doctor_reports_and_fails_where_a_fit_would_be_refused(tmp_path: Path) -> None:
     settings = [*TINY, f"datamodule.pairs={write_log(tmp_path)}", "privacy.noise_multiplier=5.0"]
     doctor = ("-m", "lit_dpret", "doctor")
-    line = refused(call(*settings, "+trainer.limit_train_batches=0.5", folder=tmp_path, program=doctor))
-    assert "A fit of this would be refused (T2)" in line
+    done = call(*settings, "+trainer.limit_train_batches=0.5", folder=tmp_path, program=doctor)
+    assert "A fit of this would be refused (T2)" in refused(done)
+    assert "INFO" not in done.stdout + done.stderr, "Lightning's messages are for developers"
     report = json.loads((tmp_path / "run" / "doctor.json").read_text(encoding="utf-8"))
     found = {finding["trap"]: finding["status"] for finding in report["findings"]}
     assert report["verdict"] == "refused" and found["T2"] == "refused" and found["T13"] == "passed"
