@@ -293,7 +293,7 @@ BAD: list[tuple[str, str, Any]] = [
     ("T12", r"trainer.accumulate_grad_batches", {"callbacks": [GradientAccumulationScheduler({1: 2})]}),
     ("T13", r"Parameter temperature is not covered", {"wrap": bare}),
     ("T14", r"net.0.weight has a gradient hook", {"wrap": watched}),
-    ("T14", r"net.3.bias was replaced", {"wrap": retied}),
+    ("T14", r"net.3.weight was replaced", {"wrap": retied}),
     ("T16", r"trainer.gradient_clip_val=1", {"trainer": {"gradient_clip_val": 1.0}}),
     ("T39", r"trainer.precision=bf16-mixed", {"trainer": {"precision": "bf16-mixed"}, "wrap": by_pairs}),
     ("T21", r"lies inside the run folder", with_secret_in_the_run),

@@ -405,13 +405,16 @@ class OneSide:
     def embed(self, ids: Sequence[Any]) -> Tensor:
         encoder = self._encoder
         with torch.no_grad(), evaluation_mode(encoder):
-            batch, found = encoder._padded(ids), torch.empty(0)
-            if self._apart:
-                full = encoder.at_full_length(batch, self._side)
-                found = embed_apart(lambda part: encoder(_on(part, self._where)), full, encoder.tokenizer.pad_token_id)
-            else:
-                found = encoder(_on(batch, self._where))
-            return found.to("cpu", encoder.wide)
+            batch = encoder._padded(ids)
+            if not self._apart:
+                return self._kept(encoder(_on(batch, self._where)))
+            full = encoder.at_full_length(batch, self._side)
+            return self._kept(
+                embed_apart(lambda part: encoder(_on(part, self._where)), full, encoder.tokenizer.pad_token_id)
+            )
+
+    def _kept(self, embeddings: Tensor) -> Tensor:
+        return embeddings.to("cpu", self._encoder.wide)
 
 
 def _on(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

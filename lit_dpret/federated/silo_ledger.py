@@ -26,7 +26,7 @@ from torch import Tensor
 from lit_dpret.errors import ConfigurationError, LedgerError, PrivateDataError
 from lit_dpret.privacy.accounting import calibrate_noise, epsilon
 from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, Unit, charged
-from lit_dpret.privacy.charges import SCHEMA, start_of
+from lit_dpret.privacy.charges import start_of
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.dataset_total import Total
 from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
@@ -156,7 +156,7 @@ class SiloLedger:
         path = self.folder / _RELEASES / f"{label}-{run_id}.jsonl"
         with PrivacyLedger.open(path) as ledger:
             ledger.append(
-                "plan", schema=SCHEMA, run_id=run_id, attempt=0, nonce=nonce, mode=label, plan=None,
+                "plan", run_id=run_id, attempt=0, nonce=nonce, mode=label, plan=None,
                 unit=self.budget.unit, neighbours=self.budget.neighbours, planned_steps=count,
             )  # fmt: skip
 

@@ -33,7 +33,7 @@ from lit_dpret.generation.groups import draw_group
 from lit_dpret.generation.sampler import Decoding
 from lit_dpret.generation.writer import synthesize
 from lit_dpret.modules import QueryGenerator
-from lit_dpret.modules.generator_folder import CONTRACT_NAME, GeneratorModel, read_contract, weights_hash
+from lit_dpret.modules.generator_folder import CONTRACT_NAME, GeneratorModel, weights_hash
 from lit_dpret.modules.virtual_tokens import prompt_of
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.clipping import ENGINES, make_engine
@@ -310,12 +310,6 @@ def test_a_contract_of_other_virtual_tokens_is_refused(tmp_path: Path) -> None:
         (folder / CONTRACT_NAME).write_text(json.dumps(facts | {"virtual_ids": wrong}))
         with pytest.raises(UnsupportedModelError, match="virtual_ids"):
             QueryGenerator.load_model(folder)
-
-
-def test_a_contract_without_a_prompt_is_written_as_before(tmp_path: Path) -> None:
-    folder = generator().save_model(tmp_path / "generator")
-    assert "virtual_ids" not in json.loads((folder / CONTRACT_NAME).read_text())
-    assert read_contract(folder).virtual_ids == ()
 
 
 def test_a_tuned_generator_is_no_model_to_train_on(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from lit_dpret.privacy.card import read_card, verify_card
 from lit_dpret.privacy.chain import ChainedFile
 from lit_dpret.privacy.gate import ReleaseGate
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases, check_no_key_reuse, noise_keys
+from lit_dpret.privacy.run import Position
 from lit_dpret.tasks import checkpoints
 from lit_dpret.tasks.checkpoints import WholeCheckpoints, newest_checkpoint
 from lit_dpret.tasks.fit import train
@@ -224,7 +225,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one_and_no_draft(tmp
 def test_the_newest_checkpoint_is_the_one_with_the_latest_attempt_and_step(tmp_path: Path) -> None:
     writer = WholeCheckpoints()
     for name, attempt, step in (("last.ckpt", 0, 4), ("b.ckpt", 1, 3), ("a.ckpt", 1, 2), ("z.ckpt", 0, 5)):
-        state = {"run_id": "r", "attempt": attempt, "steps_done": step}
+        state = Position("r", attempt, step).to_dict()
         writer.save_checkpoint({"global_step": step, "callbacks": {"PrivacyAccountant": state}}, tmp_path / name)
     assert newest_checkpoint(tmp_path) == tmp_path / "b.ckpt"
     assert newest_checkpoint(tmp_path / "nowhere") is None

@@ -12,6 +12,7 @@ from tiny_models import WORDS, tiny_bert, tiny_tokenizer
 from tiny_tasks import parts
 
 from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.encoders.text_encoder import OneSide
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.modules import DualEncoder, OptimizerSpec
 from lit_dpret.negatives import BM25Negatives, DynamicNegatives, PreBatchNegatives, RandomNegatives, StaticNegatives
@@ -80,10 +81,13 @@ def test_every_source_is_trained_several_times_and_stands_in_one_table(tmp_path:
 
 def test_the_passages_are_embedded_once_for_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[str] = []
-    one_side = TextEncoder.one_side
-    monkeypatch.setattr(
-        TextEncoder, "one_side", lambda self, side, *a: encoded.append(side) or one_side(self, side, *a)
-    )
+    begin = OneSide.__init__
+
+    def counted(self: OneSide, encoder: Any, side: Any, *rest: Any, **settings: Any) -> None:
+        encoded.append(side)
+        begin(self, encoder, side, *rest, **settings)
+
+    monkeypatch.setattr(OneSide, "__init__", counted)
     compare(tmp_path, only=["in_batch", "bm25", "dynamic"], seeds=1).run(tiny_parts(tmp_path))
     assert encoded.count("passage") == 1
 

@@ -21,10 +21,6 @@ from lit_dpret.privacy.xla import is_lazy
 SMALL = 1 << 16
 
 
-#: The id of the part of a module that holds a tensor, and under which name it does.
-_Place = tuple[int, str]
-
-
 class _Seen(NamedTuple):
     """One tensor before the pass.
 
@@ -56,14 +52,14 @@ class StateWatch:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._batches = 0
-        self._seen: dict[_Place, _Seen] = {}
-        self._read: dict[_Place, int] = {}
+        self._seen: dict[str, _Seen] = {}
+        self._read: dict[str, int] = {}
 
     def before(self) -> None:
         """Note how everything is."""
         self._batches += 1
         now = self._tensors()
-        self._seen, self._read = {place: self._look(tensor) for place, tensor in now.items()}, self._read_values(now)
+        self._seen, self._read = {name: self._look(tensor) for name, tensor in now.items()}, self._read_values(now)
 
     def after(self) -> None:
         """Compare with what was noted, and forget it.
@@ -74,44 +70,44 @@ class StateWatch:
         seen, self._seen = self._seen, {}
         now = self._tensors()
         values = self._read_values(now)
-        for place, tensor in now.items():
-            old = seen.pop(place, None)
+        for name, tensor in now.items():
+            old = seen.pop(name, None)
             if old is None:
-                self._refuse(place, "added", tensor)
+                self._refuse(name, "added", tensor)
             if tensor is not old.tensor:
-                self._refuse(place, "replaced", tensor)
-            if self._differs(old) or values.get(place) != self._read.get(place):
-                self._refuse(place, "written", tensor)
-        for place, old in seen.items():
-            self._refuse(place, "removed", old.tensor)
+                self._refuse(name, "replaced", tensor)
+            if self._differs(old) or values.get(name) != self._read.get(name):
+                self._refuse(name, "written", tensor)
+        for name, old in seen.items():
+            self._refuse(name, "removed", old.tensor)
 
-    def _refuse(self, place: _Place, how: str, tensor: Tensor) -> NoReturn:
-        owner, name = place
-        prefix = next((f"{path}." for path, part in self._module.named_modules() if id(part) == owner and path), "")
+    def _refuse(self, name: str, how: str, tensor: Tensor) -> NoReturn:
         parameter = isinstance(tensor, nn.Parameter)
         raise UnsupportedModelError(
-            f"{'Parameter' if parameter else 'Buffer'} {prefix}{name} was {how} during the forward pass of private "
+            f"{'Parameter' if parameter else 'Buffer'} {name} was {how} during the forward pass of private "
             f"rows of {type(self._module).__name__}, and no noise covers it. Remove it, or compute it from public data "
             "before training.",
             trap="T14" if parameter and how == "replaced" else "T11",
         )
 
-    def _tensors(self) -> dict[_Place, Tensor]:
-        found: dict[_Place, Tensor] = {}
-        parts = [self._module]
-        for part in parts:  # grows meanwhile; named_modules takes three times as long, twice in every batch
-            parts += [each for each in part._modules.values() if each is not None]
+    def _tensors(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        parts = [("", self._module)]
+        for prefix, part in parts:  # grows meanwhile; named_modules takes twice as long, twice in every batch
+            for name, each in part._modules.items():
+                if each is not None:
+                    parts.append((f"{prefix}{name}.", each))
             for registry in (part._parameters, part._buffers):
                 for name, tensor in registry.items():
                     if tensor is not None:
-                        found[id(part), name] = tensor
+                        found[prefix + name] = tensor
         return found
 
-    def _read_values(self, tensors: Mapping[_Place, Tensor]) -> dict[_Place, int]:
+    def _read_values(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """A checksum of every XLA tensor in batches 1, 2, 4, 8 and so on; all of them are fetched at once."""
         if self._batches & (self._batches - 1):
             return {}
-        promised = {place: tensor for place, tensor in tensors.items() if is_lazy(tensor.device)}
+        promised = {name: tensor for name, tensor in tensors.items() if is_lazy(tensor.device)}
         return dict(zip(promised, checksums(promised.values()), strict=True))
 
     def _look(self, tensor: Tensor) -> _Seen:
