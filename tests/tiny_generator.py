@@ -94,7 +94,7 @@ def write_parent_card(folder: Path, *, neighbours: Neighbours = "zero_out") -> N
         noise_multiplier=1.0, max_grad_norm=1.0, sensitivity=1.0, denominator=10.0,
         physical_batch_size=8, n_public=1000,
     )  # fmt: skip
-    files = [path for path in folder.iterdir() if path.is_file()]
+    files = [path for path in folder.rglob("*") if path.is_file()]
     with PrivacyLedger.open(folder / "privacy_ledger.jsonl") as ledger:
         ledger.append("plan", run_id="r", attempt=0, mode="dp_sgd", plan=plan.to_dict())
         ledger.append("intent", attempt=0, step=0, release=plan.release().to_dict(), state_hash=None, sum_tag=None)

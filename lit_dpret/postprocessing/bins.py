@@ -20,6 +20,7 @@ from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
 from lit_dpret.postprocessing.released import shown
 from lit_dpret.privacy.card import CARD_NAME
+from lit_dpret.privacy.card_subject import card_above
 
 
 class Bins(ABC):
@@ -204,10 +205,10 @@ class TopicBins(Bins):
 
 def _require_public(encoder: str, declared: bool) -> None:
     folder = Path(str(encoder)).expanduser()
-    if (folder / CARD_NAME).is_file():
+    if (folder / CARD_NAME).is_file() or (folder.is_dir() and card_above(folder) is not None):
         raise PrivateDataError(
-            f"task.bins.encoder={encoder} has a privacy card, so private queries went into it, and bins that it makes "
-            "would tell of them. Take minilm or another public encoder."
+            f"task.bins.encoder={encoder} has a privacy card, or is a part of what one describes, so private queries "
+            "went into it, and bins that it makes would tell of them. Take minilm or another public encoder."
         )
     if (str(encoder) != "minilm" or folder.is_dir()) and not declared:
         raise ConfigurationError(

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,14 @@ def histogram_plan(
 
 
 def release_histogram(
-    run: PrivateRun, plan: PrivacyPlan, contributions: Iterable[Sequence[int]], *, bins: int, max_count: int, spec: str
+    run: PrivateRun,
+    plan: PrivacyPlan,
+    contributions: Iterable[Sequence[int]],
+    *,
+    bins: int,
+    max_count: int,
+    spec: str,
+    grant: Callable[[], None] = lambda: None,
 ) -> np.ndarray:
     """Count, announce in the ledger, add noise, and confirm.
 
@@ -117,6 +124,7 @@ def release_histogram(
         bins: How many bins there are.
         max_count: Counts of a unit that are taken; the rest is left out.
         spec: A fingerprint of the bins; another one never shares noise with this one.
+        grant: Called before a release is announced that the ledger does not hold yet; it may refuse.
 
     Returns:
         Noised counts, whole numbers, some of them below zero; shape ``(bins,)``.
@@ -136,6 +144,7 @@ def release_histogram(
         known = None
     key = {"attempt": run.attempt, "step": 0}
     if known is None:
+        grant()
         release = GaussianRelease(noise_multiplier=plan.noise_multiplier, law=plan.law, label=LABEL).to_dict()
         announced = run.ledger.append("intent", **key, release=release, state_hash=None, sum_tag=tag)
         run.intents[run.attempt, 0] = announced

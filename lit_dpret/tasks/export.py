@@ -16,9 +16,10 @@ from lit_dpret.modules.checkpointed import CLASS_KEY
 from lit_dpret.privacy.card import inherit_card, read_card, subject_of, write_card
 from lit_dpret.privacy.card_environment import environment_facts
 from lit_dpret.privacy.card_file import CARD_NAME
+from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.start import MODEL_FOLDER
 from lit_dpret.report.model_card import write_model_card
-from lit_dpret.tasks.checkpoints import newest_checkpoint
+from lit_dpret.tasks.checkpoints import newest_checkpoint, position_in
 from lit_dpret.tasks.fit import CHECKPOINTS
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
@@ -62,6 +63,7 @@ class Export:
                 trap="T25",
             )
         module = load_module(path)
+        _refuse_other_run(path, run_dir / LEDGER_NAME)
         folder: Path = module.save_model(parts.run_dir / MODEL_FOLDER)
         files = [p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("privacy_card.")]
         card = inherit_card(
@@ -124,6 +126,22 @@ def load_module(path: Path) -> Any:
     if not (isinstance(found, type) and issubclass(found, PrivateModule)):
         raise DataError(f"{path} names the class {name}, and there is none.")
     return found.load_from_checkpoint(path)
+
+
+def _refuse_other_run(path: Path, ledger: Path) -> None:
+    """Refuse a checkpoint of another run than the one whose card lies beside it.
+
+    Raises:
+        DataError: It is one, or nobody can say.
+    """
+    position = position_in(torch.load(path, map_location="cpu", weights_only=True, mmap=True), path)
+    records = PrivacyLedger.read(ledger).records if ledger.is_file() else []
+    if position is None or position.run_id not in {record["run_id"] for record in records if record["kind"] == "plan"}:
+        whose = "no run that was counted" if position is None else f"run {position.run_id}"
+        raise DataError(
+            f"task.checkpoint={path} is of {whose}, and {ledger} does not tell of that: its card says nothing about "
+            "these weights. Name a checkpoint of the run whose card and ledger lie in the folder."
+        )
 
 
 def _precision(module: torch.nn.Module) -> str:

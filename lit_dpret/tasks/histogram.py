@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -184,10 +184,10 @@ class Histogram:
     ) -> np.ndarray:
         contributions = contributed(units, self.bins)
 
-        def made() -> np.ndarray:
+        def made(grant: Callable[[], None] = lambda: None) -> np.ndarray:
             return release_histogram(
                 run, plan, contributions, bins=len(self.bins.names), max_count=self.max_count,
-                spec=self.bins.fingerprint(),
+                spec=self.bins.fingerprint(), grant=grant,
             )  # fmt: skip
 
         if dataset is None:
@@ -195,13 +195,19 @@ class Histogram:
         lock = RunLock(dataset.path, run.run_id)
         lock.take()
         try:
-            heads, name = [str(record["hash"]) for record in run.ledger.records], str(run.ledger.path.parent)
-            spent = merge([*owed_releases(run.ledger.records), *earlier])
-            dataset.reserve(run.run_id, spent=spent, planned=merge([*spent, plan.release()]), heads=heads, name=name)
-            noised = made()
-            heads = [str(record["hash"]) for record in run.ledger.records]
-            spent = merge([*owed_releases(run.ledger.records), *earlier])
-            total = dataset.settle(run.run_id, spent=spent, heads=heads, name=name)
+            name = str(run.ledger.path.parent)
+
+            def state() -> dict[str, Any]:
+                heads = [str(record["hash"]) for record in run.ledger.records]
+                return {"spent": merge([*owed_releases(run.ledger.records), *earlier]), "heads": heads, "name": name}
+
+            def reserve(due: list[Release]) -> None:
+                now = state()
+                dataset.reserve(run.run_id, planned=merge([*now["spent"], *due]), **now)
+
+            reserve([])  # what is only repeated is charged already
+            noised = made(lambda: reserve([plan.release()]))
+            total = dataset.settle(run.run_id, **state())
             run.ledger.append("event", name=TOTAL_EVENT, **total.to_dict())
         finally:
             lock.release()

@@ -114,6 +114,12 @@ def test_topics_need_a_public_encoder_and_enough_passages(encoder: Path, tmp_pat
     write_parent_card(private)
     with pytest.raises(PrivateDataError, match="privacy card"):
         TopicBins(encoder=str(private), encoder_is_public=True)
+    part = tmp_path / "run" / "tower"
+    part.mkdir(parents=True)
+    (part / "weights").write_bytes(b"w")
+    write_parent_card(part.parent)
+    with pytest.raises(PrivateDataError, match="privacy card"):
+        TopicBins(encoder=str(part), encoder_is_public=True)
     with pytest.raises(ConfigurationError, match=r"topics=9 is more than the 8 public"):
         TopicBins(topics=9, encoder=str(encoder), encoder_is_public=True).fit(PASSAGES)
 

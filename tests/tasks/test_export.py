@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,19 @@ def test_a_checkpoint_loads_without_arguments_and_with_others(tmp_path: Path) ->
     torch.testing.assert_close(loaded.encode_queries(["my house"]), module.encode_queries(["my house"]))
     longer = DualEncoder.load_from_checkpoint(path, max_query_length=7)
     assert longer.encoder.contract.query_max_length == 7
+
+
+def test_a_checkpoint_of_another_run_is_not_written_out_under_the_card_beside_it(tmp_path: Path) -> None:
+    trained(tmp_path / "private", private(tmp_path / "private"))
+    trained(tmp_path / "bare", NoPrivacy())
+    foreign = tmp_path / "private" / "run" / "checkpoints" / "foreign.ckpt"
+    shutil.copy(tmp_path / "bare" / "run" / "checkpoints" / "last.ckpt", foreign)
+    with pytest.raises(DataError, match=r"task\.checkpoint"):
+        Export(checkpoint=foreign).run(parts(tmp_path))
+    foreign.unlink()
+    (tmp_path / "private" / "run" / "privacy_ledger.jsonl").unlink()
+    with pytest.raises(DataError, match=r"task\.checkpoint"):
+        Export(checkpoint=tmp_path / "private" / "run").run(parts(tmp_path))
 
 
 def test_metrics_of_an_evaluation_stand_in_the_model_card(tmp_path: Path) -> None:

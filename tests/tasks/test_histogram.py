@@ -307,6 +307,23 @@ def test_the_ledger_of_the_data_set_counts_the_histogram_and_its_generator(
     assert not (tmp_path / "third" / "privacy_ledger.jsonl").exists()
 
 
+@pytest.mark.parametrize("killed", ["write", "settle"])
+def test_a_killed_histogram_goes_on_where_the_limit_of_the_data_set_covers_it_once(
+    chain: Path, histogram: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: str
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    limit = 1.02 * read_card(histogram)["claim"]["epsilon"]
+    counts = {"dataset_ledger": tmp_path / "total.jsonl", "total_eps": limit}
+    monkeypatch.setattr(ReleasedHistogram if killed == "write" else DatasetLedger, killed, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        counted(chain, tmp_path / "run", mode=counts)
+    monkeypatch.undo()
+    told = counted(chain, tmp_path / "run", mode=counts, resume=True)
+    assert told["epsilon"] == pytest.approx(read_card(histogram)["claim"]["epsilon"])
+
+
 # -- quotas -----------------------------------------------------------------------------------
 
 
