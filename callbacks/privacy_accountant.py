@@ -351,7 +351,7 @@ class PrivacyAccountant(Callback):
         module: Any = pl_module
         if trainer.state.fn != "fit" or "_gate" not in vars(self):
             return
-        position = _position_in(checkpoint)
+        position = Position.among(checkpoint.get("callbacks", {}), place="The checkpoint")
         if position is not None and takes_whole_epochs(trainer):
             count_by_steps(checkpoint, position.steps_done, self.sampler)
         if self.counted_by_others or module.privacy.guarantee == "none":
@@ -607,14 +607,6 @@ class PrivacyAccountant(Callback):
             self._hook.remove()
         if hasattr(self, "_run"):
             self._close()
-
-
-def _position_in(checkpoint: Mapping[str, Any]) -> Position | None:
-    """Where a checkpoint was taken, by what an accountant left in it."""
-    for state in checkpoint.get("callbacks", {}).values():
-        if isinstance(state, Mapping) and {"run_id", "attempt", "steps_done"} <= set(state):
-            return Position.from_dict(state, place="The checkpoint")
-    return None
 
 
 def _claim_of(data: Any) -> str:

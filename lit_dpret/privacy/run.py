@@ -41,6 +41,18 @@ class Position:
         return {"schema": POSITION_SCHEMA, **asdict(self)}
 
     @classmethod
+    def among(cls, states: Mapping[str, Any], *, place: str) -> Position | None:
+        """Return what an accountant left among the callbacks' states of a checkpoint; None where there was none.
+
+        Raises:
+            ResumeError: As `from_dict`.
+        """
+        for state in states.values():
+            if isinstance(state, Mapping) and {"run_id", "attempt", "steps_done"} <= set(state):
+                return cls.from_dict(state, place=place)
+        return None
+
+    @classmethod
     def from_dict(cls, facts: Mapping[str, Any], *, place: str) -> Position:
         """Return what `to_dict` wrote; ``place`` is named in a refusal.
 

@@ -13,7 +13,6 @@ import os
 import pickle
 import warnings
 import zipfile
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -100,22 +99,10 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def position_in(content: Mapping[str, Any], place: Path) -> Position | None:
-    """Return the run, attempt and step of a checkpoint's content; None where no accountant counted it.
-
-    Raises:
-        ResumeError: Another version of lit-dpret wrote it; ``place`` is named.
-    """
-    for state in content["callbacks"].values():
-        if isinstance(state, dict) and {"run_id", "attempt", "steps_done"} <= set(state):
-            return Position.from_dict(state, place=str(place))
-    return None
-
-
 def _position(path: Path) -> tuple[int, int]:
     """The attempt and the number of steps at which a checkpoint was taken."""
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    found = position_in(content, path)
+    found = Position.among(content["callbacks"], place=str(path))
     return (0, int(content["global_step"])) if found is None else (found.attempt, found.steps_done)
 
 

@@ -17,9 +17,10 @@ from lit_dpret.privacy.card import inherit_card, read_card, subject_of, write_ca
 from lit_dpret.privacy.card_environment import environment_facts
 from lit_dpret.privacy.card_file import CARD_NAME
 from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
+from lit_dpret.privacy.run import Position
 from lit_dpret.privacy.start import MODEL_FOLDER
 from lit_dpret.report.model_card import write_model_card
-from lit_dpret.tasks.checkpoints import newest_checkpoint, position_in
+from lit_dpret.tasks.checkpoints import newest_checkpoint
 from lit_dpret.tasks.fit import CHECKPOINTS
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
@@ -134,7 +135,8 @@ def _refuse_other_run(path: Path, ledger: Path) -> None:
     Raises:
         DataError: It is one, or nobody can say.
     """
-    position = position_in(torch.load(path, map_location="cpu", weights_only=True, mmap=True), path)
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    position = Position.among(content.get("callbacks", {}), place=str(path))
     records = PrivacyLedger.read(ledger).records if ledger.is_file() else []
     if position is None or position.run_id not in {record["run_id"] for record in records if record["kind"] == "plan"}:
         whose = "no run that was counted" if position is None else f"run {position.run_id}"

@@ -447,7 +447,6 @@ def test_without_one_of_the_checks_an_attack_goes_through(
 ) -> None:
     module = trained_by("none", tmp_path / "first")
     if place == "checkpoints":
-        monkeypatch.setattr(accountant_file, "_position_in", lambda checkpoint: None)
         monkeypatch.setattr(accountant_file.PrivacyAccountant, "on_load_checkpoint", lambda *_: None)
         fit_from(tmp_path / "second", private(tmp_path), foreign_checkpoint(tmp_path))
         return
