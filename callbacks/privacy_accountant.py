@@ -51,8 +51,7 @@ from lit_dpret.callbacks.strategies import (
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.card_leaks import PRIVATE_LOG_EVENT
-from lit_dpret.privacy.charges import forthcoming_releases
-from lit_dpret.privacy.dataset_account import DatasetAccount
+from lit_dpret.privacy.dataset_account import DatasetAccount, require_room
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.fingerprints import state_hash
 from lit_dpret.privacy.gate import ReleaseGate
@@ -318,16 +317,16 @@ class PrivacyAccountant(Callback):
             vars(self).pop(name, None)
 
     def _dataset_ledger(self, mode: PrivacyMode) -> DatasetLedger | None:
-        """The ledger of the data set, if there is one; a new run that it does not cover leaves nothing behind."""
+        """The ledger of the data set, if there is one; a run that it does not cover leaves nothing behind."""
         if not isinstance(mode, GaussianMode) or self.plan is None:
             return None
         ledger = mode.ledger_of_dataset(self.plan.budget, run_dir=self.run_dir)
         if self.sweep is not None:
             ledger = trial_ledger(self.sweep, self.plan.budget, own=ledger, mode=mode.name)
         uncounted = self._uncounted(ledger)
-        if ledger is not None and not self.resume:
-            own = forthcoming_releases([], self.plan.release(), first=0, until=self.planned_steps)
-            ledger.require([*own, *uncounted])
+        if ledger is not None:
+            path = Path(self.run_dir or ".") / LEDGER_NAME
+            require_room(ledger, path, self.plan.release(), steps=self.planned_steps, earlier=uncounted)
         return ledger
 
     def _uncounted(self, ledger: DatasetLedger | None) -> list[Release]:

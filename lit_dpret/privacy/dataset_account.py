@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
+from lit_dpret.errors import BudgetExceededError
+from lit_dpret.privacy.charges import forthcoming_releases
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.dataset_total import TOTAL_EVENT, Total
 from lit_dpret.privacy.gate import ReleaseGate
+from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.owed import owed_releases
 from lit_dpret.privacy.releases import NonPrivateRelease, Release, merge
+from lit_dpret.privacy.run import NOT_COUNTED_EVENT, PrivateRun
 from lit_dpret.privacy.run_lock import RunLock
 
 
@@ -60,7 +65,9 @@ class DatasetAccount:
                 heads=self._heads(),
                 name=self._name,
             )
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, BudgetExceededError):
+                note_not_counted(run, self._ledger)
             if not self._held:
                 self._lock.release()
             raise
@@ -97,3 +104,37 @@ class DatasetAccount:
 
     def _heads(self) -> list[str]:
         return [str(record["hash"]) for record in self._gate.run.ledger.records]
+
+
+def require_room(ledger: DatasetLedger, path: Path, step: Release, *, steps: int, earlier: Sequence[Release]) -> None:
+    """Refuse a run that the ledger of its data set does not cover, before anything is written.
+
+    A run that the ledger counts already is let through: its reservation is replaced when it goes on.
+
+    Args:
+        ledger: Of the data set.
+        path: Of the run's own ledger; absent for a new run.
+        step: One step of it.
+        steps: How many it plans.
+        earlier: What the model that it starts from cost on the same data, where no entry counts it.
+
+    Raises:
+        BudgetExceededError: The data set's limit does not cover it.
+    """
+    records = PrivacyLedger.read(path).records if path.exists() else []
+    if ledger.path.exists() and ledger.run_ids() & {r["run_id"] for r in records if r["kind"] == "plan"}:
+        return
+    made = [int(record["step"]) for record in records if record["kind"] == "intent"]
+    attempts = [int(record["attempt"]) for record in records if record["kind"] == "intent"]
+    due = forthcoming_releases(
+        records, step, first=max(made, default=-1) + 1, until=steps, attempt=max(attempts, default=0)
+    )
+    refuted = [release for release in owed_releases(records) if isinstance(release, NonPrivateRelease)]
+    ledger.require([*due, *earlier, *refuted])
+
+
+def note_not_counted(run: PrivateRun, ledger: DatasetLedger) -> None:
+    """Note in a run's ledger that its data set's ledger refused it, so that it may go on without; not if counted."""
+    if ledger.charge_of(run.run_id) is None:
+        text = "privacy.dataset_ledger refused this run and counts nothing of it"
+        run.ledger.append("event", name=NOT_COUNTED_EVENT, dataset_ledger=ledger.begin(), text=text)

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, ResumeError
 from lit_dpret.postprocessing.bins import Bins
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.card import CARD_NAME, build_card, read_card, subject_of, verify_card, write_card
 from lit_dpret.privacy.card_environment import environment_facts
 from lit_dpret.privacy.card_leaks import leaks
+from lit_dpret.privacy.dataset_account import note_not_counted, require_room
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.dataset_total import TOTAL_EVENT
 from lit_dpret.privacy.histogram import (
@@ -99,8 +100,8 @@ class Histogram:
         )
         dataset = mode.ledger_of_dataset(plan.budget, run_dir=folder)
         earlier = start.uncounted(dataset)
-        if dataset is not None and not parts.resume:
-            dataset.require([plan.release(), *earlier])
+        if dataset is not None:
+            require_room(dataset, folder / LEDGER_NAME, plan.release(), steps=1, earlier=earlier)
         run = self._open(parts, mode, data, plan, start, dataset)
         with run.ledger:
             noised = self._release(run, plan, units, dataset, earlier)
@@ -203,7 +204,11 @@ class Histogram:
 
             def reserve(due: list[Release]) -> None:
                 now = state()
-                dataset.reserve(run.run_id, planned=merge([*now["spent"], *due]), **now)
+                try:
+                    dataset.reserve(run.run_id, planned=merge([*now["spent"], *due]), **now)
+                except BudgetExceededError:
+                    note_not_counted(run, dataset)
+                    raise
 
             reserve([])  # what is only repeated is charged already
             noised = made(lambda: reserve([plan.release()]))

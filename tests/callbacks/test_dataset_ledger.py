@@ -294,6 +294,36 @@ def test_a_run_may_join_a_ledger_on_resume_and_is_counted_whole(tmp_path: Path) 
         train(tmp_path / "a", module(tmp_path, **alone), resume=True)
 
 
+@pytest.mark.parametrize("raced", [False, True], ids=["full", "filled_meanwhile"])
+@pytest.mark.parametrize("made", [2, 6])
+def test_a_run_that_a_ledger_refuses_on_resume_goes_on_without_it(
+    tmp_path: Path, made: int, raced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a"
+    alone: dict[str, Any] = {"dataset_ledger": None, "total_eps": None}
+    if made < 6:
+        with pytest.raises(RuntimeError, match="stop"):
+            train(folder, module(tmp_path, **alone), extra=[PrivacyCard(), StopAfter(made)])
+    else:
+        train(folder, module(tmp_path, **alone), extra=[PrivacyCard()])
+    before = {path: path.read_bytes() for path in folder.glob("privacy_*")}
+    with monkeypatch.context() as patch:
+        if raced:  # another run reserves what is left after the room was asked for
+            patch.setattr(DatasetLedger, "require", lambda self, releases: None)
+        with pytest.raises(BudgetExceededError, match=r"privacy\.total_eps"):
+            train(folder, module(tmp_path, 2.0), resume=True, extra=[PrivacyCard()])
+    if not raced:
+        assert {path: path.read_bytes() for path in folder.glob("privacy_*")} == before
+        assert not (tmp_path / "data.jsonl").exists(), "nor is a ledger begun for a run that it refuses"
+    train(folder, module(tmp_path, **alone), resume=True, extra=[PrivacyCard()])
+    assert len(noise_keys(records(folder))) == 6 and records(folder)[-1]["reason"] == "finished"
+    (tmp_path / "data.jsonl").unlink(missing_ok=True)
+    train(folder, module(tmp_path), resume=True, extra=[PrivacyCard()])
+    assert total(tmp_path).epsilon == pytest.approx(cost(folder), rel=1e-12)
+    with pytest.raises(ResumeError, match=r"privacy\.dataset_ledger"):
+        train(folder, module(tmp_path, **alone), resume=True, extra=[PrivacyCard()])
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
