@@ -63,7 +63,7 @@ class WholeCheckpoints(TorchCheckpointIO):
             raise
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
+def newest_checkpoint(folder: Path, *, run_id: str | None = None) -> Path | None:
     """The readable checkpoint in ``folder`` with the most steps behind it; None where there is none.
 
     What Lightning writes where SLURM requeues a job lies beside the folder, and is one of them.
@@ -71,6 +71,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
     Guarantees:
         - A checkpoint that is cut short or damaged (by its CRC sums) is passed over with a warning
           that names it, and the one before it is chosen.
+        - So is one of another run than ``run_id``, where that is given.
         - Attempt and step stand inside the file; its name and its time play no part.
         - Drafts that a kill left behind are removed.
 
@@ -82,7 +83,11 @@ def newest_checkpoint(folder: Path) -> Path | None:
     ranked: list[tuple[tuple[int, int, bool], Path]] = []
     for path in sorted([*folder.glob("*.ckpt"), *folder.parent.glob("hpc_ckpt_*.ckpt")]):
         try:
-            ranked.append(((*_position(path), path.name == "last.ckpt"), path))
+            found = _position(path)
+            if run_id is not None and found.run_id != run_id:
+                _pass_over(path, f"of {found.run_id or 'a run without a ledger'}, and the ledger is of {run_id}")
+                continue
+            ranked.append(((found.attempt, found.steps_done, path.name == "last.ckpt"), path))
         except ResumeError:  # whole, and of a newer version
             raise
         except (OSError, RuntimeError, EOFError, KeyError, TypeError, ValueError, pickle.UnpicklingError) as error:
@@ -99,17 +104,17 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def _position(path: Path) -> tuple[int, int]:
-    """The attempt and the number of steps at which a checkpoint was taken."""
+def _position(path: Path) -> Position:
+    """Where a checkpoint was taken; its run is empty where no accountant was there."""
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     found = Position.among(content["callbacks"], place=str(path))
-    return (0, int(content["global_step"])) if found is None else (found.attempt, found.steps_done)
+    return found or Position("", 0, int(content["global_step"]))
 
 
 def _pass_over(path: Path, reason: object) -> None:
     first = (str(reason).splitlines() or [type(reason).__name__])[0]
     warnings.warn(
-        f"{path} is no whole checkpoint ({first}); the run goes on from an earlier one, or from its start. "
+        f"{path} is no whole checkpoint of this run ({first}); it goes on from an earlier one, or from its start. "
         "Steps that are executed again are repeated bit by bit or charged again.",
         stacklevel=3,
     )

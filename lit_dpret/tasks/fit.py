@@ -19,9 +19,9 @@ from lit_dpret.callbacks.refusals import refuse_broken_claims
 from lit_dpret.canaries import CanarySuite
 from lit_dpret.canaries.planting import plant_blanks, plant_in_run
 from lit_dpret.canaries.suite import EVALUATION_SPLITS
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.privacy.card import CARD_NAME
-from lit_dpret.privacy.ledger import LEDGER_NAME
+from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.privacy.run import require_run
 from lit_dpret.tasks.checkpoints import WholeCheckpoints, newest_checkpoint
@@ -167,6 +167,7 @@ def train(
 
     Raises:
         ConfigurationError: The Trainer has several processes, and who calls this has work for one.
+        ResumeError: There is nothing to go on with, or the checkpoints of an earlier run lie where a new one begins.
     """
     trainer: L.Trainer = make_trainer(
         default_root_dir=str(run_dir), callbacks=callbacks, logger=[MetricsFile(run_dir), *loggers]
@@ -177,6 +178,12 @@ def train(
     ranks = _meet(trainer)
     if any(getattr(callback, "counts_releases", False) and callback.resume for callback in callbacks):
         ranks.share(lambda: require_run(run_dir / LEDGER_NAME))
+    alone = not resume and not (run_dir / LEDGER_NAME).exists()
+    if alone and (left := sorted((run_dir / CHECKPOINTS).glob("*.ckpt"))):
+        raise ResumeError(
+            f"{left[0]} is of an earlier run, and what this one wrote beside it could be taken for its own on "
+            "resume=true. Choose another hydra.run.dir, or remove that folder."
+        )
     ranks.in_turn(datamodule.prepare_data)
     ranks.together(lambda: datamodule.setup("fit"))
     if after_setup is not None:
@@ -187,7 +194,7 @@ def train(
         ranks.in_turn(lambda: module.prepare(datamodule))
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = WholeCheckpoints()
-    checkpoint = newest_checkpoint(run_dir / CHECKPOINTS) if resume else None
+    checkpoint = newest_checkpoint(run_dir / CHECKPOINTS, run_id=_run_id(run_dir)) if resume else None
     trainer.fit(
         module,
         datamodule=datamodule,
@@ -195,6 +202,13 @@ def train(
         weights_only=True,
     )
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def _run_id(run_dir: Path) -> str | None:
+    """The run that the ledger in a folder is of; None where there is none."""
+    path = run_dir / LEDGER_NAME
+    records = PrivacyLedger.read(path).records if path.exists() else []
+    return next((record["run_id"] for record in records if record["kind"] == "plan"), None)
 
 
 def refuse_several_ranks(trainer: L.Trainer) -> None:

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from stand_ins import Numbers, Regression, dp
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
-from lit_dpret.errors import StorageError
+from lit_dpret.errors import ResumeError, StorageError
 from lit_dpret.privacy.accounting import epsilon
 from lit_dpret.privacy.card import read_card, verify_card
 from lit_dpret.privacy.chain import ChainedFile
@@ -251,3 +251,32 @@ def test_a_run_killed_after_its_last_step_still_gets_its_model_and_card(tmp_path
         run(folder, resume=True, extra=[PrivacyCard(run_dir=folder)])
     assert (folder / "model" / "weights.pt").is_file()
     assert verify_card(read_card(folder), folder / "privacy_ledger.jsonl", folder=folder / "model") == []
+
+
+def test_checkpoints_of_another_run_are_passed_over(tmp_path: Path) -> None:
+    writer = WholeCheckpoints()
+    for name, run, step in (("own.ckpt", "r", 2), ("last.ckpt", "another", 5)):
+        state = Position(run, 0, step).to_dict()
+        writer.save_checkpoint({"global_step": step, "callbacks": {"PrivacyAccountant": state}}, tmp_path / name)
+    writer.save_checkpoint({"global_step": 9, "callbacks": {}}, tmp_path / "of_a_plain_trainer.ckpt")
+    with pytest.warns(UserWarning, match="of this run") as told:
+        assert newest_checkpoint(tmp_path, run_id="r") == tmp_path / "own.ckpt"
+    assert len(told) == 2
+
+
+def test_a_run_whose_ledger_was_deleted_is_not_begun_anew_among_its_checkpoints(tmp_path: Path) -> None:
+    run(tmp_path / "run")
+    (tmp_path / "run" / "privacy_ledger.jsonl").unlink()
+    with pytest.raises(ResumeError, match=r"hydra\.run\.dir"):
+        run(tmp_path / "run")
+    assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
+
+
+def test_a_run_goes_on_beside_the_checkpoints_of_another(tmp_path: Path) -> None:
+    run(tmp_path / "other")
+    own = run(tmp_path / "run")
+    shutil.copy2(tmp_path / "other" / "checkpoints" / "last.ckpt", tmp_path / "run" / "checkpoints" / "later.ckpt")
+    shutil.rmtree(tmp_path / "run" / "model", ignore_errors=True)
+    with pytest.warns(UserWarning, match="of this run"):
+        again = run(tmp_path / "run", resume=True)
+    assert torch.equal(weights(own), weights(again))
