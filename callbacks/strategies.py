@@ -74,8 +74,8 @@ def refuse_unsupported(trainer: L.Trainer, mode: Any) -> None:
         ConfigurationError: With the reason of the table.
     """
     row = strategy(strategy_name(trainer))
-    name = str(getattr(mode, "name", "none"))
-    reason = row.reason_against(name, getattr(mode, "engine", None))
+    engine = getattr(mode, "engine", None)
+    reason = row.reason_against(mode, engine)
     if row.name.startswith("xla") and getattr(mode, "noise", "gaussian") == "discrete":
         raise ConfigurationError(
             f"privacy.noise=discrete rounds sums in float64 and int64, which nobody has tried under trainer.strategy="
@@ -86,9 +86,9 @@ def refuse_unsupported(trainer: L.Trainer, mode: Any) -> None:
         if row.name == "fsdp":
             _refuse_other_cuts(trainer.strategy)
         return
-    others = [r.name for r in STRATEGIES if r.reason_against(name, getattr(mode, "engine", None)) is None]
+    others = [r.name for r in STRATEGIES if r.reason_against(mode, engine) is None]
     raise ConfigurationError(
-        f"trainer.strategy={row.name} ({type(trainer.strategy).__name__}) cannot honour privacy={name}: {reason}. "
+        f"trainer.strategy={row.name} ({type(trainer.strategy).__name__}) cannot honour privacy={mode.name}: {reason}. "
         f"Choose one of {', '.join(others)} (docs/several_processes.md).",
         trap="T3",
     )

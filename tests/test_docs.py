@@ -8,6 +8,16 @@ from pathlib import Path
 import pytest
 
 from lit_dpret.callbacks.traps import SEVERITIES, TRAPS, pitfalls_page
+from lit_dpret.privacy.clipping import ENGINES
+from lit_dpret.privacy.modes import (
+    DPSGD,
+    BatchClip,
+    LogitDP,
+    NoPrivacy,
+    PerExampleDuplicated,
+    PublicPassages,
+    SyntheticData,
+)
 from lit_dpret.privacy.strategies import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,6 +78,6 @@ def test_the_page_explains_errors() -> None:
 
 def test_the_page_on_several_processes_holds_the_table_that_a_fit_refuses_by() -> None:
     page = (ROOT / "docs" / "several_processes.md").read_text(encoding="utf-8")
-    modes = ["dp_sgd", "public_passages", "batch_clip", "per_example_duplicated", "logit_dp", "synthetic", "none"]
-    assert {path.stem for path in (ROOT / "configs" / "privacy").glob("*.yaml")} == set(modes)
-    assert markdown_table(modes) in page
+    modes = [DPSGD, PublicPassages, BatchClip, PerExampleDuplicated, LogitDP, SyntheticData, NoPrivacy]
+    assert {path.stem for path in (ROOT / "configs" / "privacy").glob("*.yaml")} == {mode.name for mode in modes}
+    assert markdown_table(modes, ENGINES) in page

@@ -1,16 +1,33 @@
-"""Which privacy mode each way to run on several processes can honour, and why not the others.
+"""The ways to run on one or several devices, and which of them a privacy mode supports.
 
-One table is read by everybody: a fit refuses by it, ``task=doctor`` tells it, and ``docs/several_processes.md``
-prints it. A strategy that is in no row is refused, because nobody has shown what it does to a sum.
+A mode declares its strategies (`PrivacyMode.strategies`); a fit, ``task=doctor`` and ``docs/several_processes.md`` read
+the same table. A strategy in no row, and one that a mode does not declare, is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
-#: Stands for every privacy mode in `Strategy.refused`.
-EVERY_MODE = "*"
+#: What a mode declares: the strategies that it supports, each with its engines; None for every engine.
+Supported = Mapping[str, frozenset[str] | None]
+
+ONE_DEVICE: Supported = {"one_device": None}
+#: For a mode whose sums over the units of all ranks are the sum of the ranks' sums.
+SUMS_ADD_UP: Supported = {**ONE_DEVICE, "ddp": None, "fsdp": None, "deepspeed": None}
+
+
+def on_xla(engines: frozenset[str] | None = None) -> Supported:
+    """Declare, beside `SUMS_ADD_UP`, XLA devices: no shape and no branch follows from a value with these engines."""
+    return {**SUMS_ADD_UP, "xla": engines, "xla_processes": engines}
+
+
+class Declares(Protocol):
+    """A privacy mode, or its class."""
+
+    name: str
+    strategies: Supported
 
 
 @dataclass(frozen=True)
@@ -20,29 +37,25 @@ class Strategy:
     Args:
         name: As ``trainer.strategy`` names it.
         how: What becomes of sums and noise, as a sentence; empty where every mode is refused.
-        refused: Why a mode is refused, by ``mode``, by ``mode/engine``, or by `EVERY_MODE`; what is not named is
-            supported.
+        refused: Why every mode is refused; None where one may declare it.
+        undeclared: Why a mode that does not declare it is refused.
     """
 
     name: str
-    how: str
-    refused: Mapping[str, str] = field(default_factory=dict)
+    how: str = ""
+    refused: str | None = None
+    undeclared: str = "the mode does not declare that the sums of several ranks add up to its own"
 
-    def reason_against(self, mode: str, engine: str | None = None) -> str | None:
-        """Why ``privacy=mode`` is refused, with ``privacy.engine`` where the mode has one; None where it is not."""
-        for key in (EVERY_MODE, mode, f"{mode}/{engine}"):
-            if key in self.refused:
-                return self.refused[key]
-        return None
+    def reason_against(self, mode: Declares, engine: str | None = None) -> str | None:
+        """Return why ``mode`` with ``privacy.engine`` is refused; None where it is supported."""
+        if self.refused is not None:
+            return self.refused
+        engines = mode.strategies.get(self.name, frozenset())
+        return None if engines is None or engine in engines else self.undeclared
 
 
-_VALUE_DEPENDENT = "its shapes, or its branches, follow from values, and XLA would compile each of them anew"
-
-_ON_XLA = {
-    mode: _VALUE_DEPENDENT
-    for mode in ("batch_clip", "logit_dp", "per_example_duplicated", "public_passages",
-                 *(f"dp_sgd/{engine}" for engine in ("vmap", "opacus", "loop")))
-}  # fmt: skip
+_ON_XLA = "its shapes, or its branches, follow from values, and XLA would compile each of them anew"
+_FORKED = "a forked process is a copy of one that may hold open ledgers, and what its callbacks learn is lost with it"
 
 STRATEGIES: tuple[Strategy, ...] = (
     Strategy("one_device", "One process does everything."),
@@ -64,39 +77,27 @@ STRATEGIES: tuple[Strategy, ...] = (
     Strategy(
         "xla",
         "One process drives one XLA device, on batches filled up to one shape; noise is drawn on the host.",
-        _ON_XLA,
+        undeclared=_ON_XLA,
     ),
     Strategy(
         "xla_processes",
         "As xla, in several processes of one device each that were started from outside; the clipped sums are added up "
         "on the hosts, in float32 or wider, before every rank adds the same noise.",
-        _ON_XLA,
+        undeclared=_ON_XLA,
     ),
-    Strategy(
-        "xla_fork",
-        "",
-        {EVERY_MODE: "a forked process is a copy of one that may hold open ledgers, and what its callbacks learn is "
-                     "lost with it"},
-    ),
+    Strategy("xla_fork", refused=_FORKED),
     Strategy(
         "plain_deepspeed",
-        "",
-        {EVERY_MODE: "its checkpoints are folders of pickles, which a kill can leave half written, and nothing tells "
-                     "a module who takes its gradients; lit_dpret.modules.zero_strategy.ZeroStrategy does both"},
+        refused="its checkpoints are folders of pickles, which a kill can leave half written, and nothing tells "
+        "a module who takes its gradients; lit_dpret.modules.zero_strategy.ZeroStrategy does both",
     ),
     Strategy(
         "ddp_spawn",
-        "",
-        {EVERY_MODE: "what the callbacks learn in a spawned process, epsilon above all, is lost with it"},
+        refused="what the callbacks learn in a spawned process, epsilon above all, is lost with it",
     ),
-    Strategy(
-        "ddp_fork",
-        "",
-        {EVERY_MODE: "a forked process is a copy of one that may hold open ledgers, and what its callbacks learn is "
-                     "lost with it"},
-    ),
-    Strategy("custom", "", {EVERY_MODE: "nobody has shown what it does to a clipped sum"}),
-)  # fmt: skip
+    Strategy("ddp_fork", refused=_FORKED),
+    Strategy("custom", refused="nobody has shown what it does to a clipped sum"),
+)
 
 
 def strategy(name: str) -> Strategy:
@@ -105,28 +106,25 @@ def strategy(name: str) -> Strategy:
     return rows.get(name, rows["custom"])
 
 
-def markdown_table(modes: Sequence[str]) -> str:
-    """The table for a reader: a row for each strategy, a column for each privacy mode, and the reasons below it.
+def markdown_table(modes: Iterable[Declares], engines: Iterable[str]) -> str:
+    """Return the table for a reader: a row for each strategy, a column for each mode, and the reasons below it.
 
     A mode is ``yes``, a number that stands for the reason against it, or ``yes`` with the numbers of the engines that
     are refused.
     """
-    reasons: list[str] = []
+    modes, engines, reasons = list(modes), list(engines), dict[str, int]()
 
     def number(reason: str) -> str:
-        if reason not in reasons:
-            reasons.append(reason)
-        return f"[{reasons.index(reason) + 1}]"
+        return f"[{reasons.setdefault(reason, len(reasons) + 1)}]"
 
-    def cell(row: Strategy, mode: str) -> str:
-        against = row.reason_against(mode)
-        if against is not None:
-            return number(against)
-        engines = {k.split("/")[1]: number(r) for k, r in row.refused.items() if k.startswith(f"{mode}/")}
-        return "; ".join(["yes", *(f"{engine} {mark}" for engine, mark in engines.items())])
+    def cell(row: Strategy, mode: Declares) -> str:
+        against = {engine: row.reason_against(mode, engine) for engine in engines}
+        if None not in against.values():
+            return number(str(next(iter(against.values()))))
+        return "; ".join(["yes", *(f"{engine} {number(reason)}" for engine, reason in against.items() if reason)])
 
-    lines = [f"| `trainer.strategy` | {' | '.join(f'`{mode}`' for mode in modes)} |", "| --- " * (len(modes) + 1) + "|"]
+    lines = [f"| `trainer.strategy` | {' | '.join(f'`{m.name}`' for m in modes)} |", "| --- " * (len(modes) + 1) + "|"]
     lines += [f"| {row.name} | {' | '.join(cell(row, mode) for mode in modes)} |" for row in STRATEGIES]
-    lines += ["", *(f"[{i}] {reason[:1].upper()}{reason[1:]}." for i, reason in enumerate(reasons, 1))]
+    lines += ["", *(f"[{i}] {reason[:1].upper()}{reason[1:]}." for reason, i in reasons.items())]
     how = [f"* **{row.name}**: {row.how}" for row in STRATEGIES if row.how]
     return "\n".join([*lines, "", *how])

@@ -6,7 +6,7 @@ import inspect
 import re
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -21,9 +21,11 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins import MixedPrecision
 
 from lit_dpret.callbacks import refusals
+from lit_dpret.callbacks.strategies import refuse_unsupported
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.ledger import PrivacyLedger
-from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PrivacyMode
+from lit_dpret.privacy.strategies import STRATEGIES, Supported
 
 WORKS = "works"  # the run makes the two steps that were planned, and its ledger holds them
 
@@ -146,3 +148,19 @@ def test_what_can_never_finish_a_step_is_refused_without_a_claim_too(tmp_path: P
 
 def test_times_may_be_told_where_nothing_is_promised(tmp_path: Path) -> None:
     case_with(tmp_path, "profiler", "simple", make_mode=NoPrivacy).fitted()
+
+
+class Undeclared(DPSGD):
+    """A mode of a user's own, which says nothing of several ranks."""
+
+    name: ClassVar[str] = "undeclared"
+    strategies: ClassVar[Supported] = PrivacyMode.strategies
+
+
+def test_a_mode_that_declares_no_strategy_runs_in_one_process_alone(tmp_path: Path) -> None:
+    mode = Undeclared(eps=1.0, max_grad_norm=1.0)
+    for row in STRATEGIES:
+        assert (row.reason_against(mode) is None) == (row.name == "one_device")
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, default_root_dir=tmp_path)
+    with pytest.raises(ConfigurationError, match=r"trainer\.strategy=ddp"):
+        refuse_unsupported(trainer, mode)

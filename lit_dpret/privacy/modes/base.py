@@ -21,6 +21,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.budget import Neighbours, Unit
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.strategies import ONE_DEVICE, Supported
 
 Guarantee = Literal["dp", "inherited", "none"]
 Candidates = Literal["rows", "batch", "copies", "pool"]
@@ -63,6 +64,8 @@ class PrivacyMode(ABC):
         candidates: What a row's loss may be made of, for a module that contrasts pairs: ``rows`` (its
             own row and public data), ``batch`` (the other rows as they are), ``copies`` (copies of
             them that belong to the row) or ``pool`` (public passages).
+        strategies: Those of `lit_dpret.privacy.strategies` under which the claim holds; one that is not declared is
+            refused.
         sub_batches: Into how many sub-batches a logical batch falls whose rows see each other; None
             where it is cut to fit the device.
         fixed_shapes: Whether every physical batch is filled up to one shape, and no branch may be taken by a value;
@@ -75,6 +78,7 @@ class PrivacyMode(ABC):
     guarantee: ClassVar[Guarantee]
     leads_back: ClassVar[bool] = True  # to the module of the last run that it was attached in (`trained.held`)
     candidates: ClassVar[Candidates] = "rows"
+    strategies: ClassVar[Supported] = ONE_DEVICE
     bounds_any_rows: ClassVar[bool] = False
     sub_batches: int | None = None
     fixed_shapes: bool = False

@@ -18,6 +18,7 @@ from lit_dpret.privacy.modes.base import trainable
 from lit_dpret.privacy.modes.coupled import CoupledMode, GaussianSettings, bounds_of, check_bounds
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.strategies import SUMS_ADD_UP, Supported
 
 
 class BatchClip(CoupledMode):
@@ -41,6 +42,7 @@ class BatchClip(CoupledMode):
     """
 
     name: ClassVar[str] = "batch_clip"
+    strategies: ClassVar[Supported] = SUMS_ADD_UP
     bounded: ClassVar[Bounded] = "sub_batch"
     bounds_any_rows: ClassVar[bool] = True
 

@@ -22,6 +22,7 @@ from lit_dpret.privacy.modes.gaussian import GaussianMode
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import SamplingRequest
+from lit_dpret.privacy.strategies import Supported, on_xla
 from lit_dpret.privacy.xla import read
 
 Engine = Literal["ghost", "vmap", "opacus", "loop"]
@@ -71,6 +72,7 @@ class DPSGD(GaussianMode):
     """
 
     name: ClassVar[str] = "dp_sgd"
+    strategies: ClassVar[Supported] = on_xla(frozenset({"ghost"}))
 
     def __init__(
         self,

@@ -41,6 +41,7 @@ from lit_dpret.privacy.modes.base import trainable
 from lit_dpret.privacy.modes.coupled import CoupledMode, GaussianSettings, bounds_of, check_bounds, named
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.strategies import SUMS_ADD_UP, Supported
 
 SensitivityRule = Literal["proof", "paper"]
 
@@ -84,6 +85,7 @@ class LogitDP(CoupledMode):
     """
 
     name: ClassVar[str] = "logit_dp"
+    strategies: ClassVar[Supported] = SUMS_ADD_UP
     bounded: ClassVar[Bounded] = "pair"
 
     def __init__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from lit_dpret.privacy.modes.base import Guarantee, PlainGradients
+from lit_dpret.privacy.strategies import Supported, on_xla
 
 
 class NoPrivacy(PlainGradients):
@@ -16,4 +17,5 @@ class NoPrivacy(PlainGradients):
     """
 
     name: ClassVar[str] = "none"
+    strategies: ClassVar[Supported] = on_xla()
     guarantee: ClassVar[Guarantee] = "none"

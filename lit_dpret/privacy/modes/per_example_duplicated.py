@@ -23,6 +23,7 @@ from lit_dpret.privacy.modes.coupled import CoupledMode, GaussianSettings, bound
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import rows_in_turn
+from lit_dpret.privacy.strategies import SUMS_ADD_UP, Supported
 
 
 def duplicated_sensitivity(n_max: int, change: Change) -> float:
@@ -60,6 +61,7 @@ class PerExampleDuplicated(CoupledMode):
     """
 
     name: ClassVar[str] = "per_example_duplicated"
+    strategies: ClassVar[Supported] = SUMS_ADD_UP
     bounded: ClassVar[Bounded] = "row"
     candidates: ClassVar[Candidates] = "copies"
     bounds_any_rows: ClassVar[bool] = True

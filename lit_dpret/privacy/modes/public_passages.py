@@ -23,6 +23,7 @@ from lit_dpret.privacy.modes.dp_sgd import DPSGD
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import parts_of
+from lit_dpret.privacy.strategies import SUMS_ADD_UP, Supported
 
 PassageGradient = Literal["none", "own", "full"]
 
@@ -51,6 +52,7 @@ class PublicPassages(DPSGD):
     """
 
     name: ClassVar[str] = "public_passages"
+    strategies: ClassVar[Supported] = SUMS_ADD_UP
     candidates: ClassVar[Candidates] = "pool"
 
     def __init__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from lit_dpret.privacy.modes.base import Guarantee, PlainGradients
+from lit_dpret.privacy.strategies import Supported, on_xla
 
 
 class SyntheticData(PlainGradients):
@@ -17,4 +18,5 @@ class SyntheticData(PlainGradients):
     """
 
     name: ClassVar[str] = "synthetic"
+    strategies: ClassVar[Supported] = on_xla()
     guarantee: ClassVar[Guarantee] = "inherited"
