@@ -28,6 +28,8 @@ from lit_dpret.privacy.xla import is_lazy
 
 #: Of a longer list, that many entries are looked at.
 _ENTRIES = 1000
+#: Values that hold nothing; a class derived from one may.
+_SCALARS = (bool, int, float, str, type(None))
 #: Objects of these packages are not looked into.
 _KNOWN = ("builtins", "torch", "lightning", "transformers", "tokenizers", "peft", "torchmetrics", "lit_dpret", "numpy")
 
@@ -143,7 +145,7 @@ def _held(module: Any, trained: bool) -> Iterator[tuple[str, Tensor]]:
 
 def _within(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
     """The tensors and arrays in an attribute, in lists, dicts and plain objects."""
-    if isinstance(value, nn.Parameter):
+    if type(value) in _SCALARS or isinstance(value, nn.Parameter):
         return
     if isinstance(value, Tensor):
         yield path, value

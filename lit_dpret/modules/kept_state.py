@@ -54,10 +54,11 @@ class KeptState:
 
     def _install(self, states: Sequence[dict[str, Any]]) -> None:
         for part, values in zip(self._parts, states, strict=True):
-            for name in _data_of(part).keys() - values.keys():
+            data = _data_of(part)
+            for name in data.keys() - values.keys():
                 del part.__dict__[name]
             # What has become an object of another kind since, as a cache that was None, stays.
-            part.__dict__.update({n: v for n, v in values.items() if n not in vars(part) or _is_data(vars(part)[n])})
+            part.__dict__.update({n: v for n, v in values.items() if n not in vars(part) or n in data})
 
 
 def _data_of(part: nn.Module) -> dict[str, Any]:
@@ -67,9 +68,11 @@ def _data_of(part: nn.Module) -> dict[str, Any]:
 
 def _is_data(value: Any) -> bool:
     """Whether a value can be copied and put back: numbers, texts, tensors, arrays, generators, and lists of them."""
+    if isinstance(value, _SCALARS):  # most are, and classes of torch answer slowly
+        return True
     if isinstance(value, nn.Parameter):
         return False
-    if isinstance(value, (Tensor, np.ndarray, torch.Generator, *_SCALARS, *GENERATORS)):
+    if isinstance(value, (Tensor, np.ndarray, torch.Generator, *GENERATORS)):
         return True
     if isinstance(value, dict):
         return all(_is_data(v) for v in value.values())
@@ -92,6 +95,8 @@ def _tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def _copied(value: Any) -> Any:
+    if isinstance(value, _SCALARS):
+        return value
     if isinstance(value, Tensor):
         return value.detach().clone() if _is_copied(value) else value
     if isinstance(value, torch.Generator):

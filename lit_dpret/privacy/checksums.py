@@ -46,7 +46,10 @@ def checksum(tensor: Tensor) -> Tensor:
         bits = bits.view(torch.int64)  # fewer to multiply
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in torch.split(bits, _CHUNK):
-        total = total * 31 + (part * _weights(tensor.device)[: len(part)]).sum()
+        weights = _weights(tensor.device)[: len(part)]
+        # On a CPU in one pass; elsewhere there is none for integers.
+        product = torch.dot(part.long(), weights) if part.device.type == "cpu" else (part * weights).sum()
+        total = total * 31 + product
     return total
 
 
