@@ -42,7 +42,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.special import logsumexp
 from torch import Tensor
 
 from lit_dpret.privacy import clip_fraction
@@ -63,6 +62,8 @@ SAMPLE = 64
 RATIOS = np.array([1e-3, 1e-2, 0.1, 0.25, *(1 - 0.5 ** np.arange(1, 11))])
 CORRELATIONS = np.array([0.5, 0.9, 0.999, -0.5, -0.9, -0.999])
 
+#: Coordinates that are measured at a time on a CPU: whole blocks, whose memory is used again and stays in its cache.
+_PIECE = 64 * BLOCK
 _SOURCES = ("its own noise in the step before", "the noise of another parameter", "its neighbouring coordinate")
 
 
@@ -144,12 +145,16 @@ class NoiseCheck:
     def _look(self, gradient: Tensor, total: Tensor, std: float) -> Tensor:
         """The energy of each block of the standardised noise, and its first coordinates."""
         wide = torch.promote_types(torch.promote_types(gradient.dtype, total.dtype), torch.float32)
-        noise = torch.sub(total.to(wide), gradient, alpha=self._plan.denominator).div_(-std)
-        whole = len(noise) - len(noise) % BLOCK
-        energies = [torch.linalg.vector_norm(noise[:whole].view(-1, BLOCK), dim=1)]
-        if whole < len(noise):
-            energies.append(torch.linalg.vector_norm(noise[whole:])[None])
-        return torch.cat([*(energy.square() for energy in energies), noise[:SAMPLE]])
+        size = _PIECE if gradient.device.type == "cpu" else len(gradient)
+        energies, first = [], None
+        for part, its_sum in zip(torch.split(gradient, size), torch.split(total, size), strict=True):
+            noise = torch.sub(its_sum.to(wide), part, alpha=self._plan.denominator).div_(-std)
+            first = noise[:SAMPLE].clone() if first is None else first
+            whole = len(noise) - len(noise) % BLOCK
+            energies.append(torch.linalg.vector_norm(noise[:whole].view(-1, BLOCK), dim=1))
+            if whole < len(noise):
+                energies.append(torch.linalg.vector_norm(noise[whole:])[None])
+        return torch.cat([*(energy.square() for energy in energies), *([] if first is None else [first])])
 
     def _coordinate(self, fraction: float) -> float:
         plan = self._plan
@@ -248,7 +253,10 @@ def _gains(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 def _average(evidence: np.ndarray) -> np.ndarray:
     """The logarithm of the average over a grid, the last axis."""
-    found: np.ndarray = logsumexp(evidence, axis=-1) - math.log(evidence.shape[-1])
+    top = evidence.max(-1)
+    top = np.where(np.isfinite(top), top, 0.0)
+    with np.errstate(divide="ignore", over="ignore"):  # no evidence at all is -inf, without end inf
+        found: np.ndarray = np.log(np.exp(evidence - top[..., None]).mean(-1)) + top
     return found
 
 
