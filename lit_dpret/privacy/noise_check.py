@@ -62,8 +62,6 @@ SAMPLE = 64
 RATIOS = np.array([1e-3, 1e-2, 0.1, 0.25, *(1 - 0.5 ** np.arange(1, 11))])
 CORRELATIONS = np.array([0.5, 0.9, 0.999, -0.5, -0.9, -0.999])
 
-#: Coordinates that are measured at a time on a CPU: whole blocks, whose memory is used again and stays in its cache.
-_PIECE = 64 * BLOCK
 _SOURCES = ("its own noise in the step before", "the noise of another parameter", "its neighbouring coordinate")
 
 
@@ -145,16 +143,12 @@ class NoiseCheck:
     def _look(self, gradient: Tensor, total: Tensor, std: float) -> Tensor:
         """The energy of each block of the standardised noise, and its first coordinates."""
         wide = torch.promote_types(torch.promote_types(gradient.dtype, total.dtype), torch.float32)
-        size = _PIECE if gradient.device.type == "cpu" else len(gradient)
-        energies, first = [], None
-        for part, its_sum in zip(torch.split(gradient, size), torch.split(total, size), strict=True):
-            noise = torch.sub(its_sum.to(wide), part, alpha=self._plan.denominator).div_(-std)
-            first = noise[:SAMPLE].clone() if first is None else first
-            whole = len(noise) - len(noise) % BLOCK
-            energies.append(torch.linalg.vector_norm(noise[:whole].view(-1, BLOCK), dim=1))
-            if whole < len(noise):
-                energies.append(torch.linalg.vector_norm(noise[whole:])[None])
-        return torch.cat([*(energy.square() for energy in energies), *([] if first is None else [first])])
+        noise = torch.sub(total.to(wide), gradient, alpha=self._plan.denominator).div_(-std)
+        whole = len(noise) - len(noise) % BLOCK
+        energies = [torch.linalg.vector_norm(noise[:whole].view(-1, BLOCK), dim=1)]
+        if whole < len(noise):
+            energies.append(torch.linalg.vector_norm(noise[whole:])[None])
+        return torch.cat([*(energy.square() for energy in energies), noise[:SAMPLE]])
 
     def _coordinate(self, fraction: float) -> float:
         plan = self._plan
