@@ -70,7 +70,7 @@ class SiloLedger:
     ) -> None:
         self.folder, self.budget, self.accountant, self.noise = Path(folder), budget, accountant, noise
         self.secret_file = None if secret_file is None else Path(secret_file)
-        self.path = self.folder / f"silo_ledger.{budget.unit}.jsonl"
+        self.path = self.folder / f"silo_ledger.{_side(budget.unit)}.jsonl"
         self._ledger = DatasetLedger(self.path, total_eps=budget.eps, budget=budget, accountant=accountant)
         self._require_known(sorted((self.folder / _RELEASES).glob("*.jsonl")))
 
@@ -90,7 +90,7 @@ class SiloLedger:
         for path in ledgers:
             records = PrivacyLedger.read(path).records
             plan = next((record for record in records if record.get("kind") == "plan"), {})
-            theirs = plan.get("unit") != self.budget.unit or plan.get("noise_seed") is not None
+            theirs = _side(plan.get("unit")) != _side(self.budget.unit) or plan.get("noise_seed") is not None
             if theirs or not any(record.get("kind") == "intent" for record in records):
                 continue
             if known is None:
@@ -353,3 +353,8 @@ def silo_budget(
     if public is not None:
         budget.check_delta(public)
     return budget
+
+
+def _side(unit: object) -> str:
+    """The records that a unit is about: a pair is a part of a query, and what is released of both adds up."""
+    return "passage" if unit == "passage" else "query"

@@ -110,13 +110,15 @@ class Start:
 def note_start(ledger: PrivacyLedger, start: Start | None) -> None:
     """Write the start of a run into its ledger before its first step, once.
 
+    The folder of the start may have moved since then, and its card may carry further evidence (an audit, a note).
+
     Raises:
         ResumeError: The ledger was begun from another start, or from none.
     """
     before = start_of(ledger.records)
     now = None if start is None else dict(start.facts)
     begun = before is not None or any(record["kind"] == "intent" for record in ledger.records)
-    if begun and before != now:
+    if begun and _lasting(before) != _lasting(now):
         ledger.close()
         told, given = ("nothing" if facts is None else facts["name"] for facts in (before, now))
         raise ResumeError(
@@ -125,6 +127,13 @@ def note_start(ledger: PrivacyLedger, start: Start | None) -> None:
         )
     if not begun and now is not None:
         ledger.append("event", name=START_EVENT, start=now)
+
+
+def _lasting(facts: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """What stays of a start for good; the ledgers of the runs behind it identify it where it has some."""
+    if facts is None or not facts["runs"]:
+        return facts
+    return {key: value for key, value in facts.items() if key not in ("name", "card_sha256", "parents")}
 
 
 def model_folder(run: str | Path) -> Path:

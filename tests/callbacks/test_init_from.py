@@ -13,9 +13,10 @@ from stand_ins import Numbers, Regression, dp, fit
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cli import build_parts, run
-from lit_dpret.errors import BudgetExceededError, ConfigurationError
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, ResumeError
 from lit_dpret.privacy.accounting import epsilon
 from lit_dpret.privacy.card import read_card, verify_card
+from lit_dpret.privacy.card_notes import note_not_covered
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
 from lit_dpret.privacy.start import read_start
 
@@ -70,6 +71,20 @@ def test_a_run_from_a_private_run_claims_both_and_budgets_its_own(tmp_path: Path
     assert verify_card(card, child / "privacy_ledger.jsonl", folder=child / "model") == []
     again = train(child, parent, resume=True)
     assert again["claim"]["epsilon"] == card["claim"]["epsilon"]
+
+
+def test_a_run_goes_on_from_a_start_that_was_moved_and_whose_card_tells_more(tmp_path: Path) -> None:
+    train(tmp_path / "parent")
+    before = train(tmp_path / "child", tmp_path / "parent")
+    for place in (tmp_path / "parent", tmp_path / "parent" / "model"):
+        assert note_not_covered(place, "a score", computed="private queries")
+    (tmp_path / "parent").rename(tmp_path / "moved")
+    after = train(tmp_path / "child", tmp_path / "moved", resume=True)
+    assert after["claim"] == before["claim"]
+    assert verify_card(after, tmp_path / "child" / "privacy_ledger.jsonl", folder=tmp_path / "child" / "model") == []
+    train(tmp_path / "other")
+    with pytest.raises(ResumeError, match="init_from"):
+        train(tmp_path / "child", tmp_path / "other", resume=True)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,13 @@ def test_queries_and_passages_have_ledgers_of_their_own(tmp_path: Path) -> None:
     queries, passages = ledger(tmp_path), ledger(tmp_path, PrivacyBudget(eps=4.0, delta=1e-3, unit="passage"))
     centroids(queries, torch.randn(9, 4), 5.0)
     assert passages.epsilon() == 0.0 and queries.path != passages.path
+
+
+def test_queries_and_pairs_are_counted_in_one_file_which_takes_one_unit(tmp_path: Path) -> None:
+    centroids(ledger(tmp_path), torch.randn(20, 4), 4.0)
+    pairs = ledger(tmp_path, replace(BUDGET, unit="pair"))
+    with pytest.raises(ConfigurationError, match=r"privacy\.unit=pair"):
+        centroids(pairs, torch.randn(20, 4), 4.0)
 
 
 def test_delta_is_derived_where_the_number_of_units_may_be_known_and_refused_where_not() -> None:
