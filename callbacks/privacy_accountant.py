@@ -52,6 +52,7 @@ from lit_dpret.errors import ConfigurationError, DataError, ResumeError, Unsuppo
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.card_leaks import PRIVATE_LOG_EVENT
 from lit_dpret.privacy.dataset_account import DatasetAccount, require_room
+from lit_dpret.privacy.dataset_charge import EarlierRun
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.fingerprints import state_hash
 from lit_dpret.privacy.gate import ReleaseGate
@@ -60,7 +61,6 @@ from lit_dpret.privacy.modes import GaussianMode, PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream, load_secret, published_secret
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.ranks import Ranks
-from lit_dpret.privacy.releases import Release
 from lit_dpret.privacy.run import Position, PrivateRun
 from lit_dpret.privacy.sampling import UnitCollator
 from lit_dpret.privacy.shared_gate import SharedGate
@@ -329,10 +329,10 @@ class PrivacyAccountant(Callback):
             require_room(ledger, path, self.plan.release(), steps=self.planned_steps, earlier=uncounted)
         return ledger
 
-    def _uncounted(self, ledger: DatasetLedger | None) -> list[Release]:
-        """What the model that the run starts from cost, where the data set's ledger does not count it."""
+    def _uncounted(self, ledger: DatasetLedger | None) -> tuple[EarlierRun, ...]:
+        """The run whose model this one starts from, where the data set's ledger does not count it."""
         start = self.start()
-        return [] if start is None else start.uncounted(ledger)
+        return () if start is None else start.uncounted(ledger)
 
     # -- resuming ----------------------------------------------------------------------------
 

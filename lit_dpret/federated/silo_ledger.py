@@ -200,7 +200,7 @@ class SiloLedger:
         """Everything that was charged, whichever run it was."""
         if not self.path.exists():
             return []
-        return [release for releases in self._ledger.releases().values() for release in releases]
+        return self._ledger.charged()
 
     def require_charged(self, records: Sequence[Mapping[str, Any]], what: str) -> list[Release]:
         """What a private run was charged with here, by the records of its own ledger.

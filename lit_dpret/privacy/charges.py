@@ -9,7 +9,7 @@ the crash. A step re-executed bit-identically shows nobody anything new and cost
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ SCHEMA = "lit-dpret/privacy-ledger/1"
 
 Version 2 says which noise the keys gave (``noise_stream``); version 1, which did not, repeated steps by its own."""
 
+NOT_COUNTED_EVENT = "not_counted"
 START_EVENT = "init_from"
 """The event of a ledger that tells which model the run started from, and what that one had cost."""
 
@@ -226,6 +227,17 @@ def start_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     """What the ledger tells of the model that the run started from; None where it tells of none."""
     found = [r for r in records if r.get("kind") == "event" and r.get("name") == START_EVENT]
     return dict(found[0]["start"]) if found else None
+
+
+def counted_in(records: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The identities of the data sets' ledgers that count the run of these records: named, and not refused by it."""
+    known: set[str] = set()
+    for record in records:
+        if record["kind"] == "plan" and record.get("dataset_ledger") is not None:
+            known.add(str(record["dataset_ledger"]))
+        elif record["kind"] == "event" and record.get("name") == NOT_COUNTED_EVENT:
+            known.discard(str(record["dataset_ledger"]))
+    return known
 
 
 def claimed_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lit_dpret.errors import BudgetExceededError
-from lit_dpret.privacy.charges import forthcoming_releases
+from lit_dpret.privacy.charges import NOT_COUNTED_EVENT, forthcoming_releases
+from lit_dpret.privacy.dataset_charge import Charge, EarlierRun
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.dataset_total import TOTAL_EVENT, Total
 from lit_dpret.privacy.gate import ReleaseGate
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.owed import owed_releases
-from lit_dpret.privacy.releases import NonPrivateRelease, Release, merge
-from lit_dpret.privacy.run import NOT_COUNTED_EVENT, PrivateRun
+from lit_dpret.privacy.releases import NonPrivateRelease, Release
+from lit_dpret.privacy.run import PrivateRun
 from lit_dpret.privacy.run_lock import RunLock
 
 
@@ -23,7 +24,7 @@ class DatasetAccount:
     Guarantees:
         - The gate grants no step that is not reserved.
         - A run whose own ledger refutes its claim is counted without privacy (`owed_releases`), and a model that it
-          starts from is counted with it, unless that one's run was.
+          starts from is counted with it, once for all runs that do, unless that one's run was.
         - A run whose steps cost more than it reserved (less noise, another law) reserves anew before
           its next step, and is refused where the limit does not cover it.
         - From the first reservation until it is settled or closed, no other object reserves for the same
@@ -34,11 +35,11 @@ class DatasetAccount:
         gate: Of the run; its position is settled.
         steps: The step that the run ends before.
         name: Where the run lies, for messages.
-        earlier: What the model that the run starts from cost on the same data, where no entry counts it.
+        earlier: The run whose model this one starts from, where no entry counts it.
     """
 
     def __init__(
-        self, ledger: DatasetLedger, gate: ReleaseGate, *, steps: int, name: str, earlier: Sequence[Release] = ()
+        self, ledger: DatasetLedger, gate: ReleaseGate, *, steps: int, name: str, earlier: Sequence[EarlierRun] = ()
     ) -> None:
         self._earlier = list(earlier)
         self._ledger, self._gate, self._steps, self._name = ledger, gate, steps, name
@@ -56,12 +57,12 @@ class DatasetAccount:
         run, gate = self._gate.run, self._gate
         self._lock.take()
         owed = self._owed()
-        refuted = [release for release in owed if isinstance(release, NonPrivateRelease)]
+        refuted = [release for release in owed.own if isinstance(release, NonPrivateRelease)]
         try:
             total = self._ledger.reserve(
                 run.run_id,
                 spent=owed,
-                planned=merge([*gate.forthcoming(self._steps), *self._earlier, *refuted]),
+                planned=Charge.of([*gate.forthcoming(self._steps), *refuted], self._earlier),
                 heads=self._heads(),
                 name=self._name,
             )
@@ -99,14 +100,16 @@ class DatasetAccount:
         """Let another process go on with the run; what was reserved and not settled stays charged."""
         self._lock.release()
 
-    def _owed(self) -> list[Release]:
-        return merge([*owed_releases(self._gate.run.ledger.records), *self._earlier])
+    def _owed(self) -> Charge:
+        return Charge.of(owed_releases(self._gate.run.ledger.records), self._earlier)
 
     def _heads(self) -> list[str]:
         return [str(record["hash"]) for record in self._gate.run.ledger.records]
 
 
-def require_room(ledger: DatasetLedger, path: Path, step: Release, *, steps: int, earlier: Sequence[Release]) -> None:
+def require_room(
+    ledger: DatasetLedger, path: Path, step: Release, *, steps: int, earlier: Sequence[EarlierRun]
+) -> None:
     """Refuse a run that the ledger of its data set does not cover, before anything is written.
 
     A run that the ledger counts already is let through: its reservation is replaced when it goes on.
@@ -130,7 +133,7 @@ def require_room(ledger: DatasetLedger, path: Path, step: Release, *, steps: int
         records, step, first=max(made, default=-1) + 1, until=steps, attempt=max(attempts, default=0)
     )
     refuted = [release for release in owed_releases(records) if isinstance(release, NonPrivateRelease)]
-    ledger.require([*due, *earlier, *refuted])
+    ledger.require(Charge.of([*due, *refuted], earlier))
 
 
 def note_not_counted(run: PrivateRun, ledger: DatasetLedger) -> None:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from lit_dpret.errors import ConfigurationError, LedgerError, schema_problem
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.chain import Book, ChainedFile
-from lit_dpret.privacy.releases import Release, release_from_dict
+from lit_dpret.privacy.dataset_charge import Charge
 
 SCHEMA = "lit-dpret/dataset-ledger/1"
 
@@ -22,7 +22,7 @@ SCHEMA = "lit-dpret/dataset-ledger/1"
 class Entry:
     """The last word on one run."""
 
-    releases: tuple[Release, ...]
+    charge: Charge
     head: str
     settled: bool
     name: str
@@ -105,12 +105,12 @@ def _entry(record: Mapping[str, Any]) -> Entry:
     if not isinstance(run_id, str) or not run_id:
         raise LedgerError(f"{record.get('kind')} record: run_id={run_id!r} is not a run's identity.")
     try:
-        releases = tuple(release_from_dict(release) for release in record["releases"])
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        charge = Charge.from_dict(record)
+    except (KeyError, TypeError, AttributeError, ValueError, LedgerError) as error:
         raise LedgerError(f"{record.get('kind')} record of run {run_id}: malformed releases ({error}).") from error
     sweep = record.get("sweep")
     return Entry(
-        releases,
+        charge,
         str(record.get("run_head") or ""),
         record.get("kind") == "settle",
         str(record.get("run")),

@@ -25,8 +25,9 @@ from typing import Any
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError
 from lit_dpret.privacy.budget import AccountantName, PrivacyBudget
 from lit_dpret.privacy.dataset_book import SCHEMA, DatasetBook, DatasetFile, Entry
+from lit_dpret.privacy.dataset_charge import Charge, composed
 from lit_dpret.privacy.dataset_total import Total, compose_across_runs
-from lit_dpret.privacy.releases import Release, merge
+from lit_dpret.privacy.releases import Release
 from lit_dpret.privacy.sweep_places import choose_place, refusal_of_sweep
 
 
@@ -80,8 +81,8 @@ class DatasetLedger:
             self._identity = str(file.book.identity)
             return self._identity
 
-    def require(self, releases: Sequence[Release]) -> Total:
-        """The total with ``releases`` added, were they reserved now; takes no lock and writes nothing.
+    def require(self, planned: Charge | Sequence[Release]) -> Total:
+        """The total with ``planned`` added, were it reserved now; takes no lock and writes nothing.
 
         Raises:
             BudgetExceededError: The total would pass the limit.
@@ -91,8 +92,8 @@ class DatasetLedger:
         empty = not self.path.exists()
         book = DatasetBook() if empty else DatasetFile.read(self.path).book
         terms = self._agreed(book)
-        taken = self._place(book, "", releases)
-        return self._checked({**_without(book.entries, taken), "": _planned(releases)}, book, terms, "")
+        taken = self._place(book, "", Charge.of(planned))
+        return self._checked({**_without(book.entries, taken), "": _planned(planned)}, book, terms, "")
 
     def terms(self) -> dict[str, Any]:
         """Limit, delta, unit and neighbours that the file was begun with, or would be begun with now; writes nothing.
@@ -109,11 +110,18 @@ class DatasetLedger:
         return self._total(book.entries, self._agreed(book))
 
     def releases(self) -> dict[str, list[Release]]:
-        """What each run is charged with, by the name it gave; runs of one name together."""
-        found: dict[str, list[Release]] = {}
+        """What each run is charged with, by the name it gave; runs of one name together.
+
+        What several of them begin with is in each: `charged` has all of them together.
+        """
+        found: dict[str, list[Charge]] = {}
         for entry in DatasetFile.read(self.path).book.entries.values():
-            found.setdefault(entry.name, []).extend(entry.releases)
-        return found
+            found.setdefault(entry.name, []).append(entry.charge)
+        return {name: composed(charges) for name, charges in found.items()}
+
+    def charged(self) -> list[Release]:
+        """What all runs are charged with together."""
+        return composed(entry.charge for entry in DatasetFile.read(self.path).book.entries.values())
 
     def run_ids(self) -> set[str]:
         """The lasting identities of all runs that ever reserved something."""
@@ -122,10 +130,16 @@ class DatasetLedger:
     def charge_of(self, run_id: str) -> tuple[list[Release], str] | None:
         """What one run is charged with, and the last record of its own ledger that is known; None for a stranger."""
         entry = DatasetFile.read(self.path).book.entries.get(run_id)
-        return None if entry is None else (list(entry.releases), entry.head)
+        return None if entry is None else (entry.charge.releases, entry.head)
 
     def reserve(
-        self, run_id: str, *, spent: Sequence[Release], planned: Sequence[Release], heads: Sequence[str], name: str
+        self,
+        run_id: str,
+        *,
+        spent: Charge | Sequence[Release],
+        planned: Charge | Sequence[Release],
+        heads: Sequence[str],
+        name: str,
     ) -> Total:
         """Charge the data set with all that a run has released and plans to; replaces what it reserved before.
 
@@ -150,7 +164,7 @@ class DatasetLedger:
             book = file.book
             terms = self._agreed(book)
             _check_history(run_id, book, heads)
-            taken = self._place(book, run_id, planned)
+            taken = self._place(book, run_id, Charge.of(planned))
             try:
                 others = _without(book.entries, taken)
                 total = self._checked({**others, run_id: _planned(planned)}, book, terms, run_id)
@@ -164,7 +178,7 @@ class DatasetLedger:
             file.append("reserve", **_facts(run_id, planned, heads, name), **over)
             return total
 
-    def settle(self, run_id: str, *, spent: Sequence[Release], heads: Sequence[str], name: str) -> Total:
+    def settle(self, run_id: str, *, spent: Charge | Sequence[Release], heads: Sequence[str], name: str) -> Total:
         """Replace a run's reservation by what its own ledger is charged with; never refused for what it costs.
 
         Raises:
@@ -176,12 +190,12 @@ class DatasetLedger:
             file.append("settle", **_facts(run_id, spent, heads, name))
             return self._total(file.book.entries, terms)
 
-    def hold(self, sweep: str, places: Sequence[Sequence[Release]], *, name: str) -> Total:
+    def hold(self, sweep: str, places: Sequence[Charge | Sequence[Release]], *, name: str) -> Total:
         """Reserve all runs of a sweep before the first one starts; those that it has reserved already stay.
 
         Args:
             sweep: The sweep's lasting identity.
-            places: What each of its private runs plans to release.
+            places: What each of its private runs plans to be charged with.
             name: Where the sweep lies, for messages.
 
         Returns:
@@ -202,11 +216,11 @@ class DatasetLedger:
             return total
 
     def _to_hold(
-        self, book: DatasetBook, sweep: str, places: Sequence[Sequence[Release]]
-    ) -> tuple[dict[str, Any], dict[str, list[Release]], Total]:
+        self, book: DatasetBook, sweep: str, places: Sequence[Charge | Sequence[Release]]
+    ) -> tuple[dict[str, Any], dict[str, Charge], Total]:
         """The terms, the reservations of a sweep that are not there yet, and the total with them."""
         terms = self._agreed(book)
-        given = {f"{sweep}/{number}": list(place) for number, place in enumerate(places)}
+        given = {f"{sweep}/{number}": Charge.of(place) for number, place in enumerate(places)}
         new = {key: place for key, place in given.items() if key not in book.entries and key not in book.taken}
         held = {key: replace(_planned(place), sweep=sweep) for key, place in new.items()}
         total = self._total({**book.entries, **held}, terms)
@@ -226,12 +240,16 @@ class DatasetLedger:
                 file.append("settle", **_facts(key, [], [], entry.name))
             return self._total(file.book.entries, terms)
 
-    def _place(self, book: DatasetBook, run_id: str, planned: Sequence[Release]) -> str | None:
+    def _place(self, book: DatasetBook, run_id: str, planned: Charge) -> str | None:
         """The reservation of its sweep that a run takes over when it first reserves; None for a run of no sweep."""
         if self._sweep is None or run_id in book.entries:
             return None
-        places = {key: entry.releases for key, entry in book.entries.items() if entry.sweep == self._sweep}
-        return choose_place(places, tuple(merge(planned)), sweep=self._sweep)
+        places = {
+            key: entry.charge.own
+            for key, entry in book.entries.items()
+            if entry.sweep == self._sweep and entry.charge.earlier == planned.earlier
+        }
+        return choose_place(places, planned.own, sweep=self._sweep)
 
     def _agreed(self, book: DatasetBook) -> dict[str, Any]:
         """The terms of the file, or those that it is begun with now."""
@@ -267,9 +285,11 @@ class DatasetLedger:
         return terms
 
     def _total(self, entries: Mapping[str, Entry], terms: Mapping[str, Any]) -> Total:
-        releases = [release for entry in entries.values() for release in entry.releases]
         value, how = compose_across_runs(
-            releases, delta=terms["delta"], neighbours=terms["neighbours"], accountant=self._accountant
+            composed(entry.charge for entry in entries.values()),
+            delta=terms["delta"],
+            neighbours=terms["neighbours"],
+            accountant=self._accountant,
         )
         return Total(
             epsilon=value,
@@ -304,16 +324,16 @@ def _without(entries: Mapping[str, Entry], name: str | None) -> dict[str, Entry]
     return {key: entry for key, entry in entries.items() if key != name}
 
 
-def _planned(releases: Sequence[Release]) -> Entry:
-    return Entry(tuple(merge(releases)), "", False, "")
+def _planned(given: Charge | Sequence[Release]) -> Entry:
+    return Entry(Charge.of(given), "", False, "")
 
 
-def _facts(run_id: str, releases: Sequence[Release], heads: Sequence[str], name: str) -> dict[str, Any]:
+def _facts(run_id: str, given: Charge | Sequence[Release], heads: Sequence[str], name: str) -> dict[str, Any]:
     return {
         "run_id": run_id,
         "run": name,
         "run_head": heads[-1] if heads else "",
-        "releases": [release.to_dict() for release in merge(releases)],
+        **Charge.of(given).to_dict(),
     }
 
 

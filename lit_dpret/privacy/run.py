@@ -8,18 +8,17 @@ the next one, and the steps that are executed again are charged again.
 from __future__ import annotations
 
 import secrets as random_secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import ResumeError, schema_problem
-from lit_dpret.privacy.charges import Key
+from lit_dpret.privacy.charges import Key, counted_in
 from lit_dpret.privacy.ledger import PrivacyLedger, ledger_identity
 from lit_dpret.privacy.noise import NOISE_STREAM, KeyedStream
 
 POSITION_SCHEMA = "lit-dpret/accountant-state/1"
-NOT_COUNTED_EVENT = "not_counted"
 
 # What the claim of a ledger was made for; a resume that differs in one of them is refused.
 _FIXED = ("mode", "unit", "neighbours", "plan", "law", "planned_steps", "rows_per_unit", "secure_rng")
@@ -159,7 +158,12 @@ class PrivateRun:
                 now["unplanted_fingerprint"] = unplanted_fingerprint(key)
             now["files_fingerprint"] = None if files_fingerprint is None else files_fingerprint(key)
             if earlier:
-                _refuse_leaving(ledger.records, now.get("dataset_ledger"))
+                if counted_in(ledger.records) - {now.get("dataset_ledger")}:
+                    raise ResumeError(
+                        "resume=true without the privacy.dataset_ledger that counts this run, or with another one: "
+                        "what it spends from here on would be missing there. Name that file, or start a new run in "
+                        "another hydra.run.dir."
+                    )
                 run._compare_with(earlier[-1], now)
             # With a nonce, no two ledgers have equal heads, even if they were begun in one moment.
             nonce = random_secrets.token_hex(16)
@@ -279,21 +283,6 @@ def require_run(path: Path) -> None:
 
 def _by_key(ledger: PrivacyLedger, kind: str) -> dict[Key, dict[str, Any]]:
     return {(record["attempt"], record["step"]): record for record in ledger.records if record["kind"] == kind}
-
-
-def _refuse_leaving(records: Sequence[Mapping[str, Any]], now: str | None) -> None:
-    """Refuse a resume that would spend past the ledger of the data set, unless that one refused to count the run."""
-    known: set[str] = set()
-    for record in records:
-        if record["kind"] == "plan" and record.get("dataset_ledger") is not None:
-            known.add(record["dataset_ledger"])
-        elif record["kind"] == "event" and record.get("name") == NOT_COUNTED_EVENT:
-            known.discard(record["dataset_ledger"])
-    if known - {now}:
-        raise ResumeError(
-            "resume=true without the privacy.dataset_ledger that counts this run, or with another one: what it spends "
-            "from here on would be missing there. Name that file, or start a new run in another hydra.run.dir."
-        )
 
 
 def _difference(key: str, before: Any, now: Any) -> str:

@@ -22,7 +22,8 @@ from lit_dpret.privacy.card_facts import Assumption, Verdict, every_unit_in_ever
 from lit_dpret.privacy.card_file import CARD_NAME, card_sha256, read_card
 from lit_dpret.privacy.card_subject import card_above
 from lit_dpret.privacy.card_text import show_delta, show_epsilon
-from lit_dpret.privacy.charges import START_EVENT, claimed_releases, start_of
+from lit_dpret.privacy.charges import START_EVENT, claimed_releases, counted_in, start_of
+from lit_dpret.privacy.dataset_charge import EarlierRun
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger, ledger_identity
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -39,7 +40,8 @@ class Start:
         folder: Of the earlier run.
         facts: What goes into the ledger: ``name``, ``card_sha256``, ``public``, ``guarantee``,
             ``releases``, ``parents``, ``runs`` (the ledgers of the releases, by their identities), ``tuning`` (how its
-            settings were chosen), and ``unit``, ``neighbours`` and ``epsilon`` where there are any.
+            settings were chosen), and ``head`` (of its own ledger), ``unit``, ``neighbours`` and ``epsilon`` where
+            there are any.
         knob: The setting that named it, for messages.
     """
 
@@ -52,28 +54,31 @@ class Start:
         if self.facts["public"]:
             return set()
         ledger = self.folder / str(read_card(self.folder)["ledger"]["name"])
-        plans = (record for record in PrivacyLedger.read(ledger).records if record["kind"] == "plan")
-        return {str(plan["dataset_ledger"]) for plan in plans if plan.get("dataset_ledger")}
+        return counted_in(PrivacyLedger.read(ledger).records)
 
     def releases(self) -> list[Release]:
         """What the start cost; empty for a public one."""
         return [release_from_dict(release) for release in self.facts["releases"]]
 
-    def uncounted(self, dataset: DatasetLedger | None) -> list[Release]:
-        """Return what the start cost, where there is a ledger of the data set and it does not count it yet.
+    def earlier(self) -> tuple[EarlierRun, ...]:
+        """The run of the start and what it cost; nothing for a public one."""
+        return EarlierRun.of_start(self.facts)
+
+    def uncounted(self, dataset: DatasetLedger | None) -> tuple[EarlierRun, ...]:
+        """Return the run of the start, where there is a ledger of the data set and it does not count it yet.
 
         Raises:
             ConfigurationError: The start was counted in another one, whose total would miss the run.
         """
         known = self.counted_in()
         if dataset is not None and dataset.path.exists() and dataset.begin() in known:
-            return []
+            return ()
         if known:
             raise ConfigurationError(
                 f"{self.knob}={self.folder} was counted in a privacy.dataset_ledger, and this run names none or "
                 "another: the total of the data set would miss this run. Name the same file."
             )
-        return [] if dataset is None else self.releases()
+        return () if dataset is None else self.earlier()
 
     def check(self, mode: Any) -> None:
         """Refuse a start with which the run could not claim what its mode promises.
@@ -211,6 +216,7 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
         raise DataError(f"{knob}={run}: {error}") from error
     if (card["accounting"] or {}).get("basis") == "no_amplification":
         releases = every_unit_in_every_step(releases)
+    facts["head"] = card["ledger"]["head"]
     facts["runs"] = [ledger_identity(records), *(start_of(records) or {}).get("runs", [])]
     facts["releases"] = [replace(release, label="earlier run").to_dict() for release in releases]
     facts["tuning"] = {key: card["tuning"].get(key) for key in ("data", "accounted", "text")}

@@ -16,8 +16,9 @@ from typing import Any
 
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, schema_problem
 from lit_dpret.privacy.budget import AccountantName, PrivacyBudget
+from lit_dpret.privacy.dataset_charge import Charge
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.releases import Release, release_from_dict
+from lit_dpret.privacy.releases import Release
 from lit_dpret.sweeps.file import SweepFile, Trial
 from lit_dpret.whole_file import write_whole
 
@@ -45,7 +46,7 @@ class SweepFolder:
         folder: Path,
         file: SweepFile,
         trials: Sequence[Trial],
-        places: Sequence[Sequence[Release]],
+        places: Sequence[Charge | Sequence[Release]],
         *,
         budget: PrivacyBudget | None,
         accountant: AccountantName,
@@ -62,7 +63,7 @@ class SweepFolder:
             folder: Where.
             file: What was asked for.
             trials: Its trials.
-            places: What each private run of them plans to release.
+            places: What each private run of them plans to be charged with.
             budget: Of the private trials: their unit, neighbours and delta; None where no trial is private.
             accountant: Theirs.
             dataset_ledger: Adds up what they release.
@@ -72,6 +73,7 @@ class SweepFolder:
             ledger_delta: The delta that the ledger's limit holds at.
             without_privacy: How many trials train on private data without any privacy; None where nobody looked.
         """
+        charged = [Charge.of(place).to_dict() for place in places]
         facts = {
             "schema": SCHEMA,
             "id": secrets.token_hex(4),
@@ -85,7 +87,8 @@ class SweepFolder:
             "accountant": accountant,
             "planned": planned,
             "without_privacy": without_privacy,
-            "places": [[release.to_dict() for release in place] for place in places],
+            "places": [place["releases"] for place in charged],
+            "parts": [place.get("parts") for place in charged],
             "budget": None if budget is None else {
                 "eps": budget.eps, "delta": budget.delta, "unit": budget.unit, "neighbours": budget.neighbours,
             },
@@ -111,7 +114,7 @@ class SweepFolder:
             raise DataError(f"{path} is not the file of a sweep ({error}).") from error
         if problem := schema_problem(schema, SCHEMA):
             raise DataError(f"{path} cannot be read: {problem}")
-        return cls(path.parent, {**facts, "places": places})
+        return cls(path.parent, {"parts": [None] * len(places), **facts})
 
     def require(self, file: SweepFile, dataset_ledger: Path | None, total_eps: float | None, metric_data: str) -> None:
         """Refuse to go on with a sweep that was planned otherwise.
@@ -140,9 +143,10 @@ class SweepFolder:
         return str(self.facts["id"])
 
     @property
-    def places(self) -> list[list[Release]]:
-        """What each private run of its trials planned to release."""
-        return [[release_from_dict(release) for release in place] for place in self.facts["places"]]
+    def places(self) -> list[Charge]:
+        """What each private run of its trials planned to be charged with."""
+        found = zip(self.facts["places"], self.facts["parts"], strict=True)
+        return [Charge.from_dict({"releases": place, "parts": parts}) for place, parts in found]
 
     def trial_folder(self, name: str) -> Path:
         """Where a trial lies."""

@@ -14,10 +14,10 @@ from lit_dpret.errors import LitDpretError
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.card_text import show_epsilon
 from lit_dpret.privacy.charges import noise_keys, start_of
+from lit_dpret.privacy.dataset_charge import Charge, EarlierRun, composed
 from lit_dpret.privacy.dataset_total import compose_across_runs
 from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.owed import owed_releases
-from lit_dpret.privacy.releases import Release, release_from_dict
 from lit_dpret.report.sweep_figure import can_draw, draw_sweep
 from lit_dpret.sweeps.folder import SweepFolder
 from lit_dpret.whole_file import write_whole
@@ -78,20 +78,15 @@ def _spent(sweep: SweepFolder) -> tuple[float | None, str | None]:
     budget = sweep.facts["budget"]
     if budget is None:
         return None, None
-    releases: list[Release] = []
-    starts: dict[str, list[Release]] = {}  # whoever sees all models has seen each start once
+    charges = []
     for path in sorted((sweep.folder / "trials").rglob(LEDGER_NAME)):
         records = PrivacyLedger.read(path).records
         if not noise_keys(records):
             continue  # refused before its first step
         if any(record["kind"] == "plan" and record.get("plan") is not None for record in records):
-            releases += owed_releases(records)
-            if (start := start_of(records)) is not None:
-                starts[str(start["card_sha256"])] = [release_from_dict(release) for release in start["releases"]]
-    releases += [release for made in starts.values() for release in made]
-    return compose_across_runs(
-        releases, delta=budget["delta"], neighbours=budget["neighbours"], accountant=sweep.facts["accountant"]
-    )
+            charges.append(Charge.of(owed_releases(records), EarlierRun.of_start(start_of(records))))
+    delta, neighbours, accountant = budget["delta"], budget["neighbours"], sweep.facts["accountant"]
+    return compose_across_runs(composed(charges), delta=delta, neighbours=neighbours, accountant=accountant)
 
 
 def _best(sweep: SweepFolder, rows: Sequence[Mapping[str, Any]]) -> str | None:

@@ -17,6 +17,7 @@ from lit_dpret.privacy.card import CARD_NAME, build_card, read_card, subject_of,
 from lit_dpret.privacy.card_environment import environment_facts
 from lit_dpret.privacy.card_leaks import leaks
 from lit_dpret.privacy.dataset_account import note_not_counted, require_room
+from lit_dpret.privacy.dataset_charge import Charge, EarlierRun
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.dataset_total import TOTAL_EVENT
 from lit_dpret.privacy.histogram import (
@@ -31,7 +32,7 @@ from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.noise import PHILOX, SHAKE, load_secret, published_secret
 from lit_dpret.privacy.owed import owed_releases
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.releases import Release, merge
+from lit_dpret.privacy.releases import Release
 from lit_dpret.privacy.run import PrivateRun
 from lit_dpret.privacy.run_lock import RunLock
 from lit_dpret.privacy.start import Start, note_start, read_start
@@ -181,8 +182,9 @@ class Histogram:
         return run
 
     def _release(
-        self, run: PrivateRun, plan: PrivacyPlan, units: Any, dataset: DatasetLedger | None, earlier: list[Release]
-    ) -> np.ndarray:
+        self, run: PrivateRun, plan: PrivacyPlan, units: Any, dataset: DatasetLedger | None,
+        earlier: tuple[EarlierRun, ...],
+    ) -> np.ndarray:  # fmt: skip
         contributions = contributed(units, self.bins)
 
         def made(grant: Callable[[], None] = lambda: None) -> np.ndarray:
@@ -200,12 +202,12 @@ class Histogram:
 
             def state() -> dict[str, Any]:
                 heads = [str(record["hash"]) for record in run.ledger.records]
-                return {"spent": merge([*owed_releases(run.ledger.records), *earlier]), "heads": heads, "name": name}
+                return {"spent": Charge.of(owed_releases(run.ledger.records), earlier), "heads": heads, "name": name}
 
             def reserve(due: list[Release]) -> None:
                 now = state()
                 try:
-                    dataset.reserve(run.run_id, planned=merge([*now["spent"], *due]), **now)
+                    dataset.reserve(run.run_id, planned=Charge.of([*now["spent"].own, *due], earlier), **now)
                 except BudgetExceededError:
                     note_not_counted(run, dataset)
                     raise

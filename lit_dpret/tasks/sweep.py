@@ -11,11 +11,11 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.errors import ConfigurationError, LitDpretError, WorkerError
 from lit_dpret.privacy.budget import PrivacyBudget, require_choice
 from lit_dpret.privacy.card_tuning import TuningData
+from lit_dpret.privacy.dataset_charge import Charge, composed
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.dataset_total import Total, compose_across_runs
 from lit_dpret.privacy.modes import CoupledMode
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.releases import merge
 from lit_dpret.sweeps import SweepFile, SweepFolder, Trial, run_trials
 from lit_dpret.sweeps.folder import SWEEP
 from lit_dpret.sweeps.report import write_report
@@ -134,10 +134,8 @@ class Sweep:
         planned_total = None
         if budget is not None:
             accountant = plans[0].plan.accountant
-            # Who sees all the models has seen each start once, in however many of them it is.
-            starts = {one.start.folder.resolve(): one.start.releases() for one in plans if one.start is not None}
             value, how = compose_across_runs(
-                [release for made in (*(one.releases for one in plans), *starts.values()) for release in made],
+                composed(Charge.of(one.releases, one.start.earlier() if one.start else ()) for one in plans),
                 delta=budget.delta, neighbours=budget.neighbours, accountant=accountant,
             )  # fmt: skip
             planned_total = {"epsilon": value, "delta": budget.delta, "unit": budget.unit,
@@ -151,7 +149,7 @@ class Sweep:
                 f"of task.dataset_ledger={self.dataset_ledger}, which holds at delta {terms['delta']:.3g} and says "
                 "nothing at a smaller one. Set privacy.delta to that, or choose on public data."
             )
-        places = [merge([*one.releases, *(one.start.uncounted(ledger) if one.start else [])]) for one in plans]
+        places = [Charge.of(one.releases, one.start.uncounted(ledger) if one.start else ()) for one in plans]
         return SweepFolder.plan(
             parts.run_dir,
             self.file,

@@ -22,6 +22,7 @@ from lit_dpret.privacy.accounting import epsilon
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.card_text import card_markdown
+from lit_dpret.privacy.charges import counted_in
 from lit_dpret.privacy.dataset_account import DatasetAccount
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases, noise_keys
@@ -317,6 +318,7 @@ def test_a_run_that_a_ledger_refuses_on_resume_goes_on_without_it(
         assert not (tmp_path / "data.jsonl").exists(), "nor is a ledger begun for a run that it refuses"
     train(folder, module(tmp_path, **alone), resume=True, extra=[PrivacyCard()])
     assert len(noise_keys(records(folder))) == 6 and records(folder)[-1]["reason"] == "finished"
+    assert counted_in(records(folder)) == set(), "nor is it a start that the ledger counts"
     (tmp_path / "data.jsonl").unlink(missing_ok=True)
     train(folder, module(tmp_path), resume=True, extra=[PrivacyCard()])
     assert total(tmp_path).epsilon == pytest.approx(cost(folder), rel=1e-12)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from tiny_generator import WORDS, generator
 
 from lit_dpret.callbacks import OneRunAudit, PrivacyCard, RetrievalEvaluation
 from lit_dpret.canaries import CanarySuite
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import BudgetExceededError, ConfigurationError
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.card_check import verify_card
@@ -24,8 +26,9 @@ from lit_dpret.privacy.dataset_total import compose_across_runs
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
 from lit_dpret.privacy.owed import owed_releases
-from lit_dpret.privacy.releases import merge
+from lit_dpret.privacy.releases import Release, merge
 from lit_dpret.privacy.start import read_start
+from lit_dpret.sweeps import SweepFolder
 from lit_dpret.sweeps.report import write_report
 from lit_dpret.tasks import Ablate, Fit, FitScored, Pipeline
 
@@ -190,24 +193,95 @@ def reserved(folder: Path) -> list[Any]:
     return [record["releases"] for record in records if record["kind"] == "reserve"]
 
 
+def made_start(folder: Path, name: str = "parent", *, counted: bool = False) -> Path:
+    """A finished private run, which the ledger of the data set counts or does not."""
+    settings = {"dataset_ledger": folder / "data.jsonl", "total_eps": 100.0} if counted else {}
+    Fit(min_free_mb=1).run(trial_parts(folder, folder / name, settings=settings))
+    return folder / name
+
+
+def held(sweep: SweepFolder) -> float:
+    ledger = sweep.ledger()
+    return 0.0 if ledger is None else ledger.total().epsilon
+
+
+def cost(own: Sequence[Release], trials: int, *starts: Path) -> float:
+    """Of so many equal trials and of each start once."""
+    earlier = [release for start in starts for release in read_start(start, public=False).releases()]
+    delta = read_card(starts[0])["claim"]["delta"]
+    return compose_across_runs([*list(own) * trials, *earlier], delta=delta, neighbours="zero_out")[0]
+
+
 @pytest.mark.parametrize("counted", [True, False])
 def test_what_a_start_cost_is_planned_where_the_ledger_does_not_count_it_and_told_once(
-    counted: bool, tmp_path: Path
+    counted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = {"dataset_ledger": tmp_path / "data.jsonl", "total_eps": 100.0} if counted else {}
-    parent = tmp_path / "parent"
-    Fit(min_free_mb=1).run(trial_parts(tmp_path, parent, settings=settings))
+    parent = made_start(tmp_path, counted=counted)
     before = len(reserved(tmp_path)) if counted else 0
     child: dict[str, Any] = {"start": parent}
     sweep = planned(tmp_path, trials=2, **child)
-    own, earlier = sweep.places[0][0], read_start(parent, public=False).releases()
-    assert sweep.places == [[own] if counted else merge([own, *earlier])] * 2
-    together = compose_across_runs([own, own, *earlier], delta=sweep.facts["planned"]["delta"], neighbours="zero_out")
-    assert sweep.facts["planned"]["epsilon"] == pytest.approx(together[0])
+    own, earlier = sweep.places[0].own[0], read_start(parent, public=False).releases()
+    assert [place.releases for place in sweep.places] == [[own] if counted else merge([own, *earlier])] * 2
+    together = cost([own], 2, parent)
+    assert sweep.facts["planned"]["epsilon"] == pytest.approx(together)
+    told = re.search(r"together epsilon (\S+) at delta (\S+); the data set then holds (\S+) ", capsys.readouterr().out)
+    assert told is not None and told[1] == told[3] == f"{together:.4g}", "the plan and the ledger tell one number"
     for name in ("one", "two"):
         begun(tmp_path, name, **child)
+        assert held(sweep) == pytest.approx(together), "whichever of them have begun"
     assert reserved(tmp_path)[before:] == [sweep.facts["places"][0]] * 4
-    assert write_report(sweep).epsilon == pytest.approx(together[0])
+    assert write_report(sweep).epsilon == pytest.approx(together)
+
+
+def test_a_limit_that_just_covers_the_start_once_and_all_trials_is_enough_and_a_smaller_one_is_refused(
+    tmp_path: Path,
+) -> None:
+    parent = made_start(tmp_path)
+    (tmp_path / "scratch").mkdir()
+    needed = cost(planned(tmp_path / "scratch", trials=1).places[0].own, 2, parent)
+    with pytest.raises(BudgetExceededError, match=r"privacy\.total_eps"):
+        planned(tmp_path, start=parent, total_eps=needed * (1 - 1e-4))
+    assert not (tmp_path / "data.jsonl").exists()
+    sweep = planned(tmp_path, start=parent, total_eps=needed * (1 + 1e-9))
+    for name in ("two", "one"):
+        begun(tmp_path, name, start=parent)
+    assert held(sweep) == pytest.approx(needed)
+    with pytest.raises(BudgetExceededError, match=r"privacy\.total_eps"):
+        later_run(tmp_path, "later", parent)
+
+
+def later_run(folder: Path, name: str, start: Path) -> None:
+    """A run outside the sweep, counted in the same ledger."""
+    settings = {"dataset_ledger": folder / "data.jsonl"}
+    Fit(min_free_mb=1).run(trial_parts(folder, folder / name, start=start, settings=settings))
+
+
+class Fails(Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        raise RuntimeError("before the first step")
+
+
+def test_a_start_stays_counted_when_its_first_trial_fails_and_the_others_are_given_back(tmp_path: Path) -> None:
+    parent = made_start(tmp_path)
+    sweep = planned(tmp_path, start=parent)
+    with pytest.raises(RuntimeError, match="first step"):
+        begun(tmp_path, start=parent, callbacks=lambda folder: [PrivacyCard(run_dir=folder), Fails()])
+    ledger = sweep.ledger()
+    assert ledger is not None
+    assert ledger.give_back(sweep.id).epsilon >= cost([], 0, parent) * (1 - 1e-9)
+
+
+def test_a_run_outside_the_sweep_counts_the_same_start_no_second_time_and_another_start_beside_it(
+    tmp_path: Path,
+) -> None:
+    parent, other = made_start(tmp_path), made_start(tmp_path, "other")
+    sweep = planned(tmp_path, trials=1, start=parent)
+    begun(tmp_path, start=parent)
+    moved = shutil.copytree(parent, tmp_path / "copy of it")
+    later_run(tmp_path, "later", moved)
+    assert held(sweep) == pytest.approx(cost(sweep.places[0].own, 2, parent))
+    later_run(tmp_path, "another", other)
+    assert held(sweep) == pytest.approx(cost(sweep.places[0].own, 3, parent, other))
 
 
 def test_a_start_that_another_ledger_counts_is_refused_before_anything_is_reserved(tmp_path: Path) -> None:
