@@ -56,9 +56,9 @@ from lit_dpret.privacy.charges import charged_releases, claimed_releases, start_
 from lit_dpret.privacy.ledger import LEDGER_NAME
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.start import (
+    randomness_facts,
     start_accounting,
     start_assumptions,
-    start_in_floating_point,
     start_parents,
     start_text,
 )
@@ -147,27 +147,24 @@ def build_card(
         tuning_facts(tuning, search_cost(releases, recorded, verdict), sweep_of(ledger_records), delta),
         start.get("tuning"), str(start.get("name")), composed=True,
     )  # fmt: skip
-    random = {"rng": "unknown", "secure": bool(last.get("secure_rng", False)), "secret": "never stored with the run"}
-    random |= {**(randomness or {}), "seeded": last.get("noise_seed") is not None}
-    random["floating_point"] = (
-        recorded is None or recorded.noise != "discrete" or start_in_floating_point(ledger_records)
-    )
+    random = {"rng": "unknown", **(randomness or {}), **randomness_facts(ledger_records, recorded)}
     facts = mechanism_facts(ledger_records, recorded, own)
     claim = claim_facts(recorded, verdict, releases, output_released, duplicates_policy)
-    groups = group_facts(releases, recorded, verdict)
+    accounting: dict[str, Any] | None = None
+    if recorded is not None:
+        accounting = accounting_facts(ledger_records, releases, recorded, verdict)
+        accounting |= {"groups": group_facts(releases, recorded, verdict)}
+        accounting |= start_accounting(ledger_records, own, recorded, verdict)
     card: dict[str, Any] = {
         "schema": SCHEMA,
         "created": today(),
         "subject": dict(subject),
         "claim": claim,
         "mechanism": {**facts, **{k: v for k, v in (mechanism or {}).items() if facts.get(k) is None}},
-        "accounting": None
-        if recorded is None
-        else {**accounting_facts(ledger_records, releases, recorded, verdict), "groups": groups}
-        | start_accounting(ledger_records, own, recorded, verdict),
+        "accounting": accounting,
         "assumptions": [assumption.to_dict() for assumption in known],
         "tuning": tuned,
-        "pretraining": dict(pretraining or {}) | start_text(ledger_records, own, recorded, verdict, began),
+        "pretraining": dict(pretraining or {}) | start_text(ledger_records, accounting or {}, recorded, verdict, began),
         "generation": dict(generation or {}),
         "randomness": random,
         "empirical": {
@@ -176,7 +173,7 @@ def build_card(
             "ceilings": ceilings_of(releases, recorded, verdict),
             **_planted(planted_by(ledger_records)),
         },
-        "not_covered": [*gaps(claim, groups, tuned, random), *not_covered],
+        "not_covered": [*gaps(claim, (accounting or {}).get("groups", ()), tuned, random), *not_covered],
         "ledger": ledger_facts(ledger_records, releases, ledger_name),
         "parents": start_parents(ledger_records),
         **_made_with(environment),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,16 @@ from lit_dpret.privacy.card_claim import user_level_epsilon
 from lit_dpret.privacy.card_evidence import planted_by
 from lit_dpret.privacy.card_facts import Assumption, Verdict, derived_assumptions, judge, plan_of
 from lit_dpret.privacy.card_file import file_sha256, malformed
+from lit_dpret.privacy.card_leaks import leaks
 from lit_dpret.privacy.card_protocols import registered
-from lit_dpret.privacy.card_tuning import declared_search, search_cost
+from lit_dpret.privacy.card_tuning import (
+    SearchCost,
+    declared_search,
+    hides_earlier_tuning,
+    possible_tuning,
+    same_facts,
+    search_cost,
+)
 from lit_dpret.privacy.charges import claimed_releases, noise_keys, start_of
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -88,9 +97,12 @@ def _wrong_claim(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) 
     """Compare the claim with what the records allow, computed anew."""
     plan, _ = plan_of(records)
     releases = claimed_releases(records)
-    start = start_of(records)
+    start, derived = start_of(records), card["mechanism"].get("kind") == "post_processing"
     if start and start["card_sha256"] and start["card_sha256"] not in [parent["sha256"] for parent in card["parents"]]:
         return [f"The ledger's run started from {start['name']}, whose card this one does not name."]
+    behind = [] if start is None else start["parents"]
+    if card["parents"] != behind if not derived else card["parents"][len(card["parents"]) - len(behind) :] != behind:
+        return ["The cards that it names are not those that the ledger's run started from."]
     if card["empirical"].get("pre_registered", []) != registered(records):
         return ["The protocols on the card are not those that the ledger registered before its first step."]
     if card["empirical"].get("planted") != planted_by(records):
@@ -99,10 +111,14 @@ def _wrong_claim(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) 
     claim = card["claim"]
     if verdict.guarantee != claim["guarantee"]:
         return [f"The card claims the guarantee {claim['guarantee']!r}, the ledger gives {verdict.guarantee!r}."]
+    cost = cache(search_cost(releases, plan, verdict))
+    problems = (
+        [] if derived else _wrong_tuning(card["tuning"], records, cost, plan if verdict.guarantee == "dp" else None)
+    )
     if plan is None or verdict.epsilon is None:
-        return _other_number("epsilon with its choice", card["tuning"].get("epsilon"), None)
+        return [*problems, *_other_number("epsilon with its choice", card["tuning"].get("epsilon"), None)]
     budget = plan.budget
-    problems = [
+    problems += [
         f"The card says {name} = {claim[name]}, the ledger's plan {name} = {getattr(budget, name)}."
         for name in ("delta", "unit", "neighbours")
         if claim[name] != getattr(budget, name)
@@ -114,7 +130,7 @@ def _wrong_claim(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) 
         )
     problems += _wrong_user_level(claim, user_level_epsilon(releases, plan, verdict), plan)
     if (search := declared_search(card["tuning"])) is not None:
-        priced, _ = search_cost(releases, plan, verdict)(search)
+        priced, _ = cost(search)
         problems += _other_number("epsilon with its search", card["tuning"].get("epsilon"), priced)
     else:
         problems += _other_number(
@@ -123,11 +139,25 @@ def _wrong_claim(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) 
     return problems
 
 
+def _wrong_tuning(
+    stated: Mapping[str, Any], records: Sequence[Mapping[str, Any]], cost: SearchCost, claimed: PrivacyPlan | None
+) -> list[str]:
+    """Compare what is said of the choice of settings with what the sweep and the start in the ledger leave open."""
+    start = start_of(records) or {}
+    earlier = start.get("tuning")
+    delta = None if claimed is None else claimed.budget.delta
+    possible = [same_facts(stated, one) for one in possible_tuning(stated, cost, sweep_of(records), delta, start)]
+    if any(possible) and (earlier is None or not hides_earlier_tuning(stated, earlier, composed=True)):
+        return []
+    return ["What the card says of the choice of hyper-parameters (tuning) does not follow from the ledger."]
+
+
 def verdict_of(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Verdict:
     """What may be claimed for these records, with what the card admits to be false besides."""
     plan, _ = plan_of(records)
     known = [Assumption(a["text"], a["holds"], a["consequence"]) for a in card["assumptions"]]
-    fresh = [*(derived_assumptions(records, plan) if plan is not None else []), *(a for a in known if a.holds is False)]
+    fresh = [*(derived_assumptions(records, plan) if plan is not None else []), *leaks(records)]
+    fresh += [assumption for assumption in known if assumption.holds is False]
     return judge(claimed_releases(records), plan, fresh)
 
 

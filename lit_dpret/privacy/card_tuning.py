@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, TypeAlias, get_args
 
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
@@ -106,6 +107,53 @@ def with_earlier_tuning(
         text += " NOT ACCOUNTED: the epsilon of this card does not cover that choice."
     data = "private" if "private" in (own["data"], earlier["data"]) else "unknown"
     return {**own, "data": data, "accounted": False, "text": text}
+
+
+def hides_earlier_tuning(own: Mapping[str, Any], earlier: Mapping[str, Any], *, composed: bool) -> bool:
+    """Whether a tuning block leaves out what `with_earlier_tuning` adds to it of the block of another card."""
+    if earlier["data"] not in _OPEN:
+        return False
+    told = str(earlier["text"]) in str(own["text"])
+    if not composed and told and {**earlier, "text": own["text"]} == own:
+        return False
+    graver = own["data"] == "private" or (own["data"] == "unknown" and earlier["data"] == "unknown")
+    return bool(own["accounted"]) or not graver or not (told or own["data"] == earlier["data"])
+
+
+def possible_tuning(
+    stated: Mapping[str, Any],
+    cost: SearchCost,
+    sweep: Mapping[str, Any] | None,
+    delta: float | None,
+    start: Mapping[str, Any] | None,
+) -> list[dict[str, Any]]:
+    """The tuning blocks that a run may have, given its ledger, whatever was declared of its own choice.
+
+    Args:
+        stated: The block on its card, for what the run alone declares.
+        cost: As in `tuning_facts`.
+        sweep: As the ledger tells of it.
+        delta: Of the claim; None where nothing is claimed.
+        start: As the ledger tells of it.
+    """
+    declared = {name: stated.get(name) for name in ("n_trials", "method", "mean_runs", "runs_law", "note")}
+    found = []
+    for data in get_args(TuningData) if sweep is None else ("unknown",):
+        for trials in {declared["n_trials"], None}:
+            with suppress(ConfigurationError):
+                own = tuning_facts({**declared, "n_trials": trials, "data": data}, cost, sweep, delta)
+                earlier = (start or {}).get("tuning")
+                found.append(with_earlier_tuning(own, earlier, str((start or {}).get("name")), composed=True))
+    return found
+
+
+def same_facts(stated: Mapping[str, Any], possible: Mapping[str, Any]) -> bool:
+    """Whether two tuning blocks differ in their words at most, or in an epsilon, which is compared as a number."""
+
+    def facts(block: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in block.items() if key not in ("text", "epsilon") and value is not None}
+
+    return facts(stated) == facts(possible)
 
 
 def refuse_other_tuning(tuning: Mapping[str, Any], metric_data: str, *, knob: str = "callbacks.card.tuning_") -> None:

@@ -14,11 +14,13 @@ from lit_dpret.errors import LitDpretError
 from lit_dpret.privacy.accounting import epsilon
 from lit_dpret.privacy.card_check import TOLERANCE
 from lit_dpret.privacy.card_facts import every_unit_in_every_step
+from lit_dpret.privacy.card_tuning import hides_earlier_tuning
 from lit_dpret.privacy.charges import claimed_releases
 from lit_dpret.privacy.ledger import PrivacyLedger
 
 _OWN_WORDS = ("output_released", "statement")
-_PASSED_ON = ("accounting", "randomness", "ledger")
+_PASSED_ON = ("accounting", "pretraining", "randomness", "ledger")
+_TUNING = "It leaves out how the settings of its parent were chosen."
 
 
 def link_problems(
@@ -37,6 +39,8 @@ def link_problems(
         problems.append("The cards that it names after its parent are not those that its parent names.")
     if child["mechanism"].get("kind") == "post_processing":
         return problems + _better_than_parent(child, parent)
+    if hides_earlier_tuning(child["tuning"], parent["tuning"], composed=True):
+        problems.append(_TUNING)
     return problems + ([] if ledger is None else _other_start(child, parent, ledger))
 
 
@@ -55,6 +59,8 @@ def _better_than_parent(child: Mapping[str, Any], parent: Mapping[str, Any]) -> 
         problems.append("An assumption of its own does not hold, so it cannot claim what its parent claims.")
     if any(text not in child["not_covered"] for text in parent["not_covered"]):
         problems.append("It leaves out what its parent does not cover.")
+    if hides_earlier_tuning(child["tuning"], parent["tuning"], composed=False):
+        problems.append(_TUNING)
     for name in _PASSED_ON:
         if child[name] != parent[name]:
             problems.append(f"Its {name} block is not its parent's.")

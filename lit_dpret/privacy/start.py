@@ -18,7 +18,7 @@ from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeE
 from lit_dpret.privacy import accounting
 from lit_dpret.privacy.card_audit_text import contradicted
 from lit_dpret.privacy.card_check import verify_card
-from lit_dpret.privacy.card_facts import Assumption, Verdict, every_unit_in_every_step
+from lit_dpret.privacy.card_facts import Assumption, Verdict, every_unit_in_every_step, plan_of
 from lit_dpret.privacy.card_file import CARD_NAME, card_sha256, read_card
 from lit_dpret.privacy.card_subject import card_above
 from lit_dpret.privacy.card_text import show_delta, show_epsilon
@@ -271,6 +271,17 @@ def start_in_floating_point(records: Sequence[Mapping[str, Any]]) -> bool:
     return start is not None and not start["public"] and bool(start.get("floating_point", True))
 
 
+def randomness_facts(records: Sequence[Mapping[str, Any]], plan: PrivacyPlan | None) -> dict[str, Any]:
+    """What the ledger says of the noise: whether it was drawn securely, from a published seed, in floating point."""
+    last = plan_of(records)[1]
+    return {
+        "secure": bool(last.get("secure_rng", False)),
+        "secret": "never stored with the run",
+        "seeded": last.get("noise_seed") is not None,
+        "floating_point": plan is None or plan.noise != "discrete" or start_in_floating_point(records),
+    }
+
+
 def start_accounting(
     records: Sequence[Mapping[str, Any]], own: Sequence[Release], plan: PrivacyPlan, verdict: Verdict
 ) -> dict[str, Any]:
@@ -290,12 +301,12 @@ def start_accounting(
 
 def start_text(
     records: Sequence[Mapping[str, Any]],
-    own: Sequence[Release],
+    accounted: Mapping[str, Any],
     plan: PrivacyPlan | None,
     verdict: Verdict,
     model: str | None = None,
 ) -> dict[str, str]:
-    """Where training started and what of the claim is whose, in a sentence."""
+    """Where training started and what of the claim is whose, in a sentence; ``accounted`` has `start_accounting`."""
     start = start_of(records)
     if start is None:
         if _is_histogram(records):
@@ -308,7 +319,7 @@ def start_text(
     text += f" {start['name']}, which was trained on private data (card sha256 {start['card_sha256']})."
     if plan is None or verdict.guarantee != "dp":
         return {"start": text}
-    parts = start_accounting(records, own, plan, verdict)["init_from"]
+    parts = accounted["init_from"]
     both = "training and histogram" if counted else "both trainings"
     text += f" The claim is about {both} together, whether or not they used the same data"
     if parts["epsilon_of_this_run"] is not None:

@@ -22,8 +22,9 @@ from lit_dpret.privacy.card_audit_text import NO_GUARANTEE, audit_problems
 from lit_dpret.privacy.card_check import changed_files, verify_card
 from lit_dpret.privacy.card_environment import CHANGED, code_commit
 from lit_dpret.privacy.card_file import CARD_NAME, SIGNATURE_NAME, card_path, card_sha256, read_card
+from lit_dpret.privacy.card_history import versions
 from lit_dpret.privacy.card_protocols import protocol_facts
-from lit_dpret.privacy.card_recheck import recheck_numbers
+from lit_dpret.privacy.card_recheck import Recheck, recheck
 from lit_dpret.privacy.card_signature import Signed, check_signature, public_key_fingerprint
 from lit_dpret.privacy.card_text import card_html, card_markdown, privacy_line, statement
 from lit_dpret.privacy.findings import Verification
@@ -33,6 +34,7 @@ from lit_dpret.privacy.lineage_links import link_problems
 from lit_dpret.privacy.start import MODEL_FOLDER
 
 _SHOWN = 5
+_OF_THE_PROGRAM = ("checksum", "environment", "package_versions")
 
 
 def verify_chain(
@@ -129,11 +131,12 @@ def _examine(
     """What can be said of one card: its files, its ledger, its words."""
     lineage.look_near(found.path)
     _check_files(result, found, required=must_have_files)
-    derived = found.card["mechanism"].get("kind") == "post_processing"
+    derived, words = found.card["mechanism"].get("kind") == "post_processing", list[str]()
     if not (derived and any(lineage.card(str(parent["sha256"])) for parent in found.card["parents"][:1])):
-        _check_ledger(result, lineage, found, allow_missing=allow_missing_ledger)
+        words = _check_ledger(result, lineage, found, allow_missing=allow_missing_ledger)
         _check_audits(result, lineage, found)
-    _check_words(result, found)
+    _check_words(result, found, words)
+    _check_copy(result, lineage, found)
 
 
 def _check_files(result: Verification, found: FoundCard, *, required: bool) -> None:
@@ -158,7 +161,8 @@ def _check_files(result: Verification, found: FoundCard, *, required: bool) -> N
         result.pass_over(name, "other files", f"not on the card, so nothing is known of them: {shown}")
 
 
-def _check_ledger(result: Verification, lineage: Lineage, found: FoundCard, *, allow_missing: bool) -> None:
+def _check_ledger(result: Verification, lineage: Lineage, found: FoundCard, *, allow_missing: bool) -> list[str]:
+    """The claim and all else that the ledger decides; returns the sentences that this version would not write."""
     name, stored = _name(found), found.card["ledger"]
     ledger = lineage.ledger(found.card, found.path)
     if ledger is None:
@@ -167,16 +171,18 @@ def _check_ledger(result: Verification, lineage: Lineage, found: FoundCard, *, a
             "Name its folder in task.parents=[DIR], or accept that with task.allow_missing_ledger=true."
         )
         result.pass_over(name, "ledger", why, failed=not allow_missing)
-        return
+        return []
     problems = verify_card(found.card, ledger)
     result.add(name, "ledger", problems, f"{stored['records']} records, whole; they give {privacy_line(found.card)}")
     if problems or found.card["mechanism"].get("kind") == "post_processing":
-        return
+        return []
     try:
-        count, wrong = recheck_numbers(found.card, PrivacyLedger.read(ledger).records[: stored["records"]])
+        again = recheck(found.card, PrivacyLedger.read(ledger).records[: stored["records"]])
     except LitDpretError as error:
-        count, wrong = 0, [str(error)]
-    result.add(name, "numbers", wrong, f"{count} on the card, ceilings and mechanism included, follow from the ledger")
+        again = Recheck(0, [str(error)], [])
+    told = f"{again.numbers} on the card, ceilings and mechanism included, follow from the ledger"
+    result.add(name, "numbers", again.wrong, told)
+    return again.words
 
 
 def _check_audits(result: Verification, lineage: Lineage, found: FoundCard) -> None:
@@ -192,7 +198,7 @@ def _check_audits(result: Verification, lineage: Lineage, found: FoundCard) -> N
         result.add(_name(found), "audit", problems, text)
 
 
-def _check_words(result: Verification, found: FoundCard) -> None:
+def _check_words(result: Verification, found: FoundCard, more: Sequence[str] = ()) -> None:
     """The sentences, and the pages beside the card, say what the facts say."""
     card, name = found.card, _name(found)
     harmless = card["claim"]["guarantee"] == "dp" and all(a["holds"] is not False for a in card["assumptions"])
@@ -201,11 +207,46 @@ def _check_words(result: Verification, found: FoundCard) -> None:
         result.pass_over(name, "words", "a warning that every such card carries is missing.", failed=True)
         return
     ours = _made_by_this_program(card)
-    wrong = _wrong_words(found)
+    wrong = [*_wrong_words(found), *more]
     if wrong and not ours:
         result.pass_over(name, "words", "they differ from those of this version of lit-dpret; read the JSON's numbers.")
         return
     result.add(name, "words", wrong, "statement, warnings and pages follow from the facts")
+
+
+def _check_copy(result: Verification, lineage: Lineage, found: FoundCard) -> None:
+    """The copy of the card that a run leaves in its model folder: what the card says, and results that came later.
+
+    What was computed for the card holds for an equal copy, so nothing is computed twice.
+    """
+    name, folder = _name(found), found.path.parent / MODEL_FOLDER
+    copy = FoundCard(folder / CARD_NAME, found.card)
+    if not any(folder.glob("privacy_card.*")):
+        return
+    try:
+        if copy.path.is_file():
+            copy = FoundCard(copy.path, read_card(copy.path))
+    except DataError as error:
+        result.pass_over(name, "copy", str(error), failed=True)
+        return
+    first, other = (list(versions(card))[-1] for card in (found.card, copy.card))
+    differing = [key for key in {**first, **other} if key not in _OF_THE_PROGRAM and first.get(key) != other.get(key)]
+    if differing:
+        why = f"{copy.path} says another {', '.join(differing)} than {found.path}: one of them was edited."
+        told = any(finding.artefact == name for finding in result.failed)
+        result.pass_over(
+            name, "copy", why, failed=not told
+        )  # where the card itself failed, the copy may be the good one
+        return
+    before = len(result.failed)
+    if copy.card["empirical"] != found.card["empirical"]:
+        _check_audits(result, lineage, copy)
+    wrong = [text for text in _wrong_words(copy) if text not in _wrong_words(found)]
+    ours = _made_by_this_program(found.card) or _made_by_this_program(copy.card)
+    if wrong and not ours:
+        result.pass_over(name, "copy", "words and pages of it differ from those of this version of lit-dpret.")
+    elif len(result.failed) == before:
+        result.add(name, "copy", wrong, f"{folder.name}/{CARD_NAME} says the same, and its pages are those of it")
 
 
 def _wrong_words(found: FoundCard) -> list[str]:
