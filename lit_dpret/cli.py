@@ -174,6 +174,10 @@ def run(cfg: DictConfig) -> Any:
     _begin_what_is_left(cfg)
     parts = build_parts(cfg)
     trial = None
+    if cfg.objective is not None:
+        from lit_dpret.tasks.trial import refuse_unprivate_choice
+
+        refuse_unprivate_choice(task, parts.make_privacy(), cfg.objective, knob="objective")
     if cfg.trial_of is not None:
         from lit_dpret.tasks.trial import TrialOf
 

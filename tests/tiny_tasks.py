@@ -43,6 +43,17 @@ def write_log(folder: Path, words: Sequence[str] = WORDS) -> Path:
     return folder
 
 
+def open_to_others(folder: Path) -> set[str]:
+    """What others than their owner could read, if they could reach ``folder``: paths relative to it."""
+    found: set[str] = set()
+    for path in folder.iterdir():
+        if path.is_dir() and path.stat().st_mode & 0o011:
+            found |= {f"{path.name}/{inner}" for inner in open_to_others(path)}
+        elif path.is_file() and path.stat().st_mode & 0o044:
+            found.add(path.name)
+    return found
+
+
 def write_synthetic(folder: Path, log: PairsDataModule) -> Path:
     """Queries made for the passages of ``log``, with the card of a private run, as a generator would leave them."""
     log.setup("fit")

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.errors import StorageError
 from lit_dpret.privacy.card_text import claim_blocks, privacy_line
 from lit_dpret.privacy.chain import today
 from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, esc, to_html
 from lit_dpret.report.chart import bar_chart
 from lit_dpret.report.table import RowResult, metric_names, show
 from lit_dpret.retrieval.statistics import Interval
+from lit_dpret.whole_file import write_whole
 
 REPORT_NAME = "report.html"
 MAX_SAMPLES = 40
@@ -77,7 +77,7 @@ def write_report(
     notes: Sequence[str] = (),
     chart: bool = True,
 ) -> Path:
-    """Write ``report.html`` into ``folder``.
+    """Write ``report.html`` into ``folder``, for its owner alone: rows without privacy may stand in it.
 
     Args:
         folder: The run folder; made if absent.
@@ -116,15 +116,8 @@ def write_report(
         *_privacy(card),
         *_closing(artefacts, command, notes),
     ]
-    path = Path(folder) / REPORT_NAME
-    made = today()
-    page = to_html(title, f"lit-dpret report, {made}", lead, sections)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{path} could not be written: {error.strerror}.") from error
-    return path
+    page = to_html(title, f"lit-dpret report, {today()}", lead, sections)
+    return write_whole(Path(folder) / REPORT_NAME, page, owner_only=True)
 
 
 def _lead(card: Mapping[str, Any] | None) -> Sequence[Block]:
@@ -160,7 +153,8 @@ def _round_trip(result: RoundTrip | None) -> list[Section]:
     by = f" by {result.retriever}" if result.retriever else ""
     text = (
         f"How often a synthetic query finds the passage it was generated for among the first {result.k} results, "
-        f"over {result.queries:,} queries answered{by}. The control shows what queries reach without their passages."
+        f"over {result.queries:,} queries answered{by}. In the control each query "
+        "is held against another query's passage: what it reaches there is luck."
     )
     grid = Grid(("", f"Recall@{result.k}"), rows, frozenset({1}), narrow=True)
     return [Section("Round trip", [Paragraph(text), grid])]

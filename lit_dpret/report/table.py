@@ -7,6 +7,7 @@ in the same row: a number of quality without its price is not a result.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from lit_dpret.errors import DataError, StorageError
+from lit_dpret.errors import DataError
 from lit_dpret.retrieval.statistics import Interval
+from lit_dpret.whole_file import write_whole
 
 METRICS = ("nDCG@10", "Recall@10", "MRR@10")
 
@@ -76,21 +78,19 @@ def console_table(rows: Sequence[RowResult], *, title: str = "") -> Table:
 
 
 def write_csv(rows: Sequence[RowResult], path: Path) -> None:
-    """One line per system; each metric in three columns: name, name low, name high."""
+    """One line per system, for the file's owner alone; each metric in three columns: name, name low, name high."""
     names = metric_names(rows)
     header = ["system", *(column for name in names for column in (name, f"{name} low", f"{name} high"))]
-    try:
-        with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow([*header, "privacy", "note"])
-            for row in rows:
-                numbers: list[object] = []
-                for name in names:
-                    interval = row.metrics.get(name)
-                    numbers += ["", "", ""] if interval is None else [interval.mean, interval.low, interval.high]
-                writer.writerow([row.system, *numbers, row.privacy, row.note])
-    except OSError as error:
-        raise StorageError(f"{path} could not be written: {error.strerror}.") from error
+    file = io.StringIO()
+    writer = csv.writer(file)
+    writer.writerow([*header, "privacy", "note"])
+    for row in rows:
+        numbers: list[object] = []
+        for name in names:
+            interval = row.metrics.get(name)
+            numbers += ["", "", ""] if interval is None else [interval.mean, interval.low, interval.high]
+        writer.writerow([row.system, *numbers, row.privacy, row.note])
+    write_whole(path, file.getvalue(), owner_only=True)
 
 
 def to_json(rows: Sequence[RowResult]) -> list[dict[str, Any]]:
@@ -137,8 +137,5 @@ def from_json(data: Sequence[Mapping[str, Any]]) -> list[RowResult]:
 
 
 def write_json(rows: Sequence[RowResult], path: Path) -> None:
-    """``to_json`` as a file."""
-    try:
-        path.write_text(json.dumps(to_json(rows), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{path} could not be written: {error.strerror}.") from error
+    """``to_json`` as a file, for its owner alone."""
+    write_whole(path, json.dumps(to_json(rows), indent=2, allow_nan=False) + "\n", owner_only=True)

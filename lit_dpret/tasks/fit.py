@@ -164,11 +164,15 @@ def train(
           gets its model and its card.
         - ``canaries`` are planted before anything reads the training data, and kept in ``canaries.json``.
         - Of several ranks, rank 0 writes what there is one of, and the others end when it has.
+        - What a longer task trains without privacy lies in a folder for its owner alone.
 
     Raises:
         ConfigurationError: The Trainer has several processes, and who calls this has work for one.
         ResumeError: There is nothing to go on with, or the checkpoints of an earlier run lie where a new one begins.
     """
+    if not several_ranks and module.privacy.guarantee == "none":  # beside private runs, whose folders may be shown
+        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.chmod(0o700)
     trainer: L.Trainer = make_trainer(
         default_root_dir=str(run_dir), callbacks=callbacks, logger=[MetricsFile(run_dir), *loggers]
     )

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import lightning as L
 
@@ -48,6 +48,7 @@ _GROWING = ("min_free_mb", "only", "embeddings")
 # Shared by the stages and removed at the end: embeddings of queries are as private as the queries.
 EMBEDDINGS = "embeddings"
 _ROUND_TRIP_K = 10
+_UNPROTECTED = "original queries, no privacy"
 SCORE = "synthetic/nDCG@10"
 """The result by which pipelines under different privacy are compared: that of the retriever trained on made queries."""
 
@@ -76,6 +77,9 @@ class Pipeline:
     Raises:
         ConfigurationError: A setting is out of range.
     """
+
+    unprivate_results: ClassVar[tuple[str, ...]] = (_UNPROTECTED,)
+    """What no private runs may be chosen by."""
 
     def __init__(
         self,
@@ -145,7 +149,7 @@ class Pipeline:
         systems: dict[System, Callable[[], RowResult]] = {
             "bm25": self._bm25,
             "zero_shot": self._zero_shot,
-            "original": lambda: self._trained("original", "original queries, no privacy", NoPrivacy),
+            "original": lambda: self._trained("original", _UNPROTECTED, NoPrivacy),
             "synthetic": lambda: self._from_synthetic(privacy),
             "pseudo": self._no_private_data,
         }
@@ -281,7 +285,7 @@ class Pipeline:
             self._log,
             run_dir=folder,
             make_trainer=self._trainer(self.generator_steps),
-            callbacks=self._callbacks(folder, resume, "DP query generator"),
+            callbacks=self._callbacks(folder, resume, "query generator"),
             loggers=self._parts.make_loggers(),
             resume=resume,
         )

@@ -14,12 +14,6 @@ from lit_dpret.privacy.card import read_card
 from lit_dpret.report.html import Artefact, RoundTrip, Sample, write_report
 from lit_dpret.report.table import RowResult, console_table, write_csv, write_json
 
-_NOTES = [
-    "Each row that touched the real queries is a release of its own. Who publishes both the direct and the "
-    "synthetic one has spent the sum of their epsilons.",
-    "The row without privacy, and nothing else here, was trained on the real queries unprotected.",
-]
-
 
 def tell(
     run_dir: Path,
@@ -59,7 +53,7 @@ def tell(
         artefacts=artefacts,
         command=command,
         evaluated_on=evaluated_on,
-        notes=[*_NOTES, *notes],
+        notes=[*_notes(rows), *notes],
     )
     for row in shown:
         console.print(f"[bold]{escape(row.query)}[/bold]\n    {escape(row.passage[:160])}", highlight=False)
@@ -82,6 +76,25 @@ def tell_baselines(
     return _closed(console, rows, seconds)
 
 
+def _notes(rows: Sequence[RowResult]) -> list[str]:
+    """What a reader of the table must know, whatever was run."""
+    bare = [row.system for row in rows if row.privacy.startswith("no privacy guarantee")]
+    found = [
+        "What is promised at the top of the page holds for the synthetic queries and for the retriever that learned "
+        "from them. Every other row has its own promise, in the table.",
+        "Each row that learned from the real queries is a release of its own. Who publishes several has spent up to "
+        "the sum of their epsilons, at the sum of their deltas.",
+        "The numbers are computed on the test queries of the log, which no epsilon protects: show them to those who "
+        "may see these queries.",
+    ]
+    if bare:
+        found.append(
+            f"Made from the real queries without protection: {'; '.join(bare)}. No guarantee covers these models, nor "
+            "their numbers."
+        )
+    return found
+
+
 def _told_rows(run_dir: Path, rows: Sequence[RowResult]) -> Console:
     """Write the results and print their table."""
     write_json(list(rows), run_dir / "results.json")
@@ -100,7 +113,7 @@ def _closed(console: Console, rows: Sequence[RowResult], seconds: Mapping[str, f
 
 def _artefacts(folder: Path) -> list[Artefact]:
     found = [
-        Artefact("DP query generator", str(folder / "generator" / "model")),
+        Artefact("query generator", str(folder / "generator" / "model")),
         Artefact("its privacy card", str(folder / "generator" / "privacy_card.html")),
         Artefact("its ledger", str(folder / "generator" / "privacy_ledger.jsonl")),
         Artefact("synthetic queries", str(folder / "synthetic" / "data")),

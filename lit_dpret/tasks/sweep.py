@@ -178,7 +178,7 @@ class Sweep:
             )
         mode = own.make_privacy()
         self._without_privacy += mode.guarantee != "dp"
-        check_trial(task, mode, own.make_callbacks(), self.metric_data)
+        check_trial(task, mode, own.make_callbacks(), self.metric_data, self.file.metric.get("name"))
         if mode.guarantee == "dp" and '"log_private_loss": true' in composed.describe(("model", "task")):
             raise ConfigurationError(
                 f"task.file={self.file.path} sets log_private_loss=true under privacy={mode.name}: such a trial claims "

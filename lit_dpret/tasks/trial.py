@@ -25,8 +25,8 @@ class TrialOf:
 
     Raises:
         ConfigurationError: There is no such sweep, the trial lies where nobody would look for it, its task could train
-            what was not planned, it has no privacy in a sweep of private trials, or it says otherwise than its sweep
-            on which data the choice is made.
+            what was not planned, it has no privacy in a sweep of private trials, it says otherwise than its sweep
+            on which data the choice is made, or the choice is by a number without privacy.
     """
 
     def __init__(self, folder: str | Path, task: Any, parts: Parts) -> None:
@@ -48,23 +48,47 @@ class TrialOf:
                 f"trial_of={folder} with privacy={mode.name}: all trials of that sweep were planned as private, and "
                 "their cards say so. Plan a sweep with this trial in it, or leave trial_of null."
             )
-        check_trial(task, mode, parts.make_callbacks(), self.sweep.facts["metric_data"])
+        metric = self.sweep.facts["metric"].get("name")
+        check_trial(task, mode, parts.make_callbacks(), self.sweep.facts["metric_data"], metric)
+        self._left_out = unprivate_results(task, mode)
 
     def finish(self, overrides: Sequence[str], result: Any) -> None:
         """Write down what the trial was and what it reached; of several ranks the first one does.
 
         Args:
             overrides: The settings that it was called with.
-            result: The metrics that its task returned.
+            result: The metrics that its task returned; those that have no privacy in a private trial are left out,
+                so that nobody chooses by them.
         """
         if getattr(rank_zero_only, "rank", 0):
             return
         varied = set(self.sweep.describe()["varied"])
         settings = [override for override in overrides if override.partition("=")[0] in varied]
-        write_result(self.run_dir, settings, result if isinstance(result, Mapping) else {})
+        found = result if isinstance(result, Mapping) else {}
+        kept = {name: value for name, value in found.items() if name not in self._left_out}
+        write_result(self.run_dir, settings, kept)
 
 
-def check_trial(task: Any, mode: Any, callbacks: Sequence[Any], metric_data: str) -> None:
+def unprivate_results(task: Any, mode: Any) -> Sequence[str]:
+    """The results of a private task that are of a model trained on the same data without privacy."""
+    found: Sequence[str] = getattr(task, "unprivate_results", ()) if mode.guarantee == "dp" else ()
+    return found
+
+
+def refuse_unprivate_choice(task: Any, mode: Any, name: str | None, *, knob: str) -> None:
+    """Refuse to choose among private runs by such a result.
+
+    Raises:
+        ConfigurationError: ``name`` is one.
+    """
+    if name in unprivate_results(task, mode):
+        raise ConfigurationError(
+            f"{knob}={name} under privacy={mode.name}: that result is of a model trained on the private queries "
+            "without privacy, and a choice by it is covered by no epsilon. Name another result."
+        )
+
+
+def check_trial(task: Any, mode: Any, callbacks: Sequence[Any], metric_data: str, metric: str | None = None) -> None:
     """Refuse a trial whose cost no reservation bounds, or that says otherwise than its sweep what it is compared on.
 
     Args:
@@ -72,11 +96,13 @@ def check_trial(task: Any, mode: Any, callbacks: Sequence[Any], metric_data: str
         mode: Its privacy mode.
         callbacks: Of its training.
         metric_data: What the sweep says.
+        metric: The result that the sweep compares its trials by.
 
     Raises:
         ConfigurationError: Its own ledger would let nothing be claimed for it, a score is of private queries and the
-            sweep does not say so, or the trial's card would tell of another choice.
+            sweep does not say so, the trial's card would tell of another choice, or the choice has no privacy.
     """
+    refuse_unprivate_choice(task, mode, metric, knob="metric.name")
     scored = [("task.data", getattr(task, "data", None))]
     scored += [("callbacks.evaluation.data", one.data) for one in callbacks if isinstance(one, RetrievalEvaluation)]
     for knob, data in scored:

@@ -94,7 +94,10 @@ def test_a_malformed_row_is_refused() -> None:
 
 
 @pytest.mark.parametrize("write", [write_csv, write_json])
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path, write: object) -> None:
+def test_a_folder_that_cannot_be_is_named_and_others_read_no_table(tmp_path: Path, write: object) -> None:
     assert callable(write)
-    with pytest.raises(StorageError, match="absent/table"):
-        write(ROWS, tmp_path / "absent" / "table")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="file/table"):
+        write(ROWS, tmp_path / "file" / "table")
+    write(ROWS, tmp_path / "table")
+    assert (tmp_path / "table").stat().st_mode & 0o777 == 0o600

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configured import composed
 from lightning.pytorch.callbacks import Callback
 from planned_sweeps import begun, joined, planned, trial_parts
 from tiny_generator import WORDS, generator
 
 from lit_dpret.callbacks import OneRunAudit, PrivacyCard, RetrievalEvaluation
 from lit_dpret.canaries import CanarySuite
+from lit_dpret.cli import run
 from lit_dpret.errors import BudgetExceededError, ConfigurationError
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.card import read_card
@@ -144,11 +146,46 @@ def test_a_trial_tells_of_no_other_choice_than_its_sweep(tmp_path: Path) -> None
         begun(tmp_path, callbacks=tuned("public"))  # by whoever calls no command line
 
 
-def tuned_pipeline() -> Pipeline:
+UNPROTECTED = "original queries, no privacy"
+
+
+def test_no_choice_among_private_trials_is_made_by_their_row_without_privacy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = tuned_pipeline(tuning_data="unknown")
+    monkeypatch.setattr(Pipeline, "planned_fits", Fit(min_free_mb=1).planned_fits)
+    with pytest.raises(ConfigurationError, match=rf"metric\.name={UNPROTECTED}"):
+        planned(tmp_path, task=task, metric=UNPROTECTED)
+    assert not (tmp_path / "data.jsonl").exists()
+    planned(tmp_path, metric=UNPROTECTED)  # of another task, which has no such row
+    with pytest.raises(ConfigurationError, match=rf"metric\.name={UNPROTECTED}"):
+        joined(tmp_path, task=task)
+
+
+def test_trials_without_privacy_may_be_chosen_by_it_and_private_ones_do_not_tell_it(tmp_path: Path) -> None:
+    task = tuned_pipeline(tuning_data="unknown")
+    planned(tmp_path, task=task, metric=UNPROTECTED, make_privacy=NoPrivacy)
+    reached = {UNPROTECTED: 0.9, "synthetic/nDCG@10": 0.5}
+    for mode, told in ((NoPrivacy, reached), (None, {"synthetic/nDCG@10": 0.5})):
+        (tmp_path / "sweep" / "sweep.json").unlink()
+        planned(tmp_path, **({} if mode is None else {"make_privacy": mode}))
+        trial = joined(tmp_path, task=task, **({} if mode is None else {"make_privacy": mode}))
+        trial.finish([], reached)
+        assert trial.sweep.results()["one"]["metrics"] == told
+
+
+def test_an_objective_is_no_row_without_privacy(tmp_path: Path) -> None:
+    cfg = composed("task=pipeline", f"run_dir={tmp_path / 'run'}", f"objective='{UNPROTECTED}'")
+    with pytest.raises(ConfigurationError, match=f"objective={UNPROTECTED}"):
+        run(cfg)
+    assert not (tmp_path / "run").exists()
+
+
+def tuned_pipeline(tuning_data: str = "public") -> Pipeline:
     return Pipeline(
         generator=dict, retriever=dict, generator_steps=1, generator_batch=1, generator_physical_batch=1,
         generator_max_grad_norm=1.0, retriever_steps=1, retriever_batch=1, retriever_max_grad_norm=1.0,
-        tuning_data="public",
+        tuning_data=tuning_data,
     )  # fmt: skip
 
 

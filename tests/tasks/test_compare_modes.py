@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tiny_models import WORDS
-from tiny_tasks import parts, retriever, write_synthetic
+from tiny_tasks import open_to_others, parts, retriever, write_synthetic
 
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, ResumeError
@@ -90,6 +90,8 @@ def test_every_mode_is_trained_several_times_and_stands_in_one_table(tmp_path: P
         assert row["settings"]["clip_bound"] == pytest.approx(cards[0]["mechanism"]["max_grad_norm"])
         assert row["privacy"].startswith("epsilon = ") and row["settings"]["trials"] == 7
         assert all("Number of trials: 7. chosen on dev" in card["tuning"]["text"] for card in cards)
+    shown = open_to_others(tmp_path / "run")
+    assert not [path for path in shown if path.startswith("none-")] and [p for p in shown if p.startswith("logit_dp-")]
     assert rows["none"]["privacy"].startswith("no privacy") and rows["none"]["settings"]["sensitivity"] is None
     assert rows["synthetic, epsilon 3"]["privacy"] == privacy_line(read_card(synthetic))
     for name, row in rows.items():

@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback
 from tiny_generator import generator
-from tiny_tasks import parts, retriever, trainer
+from tiny_tasks import open_to_others, parts, retriever, trainer
 
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.accounting import epsilon
@@ -38,6 +38,8 @@ def test_without_privacy_the_same_chain_is_the_upper_bound_and_no_card_claims_an
     assert "original queries, direct DP" not in told and 0 <= told["synthetic/nDCG@10"] <= 1
     for stage in ("generator", "synthetic/data", "from_synthetic"):
         assert read_card(tmp_path / "run" / stage)["claim"]["guarantee"] == "none"
+    report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "without protection: original queries, no privacy; synthetic queries, no privacy. " in report
     assert pipeline().planned_fits(parts(tmp_path / "planned", make_privacy=NoPrivacy)) == []
 
 
@@ -69,8 +71,21 @@ def test_the_pipeline_ends_with_every_row_its_cards_and_a_report(tmp_path: Path)
         assert not verify_chain(run / stage).failed, verify_chain(run / stage).format()
     for made in (run / "generator", run / "synthetic" / "data", run / "direct", run / "from_synthetic"):
         assert "chosen on dev" in read_card(made)["tuning"]["text"], made
+    protected = (
+        "direct",
+        "generator",
+        "synthetic",
+        "from_synthetic",
+        "round_trip",
+        "pseudo_queries",
+        "pseudo_round_trip",
+    )
+    shown = {path for path in open_to_others(run) if not path.startswith(tuple(f"{stage}/" for stage in protected))}
+    assert shown == {"pipeline.fingerprint"}, "nothing of a model without privacy, and no table that has its row"
+    assert "generator/privacy_card.json" in open_to_others(run), "what is protected can be shown"
     assert not (run / "embeddings").exists(), "embeddings of queries are as private as the queries"
     report = (run / "report.html").read_text(encoding="utf-8")
+    assert "without protection: original queries, no privacy. " in report, "that row alone"
     rows = json.loads((run / "results.json").read_text(encoding="utf-8"))
     for system in list(told)[:-1]:
         assert system in report and system in json.dumps(rows)
