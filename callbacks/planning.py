@@ -9,7 +9,7 @@ import lightning as L
 
 from lit_dpret.callbacks.refusals import refuse_false_bound
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.modes import GaussianMode, PrivacyMode
+from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.ranks import Ranks
@@ -67,8 +67,8 @@ def plan_run(trainer: L.Trainer, mode: PrivacyMode, data: Any, *, module: Any = 
     units = data.n_units
     per_epoch = steps_per_epoch(data, mode.public_units(units))
     steps = planned_steps(trainer, per_epoch)
-    if isinstance(mode, GaussianMode):
-        plan = mode.plan(data, units=units, steps=steps + reserve, module=module)
+    plan = mode.plan(data, units=units, steps=steps + reserve, module=module)
+    if plan is not None:
         return PlannedRun(plan, plan.law, steps, per_epoch, mode.sub_batches)
     batch = data.expected_batch_size or max(1, round((data.sample_rate or 1.0) * units))
     law: SamplingLaw = Shuffle(batch_size=min(batch, units), n=units)

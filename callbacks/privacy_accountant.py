@@ -57,7 +57,7 @@ from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.fingerprints import state_hash
 from lit_dpret.privacy.gate import ReleaseGate
 from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger, ledger_identity
-from lit_dpret.privacy.modes import GaussianMode, PrivacyMode
+from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream, load_secret, published_secret
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.ranks import Ranks
@@ -185,7 +185,7 @@ class PrivacyAccountant(Callback):
         self.run_dir = self.run_dir or Path(trainer.default_root_dir)
         own_plan = ranks.together(lambda: self._planned(trainer, module, data))
         planned = ranks.share(lambda: own_plan)
-        counted = self.sweep is not None and isinstance(mode, GaussianMode)
+        counted = self.sweep is not None and mode.guarantee == "dp"
         self._in_dataset = counted or getattr(mode, "dataset_ledger", None) is not None
         secret = ranks.share(lambda: self._secret(mode))
         agreed = KeyedStream(secret, "agreement")
@@ -318,7 +318,7 @@ class PrivacyAccountant(Callback):
 
     def _dataset_ledger(self, mode: PrivacyMode) -> DatasetLedger | None:
         """The ledger of the data set, if there is one; a run that it does not cover leaves nothing behind."""
-        if not isinstance(mode, GaussianMode) or self.plan is None:
+        if self.plan is None:
             return None
         ledger = mode.ledger_of_dataset(self.plan.budget, run_dir=self.run_dir)
         if self.sweep is not None:

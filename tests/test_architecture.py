@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lit_dpret.privacy import modes
+
 ROOT = Path(__file__).resolve().parent.parent
 # `errors` holds the words of refusal and imports nothing, so every layer may use it.
 ALLOWED: dict[str, set[str]] = {
@@ -156,3 +158,21 @@ def test_product_code_raises_and_never_asserts() -> None:
     for path in ours():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         assert not [n for n in ast.walk(tree) if isinstance(n, ast.Assert)], f"{path} asserts"
+
+
+def test_nobody_outside_the_modes_asks_which_mode_it_is() -> None:
+    """A mode declares what it can do; who asks for its class or its name would refuse a mode of a user's own."""
+    names = {mode.name for mode in vars(modes).values() if isinstance(mode, type) and hasattr(mode, "name")}
+    found = []
+    for path in ours():
+        if path.is_relative_to(ROOT / "lit_dpret" / "privacy" / "modes"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
+                asked = {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)} & set(modes.__all__)
+                found += [f"{path}:{node.lineno} asks for {name}" for name in asked - {"PrivacyMode"}]
+            if isinstance(node, ast.Compare) and getattr(node.left, "attr", "") == "name":
+                compared = {getattr(part, "value", None) for right in node.comparators for part in ast.walk(right)}
+                whose = ast.unparse(node.left)
+                found += [f"{path}:{node.lineno} compares {whose}" for _ in compared & names if "source" not in whose]
+    assert not found

@@ -32,7 +32,7 @@ from lit_dpret.negatives import TrainTexts
 from lit_dpret.negatives.row_negatives import Sources
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.fixed_shape import copied_rows
-from lit_dpret.privacy.modes import PrivacyMode, PublicPassages
+from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.sampling import Row, UnitBatch, map_rows
 from lit_dpret.privacy.trained import note_folder
 from lit_dpret.st_folder import save_sentence_transformer
@@ -145,10 +145,10 @@ class DualEncoder(PairModule):
                 if side is not None:
                     side.backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._pool: PublicPool | None = None
-        if isinstance(privacy, PublicPassages):
+        if privacy.candidates == "pool":
             if not isinstance(self.loss, InBatchSoftmaxLoss):
                 raise ConfigurationError(
-                    f"model.loss={type(self.loss).__name__} cannot go with privacy=public_passages, which takes the "
+                    f"model.loss={type(self.loss).__name__} cannot go with privacy={privacy.name}, which takes the "
                     "softmax of each query over public passages; a term that compares a passage with several "
                     "queries would couple them. Set model.loss to null."
                 )
@@ -185,7 +185,7 @@ class DualEncoder(PairModule):
             passages_are_frozen=self._frozen_passages,
             passage_cache_dir=self._passage_cache_dir,
         )
-        pairs = self.privacy.guarantee == "dp" and self.privacy.name != "batch_clip"  # it takes the batch apart itself
+        pairs = self.privacy.guarantee == "dp" and not self.privacy.clips_whole_batch
         if made.of_rows.only_in_batch and (pairs or not made.looks_up):
             return None
         if not isinstance(self.loss, (InBatchSoftmaxLoss, MarginMSELoss)):
@@ -314,7 +314,7 @@ class DualEncoder(PairModule):
             )
         chosen, place = self._pool.draw(batch.step)
         texts = self._pool_texts if chosen is None else [self._pool_texts[i] for i in chosen.tolist()]
-        full = isinstance(self.privacy, PublicPassages) and self.privacy.passage_gradient == "full"
+        full = self.privacy.passage_gradient == "full"
         tower = self.tower("passage")
         self._candidates = PoolCandidates(
             step=batch.step,
@@ -340,7 +340,7 @@ class DualEncoder(PairModule):
         if negatives is None and self._candidates is None:
             return super().per_row_loss(rows)
         queries = self.embed(rows["query"], "query")
-        through_passages = not isinstance(self.privacy, PublicPassages) or self.privacy.passage_gradient != "none"
+        through_passages = self.privacy.passage_gradient != "none"
         with torch.set_grad_enabled(torch.is_grad_enabled() and through_passages):
             if negatives is None:
                 own, compared = self.embed(rows["passage"], "passage"), Compared()
@@ -405,7 +405,7 @@ def _needs_labels(found: str) -> ConfigurationError:
 def _checked_grad_cache(rows: int | None, privacy: PrivacyMode) -> int | None:
     if rows is not None and rows < 1:
         raise ConfigurationError(f"model.grad_cache_rows={rows} must be at least 1, or null.")
-    if rows is not None and privacy.guarantee == "dp" and privacy.name != "batch_clip":
+    if rows is not None and privacy.guarantee == "dp" and not privacy.clips_whole_batch:
         raise ConfigurationError(
             f"model.grad_cache_rows={rows} cannot go with privacy={privacy.name}, whose clipping watches one pass over "
             "all rows. Set it to null; where memory is short, lower datamodule.physical_batch_size or raise "

@@ -31,7 +31,7 @@ from lit_dpret.modules.row_by_row import marked, row_by_row
 from lit_dpret.negatives.row_negatives import Sources
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.fixed_shape import copied_rows
-from lit_dpret.privacy.modes import PrivacyMode, PublicPassages
+from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.sampling import Row, UnitBatch
 from lit_dpret.privacy.trained import note_folder
 from lit_dpret.st_folder import save_sentence_transformer
@@ -142,7 +142,7 @@ class FrozenDualEncoder(PairModule):
                     f"model.negatives={negatives} has no labels for model.loss=MarginMSELoss. Set negatives=labelled "
                     "and model.negatives.labelled.file."
                 )
-        if isinstance(privacy, PublicPassages):
+        if privacy.candidates == "pool":
             _refuse_passage_gradient(privacy)
             pool_size, pool_seed = privacy.pool_size, privacy.pool_seed
         self.coupled_loss = isinstance(negatives, str) and not _takes_pool(negatives, head, privacy)
@@ -413,7 +413,7 @@ def _takes_pool(negatives: Negatives, head: Head, privacy: PrivacyMode) -> bool:
     return head == "query" and (privacy.candidates == "rows" or privacy.guarantee != "dp")
 
 
-def _refuse_passage_gradient(privacy: PublicPassages) -> None:
+def _refuse_passage_gradient(privacy: PrivacyMode) -> None:
     if privacy.passage_gradient != "none":
         raise ConfigurationError(
             f"privacy.passage_gradient={privacy.passage_gradient}: the passages of model=frozen_dual_encoder keep "

@@ -39,7 +39,7 @@ def refusal(source: NegativeSource, mode: PrivacyMode | type[PrivacyMode]) -> st
         if source.couples_rows:
             return "it makes the loss of a row depend on other rows, so that clipping each row bounds nothing"
         return None
-    if mode.name == "batch_clip" or source.name == "in_batch":
+    if mode.clips_whole_batch or source.name == "in_batch":
         return None
     return "the sensitivity of that mode is proved for the passages of the batch as the only candidates"
 
@@ -79,6 +79,6 @@ def _way_out(source: NegativeSource, mode: PrivacyMode) -> str:
         return "Set privacy.unit=query."
     if mode.candidates in ("rows", "pool"):
         return "Choose among random, gold, bm25, static, dynamic and labelled."
-    if mode.name == "batch_clip":
+    if mode.clips_whole_batch:
         return "Choose among in_batch, random, gold, bm25, static, dynamic and labelled."
     return "Set model.negatives to null, or choose privacy=batch_clip or privacy=public_passages."

@@ -24,7 +24,7 @@ from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, PrivacyViolation
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.ledger import LEDGER_NAME
-from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PrivacyMode
+from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.canary_table import CanaryRow, write_canary_table
 from lit_dpret.tasks.canary_scoring import Measurement, limits_by_copies
 from lit_dpret.tasks.parts import Parts, check_run_dir
@@ -109,11 +109,11 @@ class CanaryStudy:
             progress(len(todo), len(todo))
         return self._tell()
 
-    def _privacy(self, eps: float | None) -> PrivacyMode:
+    def _privacy(self, eps: float | None) -> Any:
         if eps is None:
             return NoPrivacy()
         mode = self._parts.make_privacy(eps=eps)
-        if not isinstance(mode, DPSGD):
+        if mode.guarantee != "dp" or mode.candidates != "rows":
             raise ConfigurationError(
                 f"task.eps={eps:g} needs a mode that trains generators: privacy={mode.name} is none. Set "
                 "privacy=dp_sgd."

@@ -13,7 +13,7 @@ from lit_dpret.modules import OptimizerSpec
 from lit_dpret.modules.frozen_dual_encoder import Negatives
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.card_text import printed_epsilon
-from lit_dpret.privacy.modes import PrivacyMode, PublicPassages, SyntheticData
+from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.modes.base import Guarantee
 
 
@@ -65,7 +65,7 @@ class Variant:
 
     @property
     def learns_from_synthetic(self) -> bool:
-        return issubclass(self.mode, SyntheticData)
+        return self.guarantee == "inherited"
 
     def make_privacy(
         self, *, eps: float | None, delta: float | None, seed: int, noise_multiplier: float | None = None
@@ -81,7 +81,7 @@ class Variant:
         budget: dict[str, Any] = {"eps": eps, "delta": delta} if self.guarantee == "dp" else {}
         if noise_multiplier is not None:
             budget["noise_multiplier"] = noise_multiplier
-        pool = {"pool_seed": seed} if issubclass(self.mode, PublicPassages) else {}
+        pool = {"pool_seed": seed} if self.mode.candidates == "pool" else {}
         return self.privacy(**budget, **pool)
 
     def module_settings(self, *, seed: int) -> dict[str, Any]:

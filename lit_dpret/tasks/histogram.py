@@ -73,7 +73,7 @@ class Histogram:
         if parts.resume and (folder / CARD_NAME).is_file():
             return self._tell(folder)
         mode = parts.make_privacy()
-        if not isinstance(mode, GaussianMode):
+        if mode.guarantee != "dp":
             raise ConfigurationError(
                 f"task=histogram adds noise and charges it; privacy={mode.name} does neither. Choose privacy=dp_sgd, "
                 "with the unit, neighbours and delta of the generator."

@@ -26,7 +26,7 @@ from lit_dpret.generation.writer import synthesize
 from lit_dpret.postprocessing import load_released
 from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.card_text import privacy_line
-from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
+from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode, SyntheticData
 from lit_dpret.privacy.noise import load_secret
 from lit_dpret.report.table import RowResult
 from lit_dpret.retrieval.runs import EvaluationResult
@@ -153,7 +153,7 @@ class Pipeline:
             "synthetic": lambda: self._from_synthetic(privacy),
             "pseudo": self._no_private_data,
         }
-        if isinstance(privacy, DPSGD):
+        if privacy.guarantee == "dp":
             systems["direct"] = lambda: self._trained(
                 "direct", "original queries, direct DP", lambda: self._privacy(self.retriever_max_grad_norm)
             )
@@ -165,7 +165,7 @@ class Pipeline:
     def planned_fits(self, parts: Parts) -> list[PlannedFit]:
         """The private trainings that ``run`` would make: the retriever on the original queries, and the generator."""
         self._parts = parts
-        if not isinstance(parts.make_privacy(), DPSGD):
+        if parts.make_privacy().guarantee != "dp":
             return []
         planned: list[PlannedFit] = []
         for system, steps, batch, physical, clip, passages, make in (
@@ -193,11 +193,11 @@ class Pipeline:
         settings |= {"seed": str(self._parts.seed), "privacy": json.dumps(privacy, sort_keys=True)}
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
-    def _privacy(self, max_grad_norm: float) -> DPSGD | NoPrivacy:
+    def _privacy(self, max_grad_norm: float) -> Any:
         mode = self._parts.make_privacy()
-        if isinstance(mode, NoPrivacy):
+        if mode.guarantee == "none":
             return mode
-        if not isinstance(mode, DPSGD):
+        if mode.guarantee != "dp" or mode.candidates not in ("rows", "pool"):
             raise ConfigurationError(
                 f"task=pipeline compares training with and without privacy by itself; privacy={mode.name} leaves it "
                 "nothing to promise. Choose privacy=dp_sgd, or privacy=none for the upper bound."
@@ -270,15 +270,15 @@ class Pipeline:
         metrics = {METRIC_NAMES[m]: Interval(*values) for m, values in result["intervals"].items()}
         return RowResult(system=label, metrics=metrics, privacy=privacy_line(card))
 
-    def _from_synthetic(self, privacy: DPSGD | NoPrivacy) -> RowResult:
+    def _from_synthetic(self, privacy: PrivacyMode) -> RowResult:
         """Generator, synthetic queries, and the retriever that learns from those that pass the round trip."""
         self._stages.run("generator", lambda folder, resume: self._train_generator(folder, resume, privacy))
         self._stages.run("synthetic", self._synthesize)
         made = self._consistent("round_trip", self._parts.run_dir / "synthetic" / "data")
-        label = "DP synthetic queries" if isinstance(privacy, DPSGD) else "synthetic queries, no privacy"
+        label = "DP synthetic queries" if privacy.guarantee == "dp" else "synthetic queries, no privacy"
         return self._trained("from_synthetic", label, SyntheticData, made)
 
-    def _train_generator(self, folder: Path, resume: bool, privacy: DPSGD | NoPrivacy) -> dict[str, Any]:
+    def _train_generator(self, folder: Path, resume: bool, privacy: PrivacyMode) -> dict[str, Any]:
         model = self.make_generator(privacy=privacy)
         return train(
             model,

@@ -15,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lit_dpret.callbacks.planning import planned_steps
 from lit_dpret.costs.prediction import check_devices, predict
 from lit_dpret.errors import ConfigurationError, LitDpretError
-from lit_dpret.privacy.modes import CoupledMode, GaussianMode
+from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.plan import PrivacyPlan, describe_plan, format_plan
 from lit_dpret.privacy.sampling import steps_per_epoch
 from lit_dpret.report.plan_figure import can_draw, draw_plan
@@ -91,7 +91,7 @@ class Plan:
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``plan.json`` and ``plan.png`` and print the tables; returns sigma and epsilon."""
         mode = parts.make_privacy()
-        if not isinstance(mode, GaussianMode):
+        if mode.guarantee != "dp":
             raise ConfigurationError(f"task=plan needs a private mode; privacy={mode.name} promises nothing to plan.")
         if self.plot and not can_draw():
             draw_plan({}, parts.run_dir)
@@ -108,7 +108,7 @@ class Plan:
         trainer = _trainer(parts)
         steps = planned_steps(trainer, per_epoch) if self.epochs is None else max(1, round(self.epochs * per_epoch))
         progress("the noise that the budget needs")
-        module = parts.make_module(privacy=mode) if isinstance(mode, CoupledMode) else None  # its loss decides
+        module = parts.make_module(privacy=mode) if mode.calibrated_to_loss else None
         plan = mode.plan(data, units=units, steps=steps, module=module)
         progress("time and memory")
         costs = self._costs(parts, mode, plan, trainer, progress)

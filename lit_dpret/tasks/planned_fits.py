@@ -10,7 +10,6 @@ from lit_dpret.callbacks.planning import plan_run
 from lit_dpret.canaries.planting import plant_blanks
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.charges import forthcoming_releases
-from lit_dpret.privacy.modes import CoupledMode, GaussianMode
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.releases import Release
 from lit_dpret.privacy.start import Start
@@ -52,7 +51,7 @@ def plan_fit(
     Raises:
         ConfigurationError: What will run cannot be known from this, or nothing could be claimed for it.
     """
-    if not isinstance(mode, GaussianMode):
+    if mode.guarantee != "dp":
         return []
     accountants = [one for one in callbacks or [] if isinstance(one, PrivacyAccountant)]
     reserve = sum(one.resume_reserve for one in accountants)
@@ -68,6 +67,6 @@ def plan_fit(
                 "run cannot be planned. Leave it out."
             )
         plant_blanks(data, one.planned_units(mode, data))
-    module = make_module(privacy=mode) if isinstance(mode, CoupledMode) else None
+    module = make_module(privacy=mode) if mode.calibrated_to_loss else None
     planned = plan_run(trainer, mode, data, module=module, reserve=reserve)
     return [] if planned.plan is None else [PlannedFit(planned.plan, planned.steps, start)]

@@ -14,7 +14,6 @@ from lit_dpret.privacy.card_tuning import TuningData
 from lit_dpret.privacy.dataset_charge import Charge, composed
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.dataset_total import Total, compose_across_runs
-from lit_dpret.privacy.modes import CoupledMode
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.sweeps import SweepFile, SweepFolder, Trial, run_trials
 from lit_dpret.sweeps.folder import SWEEP
@@ -184,7 +183,7 @@ class Sweep:
                 f"task.file={self.file.path} sets log_private_loss=true under privacy={mode.name}: such a trial claims "
                 "nothing, and no reservation bounds what it costs. Leave it out."
             )
-        groups = _PLANNED_BY + (_COUPLED_BY if isinstance(mode, CoupledMode) else ())
+        groups = _PLANNED_BY + (_COUPLED_BY if mode.calibrated_to_loss else ())
         key = composed.describe(groups)
         if key not in known:
             known[key] = task.planned_fits(own)

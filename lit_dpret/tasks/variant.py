@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses import PairwiseLoss
 from lit_dpret.privacy.budget import require_choice
-from lit_dpret.privacy.modes import GaussianMode, NoPrivacy, PrivacyMode
+from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 
 Part = Literal["paper", "batch_sizes", "equal_negatives", "losses"]
 # What all private variants have in common; each one's own settings stand in its `privacy`.
@@ -64,7 +64,7 @@ def shared_settings(mode: PrivacyMode) -> dict[str, Any]:
     Raises:
         ConfigurationError: The mode promises nothing, so there is no budget to take over.
     """
-    if not isinstance(mode, GaussianMode):
+    if mode.guarantee != "dp":
         raise ConfigurationError(
             f"task=variants compares training with and without privacy by itself; privacy={mode.name} names no budget "
             "for its private variants. Choose privacy=logit_dp."

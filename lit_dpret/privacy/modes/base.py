@@ -18,13 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.budget import Neighbours, Unit
+from lit_dpret.privacy.budget import Neighbours, PrivacyBudget, Unit
+from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.sampling import SamplingRequest
 from lit_dpret.privacy.strategies import ONE_DEVICE, Supported
 
 Guarantee = Literal["dp", "inherited", "none"]
 Candidates = Literal["rows", "batch", "copies", "pool"]
+PassageGradient = Literal["none", "own", "full"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,11 @@ class PrivacyMode(ABC):
             them that belong to the row) or ``pool`` (public passages).
         strategies: Those of `lit_dpret.privacy.strategies` under which the claim holds; one that is not declared is
             refused.
+        clips_whole_batch: Whether one bound is put on the gradient of a whole sub-batch, not on that of each unit.
+        calibrated_to_loss: Whether the noise depends on the module's loss, so that a plan needs the module.
+        passage_gradient: Through which passages a query's gradient flows.
+        pool_size: Where candidates are a ``pool``: how many public passages a step draws; None for all of them.
+        pool_seed: Of those draws; public.
         sub_batches: Into how many sub-batches a logical batch falls whose rows see each other; None
             where it is cut to fit the device.
         fixed_shapes: Whether every physical batch is filled up to one shape, and no branch may be taken by a value;
@@ -80,6 +88,11 @@ class PrivacyMode(ABC):
     candidates: ClassVar[Candidates] = "rows"
     strategies: ClassVar[Supported] = ONE_DEVICE
     bounds_any_rows: ClassVar[bool] = False
+    clips_whole_batch: ClassVar[bool] = False
+    calibrated_to_loss: ClassVar[bool] = False
+    passage_gradient: PassageGradient = "full"
+    pool_size: int | None = None
+    pool_seed: int = 0
     sub_batches: int | None = None
     fixed_shapes: bool = False
     unit: Unit = "query"
@@ -99,6 +112,14 @@ class PrivacyMode(ABC):
     def public_units(self, units: int) -> int | None:
         """The number of units of privacy where everybody may know it, else None."""
         return None if self.neighbours == "add_or_remove" else units
+
+    def plan(self, request: SamplingRequest, *, units: int, steps: int, module: Any = None) -> PrivacyPlan | None:
+        """Return the plan of a run whose steps release something of the private data; None where they do not."""
+        return None
+
+    def ledger_of_dataset(self, budget: PrivacyBudget, *, run_dir: Path | None = None) -> DatasetLedger | None:
+        """Return the ledger that adds up all runs on the data set; None where none is asked for."""
+        return None
 
     @property
     def gradient_noise_std(self) -> float:

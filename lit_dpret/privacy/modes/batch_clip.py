@@ -43,6 +43,7 @@ class BatchClip(CoupledMode):
 
     name: ClassVar[str] = "batch_clip"
     strategies: ClassVar[Supported] = SUMS_ADD_UP
+    clips_whole_batch: ClassVar[bool] = True
     bounded: ClassVar[Bounded] = "sub_batch"
     bounds_any_rows: ClassVar[bool] = True
 

@@ -71,6 +71,7 @@ class CoupledMode(GaussianMode):
 
     bounded: ClassVar[Bounded]
     candidates: ClassVar[Candidates] = "batch"
+    calibrated_to_loss: ClassVar[bool] = True
 
     def __init__(self, *, sub_batches: int = 1, n_max: int | None = None, **common: Unpack[GaussianSettings]) -> None:
         super().__init__(**common)

@@ -12,20 +12,18 @@ rows, and they take the amplification by sampling away.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, get_args
 
 from torch import nn
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.budget import require_choice
-from lit_dpret.privacy.modes.base import Candidates
+from lit_dpret.privacy.modes.base import Candidates, PassageGradient
 from lit_dpret.privacy.modes.dp_sgd import DPSGD
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import parts_of
 from lit_dpret.privacy.strategies import SUMS_ADD_UP, Supported
-
-PassageGradient = Literal["none", "own", "full"]
 
 
 class PublicPassages(DPSGD):

@@ -13,7 +13,7 @@ from typing import Any
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.model_loading import load_seq2seq
-from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PrivacyMode
+from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.report.paper_000 import ORIGINAL
 from lit_dpret.report.table import RowResult, from_json
 from lit_dpret.tasks.paper_000.kept import Kept
@@ -112,7 +112,7 @@ class Study:
         """
         for eps in self.choices.finite:
             mode = self.parts.make_privacy(eps=eps)
-            if not isinstance(mode, DPSGD):
+            if mode.guarantee != "dp" or mode.candidates != "rows":
                 raise ConfigurationError(
                     f"task.eps names {eps:g}, and privacy={mode.name} trains no generator under it. Set "
                     "privacy=dp_sgd; null among task.eps is no privacy."
