@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.modules.outline import GeneratorOutline
 
 
 @dataclass(frozen=True, order=True)
@@ -75,7 +74,23 @@ class Work:
         return sum(count * p.tokens * (p.inputs + p.outputs) for p, count in self.products.items())
 
 
-def work_of(outline: GeneratorOutline) -> Work:
+class Outline(Protocol):
+    """A generator, with or without its weights, and the lengths that its rows are cut to."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def encoder_length(self) -> int: ...
+
+    @property
+    def max_query_length(self) -> int: ...
+
+
+def work_of(outline: Outline) -> Work:
     """Count the work of one row at the full lengths.
 
     Raises:
