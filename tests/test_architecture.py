@@ -27,14 +27,13 @@ ALLOWED: dict[str, set[str]] = {
     "pooling": {"errors"},
     "retrieval": {"errors", "whole_file", "matmul_precision"},
     "losses": {"errors", "similarity"},
-    "encoders": {"errors", "whole_file", "crew", "evaluation_mode", "pooling", "st_folder"},
-    "st_folder": {"errors", "pooling", "encoders"},
+    "encoders": {"errors", "whole_file", "crew", "evaluation_mode", "pooling"},
     "indexing": {"errors", "crew", "privacy", "encoders", "retrieval"},
     "assets": {"errors"},
     "textsim": {"errors", "assets"},
     "negatives": {"errors", "whole_file", "progress", "privacy", "retrieval", "encoders"},
     "modules": {
-        "errors", "evaluation_mode", "privacy", "losses", "similarity", "pooling", "encoders", "st_folder", "assets",
+        "errors", "evaluation_mode", "privacy", "losses", "similarity", "pooling", "encoders", "assets",
         "vision", "negatives", "progress", "memory", "matmul_precision",
     },
     "crew": {"errors", "privacy.ranks"},
@@ -114,6 +113,56 @@ def test_imports_run_one_way(path: Path) -> None:
     for name in imported(path):
         allowed = ALLOWED[package] | {package}
         assert any(name == a or name.startswith(f"{a}.") for a in allowed), f"{package} must not import {name}"
+
+
+def name_of(path: Path) -> str:
+    """What a file is imported as, without the leading ``lit_dpret.``."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[parts[0] == "lit_dpret" :]).removesuffix(".__init__")
+
+
+def imported_at_once(path: Path) -> set[str]:
+    """Our files that importing a file imports, packages on the way to them included; not those inside functions."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lit_dpret"):
+            base = str(node.module).removeprefix("lit_dpret").lstrip(".")
+            found |= {base, *(f"{base}.{alias.name}".lstrip(".") for alias in node.names)}
+        waiting += ast.iter_child_nodes(node)
+    return {".".join(name.split(".")[:depth]) for name in found for depth in range(1, name.count(".") + 2)}
+
+
+# What a package must not reach, by whatever path; `imported` sees the first step alone.
+_GROUND = ("privacy", "audit", "retrieval", "losses")
+_MIDDLE = ("encoders", "negatives", "datamodules", "modules", "generation", "canaries")
+_ABOVE = {"callbacks", "sweeps", "costs", "tasks", "report", "federated", "attacks"}
+NEVER_REACHED: dict[str, set[str]] = {
+    **{package: {*_MIDDLE, *_ABOVE} for package in _GROUND},
+    **{package: _ABOVE for package in _MIDDLE},
+    "callbacks": {"modules", "encoders", "negatives", "losses", "vision", "tasks", "federated", "attacks"},
+}
+
+
+@pytest.mark.parametrize("package", NEVER_REACHED)
+def test_no_package_reaches_by_others_what_it_may_not_import(package: str) -> None:
+    files = {name_of(path): path for path in ours()}
+    steps = {name: imported_at_once(path) & set(files) for name, path in files.items()}
+    came_from = {name: "" for name in files if name.split(".")[0] == package}
+    waiting = list(came_from)
+    while waiting:
+        here = waiting.pop()
+        for name in steps[here] - set(came_from):
+            came_from[name] = here
+            waiting.append(name)
+    for name in came_from:
+        path = [name]
+        while came_from[path[-1]]:
+            path.append(came_from[path[-1]])
+        assert name.split(".")[0] not in NEVER_REACHED[package], " <- ".join(path)
 
 
 def roots(path: Path) -> set[str]:

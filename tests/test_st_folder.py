@@ -12,8 +12,8 @@ from tiny_models import TEXTS, tiny_bert, tiny_t5, tiny_tokenizer
 from torch import Tensor, nn
 
 from lit_dpret.encoders import Contract, TextEncoder, load_towers
+from lit_dpret.encoders.st_folder import read_folder, save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
-from lit_dpret.st_folder import read_folder, save_sentence_transformer
 
 Model = tuple[TextEncoder, TextEncoder | None, nn.Linear | None]
 """Query encoder, passage encoder where it is another, query head."""

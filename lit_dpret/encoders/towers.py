@@ -10,9 +10,9 @@ import torch
 
 from lit_dpret.encoders.backbones import load_linear, load_transformer, position_limit, resolve_folder, take_pooler
 from lit_dpret.encoders.contract import Contract
+from lit_dpret.encoders.st_folder import Tower, read_folder
 from lit_dpret.encoders.text_encoder import TextEncoder
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.st_folder import Tower, read_folder
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 

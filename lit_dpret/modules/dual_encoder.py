@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lit_dpret.encoders import Side, TextEncoder
+from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses import HardNegativeSoftmaxLoss, InBatchSoftmaxLoss, MarginMSELoss, PairwiseLoss, false_negatives
 from lit_dpret.modules.adapters import add_lora, merged
@@ -35,7 +36,6 @@ from lit_dpret.privacy.fixed_shape import copied_rows
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.sampling import Row, UnitBatch, map_rows
 from lit_dpret.privacy.trained import note_folder
-from lit_dpret.st_folder import save_sentence_transformer
 
 TowerChoice = Literal["shared", "separate"]
 PassageTower = Literal["trained", "frozen"]

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lit_dpret.encoders import Side, TextEncoder
+from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses import PairwiseLoss, SoftmaxPairLoss, false_negatives
 from lit_dpret.modules.net_folder import load_net, save_net
@@ -24,7 +25,6 @@ from lit_dpret.modules.pair_module import PairModule
 from lit_dpret.privacy.clipping.base import refuse_batch_mixing
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.trained import note_folder
-from lit_dpret.st_folder import save_sentence_transformer
 from lit_dpret.vision import AugmentedViews
 
 Collate = Callable[[Sequence[Any]], dict[str, Tensor]]

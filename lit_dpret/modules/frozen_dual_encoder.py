@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_dpret.encoders import Side, TextEncoder
+from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.losses import InBatchSoftmaxLoss, MarginMSELoss, PairwiseLoss, PublicPoolSoftmaxLoss, false_negatives
 from lit_dpret.modules.frozen_texts import FrozenTexts, Progress
@@ -34,7 +35,6 @@ from lit_dpret.privacy.fixed_shape import copied_rows
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.sampling import Row, UnitBatch
 from lit_dpret.privacy.trained import note_folder
-from lit_dpret.st_folder import save_sentence_transformer
 
 Head = Literal["query", "both", "shared"]
 Negatives = Literal["auto", "pool", "batch"]

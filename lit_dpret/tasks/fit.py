@@ -170,15 +170,15 @@ def train(
         ConfigurationError: The Trainer has several processes, and who calls this has work for one.
         ResumeError: There is nothing to go on with, or the checkpoints of an earlier run lie where a new one begins.
     """
-    if not several_ranks and module.privacy.guarantee == "none":  # beside private runs, whose folders may be shown
-        run_dir.mkdir(parents=True, exist_ok=True)
-        run_dir.chmod(0o700)
     trainer: L.Trainer = make_trainer(
         default_root_dir=str(run_dir), callbacks=callbacks, logger=[MetricsFile(run_dir), *loggers]
     )
     refuse_broken_claims(trainer, module, datamodule)  # before any data is read; the accountant asks again
     if not several_ranks:
         refuse_several_ranks(trainer)
+        if module.privacy.guarantee == "none":  # beside private runs, whose folders may be shown
+            run_dir.mkdir(parents=True, exist_ok=True)
+            run_dir.chmod(0o700)
     ranks = _meet(trainer)
     if any(getattr(callback, "counts_releases", False) and callback.resume for callback in callbacks):
         ranks.share(lambda: require_run(run_dir / LEDGER_NAME))

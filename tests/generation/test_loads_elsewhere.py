@@ -41,7 +41,7 @@ def test_the_trainer_of_sentence_transformers_takes_the_pairs(whole: Path, tmp_p
     from tiny_models import tiny_bert, tiny_tokenizer
 
     from lit_dpret.encoders import Contract, TextEncoder
-    from lit_dpret.st_folder import save_sentence_transformer
+    from lit_dpret.encoders.st_folder import save_sentence_transformer
 
     encoder = TextEncoder(tiny_bert(), tiny_tokenizer(), Contract(query_max_length=12, passage_max_length=12))
     save_sentence_transformer(tmp_path / "model", encoder)

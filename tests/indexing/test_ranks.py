@@ -10,8 +10,8 @@ import pytest
 from tiny_models import tiny_bert, tiny_tokenizer
 
 from lit_dpret.encoders import Contract, TextEncoder, crew_encoding, embedding_cache
+from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.indexing import IndexFolder, encode_folder
-from lit_dpret.st_folder import save_sentence_transformer
 
 WORDS = ["how", "to", "file", "a", "claim", "flood", "insurance", "cover", "my", "house"]
 TEXTS = {

@@ -11,10 +11,10 @@ from tiny_generator import write_parent_card
 from tiny_models import WORDS, tiny_bert, tiny_tokenizer
 
 from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
 from lit_dpret.postprocessing import LabelBins, LengthBins, TopicBins
 from lit_dpret.postprocessing.bins import bins_from_spec
-from lit_dpret.st_folder import save_sentence_transformer
 
 TEXTS = ["bana", "bana delo", "bana delo fibi gomu", " ".join(["kuri"] * 30)]
 PASSAGES = {f"p{i}": text for i, text in enumerate([*TEXTS, "mana nelo", "pibi romu", "suri tato", "teku bana"])}

@@ -14,11 +14,11 @@ from tiny_silos import encoder
 from tiny_tasks import parts
 
 from lit_dpret.datamodules.silo_folder import Silo, silo_folders, write_silos
+from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.federated.data import planted_silos
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.model import AS2Maker
-from lit_dpret.st_folder import save_sentence_transformer
 from lit_dpret.tasks import FederatedAttacks
 from lit_dpret.tasks.federated_updates import start_weights, word_table
 from lit_dpret.tasks.parts import Parts

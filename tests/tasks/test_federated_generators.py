@@ -14,13 +14,13 @@ from tiny_silos import encoder
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, LitDpretError, PrivateDataError, ResumeError
 from lit_dpret.federated.data import planted_words
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.documents import SiloSettings
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.synthetic import open_ledger
-from lit_dpret.st_folder import save_sentence_transformer
 from lit_dpret.tasks import Federated, FederatedGenerators
 from lit_dpret.tasks.parts import Parts
 

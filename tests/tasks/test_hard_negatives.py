@@ -14,8 +14,8 @@ from tiny_tasks import parts
 
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery, write_silos
 from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.st_folder import save_sentence_transformer
 from lit_dpret.tasks import HardNegatives
 
 

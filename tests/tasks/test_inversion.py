@@ -17,8 +17,8 @@ from tiny_tasks import parts
 
 from lit_dpret.attacks.inversion.decoder import new_language_model
 from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
-from lit_dpret.st_folder import save_sentence_transformer
 from lit_dpret.tasks import Inversion
 from lit_dpret.tasks.parts import Parts
 

@@ -11,8 +11,8 @@ from tiny_models import tiny_bert, tiny_tokenizer
 from lit_dpret.datamodules.passage_store import PassageStore, build_store
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.bulk import in_order
+from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.st_folder import save_sentence_transformer
 from lit_dpret.tasks import Encode, Evaluate, Index, Search
 from lit_dpret.tasks.parts import Parts
 
