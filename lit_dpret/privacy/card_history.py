@@ -10,13 +10,10 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Iterator, Mapping
-from itertools import product
 from typing import Any
 
 from lit_dpret.privacy.card_evidence import before_note
 from lit_dpret.privacy.card_file import card_json, checksum
-
-_NOT_AMENDED = ("amendments", "parents", "banners")
 
 
 def text_sha256(card: Mapping[str, Any]) -> str:
@@ -60,20 +57,12 @@ def _before(card: Mapping[str, Any]) -> dict[str, Any] | None:
     *kept, last = card["amendments"]
     if "results" in last:
         found = before_note(card)
-        return found if text_sha256(found) == last.get("sha256_before") else None
-    texts = list(last.values())
-    touched = [
-        name for name, entries in card.items()
-        if isinstance(entries, list) and name not in _NOT_AMENDED and entries and entries[-1] in texts
-    ]  # fmt: skip
-    for removed in product((True, False), repeat=len(touched)):  # a text that stood there already was not added
+    else:
         found = copy.deepcopy(dict(card))
-        for name, gone in zip(touched, removed, strict=True):
-            found[name] = found[name][:-1] if gone else found[name]
+        for name in last.get("added_to", ()):
+            found[name] = found[name][:-1]
         found["amendments"] = kept
         if not kept:
             del found["amendments"]
         found["checksum"] = checksum(found)
-        if text_sha256(found) == last.get("sha256_before"):
-            return found
-    return None
+    return found if text_sha256(found) == last.get("sha256_before") else None

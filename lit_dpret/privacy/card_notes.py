@@ -85,9 +85,11 @@ def _amended(card: dict[str, Any], notes: Sequence[Mapping[str, Any]]) -> dict[s
         if "results" in note:
             card = amended(card, note)
             continue
+        added_to = []
         for name, text in (("not_covered", note["not_covered"]), ("cautions", note["caution"])):
             if text not in card[name]:
                 card[name].append(text)
-        card["amendments"] = [*card.get("amendments", []), dict(note)]
+                added_to.append(name)
+        card["amendments"] = [*card.get("amendments", []), {**note, "added_to": added_to}]
     card["checksum"] = checksum(card)
     return card
