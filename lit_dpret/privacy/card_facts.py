@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib import metadata
 from typing import Any, Literal
 
 from lit_dpret.errors import LedgerError, UnsupportedAccountingError
 from lit_dpret.privacy import accounting, clip_fraction
 from lit_dpret.privacy.budget import ROUNDING_SHARE, AccountantName
-from lit_dpret.privacy.card_environment import version_of
 from lit_dpret.privacy.ceilings import attack_ceilings
 from lit_dpret.privacy.charges import ROUNDING, departed_attempts, noise_keys
 from lit_dpret.privacy.composition import FINE
@@ -272,7 +272,7 @@ def accounting_facts(
     facts: dict[str, Any] = {
         "accountant": plan.accountant,
         "library": "opacus" if plan.accountant == "prv" else "dp-accounting",
-        "version": version_of("opacus" if plan.accountant == "prv" else "dp-accounting"),
+        "version": metadata.version("opacus" if plan.accountant == "prv" else "dp-accounting"),
         "basis": verdict.basis,
         **_rounding("pld" if verdict.basis == "no_amplification" else plan.accountant),
         "composition": [
