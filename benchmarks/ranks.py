@@ -90,9 +90,9 @@ def main() -> int:
 
 def prepare(folder: Path, count: int) -> None:
     """Passages of InsuranceQA, and the small public T5 with a card that promises nothing."""
+    from lit_dpret.cards.card import build_card, subject_of, write_card
     from lit_dpret.datamodules import InsuranceQADataModule
     from lit_dpret.modules import OptimizerSpec, QueryGenerator
-    from lit_dpret.privacy.card import build_card, subject_of, write_card
     from lit_dpret.privacy.ledger import PrivacyLedger
     from lit_dpret.privacy.modes import NoPrivacy
     from lit_dpret.privacy.releases import NonPrivateRelease

@@ -9,8 +9,8 @@ from typing import Any
 from lit_dpret.audit.claim import Refutation
 from lit_dpret.audit.evidence import Evidence
 from lit_dpret.audit.power import most_certifiable
-from lit_dpret.privacy.card_audit_text import BOUND
-from lit_dpret.privacy.card_evidence import AttackResult
+from lit_dpret.cards.audit_text import BOUND
+from lit_dpret.cards.evidence import AttackResult
 
 
 def audit_results(

@@ -28,11 +28,11 @@ from lit_dpret.canaries.canary import Kind
 from lit_dpret.canaries.coin_flips import CoinFlips
 from lit_dpret.canaries.coins_in_run import coins_in_run
 from lit_dpret.canaries.suite import EVALUATION_SPLITS
+from lit_dpret.cards.audit_text import ALARM, AUDIT_EVENT
+from lit_dpret.cards.claimed_curve import ClaimedCurve, claimed_curve
+from lit_dpret.cards.evidence import add_evidence
+from lit_dpret.cards.file import CARD_NAME, read_card
 from lit_dpret.errors import ConfigurationError, PrivacyViolation, ResumeError
-from lit_dpret.privacy.card_audit_text import ALARM, AUDIT_EVENT
-from lit_dpret.privacy.card_evidence import add_evidence
-from lit_dpret.privacy.card_file import CARD_NAME, read_card
-from lit_dpret.privacy.claimed_curve import ClaimedCurve, claimed_curve
 from lit_dpret.privacy.ledger import LEDGER_NAME
 
 LEAST, MOST = 32, 1000

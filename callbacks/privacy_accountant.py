@@ -48,14 +48,15 @@ from lit_dpret.callbacks.strategies import (
     refuse_own_optimizers,
     strategy_name,
 )
+from lit_dpret.cards.card import read_card
+from lit_dpret.cards.start import Start, note_start, read_start
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
-from lit_dpret.privacy.card import read_card
-from lit_dpret.privacy.card_leaks import PRIVATE_LOG_EVENT
 from lit_dpret.privacy.dataset_account import DatasetAccount, require_room
 from lit_dpret.privacy.dataset_charge import EarlierRun
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.fingerprints import state_hash
 from lit_dpret.privacy.gate import ReleaseGate
+from lit_dpret.privacy.leaks import PRIVATE_LOG_EVENT
 from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger, ledger_identity
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream, load_secret, published_secret
@@ -65,7 +66,6 @@ from lit_dpret.privacy.run import Position, PrivateRun
 from lit_dpret.privacy.sampling import UnitCollator
 from lit_dpret.privacy.shared_gate import SharedGate
 from lit_dpret.privacy.shown import unaccounted
-from lit_dpret.privacy.start import Start, note_start, read_start
 from lit_dpret.privacy.sweep_places import note_sweep
 from lit_dpret.privacy.trained import TrainedIn, fingerprints, mark, remember, runs_behind, weights
 from lit_dpret.sweeps import SweepFolder, trial_ledger

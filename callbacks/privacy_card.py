@@ -18,18 +18,18 @@ from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.callbacks.averages import averaged, describe
 from lit_dpret.callbacks.privacy_accountant import PrivacyAccountant
+from lit_dpret.cards.card import build_card, inherit_card, subject_of, write_card
+from lit_dpret.cards.environment import environment_facts
+from lit_dpret.cards.notes import with_notes
+from lit_dpret.cards.pretraining import overlap_facts
+from lit_dpret.cards.protocols import note_protocols, protocol_facts
+from lit_dpret.cards.start import declared_start
+from lit_dpret.cards.tuning import declared_search, refuse_other_tuning
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.card import build_card, inherit_card, subject_of, write_card
-from lit_dpret.privacy.card_environment import environment_facts
-from lit_dpret.privacy.card_leaks import leaks
-from lit_dpret.privacy.card_notes import with_notes
-from lit_dpret.privacy.card_pretraining import overlap_facts
-from lit_dpret.privacy.card_protocols import note_protocols, protocol_facts
-from lit_dpret.privacy.card_tuning import declared_search, refuse_other_tuning
+from lit_dpret.privacy.leaks import leaks
 from lit_dpret.privacy.ledger import LEDGER_NAME
 from lit_dpret.privacy.noise import PHILOX, SHAKE
 from lit_dpret.privacy.ranks import Ranks
-from lit_dpret.privacy.start import declared_start
 
 MODEL_FOLDER = "model"
 

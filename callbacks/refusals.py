@@ -40,12 +40,12 @@ from lit_dpret.callbacks.strategies import (
     strategy_name,
 )
 from lit_dpret.callbacks.zero_settings import refuse_zero_settings
+from lit_dpret.cards.file import CARD_NAME
+from lit_dpret.cards.start import Start, model_folder
+from lit_dpret.cards.subject import card_above, check_dataset_card
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
-from lit_dpret.privacy.card_file import CARD_NAME
-from lit_dpret.privacy.card_subject import card_above, check_dataset_card
 from lit_dpret.privacy.guard import uncounted
 from lit_dpret.privacy.sampling import Draw, PrivateBatchSampler, UnitOwners, row_key
-from lit_dpret.privacy.start import Start, model_folder
 from lit_dpret.privacy.trained import held, noted_in, runs_behind
 
 #: After so many units without a named row, a data set is not asked for the others.

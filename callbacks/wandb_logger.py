@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from lit_dpret.cards.card import CARD_NAME, read_card
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.card import CARD_NAME, read_card
 
 _UNTOLD = ("secret", "noise_seed", "path", "dir", "folder", "file")
 _CLAIM = ("guarantee", "epsilon", "delta", "unit", "neighbours")

@@ -141,7 +141,7 @@ def _start(cfg: DictConfig) -> dict[str, str]:
             f"init_from={cfg.init_from}: {cfg.model._target_} has neither pretrained nor encoder, so it cannot start "
             "from a saved model."
         )
-    from lit_dpret.privacy.start import model_folder
+    from lit_dpret.cards.start import model_folder
 
     return {key: str(model_folder(cfg.init_from))}
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lit_dpret.cards.card import build_card
+from lit_dpret.cards.file import checksum
 from lit_dpret.privacy.budget import Neighbours, PrivacyBudget, Unit
-from lit_dpret.privacy.card import build_card
-from lit_dpret.privacy.card_file import checksum
 from lit_dpret.privacy.chain import GENESIS, canonical_json, record_hash
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.plan import PrivacyPlan

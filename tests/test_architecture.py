@@ -17,6 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "matmul_precision": set(),
     "privacy": {"errors", "evaluation_mode", "matmul_precision"},
+    "cards": {"errors", "privacy"},
     "audit": {"errors", "privacy"},
     "similarity": {"errors"},
     "evaluation_mode": set(),
@@ -28,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "retrieval": {"errors", "whole_file", "matmul_precision"},
     "losses": {"errors", "similarity"},
     "encoders": {"errors", "whole_file", "crew", "evaluation_mode", "pooling"},
-    "indexing": {"errors", "crew", "privacy", "encoders", "retrieval"},
+    "indexing": {"errors", "crew", "privacy", "cards", "encoders", "retrieval"},
     "assets": {"errors"},
     "textsim": {"errors", "assets"},
     "negatives": {"errors", "whole_file", "progress", "privacy", "retrieval", "encoders"},
@@ -38,35 +39,35 @@ ALLOWED: dict[str, set[str]] = {
     },
     "crew": {"errors", "privacy.ranks"},
     "costs": {"errors", "privacy", "modules"},
-    "generation": {"errors", "crew", "privacy", "modules", "matmul_precision"},
+    "generation": {"errors", "crew", "privacy", "cards", "modules", "matmul_precision"},
     "postprocessing": {
-        "errors", "privacy", "retrieval", "encoders", "modules", "generation", "datamodules", "negatives",
+        "errors", "privacy", "cards", "retrieval", "encoders", "modules", "generation", "datamodules", "negatives",
     },
     # What attacks finished models: no module, callback or accountant knows of it.
     "attacks": {"errors", "whole_file", "audit", "encoders", "modules", "textsim", "evaluation_mode"},
     "datamodules": {"errors", "privacy.sampling"},
     "canaries": {"errors", "whole_file", "privacy", "audit", "datamodules", "generation", "modules", "encoders"},
     "vision": {"errors", "evaluation_mode"},
-    "report": {"errors", "whole_file", "retrieval", "privacy", "textsim"},
+    "report": {"errors", "whole_file", "retrieval", "privacy", "cards", "textsim"},
     "callbacks": {
-        "errors", "memory", "matmul_precision", "privacy", "progress", "retrieval", "report", "audit", "canaries",
-        "costs", "sweeps",
+        "errors", "memory", "matmul_precision", "privacy", "cards", "progress", "retrieval", "report", "audit",
+        "canaries", "costs", "sweeps",
     },
     "federated": {
-        "errors", "whole_file", "privacy", "retrieval", "encoders", "losses", "negatives", "modules", "datamodules",
-        "callbacks", "progress", "report", "generation", "textsim",
+        "errors", "whole_file", "privacy", "cards", "retrieval", "encoders", "losses", "negatives", "modules",
+        "datamodules", "callbacks", "progress", "report", "generation", "textsim",
     },
-    "sweeps": {"errors", "whole_file", "progress", "privacy", "report"},
+    "sweeps": {"errors", "whole_file", "progress", "privacy", "cards", "report"},
     "testing": {"errors", "privacy", "modules"},
     "pytest_plugin": {"testing"},
     "tasks": {
-        "errors", "whole_file", "privacy", "retrieval", "report", "callbacks", "datamodules", "generation", "modules",
-        "encoders", "assets", "vision", "indexing", "losses", "evaluation_mode", "textsim", "postprocessing",
+        "errors", "whole_file", "privacy", "cards", "retrieval", "report", "callbacks", "datamodules", "generation",
+        "modules", "encoders", "assets", "vision", "indexing", "losses", "evaluation_mode", "textsim", "postprocessing",
         "negatives", "canaries", "audit", "attacks", "federated", "progress", "costs",
         "sweeps", "crew",
     },
     "configuration": {"errors"},  # it reads docstrings of whatever a YAML names, by import at run time
-    "cli": {"errors", "configuration", "privacy.start", "rank_watch", "tasks"},
+    "cli": {"errors", "configuration", "cards.start", "rank_watch", "tasks"},
     "__main__": {"cli", "rank_watch"},
     "__init__": set(),
 }  # fmt: skip
@@ -141,7 +142,8 @@ _GROUND = ("privacy", "audit", "retrieval", "losses")
 _MIDDLE = ("encoders", "negatives", "datamodules", "modules", "generation", "canaries")
 _ABOVE = {"callbacks", "sweeps", "costs", "tasks", "report", "federated", "attacks"}
 NEVER_REACHED: dict[str, set[str]] = {
-    **{package: {*_MIDDLE, *_ABOVE} for package in _GROUND},
+    **{package: {"cards", *_MIDDLE, *_ABOVE} for package in _GROUND},
+    "cards": {*_MIDDLE, *_ABOVE},
     **{package: _ABOVE for package in _MIDDLE},
     "callbacks": {"modules", "encoders", "negatives", "losses", "vision", "tasks", "federated", "attacks"},
 }

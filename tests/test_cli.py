@@ -16,9 +16,9 @@ from hydra.utils import instantiate
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_dpret import cli
+from lit_dpret.cards.card import write_card
 from lit_dpret.cli import build_parts, explain
 from lit_dpret.errors import ConfigurationError, LitDpretError
-from lit_dpret.privacy.card import write_card
 from lit_dpret.privacy.modes import NoPrivacy
 
 CHECK = ("-m", "lit_dpret", "check_data")

@@ -8,7 +8,7 @@ import pytest
 from memoriser import write_large_log
 from test_cli import ROOT, call, refused
 
-from lit_dpret.privacy.card_file import read_card
+from lit_dpret.cards.file import read_card
 
 HONEST = "from lit_dpret.cli import main; main()"
 LYING = f"import pytest, memoriser; memoriser.without_noise(pytest.MonkeyPatch()); {HONEST}"

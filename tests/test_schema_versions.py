@@ -13,13 +13,13 @@ from cards import Run, make_plan, rewrite_chain
 from stand_ins import Regression, dp, fit
 
 from lit_dpret.callbacks import PrivacyAccountant
+from lit_dpret.cards.card import read_card, write_card
+from lit_dpret.cards.file import checksum
 from lit_dpret.datamodules import SyntheticDataModule
 from lit_dpret.errors import DataError, LedgerError, ResumeError, UnsupportedModelError
 from lit_dpret.generation.shards import ShardStore
 from lit_dpret.indexing import IndexFolder
 from lit_dpret.modules.generator_folder import load_generator
-from lit_dpret.privacy.card import read_card, write_card
-from lit_dpret.privacy.card_file import checksum
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.tasks.checkpoints import WholeCheckpoints, newest_checkpoint

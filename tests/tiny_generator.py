@@ -16,10 +16,10 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
+from lit_dpret.cards.card import build_card, subject_of, write_card
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.query_generator import QueryGenerator
 from lit_dpret.privacy.budget import Neighbours, PrivacyBudget
-from lit_dpret.privacy.card import build_card, subject_of, write_card
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.privacy.plan import PrivacyPlan

@@ -13,11 +13,11 @@ from cards import Run, make_plan
 from tiny_generator import WORDS
 from tiny_models import tiny_bert, tiny_tokenizer
 
+from lit_dpret.cards.card import subject_of, write_card
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.generation.pseudo_queries import write_pseudo_queries
 from lit_dpret.modules import FrozenDualEncoder, OptimizerSpec
-from lit_dpret.privacy.card import subject_of, write_card
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.tasks.parts import Parts
 

@@ -25,6 +25,11 @@ from typing import Any
 
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.callbacks.progress import StepProgress
+from lit_dpret.cards.file import CARD_NAME, read_card
+from lit_dpret.cards.lineage import Lineage
+from lit_dpret.cards.start import MODEL_FOLDER
+from lit_dpret.cards.text import privacy_line
+from lit_dpret.cards.verification import verify_chain
 from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.datamodules.corpus import read_parts
 from lit_dpret.datamodules.layouts import folder_parts
@@ -36,13 +41,8 @@ from lit_dpret.federated.storage import keep_facts
 from lit_dpret.generation.writer import synthesize
 from lit_dpret.privacy.accounting import calibrate_noise
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.card_file import CARD_NAME, read_card
-from lit_dpret.privacy.card_text import privacy_line
 from lit_dpret.privacy.ledger import PrivacyLedger
-from lit_dpret.privacy.lineage import Lineage
 from lit_dpret.privacy.releases import Poisson, Release
-from lit_dpret.privacy.start import MODEL_FOLDER
-from lit_dpret.privacy.verification import verify_chain
 
 SYNTHETIC = "synthetic"
 GENERATOR = "generator"

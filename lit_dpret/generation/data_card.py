@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lit_dpret.cards.text import show_delta, show_epsilon
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.generation.dataset_folder import SUMMARY_NAME, Counts
 from lit_dpret.generation.shards import write_whole
-from lit_dpret.privacy.card_text import show_delta, show_epsilon
 from lit_dpret.privacy.histogram import LABEL as HISTOGRAM
 
 _SIZES = (

@@ -21,6 +21,9 @@ from typing import Any
 
 import torch
 
+from lit_dpret.cards.card import CARD_NAME, inherit_card, read_card, write_card
+from lit_dpret.cards.environment import environment_facts, version_of
+from lit_dpret.cards.notes import with_notes
 from lit_dpret.crew import Crew
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.generation.data_card import DataCard, write_readme
@@ -37,10 +40,7 @@ from lit_dpret.generation.sampler import Decoding
 from lit_dpret.generation.shards import RankShards, ShardStore
 from lit_dpret.generation.workers import Drawn, draw_groups
 from lit_dpret.modules.generator_folder import load_generator, weights_hash
-from lit_dpret.privacy.card import CARD_NAME, inherit_card, read_card, write_card
-from lit_dpret.privacy.card_environment import environment_facts, version_of
-from lit_dpret.privacy.card_facts import Assumption
-from lit_dpret.privacy.card_notes import with_notes
+from lit_dpret.privacy.assumptions import Assumption
 from lit_dpret.privacy.ledger import LEDGER_NAME
 
 

@@ -18,6 +18,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from lit_dpret.cards.card import CARD_NAME, card_sha256, inherit_card, subject_of, write_card
+from lit_dpret.cards.environment import environment_facts
+from lit_dpret.cards.file import file_sha256
 from lit_dpret.crew import Crew
 from lit_dpret.encoders import Progress, Side, cut, load_towers
 from lit_dpret.encoders.backbones import resolve_folder
@@ -26,9 +29,6 @@ from lit_dpret.encoders.crew_encoding import encode_with_crew
 from lit_dpret.encoders.embedding_cache import content_hash
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, StorageError
 from lit_dpret.indexing.folder import EMBEDDINGS, FAISS, MANIFEST, OFFSETS, TEXTS, IndexFolder, Manifest
-from lit_dpret.privacy.card import CARD_NAME, card_sha256, inherit_card, subject_of, write_card
-from lit_dpret.privacy.card_environment import environment_facts
-from lit_dpret.privacy.card_file import file_sha256
 from lit_dpret.retrieval.backends import Faiss
 from lit_dpret.retrieval.rows import STORAGES, Storage
 

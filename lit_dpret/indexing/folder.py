@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lit_dpret.cards.file import file_sha256
 from lit_dpret.encoders import Side, TextEncoder, load_towers
 from lit_dpret.errors import ConfigurationError, DataError, schema_problem
-from lit_dpret.privacy.card_file import file_sha256
 from lit_dpret.retrieval.backends import Faiss, search_with
 from lit_dpret.retrieval.rows import FileRows, Storage
 from lit_dpret.retrieval.search import lexicographic_rank, search

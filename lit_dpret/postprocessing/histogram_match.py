@@ -15,18 +15,18 @@ from typing import Any
 
 import numpy as np
 
+from lit_dpret.cards.audit_text import contradicted
+from lit_dpret.cards.card import CARD_NAME, card_sha256, read_card, verify_card
+from lit_dpret.cards.history import names_before_evidence
+from lit_dpret.cards.lineage import Lineage
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, PrivateDataError
 from lit_dpret.postprocessing.bins import bins_from_spec
 from lit_dpret.postprocessing.filters import Progress, QueryFilter
 from lit_dpret.postprocessing.released import ReleasedQueries
-from lit_dpret.privacy.card import CARD_NAME, card_sha256, read_card, verify_card
-from lit_dpret.privacy.card_audit_text import contradicted
-from lit_dpret.privacy.card_facts import every_unit_in_every_step
-from lit_dpret.privacy.card_history import names_before_evidence
+from lit_dpret.privacy.assumptions import every_unit_in_every_step
 from lit_dpret.privacy.charges import start_of
 from lit_dpret.privacy.histogram import ReleasedHistogram
 from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
-from lit_dpret.privacy.lineage import Lineage
 from lit_dpret.privacy.releases import merge, release_from_dict
 
 

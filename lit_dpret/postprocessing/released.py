@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from lit_dpret.cards.card import CARD_NAME, read_card
+from lit_dpret.cards.subject import card_above, card_names, check_artefact, check_dataset_card
 from lit_dpret.datamodules.fields import Fields
 from lit_dpret.datamodules.layouts import folder_parts, read_corpus
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
-from lit_dpret.privacy.card import CARD_NAME, read_card
-from lit_dpret.privacy.card_subject import card_above, card_names, check_artefact, check_dataset_card
 
 Provenance = Literal["card", "declared public"]
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lit_dpret.cards.card import inherit_card, read_card, write_card
 from lit_dpret.errors import DataError, StorageError
 from lit_dpret.generation.data_card import DataCard, terms_of, write_readme
 from lit_dpret.generation.dataset_folder import Counts, Entry, write_entries, write_summary
 from lit_dpret.postprocessing.filters import Progress, QueryFilter
 from lit_dpret.postprocessing.released import ReleasedQueries, require_of_its_folder
-from lit_dpret.privacy.card import inherit_card, read_card, write_card
 
 
 @dataclass(frozen=True, kw_only=True)

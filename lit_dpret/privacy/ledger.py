@@ -7,7 +7,7 @@ else, so that a crash, a resume or a wrong setting costs epsilon on paper as it 
 
 Each line of ``privacy_ledger.jsonl`` is one record of a `ChainedFile`. What a chain cannot see is
 that whole records were cut off its end: for that the privacy card stores the head hash and the number
-of records, and ``lit_dpret.privacy.card.verify_card`` compares them.
+of records, and ``lit_dpret.cards.card.verify_card`` compares them.
 
 Nothing private enters: no norm, no realised batch size, no secret.
 """

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lit_dpret.privacy.card_facts import derived_assumptions, every_unit_in_every_step, plan_of
-from lit_dpret.privacy.card_leaks import leaks
+from lit_dpret.privacy.assumptions import derived_assumptions, every_unit_in_every_step, plan_of
 from lit_dpret.privacy.charges import charged_releases
+from lit_dpret.privacy.leaks import leaks
 from lit_dpret.privacy.releases import NonPrivateRelease, Release
 
 

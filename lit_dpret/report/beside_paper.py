@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lit_dpret.privacy.page import Grid
+from lit_dpret.cards.page import Grid
 from lit_dpret.report.paper_002 import METRICS
 from lit_dpret.report.relative_table import RelativeTable
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from lit_dpret.privacy.card_text import show_delta, show_epsilon
+from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
+from lit_dpret.cards.text import show_delta, show_epsilon
 from lit_dpret.privacy.chain import today
-from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
 from lit_dpret.whole_file import write_whole
 
 SCHEMA = "lit-dpret/canaries-report/1"

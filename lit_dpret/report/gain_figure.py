@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from lit_dpret.privacy.page import esc
+from lit_dpret.cards.page import esc
 from lit_dpret.retrieval.statistics import Interval
 
 _WIDTH, _LEFT, _RIGHT, _ROW, _HEAD, _AXIS = 900, 230, 720, 24, 34, 30

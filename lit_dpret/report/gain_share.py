@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
+from lit_dpret.cards.page import Grid, Paragraph, Section
 from lit_dpret.errors import DataError
-from lit_dpret.privacy.page import Grid, Paragraph, Section
 from lit_dpret.report.mode_comparison import ModeRow
 from lit_dpret.retrieval.statistics import Interval
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.privacy.page import Grid
+from lit_dpret.cards.page import Grid
 from lit_dpret.report.internal_files import Written, write_report
 
 INTERNAL = "Internal: private questions, word for word. Keep it where they are kept."

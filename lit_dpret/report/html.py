@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.privacy.card_text import claim_blocks, privacy_line
+from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, esc, to_html
+from lit_dpret.cards.text import claim_blocks, privacy_line
 from lit_dpret.privacy.chain import today
-from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, esc, to_html
 from lit_dpret.report.chart import bar_chart
 from lit_dpret.report.table import RowResult, metric_names, show
 from lit_dpret.retrieval.statistics import Interval

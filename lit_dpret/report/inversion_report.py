@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.privacy.page import md
+from lit_dpret.cards.page import md
 from lit_dpret.report.internal_files import Written, write_report
 
 Facts = Mapping[str, Any]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.privacy.card_text import privacy_line, statement
+from lit_dpret.cards.text import privacy_line, statement
 
 _ENCODER = """```python
 from sentence_transformers import SentenceTransformer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from lit_dpret.privacy.page import Block, Paragraph
+from lit_dpret.cards.page import Block, Paragraph
 from lit_dpret.report import variant_figures as figures
 from lit_dpret.report.beside_paper import beside_the_paper
 from lit_dpret.report.paper_002 import TABLE_1, TABLE_2, TABLE_3, TABLE_4

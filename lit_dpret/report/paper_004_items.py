@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_dpret.cards.page import Block, Bullets, Code, Grid, Paragraph
 from lit_dpret.errors import DataError
-from lit_dpret.privacy.page import Block, Bullets, Code, Grid, Paragraph
 from lit_dpret.report.hard_negatives import case_grid
 from lit_dpret.report.paper_004_figures import draw_language_model_losses, draw_silos
 from lit_dpret.report.paper_004_tables import table_1

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.privacy.page import Block, Bullets, Grid, Paragraph, Section
+from lit_dpret.cards.page import Block, Bullets, Grid, Paragraph, Section
 
 _LONGEST = 400
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from lit_dpret.cards.page import Banner, Block, Bullets, Code, Paragraph, Section, to_html, to_markdown
 from lit_dpret.privacy.chain import today
-from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Paragraph, Section, to_html, to_markdown
 from lit_dpret.report.paper_table import PaperTable
 from lit_dpret.report.paper_table_figure import draw_paper_table
 from lit_dpret.report.study_figure import can_draw

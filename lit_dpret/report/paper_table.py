@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.privacy.page import Block, Bullets, Grid, Paragraph, Section
+from lit_dpret.cards.page import Block, Bullets, Grid, Paragraph, Section
 from lit_dpret.report.picture import Picture
 from lit_dpret.report.table import show
 from lit_dpret.retrieval.statistics import Interval

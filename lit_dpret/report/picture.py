@@ -6,8 +6,8 @@ import base64
 from dataclasses import dataclass
 from pathlib import Path
 
+from lit_dpret.cards.page import esc, md
 from lit_dpret.errors import DataError
-from lit_dpret.privacy.page import esc, md
 from lit_dpret.whole_file import write_whole
 
 

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lit_dpret.cards.page import Grid
 from lit_dpret.errors import DataError, StorageError
-from lit_dpret.privacy.page import Grid
 from lit_dpret.report.variant_runs import VariantRun, by_variant
 
 PAPER_METRICS: Mapping[str, str] = {

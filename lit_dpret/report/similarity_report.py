@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.privacy.page import Banner, Block, Code, Grid, Paragraph, Section, to_html, to_markdown
+from lit_dpret.cards.page import Banner, Block, Code, Grid, Paragraph, Section, to_html, to_markdown
 from lit_dpret.report.similarity_figure import can_draw, draw_similarity
 from lit_dpret.whole_file import write_whole
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
 from lit_dpret.errors import DataError
 from lit_dpret.privacy.chain import today
-from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
 from lit_dpret.report.paper_004 import COLUMNS
 from lit_dpret.report.picture import Picture
 from lit_dpret.retrieval.seeds import seed_interval

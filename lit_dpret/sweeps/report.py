@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lit_dpret.cards.card import read_card
+from lit_dpret.cards.text import show_epsilon
 from lit_dpret.errors import LitDpretError
-from lit_dpret.privacy.card import read_card
-from lit_dpret.privacy.card_text import show_epsilon
 from lit_dpret.privacy.charges import noise_keys, start_of
 from lit_dpret.privacy.dataset_charge import Charge, EarlierRun, composed
 from lit_dpret.privacy.dataset_total import compose_across_runs

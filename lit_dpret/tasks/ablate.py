@@ -18,6 +18,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.card import read_card
+from lit_dpret.cards.page import Grid, Paragraph, Section
+from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.generation.pseudo_queries import write_pseudo_queries
@@ -25,10 +28,7 @@ from lit_dpret.losses import MarginMSELoss
 from lit_dpret.negatives import LabelledNegatives
 from lit_dpret.postprocessing import ReleasedQueries, load_released
 from lit_dpret.postprocessing.pseudo_labels import LABELS
-from lit_dpret.privacy.card import read_card
-from lit_dpret.privacy.card_text import privacy_line
 from lit_dpret.privacy.modes import NoPrivacy
-from lit_dpret.privacy.page import Grid, Paragraph, Section
 from lit_dpret.report.gain_share import gain_shares, share_section
 from lit_dpret.report.mode_comparison import ModeRow
 from lit_dpret.report.mode_report import Headings

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.card import read_card
+from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.postprocessing import load_released
-from lit_dpret.privacy.card import read_card
-from lit_dpret.privacy.card_text import privacy_line
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.mode_report import COMPARE_MODES, Headings
 from lit_dpret.retrieval.runs import EvaluationResult

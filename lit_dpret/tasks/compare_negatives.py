@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import lightning as L
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.text import printed_epsilon, privacy_line
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.negatives import InBatchNegatives, NegativeSource, PassageSource, refusal
-from lit_dpret.privacy.card_text import printed_epsilon, privacy_line
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.report.mode_report import Headings
 from lit_dpret.retrieval.runs import EvaluationResult

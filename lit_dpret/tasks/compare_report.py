@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lit_dpret.privacy.page import Section
+from lit_dpret.cards.page import Section
 from lit_dpret.report.mode_comparison import ModeRow, differences
 from lit_dpret.report.mode_report import Headings, p_value, write_mode_report
 from lit_dpret.report.table import RowResult, console_table

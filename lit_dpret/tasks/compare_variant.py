@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
 
+from lit_dpret.cards.text import printed_epsilon
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses import PairwiseLoss
 from lit_dpret.modules import OptimizerSpec
 from lit_dpret.modules.frozen_dual_encoder import Negatives
 from lit_dpret.privacy.budget import require_choice
-from lit_dpret.privacy.card_text import printed_epsilon
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.modes.base import Guarantee
 

@@ -19,10 +19,10 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import numpy as np
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.card import read_card
+from lit_dpret.cards.page import Section
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, ResumeError
-from lit_dpret.privacy.card import read_card
-from lit_dpret.privacy.page import Section
 from lit_dpret.report.mode_comparison import ModeRow
 from lit_dpret.report.mode_report import Headings
 from lit_dpret.retrieval.runs import EvaluationResult

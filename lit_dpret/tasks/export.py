@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
+from lit_dpret.cards.card import inherit_card, read_card, subject_of, write_card
+from lit_dpret.cards.environment import environment_facts
+from lit_dpret.cards.file import CARD_NAME
+from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.modules import PrivateModule
 from lit_dpret.modules.checkpointed import CLASS_KEY
-from lit_dpret.privacy.card import inherit_card, read_card, subject_of, write_card
-from lit_dpret.privacy.card_environment import environment_facts
-from lit_dpret.privacy.card_file import CARD_NAME
 from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.run import Position
-from lit_dpret.privacy.start import MODEL_FOLDER
 from lit_dpret.report.model_card import write_model_card
 from lit_dpret.tasks.checkpoints import newest_checkpoint
 from lit_dpret.tasks.fit import CHECKPOINTS

@@ -14,11 +14,11 @@ from rich.console import Console
 
 from lit_dpret.audit.checks import check_confidence
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.start import model_folder
 from lit_dpret.datamodules.silo_folder import read_manifest, silo_folders
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.federated.centroids import CentroidPlan
 from lit_dpret.federated.model import AS2Maker
-from lit_dpret.privacy.start import model_folder
 from lit_dpret.report.federated_attacks import write_federated_attacks
 from lit_dpret.tasks.federated_requests import Asker, Way, asker_of, attack_requests, ways
 from lit_dpret.tasks.federated_updates import (

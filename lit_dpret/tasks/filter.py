@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import get_args
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.environment import environment_facts
+from lit_dpret.cards.tuning import TuningData
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.postprocessing import QueryFilter, apply_filters, load_released, write_selection
 from lit_dpret.postprocessing.selection import Applied, check_is_new
 from lit_dpret.privacy.budget import require_choice
-from lit_dpret.privacy.card_environment import environment_facts
-from lit_dpret.privacy.card_tuning import TuningData
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
 _SHOWN_WORDS = 25

@@ -19,8 +19,8 @@ from lit_dpret.callbacks.refusals import refuse_broken_claims
 from lit_dpret.canaries import CanarySuite
 from lit_dpret.canaries.planting import plant_blanks, plant_in_run
 from lit_dpret.canaries.suite import EVALUATION_SPLITS
+from lit_dpret.cards.card import CARD_NAME
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
-from lit_dpret.privacy.card import CARD_NAME
 from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.privacy.run import require_run

@@ -14,12 +14,12 @@ from typing import Any, Literal, get_args
 import torch
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.generation.groups import canonical_groups, draw_group, fixed_arithmetic
 from lit_dpret.generation.sampler import Decoding
 from lit_dpret.modules.generator_folder import load_generator
 from lit_dpret.privacy.budget import require_choice
-from lit_dpret.privacy.start import MODEL_FOLDER
 from lit_dpret.tasks.fit import Fit
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.synthesize import public_sample

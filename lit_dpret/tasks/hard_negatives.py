@@ -14,11 +14,11 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.start import model_folder
 from lit_dpret.datamodules.records import normalise
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery, read_silo
 from lit_dpret.encoders import Towers, load_towers
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.start import model_folder
 from lit_dpret.report.hard_negatives import Case, write_cases
 from lit_dpret.retrieval.search import search
 from lit_dpret.tasks.parts import Parts, check_run_dir

@@ -10,8 +10,8 @@ from typing import Any
 import lightning as L
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule
-from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.retrieval.runs import EvaluationResult
 from lit_dpret.tasks.compare_variant import Variant

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from lit_dpret.cards.card import CARD_NAME, build_card, read_card, subject_of, verify_card, write_card
+from lit_dpret.cards.environment import environment_facts
+from lit_dpret.cards.start import Start, note_start, read_start
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, ResumeError
 from lit_dpret.postprocessing.bins import Bins
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.card import CARD_NAME, build_card, read_card, subject_of, verify_card, write_card
-from lit_dpret.privacy.card_environment import environment_facts
-from lit_dpret.privacy.card_leaks import leaks
 from lit_dpret.privacy.dataset_account import note_not_counted, require_room
 from lit_dpret.privacy.dataset_charge import Charge, EarlierRun
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
@@ -27,6 +27,7 @@ from lit_dpret.privacy.histogram import (
     histogram_plan,
     release_histogram,
 )
+from lit_dpret.privacy.leaks import leaks
 from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.noise import PHILOX, SHAKE, load_secret, published_secret
@@ -35,7 +36,6 @@ from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.releases import Release
 from lit_dpret.privacy.run import PrivateRun
 from lit_dpret.privacy.run_lock import RunLock
-from lit_dpret.privacy.start import Start, note_start, read_start
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
 

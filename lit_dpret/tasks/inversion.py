@@ -29,12 +29,12 @@ from lit_dpret.attacks.inversion.probe import shuffled_order, told
 from lit_dpret.attacks.inversion.quality import recovered
 from lit_dpret.attacks.inversion.ranking import align, identify
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.start import model_folder
 from lit_dpret.datamodules.fields import Fields
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.datamodules.records import normalise
 from lit_dpret.encoders import Side, TextEncoder, load_towers
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.privacy.start import model_folder
 from lit_dpret.report.inversion_report import write_inversion
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_dpret.cards.file import read_card
 from lit_dpret.errors import ResumeError
-from lit_dpret.privacy.card_file import read_card
 from lit_dpret.tasks.stages import Stages
 
 _READ = "ledger_head"

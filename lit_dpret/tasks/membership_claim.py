@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.attacks.membership import Ceilings
+from lit_dpret.cards.check import verdict_of
+from lit_dpret.cards.file import CARD_NAME, read_card
+from lit_dpret.cards.text import privacy_line
 from lit_dpret.errors import DataError
-from lit_dpret.privacy.card_check import verdict_of
-from lit_dpret.privacy.card_facts import ceilings_of, plan_of
-from lit_dpret.privacy.card_file import CARD_NAME, read_card
-from lit_dpret.privacy.card_text import privacy_line
+from lit_dpret.privacy.assumptions import ceilings_of, plan_of
 from lit_dpret.privacy.charges import claimed_releases
 from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
 

@@ -19,13 +19,13 @@ from typing import Any, ClassVar, Literal, get_args
 import lightning as L
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.card import read_card
+from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.generation.pseudo_queries import write_pseudo_queries
 from lit_dpret.generation.writer import synthesize
 from lit_dpret.postprocessing import load_released
-from lit_dpret.privacy.card import read_card
-from lit_dpret.privacy.card_text import privacy_line
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode, SyntheticData
 from lit_dpret.privacy.noise import load_secret
 from lit_dpret.report.table import RowResult

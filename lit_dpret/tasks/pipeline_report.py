@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules.records import Row
-from lit_dpret.privacy.card import read_card
 from lit_dpret.report.html import Artefact, RoundTrip, Sample, write_report
 from lit_dpret.report.table import RowResult, console_table, write_csv, write_json
 

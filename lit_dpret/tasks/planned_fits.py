@@ -8,11 +8,11 @@ from typing import Any
 from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.callbacks.planning import plan_run
 from lit_dpret.canaries.planting import plant_blanks
+from lit_dpret.cards.start import Start
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.charges import forthcoming_releases
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.releases import Release
-from lit_dpret.privacy.start import Start
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from typing import Any
 from rich.console import Console
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.file import CARD_NAME
+from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Section, to_html, to_markdown
 from lit_dpret.datamodules.fields import Fields
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.privacy.card_file import CARD_NAME
-from lit_dpret.privacy.page import Banner, Block, Bullets, Code, Grid, Section, to_html, to_markdown
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare, refuse_training_data
 from lit_dpret.textsim.pretraining_overlap import bounds, find_in_corpus

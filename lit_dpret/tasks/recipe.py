@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from lit_dpret.cards.start import model_folder, read_start
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.frozen_dual_encoder import Head
 from lit_dpret.modules.generator_folder import is_generator, weights_hash
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes import PrivacyMode
-from lit_dpret.privacy.start import model_folder, read_start
 from lit_dpret.tasks.compare_variant import Variant
 
 PSEUDO = "pseudo"

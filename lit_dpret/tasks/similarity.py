@@ -11,14 +11,14 @@ from typing import Any, Literal, get_args
 from rich.console import Console
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.file import CARD_NAME, read_card
+from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules.corpus import read_parts
 from lit_dpret.datamodules.fields import Fields
 from lit_dpret.datamodules.layouts import folder_parts
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.encoders import Towers, load_towers
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.privacy.card_file import CARD_NAME, read_card
-from lit_dpret.privacy.card_text import privacy_line
 from lit_dpret.report.similarity_report import write_similarity
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare, refuse_training_data

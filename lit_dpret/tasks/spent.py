@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lit_dpret.cards.file import CARD_NAME, read_card
+from lit_dpret.cards.text import show_delta, show_epsilon
 from lit_dpret.errors import LedgerError
-from lit_dpret.privacy.card_file import CARD_NAME, read_card
-from lit_dpret.privacy.card_text import show_delta, show_epsilon
 from lit_dpret.privacy.dataset_total import compose_across_runs
 from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.owed import owed_releases

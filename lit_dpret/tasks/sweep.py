@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import get_args
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.tuning import TuningData
 from lit_dpret.errors import ConfigurationError, LitDpretError, WorkerError
 from lit_dpret.privacy.budget import PrivacyBudget, require_choice
-from lit_dpret.privacy.card_tuning import TuningData
 from lit_dpret.privacy.dataset_charge import Charge, composed
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.dataset_total import Total, compose_across_runs

@@ -9,8 +9,8 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_dpret.callbacks import PrivacyCard, RetrievalEvaluation
+from lit_dpret.cards.tuning import refuse_other_tuning
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.card_tuning import refuse_other_tuning
 from lit_dpret.sweeps import SweepFolder, write_result
 from lit_dpret.tasks.parts import Parts
 

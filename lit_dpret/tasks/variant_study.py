@@ -21,10 +21,10 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard, ProgressLine, StepProgress
+from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import ImagesDataModule
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
-from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.variant_report import PAGE
 from lit_dpret.report.variant_runs import UNTRAINED, VariantRun

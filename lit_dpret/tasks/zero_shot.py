@@ -10,12 +10,12 @@ from typing import Any
 
 from rich.console import Console
 
+from lit_dpret.cards.card import CARD_NAME, read_card
+from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules import BeirDataModule, PairsDataModule
 from lit_dpret.datamodules.beir import beir_folder
 from lit_dpret.datamodules.beir_sets import BEIR_SETS, BeirSet, beir_set
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.privacy.card import CARD_NAME, read_card
-from lit_dpret.privacy.card_text import privacy_line
 from lit_dpret.report.zero_shot_table import SetResult, ZeroShotTable
 from lit_dpret.retrieval.metrics import Values
 from lit_dpret.retrieval.qrels import check_qrels

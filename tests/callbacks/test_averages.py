@@ -22,12 +22,12 @@ from tiny_tasks import retriever, trainer, write_log
 from torch import Tensor, nn
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard, RetrievalEvaluation, averages
+from lit_dpret.cards.card import read_card, verify_card
 from lit_dpret.cli import explain
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy import gate as gate_module
 from lit_dpret.privacy import run as run_module
-from lit_dpret.privacy.card import read_card, verify_card
 
 DECAY = 0.6
 

@@ -11,7 +11,7 @@ from pair_stand_ins import Pairs, data_module
 from stand_ins import fit
 
 from lit_dpret.callbacks import PrivacyCard
-from lit_dpret.privacy.card import read_card, verify_card
+from lit_dpret.cards.card import read_card, verify_card
 from lit_dpret.privacy.modes import BatchClip, LogitDP, PerExampleDuplicated
 
 NOISE: dict[str, Any] = {"eps": 3.0, "delta": 1e-3, "noise_multiplier": 20.0, "n_max": 6}

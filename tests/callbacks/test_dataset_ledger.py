@@ -17,11 +17,11 @@ import pytest
 from stand_ins import CALIBRATED, Numbers, Regression, dp, fit
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.cards.card import read_card
+from lit_dpret.cards.text import card_markdown
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, PrivacyViolation, ResumeError
 from lit_dpret.privacy.accounting import epsilon
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.card import read_card
-from lit_dpret.privacy.card_text import card_markdown
 from lit_dpret.privacy.charges import counted_in
 from lit_dpret.privacy.dataset_account import DatasetAccount
 from lit_dpret.privacy.dataset_ledger import DatasetLedger

@@ -12,9 +12,9 @@ from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit
 from torch import Tensor
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.cards.card import read_card, verify_card
 from lit_dpret.errors import ResumeError
 from lit_dpret.privacy.budget import ROUNDING_SHARE
-from lit_dpret.privacy.card import read_card, verify_card
 from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.noise import KeyedStream
 

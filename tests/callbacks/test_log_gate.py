@@ -17,9 +17,9 @@ from stand_ins import Numbers, Regression, dp, fit
 from torch import Tensor
 
 from lit_dpret.callbacks import MetricsFile, PrivacyCard, log_gate
+from lit_dpret.cards.card import read_card
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.private_module import PrivateModule
-from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.modes import NoPrivacy
 
 SECRET = "train/loss_of_rows"

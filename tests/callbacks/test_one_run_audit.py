@@ -14,16 +14,16 @@ from stand_ins import KillAt, Killed
 from tiny_tasks import trainer
 
 from lit_dpret.callbacks import OneRunAudit, PrivacyAccountant, PrivacyCard
+from lit_dpret.cards.card import verify_card
+from lit_dpret.cards.claimed_curve import claimed_curve
+from lit_dpret.cards.file import read_card
 from lit_dpret.errors import ConfigurationError, PrivacyViolation, ResumeError
-from lit_dpret.privacy.card import verify_card
-from lit_dpret.privacy.card_file import read_card
-from lit_dpret.privacy.claimed_curve import claimed_curve
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
 
 slow = pytest.mark.slow
 NEIGHBOURS = ["zero_out", pytest.param("add_or_remove", marks=slow), pytest.param("replace_one", marks=slow)]
-SCHEMA = json.loads((Path(__file__).parents[2] / "lit_dpret/privacy/privacy_card.schema.json").read_text("utf-8"))
+SCHEMA = json.loads((Path(__file__).parents[2] / "lit_dpret/cards/privacy_card.schema.json").read_text("utf-8"))
 
 
 def settings_for(neighbours: str, folder: Path) -> dict[str, Any]:

@@ -20,12 +20,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "canaries"))
 from conftest import digit_module, digit_tokenizer
 
 from lit_dpret.callbacks import OneRunAudit
+from lit_dpret.cards.file import read_card
 from lit_dpret.datamodules import ImagesDataModule
 from lit_dpret.datamodules.records import Row
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import DualEncoder, EmbeddingTrainer, OptimizerSpec
-from lit_dpret.privacy.card_file import read_card
 from lit_dpret.privacy.modes import DPSGD, BatchClip, LogitDP, NoPrivacy, PerExampleDuplicated, PublicPassages
 from lit_dpret.vision import EmbeddingNet
 

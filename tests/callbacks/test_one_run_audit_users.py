@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from memoriser import CANARIES, audited, without_noise, write_large_log
 
+from lit_dpret.cards.file import read_card
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import PrivacyViolation
-from lit_dpret.privacy.card_file import read_card
 
 QUERIES, USERS = 800, 400
 

@@ -16,6 +16,8 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.cards.card import read_card
+from lit_dpret.cards.subject import check_dataset_card
 from lit_dpret.errors import (
     BudgetExceededError,
     ConfigurationError,
@@ -26,8 +28,6 @@ from lit_dpret.errors import (
     UnsupportedModelError,
 )
 from lit_dpret.privacy.accounting import epsilon
-from lit_dpret.privacy.card import read_card
-from lit_dpret.privacy.card_subject import check_dataset_card
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases, check_no_key_reuse, noise_keys
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 from lit_dpret.privacy.noise import KeyedStream

@@ -13,8 +13,8 @@ from stand_ins import Numbers, Regression, dp, fit
 from torch import Tensor
 
 from lit_dpret.callbacks import PrivacyCard, RetrievalEvaluation, examine
+from lit_dpret.cards.card import read_card, subject_of, verify_card, write_card
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
-from lit_dpret.privacy.card import read_card, subject_of, verify_card, write_card
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
 from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
 from lit_dpret.privacy.releases import NonPrivateRelease, release_from_dict

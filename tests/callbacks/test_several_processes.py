@@ -12,7 +12,7 @@ import torch
 from cards import LAW, Run, make_plan
 from rank_runs import Server, told
 
-from lit_dpret.privacy.card import subject_of, write_card
+from lit_dpret.cards.card import subject_of, write_card
 
 # What differs between any two runs: the moment, what is hashed over it, and bits of sums that were added in turn.
 _OWN = {"hash", "prev", "nonce", "update_hash", "state_hash", "sum_tag"}

@@ -13,6 +13,7 @@ from tiny_models import tiny_bert, tiny_tokenizer
 from tiny_tasks import retriever, write_log
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.encoders import Contract, TextEncoder, load_towers
 from lit_dpret.encoders.st_folder import save_sentence_transformer
@@ -20,7 +21,6 @@ from lit_dpret.errors import LitDpretError
 from lit_dpret.modules import DualEncoder, EmbeddingTrainer, FrozenDualEncoder, OptimizerSpec
 from lit_dpret.negatives import StaticNegatives
 from lit_dpret.privacy import trained
-from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PublicPassages
 
 

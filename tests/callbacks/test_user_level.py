@@ -10,9 +10,9 @@ import pytest
 from stand_ins import Texts, dp, fit
 
 from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.cards.card import read_card, verify_card
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.card import read_card, verify_card
 from lit_dpret.privacy.groups import group_epsilon
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
 

@@ -19,6 +19,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.cards.audit_text import ALARM, BOUND
+from lit_dpret.cards.evidence import AttackResult, add_evidence
 from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, PrivateDataError, ResumeError
@@ -31,8 +33,6 @@ from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.silo_ledger import SiloLedger, silo_budget
 from lit_dpret.federated.synthetic import read_synthetic, train_generator, write_synthetic
 from lit_dpret.federated.trust import trust_table
-from lit_dpret.privacy.card_audit_text import ALARM, BOUND
-from lit_dpret.privacy.card_evidence import AttackResult, add_evidence
 from lit_dpret.privacy.charges import START_EVENT
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import NoPrivacy

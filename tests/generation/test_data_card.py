@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from tiny_generator import PASSAGES, SETTINGS
 
+from lit_dpret.cards.card import card_sha256, read_card
 from lit_dpret.generation.writer import synthesize
 from lit_dpret.postprocessing import LanguageModelScore, apply_filters, load_released, write_selection
-from lit_dpret.privacy.card import card_sha256, read_card
 
 
 def header(folder: Path) -> dict[str, Any]:

@@ -6,13 +6,13 @@ import pytest
 import torch
 from tiny_generator import SHAPE, WORDS, generator
 
+from lit_dpret.cards.card import CARD_NAME
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.generation.groups import draw_group
 from lit_dpret.generation.sampler import Decoding
 from lit_dpret.generation.shrink import shrink_generator, spread
 from lit_dpret.modules.generator_folder import GeneratorContract, GeneratorModel, load_generator
 from lit_dpret.modules.model_loading import load_seq2seq
-from lit_dpret.privacy.card import CARD_NAME
 
 CONTRACT = GeneratorContract(max_passage_length=12, max_query_length=8)
 PASSAGES = {f"p{i}": " ".join(WORDS[i : i + 5]) for i in range(16)}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tiny_generator import PASSAGES
 
+from lit_dpret.cards.card import read_card
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.card import read_card
 from lit_dpret.tasks import Synthesize
 from lit_dpret.tasks.parts import Parts
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from tiny_generator import PASSAGES, SETTINGS, content, generator, lines, write_parent_card
 
+from lit_dpret.cards.card import card_sha256, read_card
 from lit_dpret.errors import ConfigurationError, DataError, StorageError, UnsupportedModelError
 from lit_dpret.generation.dataset_folder import DATA_FILES, SyntheticQuery, write_dataset
 from lit_dpret.generation.writer import synthesize
 from lit_dpret.modules.generator_folder import load_generator
 from lit_dpret.privacy.budget import Neighbours
-from lit_dpret.privacy.card import card_sha256, read_card
 
 # -- the folder ------------------------------------------------------------------------------
 

@@ -13,12 +13,12 @@ import torch
 from cards import Run, make_plan
 from tiny_models import tiny_bert, tiny_t5, tiny_tokenizer
 
+from lit_dpret.cards.card import card_sha256, read_card, subject_of, write_card
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.embedding_cache import encode_to_file
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.indexing import IndexFolder, build, encode_folder, index_folder
-from lit_dpret.privacy.card import card_sha256, read_card, subject_of, write_card
 from lit_dpret.retrieval.search import search
 
 WORDS = ["how", "to", "file", "a", "claim", "flood", "insurance", "cover", "my", "house"]

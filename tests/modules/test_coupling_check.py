@@ -16,10 +16,10 @@ from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit
 from torch import Tensor, nn
 
 from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.cards.card import read_card
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules import coupling_check, kept_state
 from lit_dpret.modules.coupling_check import CouplingCheck, Looks, _Passes
-from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.charges import charged_releases
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.releases import NonPrivateRelease

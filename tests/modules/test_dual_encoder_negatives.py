@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.cards.card import read_card, verify_card
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.losses import SigmoidPairLoss
@@ -34,7 +35,6 @@ from lit_dpret.negatives import (
     RandomNegatives,
     StaticNegatives,
 )
-from lit_dpret.privacy.card import read_card, verify_card
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import (
     DPSGD,

@@ -15,12 +15,12 @@ from tiny_models import WORDS, tiny_bert, tiny_tokenizer
 from torch import Tensor, nn
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import ImagesDataModule, PairsDataModule
 from lit_dpret.encoders import Contract, TextEncoder, load_towers
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.losses import InBatchSoftmaxLoss, SoftmaxPairLoss
 from lit_dpret.modules import DualEncoder, EmbeddingTrainer, OptimizerSpec
-from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.modes import DPSGD, BatchClip, LogitDP, NoPrivacy, PerExampleDuplicated, PublicPassages
 from lit_dpret.vision import EmbeddingNet
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from tiny_generator import PASSAGES, lines
 
+from lit_dpret.cards.card import card_sha256, read_card
 from lit_dpret.datamodules import SyntheticDataModule
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, StorageError
 from lit_dpret.generation.dataset_folder import DATA_FILES
 from lit_dpret.postprocessing import BestOf, LanguageModelScore, ReleasedQueries, load_released, write_selection
 from lit_dpret.postprocessing.selection import Applied
-from lit_dpret.privacy.card import card_sha256, read_card
 from lit_dpret.tasks import Filter
 from lit_dpret.tasks.filter import _examples
 from lit_dpret.tasks.parts import Parts

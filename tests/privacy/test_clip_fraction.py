@@ -16,11 +16,11 @@ from stand_ins import KillAt, Killed, Line, Numbers, Regression, Words, dp, fit
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.callbacks.throughput import Throughput
+from lit_dpret.cards.check import verify_card
+from lit_dpret.cards.file import read_card
 from lit_dpret.errors import ConfigurationError, PrivacyViolation
 from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.budget import Neighbours, PrivacyBudget
-from lit_dpret.privacy.card_check import verify_card
-from lit_dpret.privacy.card_file import read_card
 from lit_dpret.privacy.modes import DPSGD, PublicPassages, StepCounts, Update
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan, describe_plan, format_plan

@@ -15,10 +15,10 @@ from scipy import stats
 from stand_ins import Numbers, fit
 from torch import Tensor, nn
 
+from lit_dpret.cards.card import build_card, subject_of
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.losses import DeclaredPairLoss, SoftmaxPairLoss
 from lit_dpret.privacy.accounting import epsilon
-from lit_dpret.privacy.card import build_card, subject_of
 from lit_dpret.privacy.clipping.pairs import clipped_pair_factors, make_pair_norms, weighted_backward
 from lit_dpret.privacy.coupling import least_n_max
 from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger

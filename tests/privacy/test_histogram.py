@@ -14,8 +14,8 @@ from cards import rewrite_chain
 
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError
 from lit_dpret.privacy.accounting import epsilon
+from lit_dpret.privacy.assumptions import plan_of
 from lit_dpret.privacy.budget import Neighbours, PrivacyBudget
-from lit_dpret.privacy.card_facts import plan_of
 from lit_dpret.privacy.charges import charged_releases
 from lit_dpret.privacy.histogram import (
     ReleasedHistogram,

@@ -14,10 +14,10 @@ from scipy import stats
 from torch import Tensor, nn
 
 from lit_dpret.callbacks import strategies
+from lit_dpret.cards.card import build_card, subject_of
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses import SoftmaxPairLoss
 from lit_dpret.privacy.budget import ROUNDING_SHARE, NoiseName, PrivacyBudget, charged
-from lit_dpret.privacy.card import build_card, subject_of
 from lit_dpret.privacy.histogram import histogram_plan
 from lit_dpret.privacy.modes import DPSGD, BatchClip, LogitDP, PerExampleDuplicated, PublicPassages
 from lit_dpret.privacy.modes.base import Update

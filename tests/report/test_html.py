@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from lit_dpret.cards.card import build_card
+from lit_dpret.cards.text import privacy_line
 from lit_dpret.errors import StorageError
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.card import build_card
-from lit_dpret.privacy.card_text import privacy_line
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.releases import NonPrivateRelease, Poisson

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lit_dpret.cards.card import read_card
 from lit_dpret.privacy.accounting import epsilon
-from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.charges import charged_releases
 from lit_dpret.privacy.ledger import PrivacyLedger
 

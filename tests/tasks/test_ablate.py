@@ -17,13 +17,13 @@ from tiny_models import tiny_tokenizer
 from tiny_tasks import parts, retriever
 from transformers import BertConfig, BertForSequenceClassification
 
+from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, PrivateDataError, ResumeError, UnsupportedModelError
 from lit_dpret.modules import OptimizerSpec
 from lit_dpret.negatives.labels import read_labels
 from lit_dpret.postprocessing import load_released
 from lit_dpret.postprocessing.cross_encoder import CrossEncoder
-from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PublicPassages, SyntheticData
 from lit_dpret.tasks import Ablate

@@ -21,11 +21,11 @@ from conftest import digit_tokenizer
 from lit_dpret.canaries import CANARIES, CanarySuite, read_canaries
 from lit_dpret.canaries.lengths import check_fits
 from lit_dpret.canaries.pair_scores import score_pairs
+from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.encoders import Contract, TextEncoder, load_towers
 from lit_dpret.errors import ConfigurationError, PrivacyViolation
 from lit_dpret.modules import DualEncoder, OptimizerSpec
-from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.modes import NoPrivacy, PublicPassages
 from lit_dpret.tasks import Audit, Fit
 from lit_dpret.tasks.canary_scoring import Measurement

@@ -17,12 +17,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "canaries"))
 from conftest import digit_module
 
 from lit_dpret.canaries import CANARIES, CanarySuite, read_canaries, write_canaries
+from lit_dpret.cards.card import read_card
+from lit_dpret.cards.verification import verify_chain
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation, ResumeError
 from lit_dpret.modules.optimizers import OptimizerSpec
-from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.modes import DPSGD, LogitDP, NoPrivacy
-from lit_dpret.privacy.verification import verify_chain
 from lit_dpret.tasks import Audit, CanaryStudy, Fit, canary_study
 from lit_dpret.tasks.canary_scoring import Measurement
 from lit_dpret.tasks.parts import Parts

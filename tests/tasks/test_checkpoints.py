@@ -15,9 +15,9 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from stand_ins import Numbers, Regression, dp
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.cards.card import read_card, verify_card
 from lit_dpret.errors import ResumeError, StorageError
 from lit_dpret.privacy.accounting import epsilon
-from lit_dpret.privacy.card import read_card, verify_card
 from lit_dpret.privacy.chain import ChainedFile
 from lit_dpret.privacy.gate import ReleaseGate
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases, check_no_key_reuse, noise_keys

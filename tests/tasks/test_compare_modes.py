@@ -13,12 +13,12 @@ import pytest
 from tiny_models import WORDS
 from tiny_tasks import open_to_others, parts, retriever, write_synthetic
 
+from lit_dpret.cards.card import read_card
+from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.losses import KernelPairLoss
 from lit_dpret.modules import OptimizerSpec
-from lit_dpret.privacy.card import read_card
-from lit_dpret.privacy.card_text import privacy_line
 from lit_dpret.privacy.modes import (
     BatchClip,
     LogitDP,

@@ -9,12 +9,12 @@ from cards import Run, make_plan
 from tiny_models import tiny_bert, tiny_tokenizer
 from tiny_tasks import retriever, write_log, write_synthetic
 
+from lit_dpret.cards.card import subject_of, write_card
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import PrivateDataError
 from lit_dpret.postprocessing import load_released
-from lit_dpret.privacy.card import subject_of, write_card
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.tasks.consistency import KEPT, check_round_trip
 

@@ -16,11 +16,11 @@ from stand_ins import fit
 from tiny_models import tiny_bert, tiny_tokenizer
 
 from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.cards.card import read_card
 from lit_dpret.encoders import Contract, TextEncoder, load_towers
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.modules import DualEncoder, OptimizerSpec
-from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode, PublicPassages
 from lit_dpret.tasks import Export
 from lit_dpret.tasks.parts import Parts

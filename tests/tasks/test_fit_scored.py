@@ -12,8 +12,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from tiny_generator import generator
 from tiny_tasks import parts, trainer
 
+from lit_dpret.cards.card import read_card
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.privacy.card import read_card
 from lit_dpret.tasks import FitScored
 from lit_dpret.tasks.fit_scored import BLEU
 from lit_dpret.tasks.parts import Parts

@@ -16,22 +16,22 @@ from card_chain import run
 from tiny_generator import generator
 from tiny_tasks import parts, write_log
 
+from lit_dpret.cards.audit_text import BOUND
+from lit_dpret.cards.card import card_sha256, read_card, verify_card
+from lit_dpret.cards.evidence import AttackResult, add_evidence
+from lit_dpret.cards.file import checksum, write_card
+from lit_dpret.cards.verification import verify_chain
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, PrivateDataError, ResumeError
 from lit_dpret.generation.writer import synthesize
 from lit_dpret.postprocessing import HistogramMatch, LabelBins, LengthBins, apply_filters, load_released
 from lit_dpret.postprocessing.histogram_match import quotas
 from lit_dpret.privacy.accounting import epsilon
-from lit_dpret.privacy.card import card_sha256, read_card, verify_card
-from lit_dpret.privacy.card_audit_text import BOUND
-from lit_dpret.privacy.card_evidence import AttackResult, add_evidence
-from lit_dpret.privacy.card_file import checksum, write_card
 from lit_dpret.privacy.charges import charged_releases, claimed_releases
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.histogram import ReleasedHistogram
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
-from lit_dpret.privacy.verification import verify_chain
 from lit_dpret.tasks import Filter, Histogram
 from lit_dpret.tasks.histogram import contributed
 

@@ -16,12 +16,12 @@ from stand_ins import Texts, fit
 from tiny_generator import PASSAGES, SETTINGS, lively_generator, write_parent_card
 from tiny_models import tiny_bert, tiny_tokenizer
 
+from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.generation.writer import synthesize
-from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.report.similarity_figure import can_draw
 from lit_dpret.tasks import PretrainingOverlap, Similarity

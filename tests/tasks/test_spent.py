@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cards import Run, make_plan, rewrite_chain
 
-from lit_dpret.privacy.card import write_card
+from lit_dpret.cards.card import write_card
 from lit_dpret.tasks.spent import spent_under
 
 

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 from variant_runs import run as variant_run
 
 from lit_dpret import cli
+from lit_dpret.cards.page import Block, Grid, Paragraph
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
-from lit_dpret.privacy.page import Block, Grid, Paragraph
 from lit_dpret.report import papers
 from lit_dpret.report.paper_002 import METRICS
 from lit_dpret.report.relative_table import relative_table, write_table

@@ -13,11 +13,11 @@ import pytest
 import tiny_images as tiny
 import torch
 
+from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import ImagesDataModule
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.losses import SigmoidPairLoss
 from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
-from lit_dpret.privacy.card import read_card
 from lit_dpret.privacy.modes import BatchClip, LogitDP, NoPrivacy
 from lit_dpret.report.relative_table import read_table
 from lit_dpret.report.variant_runs import read_runs

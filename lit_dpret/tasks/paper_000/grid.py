@@ -8,9 +8,9 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+from lit_dpret.cards.card import read_card
+from lit_dpret.cards.text import privacy_line
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.card import read_card
-from lit_dpret.privacy.card_text import privacy_line
 from lit_dpret.report.paper_000 import TABLE_1
 from lit_dpret.report.paper_table import PaperRow, PaperTable
 from lit_dpret.retrieval.statistics import Interval

@@ -1,0 +1,367 @@
+"""The privacy card: what a run may claim, computed from what the run did.
+
+A card is the document that a privacy officer signs. Its epsilon is recomputed from the ledger,
+never copied from a configuration; it never stands without unit, neighbours and delta; and where a
+step of the argument is missing, the card says *not proved* instead of printing a number.
+
+An artefact made from a private artefact without touching the private data again (a synthetic data
+set, a retriever trained on it) inherits the claim: the same number, the parent's SHA-256, nothing
+better. ``verify_card`` lets anyone with the ledger check the arithmetic.
+
+The fields follow Ponomareva et al., "How to DP-fy ML" (2023), section 5.3, and tier 3 of the
+OpenDP deployments registry.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.cards import terms as terms
+from lit_dpret.cards.audit_text import SIGNOFF, contradicted
+from lit_dpret.cards.check import verify_card
+from lit_dpret.cards.claim import claim_facts, group_facts, without_numbers
+from lit_dpret.cards.environment import environment_facts, package_versions
+from lit_dpret.cards.evidence import planted_by
+from lit_dpret.cards.file import (
+    CARD_NAME,
+    SCHEMA,
+    SIGNATURE_NAME,
+    card_path,
+    card_sha256,
+    checksum,
+    file_sha256,
+    read_card,
+    subject_of,
+    write_card,
+)
+from lit_dpret.cards.protocols import registered
+from lit_dpret.cards.start import (
+    randomness_facts,
+    start_accounting,
+    start_assumptions,
+    start_parents,
+    start_text,
+)
+from lit_dpret.cards.text import show_delta, show_epsilon, statement
+from lit_dpret.cards.tuning import search_cost, tuning_facts, with_earlier_tuning
+from lit_dpret.errors import ConfigurationError, DataError, LedgerError
+from lit_dpret.privacy.assumptions import (
+    Assumption,
+    accounting_facts,
+    ceilings_of,
+    derived_assumptions,
+    judge,
+    ledger_facts,
+    mechanism_facts,
+    plan_of,
+)
+from lit_dpret.privacy.chain import today
+from lit_dpret.privacy.charges import charged_releases, claimed_releases, start_of
+from lit_dpret.privacy.ledger import LEDGER_NAME
+from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.sweep_places import sweep_of
+
+__all__ = [
+    "CARD_NAME",
+    "SCHEMA",
+    "Assumption",
+    "build_card",
+    "card_sha256",
+    "inherit_card",
+    "read_card",
+    "subject_of",
+    "verify_card",
+    "write_card",
+]
+
+
+_NO_CLAIM = "Everything: no guarantee is claimed."
+
+
+def build_card(
+    *,
+    ledger_records: Sequence[Mapping[str, Any]],
+    subject: Mapping[str, Any],
+    plan: PrivacyPlan | None = None,
+    ledger_name: str = LEDGER_NAME,
+    mechanism: Mapping[str, Any] | None = None,
+    tuning: Mapping[str, Any] | None = None,
+    pretraining: Mapping[str, Any] | None = None,
+    generation: Mapping[str, Any] | None = None,
+    randomness: Mapping[str, Any] | None = None,
+    environment: Mapping[str, Any] | None = None,
+    output_released: Sequence[str] = ("the final weights", "every checkpoint on the way"),
+    duplicates_policy: str = "",
+    assumptions: Sequence[Assumption] = (),
+    not_covered: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The card of an artefact that was computed from private data.
+
+    Guarantees:
+        - ``claim.epsilon`` is the accountant's answer to `claimed_releases` of the records: what the run
+          released, and what the model had cost that it started from. No argument can lower it.
+        - It is null, and the card carries a red banner, where any release was made without noise
+          (``guarantee`` is ``none``) or an assumption that the proof needs is false (``not_proved``).
+        - An assumption with ``holds`` false always leaves a banner.
+
+    Args:
+        ledger_records: ``PrivacyLedger.records``.
+        subject: From `subject_of`.
+        plan: The plan as the caller knows it; refused if it is not the one in the ledger.
+        ledger_name: How the ledger's file is called beside the card.
+        mechanism: Facts that the ledger does not hold: ``optimizer``, ``trainable_parameters``, …;
+            they cannot replace facts that it does hold.
+        tuning: ``{"data": none|public|synthetic|private|unknown, "n_trials", "note"}``, and for a search whose
+            cost is to be stated ``{"method": "random_stopping", "mean_runs", "runs_law"}``.
+        pretraining: ``{"model", "overlap_check"}``.
+        generation: How a synthetic set was decoded and filtered.
+        randomness: ``{"rng", "secure"}``; whether the noise was floating-point noise the ledger says.
+        environment: From `environment_facts`.
+        output_released: What has been let out, in words.
+        duplicates_policy: What was done about equal texts; the default says that each is a unit.
+        assumptions: Further steps of the argument, in addition to those the ledger decides.
+        not_covered: Further gaps, in addition to those that unit and neighbours leave.
+
+    Raises:
+        LedgerError: The records contradict each other or the plan, or hold no plan record.
+        ConfigurationError: ``tuning.data`` is no known word, or the run trained on synthetic data.
+    """
+    recorded, last = plan_of(ledger_records)
+    if plan is not None and (recorded is None or plan.to_dict() != recorded.to_dict()):
+        raise LedgerError("The plan given to the card is not the plan in the ledger, for which the releases were made.")
+    if last.get("mode") == "synthetic":
+        raise ConfigurationError(
+            "A run on synthetic data has no claim of its own: inherit_card repeats its data's card."
+        )
+    own, releases = charged_releases(ledger_records), claimed_releases(ledger_records)
+    known = derived_assumptions(ledger_records, recorded) if recorded is not None else []
+    began = (pretraining or {}).get("model")
+    known += [*start_assumptions(ledger_records, began), *assumptions]
+    verdict = judge(releases, recorded, known)
+    delta = recorded.budget.delta if recorded is not None and verdict.guarantee == "dp" else None
+    start = start_of(ledger_records) or {}
+    tuned = with_earlier_tuning(
+        tuning_facts(tuning, search_cost(releases, recorded, verdict), sweep_of(ledger_records), delta),
+        start.get("tuning"), str(start.get("name")), composed=True,
+    )  # fmt: skip
+    random = {"rng": "unknown", **(randomness or {}), **randomness_facts(ledger_records, recorded)}
+    facts = mechanism_facts(ledger_records, recorded, own)
+    claim = claim_facts(recorded, verdict, releases, output_released, duplicates_policy)
+    accounting: dict[str, Any] | None = None
+    if recorded is not None:
+        accounting = accounting_facts(ledger_records, releases, recorded, verdict)
+        accounting |= {"groups": group_facts(releases, recorded, verdict)}
+        accounting |= start_accounting(ledger_records, own, recorded, verdict)
+    card: dict[str, Any] = {
+        "schema": SCHEMA,
+        "created": today(),
+        "subject": dict(subject),
+        "claim": claim,
+        "mechanism": {**facts, **{k: v for k, v in (mechanism or {}).items() if facts.get(k) is None}},
+        "accounting": accounting,
+        "assumptions": [assumption.to_dict() for assumption in known],
+        "tuning": tuned,
+        "pretraining": dict(pretraining or {}) | start_text(ledger_records, accounting or {}, recorded, verdict, began),
+        "generation": dict(generation or {}),
+        "randomness": random,
+        "empirical": {
+            "pre_registered": registered(ledger_records),
+            "results": [],
+            "ceilings": ceilings_of(releases, recorded, verdict),
+            **_planted(planted_by(ledger_records)),
+        },
+        "not_covered": [*gaps(claim, (accounting or {}).get("groups", ()), tuned, random), *not_covered],
+        "ledger": ledger_facts(ledger_records, releases, ledger_name),
+        "parents": start_parents(ledger_records),
+        **_made_with(environment),
+    }
+    return _finished(card)
+
+
+def inherit_card(
+    parent_path: str | Path,
+    subject: Mapping[str, Any],
+    *,
+    description: str,
+    parent_ledger: str | Path | None = None,
+    ledger_records: Sequence[Mapping[str, Any]] = (),
+    mechanism: Mapping[str, Any] | None = None,
+    tuning: Mapping[str, Any] | None = None,
+    generation: Mapping[str, Any] | None = None,
+    environment: Mapping[str, Any] | None = None,
+    output_released: Sequence[str] = (),
+    assumptions: Sequence[Assumption] = (),
+) -> dict[str, Any]:
+    """The card of an artefact that was computed from another artefact and public data alone.
+
+    Guarantees:
+        - The claim is the parent's: same epsilon, delta, unit and neighbours; never better. A parent
+          without a guarantee, or with an audit that contradicts its claim, passes on that there is none.
+        - The parent is named by the SHA-256 of its card, and so are the parent's parents.
+
+    Args:
+        parent_path: The parent's ``privacy_card.json``, or the folder that holds it.
+        subject: From `subject_of`.
+        description: What was done with the parent, in a phrase.
+        parent_ledger: The parent's ledger; by default the file that the parent names, beside its
+            card. If it is there, the parent's arithmetic is checked; if not, the card says so. Beside an inherited
+            card may lie the ledger of the run that made the artefact, which is not the claim's and is passed over.
+        ledger_records: Records of the run that made the new artefact; a release among them means
+            that private data were touched, and is refused.
+        mechanism: Facts about the new run: ``optimizer``, ``steps_done``, …
+        tuning: As in `build_card`.
+        generation: As in `build_card`.
+        environment: As in `build_card`.
+        output_released: What has been let out, in words; by default the subject's name.
+        assumptions: Further steps of the argument. A false one leaves no guarantee.
+
+    Raises:
+        DataError: The parent is missing, malformed, was edited, contradicts its ledger, or describes
+            files that are not the ones beside it.
+        ConfigurationError: The new run made releases of its own.
+    """
+    parent_path = card_path(parent_path)
+    parent = read_card(parent_path)
+    folder = parent_path.parent
+    if charged_releases(ledger_records):
+        raise ConfigurationError(
+            f"{subject['name']} was trained with releases of its own: it is no post-processing of {parent_path}. "
+            "Its claim must be composed of both; build_card on one ledger with all releases does that."
+        )
+    for name, digest in parent["subject"]["sha256"].items():
+        if (folder / name).exists() and file_sha256(folder / name) != digest:
+            raise DataError(f"{folder / name} is not the file that {parent_path} describes: their SHA-256 differ.")
+    ledger_path = Path(parent_ledger) if parent_ledger else folder / str((parent["ledger"] or {}).get("name"))
+    checked = ledger_path.is_file() and (bool(parent_ledger) or not _of_another_run(parent, ledger_path))
+    if checked and (problems := verify_card(parent, ledger_path)):
+        raise DataError(f"{parent_path} does not agree with its ledger {ledger_path}: {problems[0]}")
+    if parent_ledger and not checked:
+        raise DataError(f"The parent's ledger {ledger_path} does not exist.")
+    known = [
+        Assumption("Nothing but what the parent released, and public data, entered this computation.", "unverified"),
+        Assumption("The parent's epsilon follows from the parent's ledger.", True if checked else "unverified"),
+        *_contradictions(parent),
+        *assumptions,
+    ]
+    claim = copy.deepcopy(dict(parent["claim"]))
+    claim["output_released"] = list(output_released) or [str(subject["name"])]
+    accounting, ceilings = copy.deepcopy(parent["accounting"]), copy.deepcopy(parent["empirical"].get("ceilings"))
+    pretraining = copy.deepcopy(dict(parent["pretraining"]))
+    if claim["guarantee"] == "dp" and any(assumption.holds is False for assumption in known):
+        claim |= {"guarantee": "not_proved", "epsilon": None, "curve": [], "user_level_epsilon": None}
+        accounting, ceilings = without_numbers(accounting), None
+        pretraining.pop("start", None)
+    tuned = tuning_facts(tuning)
+    uncovered = [f"{subject['name']}: {gap}" for gap in terms.tuning_gaps(tuned)] + list(parent["not_covered"])
+    if claim["guarantee"] != "dp":
+        uncovered = [_NO_CLAIM]
+    card: dict[str, Any] = {
+        "schema": SCHEMA,
+        "created": today(),
+        "subject": dict(subject),
+        "claim": claim,
+        "mechanism": {**(mechanism or {}), "kind": "post_processing", "mode": "synthetic", "description": description},
+        "accounting": accounting,
+        "assumptions": [*(a.to_dict() for a in known), *copy.deepcopy(list(parent["assumptions"]))],
+        "tuning": with_earlier_tuning(tuned, parent["tuning"], str(parent["subject"]["name"]), composed=False),
+        "pretraining": pretraining,
+        "generation": dict(generation or parent["generation"]),
+        "randomness": copy.deepcopy(dict(parent["randomness"])),
+        "empirical": {
+            "pre_registered": copy.deepcopy(parent["empirical"].get("pre_registered", [])),
+            "results": [],
+            "ceilings": ceilings,
+            **_planted(parent["empirical"].get("planted")),
+        },
+        "not_covered": uncovered,
+        "ledger": copy.deepcopy(parent["ledger"]),
+        "parents": [
+            {"name": parent["subject"]["name"], "sha256": card_sha256(parent_path), "schema": parent["schema"]},
+            *copy.deepcopy(list(parent["parents"])),
+        ],
+        **_made_with(environment),
+    }
+    return _finished(card)
+
+
+def _of_another_run(card: Mapping[str, Any], ledger: Path) -> bool:
+    """Whether a ledger beside an inherited card is that of the artefact's own run, and not of the claim."""
+    inherited = card["mechanism"].get("kind") == "post_processing"
+    return inherited and str((card["ledger"] or {}).get("head")).encode() not in ledger.read_bytes()
+
+
+def _contradictions(parent: Mapping[str, Any]) -> list[Assumption]:
+    """That the parent's own audits leave its claim alone, where they do not."""
+    name = parent["subject"]["name"]
+    return [Assumption(f"An audit of {name} does not contradict its claim.", False)] if contradicted(parent) else []
+
+
+def _planted(facts: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {} if facts is None else {"planted": dict(facts)}
+
+
+def _made_with(environment: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The blocks on the program that made the card, and on how the card is checked."""
+    return {
+        "package_versions": package_versions(),
+        "environment": dict(environment or environment_facts()),
+        "signoff": {"signature": SIGNATURE_NAME, "text": SIGNOFF},
+    }
+
+
+def gaps(
+    claim: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    tuning: Mapping[str, Any],
+    randomness: Mapping[str, Any],
+) -> list[str]:
+    """What a claim leaves uncovered, as it follows from the facts of the card."""
+    if claim["guarantee"] != "dp":
+        return [_NO_CLAIM]
+    return terms.not_covered(claim, groups=groups, tuning=tuning, randomness=randomness)
+
+
+def said(card: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The ``banners`` and ``cautions`` that follow from a card's facts."""
+    claim = card["claim"]
+    banners, cautions = [], []
+    if claim["guarantee"] == "none":
+        banners.append(
+            "NO PRIVACY GUARANTEE. Epsilon is infinite: private data went into this without covering noise. "
+            "Do not publish it."
+        )
+    elif claim["guarantee"] == "not_proved":
+        banners.append("PRIVACY NOT PROVED. A step of the proof is false, so no epsilon is printed. Do not publish it.")
+    for assumption in card["assumptions"]:
+        if assumption["holds"] is False:
+            ending = {
+                "charged": "The epsilon on this card takes that into account.",
+                "no_amplification": "The epsilon on this card therefore charges every unit for every step.",
+                "no_guarantee": "Nothing is proved without it.",
+            }[assumption["consequence"]]
+            banners.append(f"An assumption does not hold: {assumption['text']} {ending}")
+    if claim["guarantee"] == "dp":
+        if card["tuning"]["data"] in ("private", "unknown"):  # also where the cost is stated: the claim is without it
+            cautions.append(card["tuning"]["text"])
+        n = card["mechanism"].get("n_public")
+        if n and claim["delta"] >= 1 / n:
+            cautions.append(
+                f"delta = {show_delta(claim['delta'])} is not below 1/n: it would allow one unit to be published."
+            )
+        if claim["epsilon"] > 20:
+            factor = show_epsilon(claim["epsilon"])
+            cautions.append(
+                f"The odds of a guess about one unit may change by a factor of e^{factor}: hardly a protection."
+            )
+    return {"banners": banners, "cautions": cautions}
+
+
+def _finished(card: dict[str, Any]) -> dict[str, Any]:
+    """Add what is said about the facts: banners, cautions, statement, checksum."""
+    card |= said(card)
+    card["claim"]["statement"] = statement(card)
+    card["checksum"] = checksum(card)
+    return card

@@ -1,0 +1,168 @@
+"""Cards as files: written whole, read with suspicion, named by their SHA-256.
+
+A card decides what others believe, so one that cannot be a claim is not read as one: another
+schema, an edited field, an epsilon without its delta, unit and neighbours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lit_dpret.cards.text import card_html, card_markdown
+from lit_dpret.errors import DataError, LedgerError, schema_problem
+from lit_dpret.privacy.budget import Neighbours, Unit, require_choice
+from lit_dpret.privacy.ledger import canonical_json, storage_error
+
+SCHEMA = "lit-dpret/privacy-card/1"
+CARD_NAME = "privacy_card.json"
+SIGNATURE_NAME = "privacy_card.sig"
+
+ArtifactType = Literal["weights", "dataset", "index", "histogram"]
+
+
+def subject_of(
+    artifact_type: ArtifactType, name: str, files: Iterable[str | Path] = (), *, root: str | Path | None = None
+) -> dict[str, Any]:
+    """What a card is about: its kind, its name, and the SHA-256 of each file, named relative to ``root``.
+
+    Raises:
+        DataError: A file cannot be read.
+    """
+    require_choice("artifact_type", artifact_type, get_args(ArtifactType))
+    digests = {}
+    for file in sorted(Path(file) for file in files):
+        label = file.relative_to(root).as_posix() if root is not None else file.name
+        digests[label] = file_sha256(file)
+    return {"artifact_type": artifact_type, "name": name, "sha256": digests}
+
+
+def write_card(card: Mapping[str, Any], folder: str | Path) -> Path:
+    """Write ``privacy_card.json``, ``.md`` and ``.html``; each file appears whole or not at all.
+
+    Returns:
+        The path of the JSON.
+
+    Raises:
+        StorageError: The folder cannot be written.
+    """
+    path = Path(folder) / CARD_NAME
+    texts = {
+        path: card_json(card),
+        path.with_suffix(".md"): card_markdown(card),
+        path.with_suffix(".html"): card_html(card),
+    }
+    for target, text in texts.items():
+        draft = target.with_name(f".{target.name}.tmp")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with draft.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, target)
+        except OSError as error:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise storage_error(target, "written", error) from error
+    return path
+
+
+def card_json(card: Mapping[str, Any]) -> str:
+    """The content of ``privacy_card.json``; its SHA-256 is the card's name."""
+    return json.dumps(card, indent=2, ensure_ascii=True, allow_nan=False) + "\n"
+
+
+def read_card(path: str | Path) -> dict[str, Any]:
+    """Read a card, from its file or its folder, and check that its claim is a claim.
+
+    Raises:
+        DataError: It is missing, no card of this schema, was edited after it was made, or claims a
+            guarantee without a finite epsilon, a delta, a unit and neighbours.
+    """
+    path = card_path(path)
+    try:
+        card = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"There is no readable privacy card at {path}: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON: {error}.") from error
+    if problem := malformed(card):
+        raise DataError(f"{path} cannot be used as a privacy card: {problem}")
+    return dict(card)
+
+
+def card_sha256(path: str | Path) -> str:
+    """SHA-256 of the card's file, by which a derived card names it."""
+    return file_sha256(card_path(path))
+
+
+def checksum(card: Mapping[str, Any]) -> str:
+    """SHA-256 of the card without this field: shows a slip or a hand edit, not a determined forger."""
+    body = {key: value for key, value in card.items() if key != "checksum"}
+    return hashlib.sha256(canonical_json(body).encode()).hexdigest()
+
+
+def malformed(card: Any) -> str | None:
+    """Why ``card`` is not to be believed, or None."""
+    if not isinstance(card, Mapping):
+        return f"it is a {type(card).__name__}, not an object."
+    if problem := schema_problem(card.get("schema"), SCHEMA):
+        return problem
+    try:
+        if card["checksum"] != checksum(card):
+            return "its content does not match its checksum. It was edited."
+        claim, ledger = card["claim"], card["ledger"]
+        if claim["guarantee"] not in ("dp", "none", "not_proved"):
+            return f"claim.guarantee={claim['guarantee']!r} is no known guarantee."
+        if claim["guarantee"] == "dp":
+            _check_claim(claim)
+        elif claim["epsilon"] is not None:
+            return f"it carries an epsilon although its guarantee is {claim['guarantee']!r}."
+        if not isinstance(ledger["records"], int) or not isinstance(ledger["head"], str):
+            return "its ledger block is malformed."
+        for name in ("sha256", "name"):
+            card["subject"][name]
+    except DataError as error:
+        return str(error)
+    except (KeyError, TypeError, AttributeError, LedgerError) as error:
+        return f"a field is missing or malformed ({error})."
+    return None
+
+
+def _check_claim(claim: Mapping[str, Any]) -> None:
+    epsilon, delta = claim["epsilon"], claim["delta"]
+    if (
+        isinstance(epsilon, bool)
+        or not isinstance(epsilon, (int, float))
+        or not (math.isfinite(epsilon) and epsilon >= 0)
+    ):
+        raise DataError(f"claim.epsilon={epsilon!r} is not a finite number from 0.")
+    if isinstance(delta, bool) or not isinstance(delta, (int, float)) or not 0 < delta < 1:
+        raise DataError(f"claim.delta={delta!r} is not between 0 and 1.")
+    users = claim.get("user_level_epsilon")
+    if users is not None and (isinstance(users, bool) or not isinstance(users, (int, float)) or not users >= 0):
+        raise DataError(f"claim.user_level_epsilon={users!r} is no number from 0.")
+    if claim["unit"] not in get_args(Unit) or claim["neighbours"] not in get_args(Neighbours):
+        raise DataError(f"claim.unit={claim['unit']!r} with claim.neighbours={claim['neighbours']!r} says nothing.")
+
+
+def card_path(path: str | Path) -> Path:
+    """The card's file, given it or its folder."""
+    path = Path(path)
+    return path / CARD_NAME if path.is_dir() else path
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal; ``DataError`` where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error

@@ -1,0 +1,183 @@
+"""A signature over a card: the one thing that shows a chain which was rewritten from end to end.
+
+A card names its files, the head of its ledger and its parents by SHA-256. Whoever can write them all can
+make all of them anew, and they will agree. They cannot make the signature of somebody else's key. It is
+detached (``privacy_card.sig``), by Ed25519 (RFC 8032), over the canonical JSON of the card.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.cards.file import CARD_NAME, SIGNATURE_NAME, card_path, card_sha256, read_card
+from lit_dpret.cards.history import versions
+from lit_dpret.cards.start import MODEL_FOLDER
+from lit_dpret.errors import ConfigurationError, DataError, schema_problem
+from lit_dpret.privacy.ledger import canonical_json, storage_error
+
+SCHEMA = "lit-dpret/privacy-card-signature/1"
+_INSTALL = "needs the package cryptography: pip install 'lit-dpret[sign]'."
+
+
+@dataclass(frozen=True)
+class Signed:
+    """A signature that fits a card.
+
+    Args:
+        key: Fingerprint of the public key, SHA-256 of its 32 bytes.
+        later: How many amendments the card got after it was signed; those are not covered.
+    """
+
+    key: str
+    later: int
+
+
+def sign_card(path: str | Path, key_file: str | Path) -> list[Path]:
+    """Sign a card, and the copies of it that a run keeps in its folder and beside its model.
+
+    Args:
+        path: The card, or its folder.
+        key_file: A private Ed25519 key in PEM, as ``openssl genpkey -algorithm ed25519`` writes it; readable by
+            its owner alone, and not in the folder of the card.
+
+    Returns:
+        The signatures.
+
+    Raises:
+        ConfigurationError: The key cannot be used, or the package ``cryptography`` is missing.
+        DataError: The card is malformed.
+        StorageError: A signature cannot be written.
+    """
+    path = card_path(path)
+    card, name = read_card(path), card_sha256(path)
+    key = _private_key(Path(key_file).expanduser(), published=path.resolve().parent)
+    facts = {
+        "schema": SCHEMA,
+        "algorithm": "Ed25519",
+        "public_key": _raw(key.public_key()).hex(),
+        "signature": key.sign(_message(card)).hex(),
+    }
+    places = [path.parent, path.parent / MODEL_FOLDER, path.resolve().parent.parent]
+    same = [one for one in places if (one / CARD_NAME).is_file() and card_sha256(one) == name]
+    return [_write(folder / SIGNATURE_NAME, json.dumps(facts, indent=2) + "\n") for folder in same]
+
+
+def check_signature(card: Mapping[str, Any], path: Path) -> Signed:
+    """The signature in ``path``, if it fits the card as it is or as it was before it was amended.
+
+    Raises:
+        DataError: It is malformed, or does not fit.
+        ConfigurationError: The package ``cryptography`` is missing.
+    """
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        if problem := schema_problem(facts["schema"], SCHEMA):
+            raise DataError(f"{path.name} cannot be read: {problem}")
+        raw, signature = bytes.fromhex(facts["public_key"]), bytes.fromhex(facts["signature"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path.name} is no signature of a card ({error!r}).") from error
+    library = _library()
+    try:
+        key = library.ed25519.Ed25519PublicKey.from_public_bytes(raw)
+    except ValueError as error:
+        raise DataError(f"{path.name} holds no Ed25519 public key.") from error
+    for later, version in enumerate(versions(card)):
+        try:
+            key.verify(signature, _message(version))
+        except library.InvalidSignature:
+            continue
+        return Signed(_fingerprint(raw), later)
+    raise DataError(f"{path.name} does not fit the card: the card was changed after it was signed.")
+
+
+def public_key_fingerprint(path: str | Path) -> str:
+    """SHA-256 of the key in a PEM file with an Ed25519 public key.
+
+    Raises:
+        ConfigurationError: It is none, or the package ``cryptography`` is missing.
+    """
+    library, path = _library(), Path(path).expanduser()
+    try:
+        key = library.serialization.load_pem_public_key(path.read_bytes())
+    except OSError as error:
+        raise ConfigurationError(f"task.public_key={path} cannot be read: {error.strerror}.") from error
+    except (ValueError, library.UnsupportedAlgorithm) as error:
+        raise ConfigurationError(f"task.public_key={path} is no public key in PEM.") from error
+    if not isinstance(key, library.ed25519.Ed25519PublicKey):
+        raise ConfigurationError(f"task.public_key={path} is no Ed25519 key; other kinds are not used here.")
+    return _fingerprint(_raw(key))
+
+
+def _private_key(path: Path, *, published: Path) -> Any:
+    library = _library()
+    try:
+        mode, data = stat.S_IMODE(path.stat().st_mode), path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"task.sign_with={path} cannot be read: {error.strerror}.") from error
+    if mode & 0o077:
+        raise ConfigurationError(f"task.sign_with={path} has mode {mode:04o}: others can read it. Run: chmod 600.")
+    if path.resolve().is_relative_to(published):
+        raise ConfigurationError(f"task.sign_with={path} lies in the folder of the card, which gets published.")
+    try:
+        key = library.serialization.load_pem_private_key(data, password=None)
+    except TypeError as error:
+        raise ConfigurationError(f"task.sign_with={path} is encrypted; passwords are not asked for here.") from error
+    except (ValueError, library.UnsupportedAlgorithm) as error:
+        raise ConfigurationError(
+            f"task.sign_with={path} is no private key in PEM. Make one: openssl genpkey -algorithm ed25519 -out FILE."
+        ) from error
+    if not isinstance(key, library.ed25519.Ed25519PrivateKey):
+        raise ConfigurationError(f"task.sign_with={path} is no Ed25519 key; other kinds are not used here.")
+    return key
+
+
+@dataclass(frozen=True)
+class _Library:
+    """What is used of the package ``cryptography``."""
+
+    ed25519: Any
+    serialization: Any
+    InvalidSignature: Any
+    UnsupportedAlgorithm: Any
+
+
+def _library() -> _Library:
+    try:
+        from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError as error:
+        raise ConfigurationError(f"A signature {_INSTALL}") from error
+    return _Library(ed25519, serialization, InvalidSignature, UnsupportedAlgorithm)
+
+
+def _message(card: Mapping[str, Any]) -> bytes:
+    """What is signed; the schema before it keeps the signature from being one of anything else."""
+    return f"{SCHEMA}\n{canonical_json(card)}".encode()
+
+
+def _raw(key: Any) -> bytes:
+    return bytes(key.public_bytes_raw())
+
+
+def _fingerprint(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()
+
+
+def _write(path: Path, text: str) -> Path:
+    draft = path.with_name(f".{path.name}.tmp")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
+    except OSError as error:
+        raise storage_error(path, "written", error) from error
+    return path

@@ -1,0 +1,336 @@
+"""Starting from another run's model: what that run cost travels into the new run's ledger and card.
+
+Weights that were trained on private data carry what they learned into everything that is trained
+from them. A run that starts there (``init_from=RUN``) therefore writes the earlier run's releases
+into its own ledger before its first step, and its card claims the composition of both. Nobody can
+show that two data sets share no person, so the two are always composed, whatever data the earlier
+run used. The earlier card must agree with its ledger and with the model's files, or nothing starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.cards.audit_text import contradicted
+from lit_dpret.cards.check import verify_card
+from lit_dpret.cards.file import CARD_NAME, card_sha256, read_card
+from lit_dpret.cards.subject import card_above
+from lit_dpret.cards.text import show_delta, show_epsilon
+from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError
+from lit_dpret.privacy import accounting
+from lit_dpret.privacy.assumptions import Assumption, Verdict, every_unit_in_every_step, plan_of
+from lit_dpret.privacy.charges import START_EVENT, claimed_releases, counted_in, start_of
+from lit_dpret.privacy.dataset_charge import EarlierRun
+from lit_dpret.privacy.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger, ledger_identity
+from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.releases import GaussianRelease, Release, release_from_dict
+
+MODEL_FOLDER = "model"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run has to know of the one that it starts from.
+
+    Args:
+        folder: Of the earlier run.
+        facts: What goes into the ledger: ``name``, ``card_sha256``, ``public``, ``guarantee``,
+            ``releases``, ``parents``, ``runs`` (the ledgers of the releases, by their identities), ``tuning`` (how its
+            settings were chosen), and ``head`` (of its own ledger), ``unit``, ``neighbours`` and ``epsilon`` where
+            there are any.
+        knob: The setting that named it, for messages.
+    """
+
+    folder: Path
+    facts: Mapping[str, Any]
+    knob: str = "init_from"
+
+    def counted_in(self) -> set[str]:
+        """The data-set ledgers that the start's own run was counted in, by their identities."""
+        if self.facts["public"]:
+            return set()
+        ledger = self.folder / str(read_card(self.folder)["ledger"]["name"])
+        return counted_in(PrivacyLedger.read(ledger).records)
+
+    def releases(self) -> list[Release]:
+        """What the start cost; empty for a public one."""
+        return [release_from_dict(release) for release in self.facts["releases"]]
+
+    def earlier(self) -> tuple[EarlierRun, ...]:
+        """The run of the start and what it cost; nothing for a public one."""
+        return EarlierRun.of_start(self.facts)
+
+    def uncounted(self, dataset: DatasetLedger | None) -> tuple[EarlierRun, ...]:
+        """Return the run of the start, where there is a ledger of the data set and it does not count it yet.
+
+        Raises:
+            ConfigurationError: The start was counted in another one, whose total would miss the run.
+        """
+        known = self.counted_in()
+        if dataset is not None and dataset.path.exists() and dataset.begin() in known:
+            return ()
+        if known:
+            raise ConfigurationError(
+                f"{self.knob}={self.folder} was counted in a privacy.dataset_ledger, and this run names none or "
+                "another: the total of the data set would miss this run. Name the same file."
+            )
+        return () if dataset is None else self.earlier()
+
+    def check(self, mode: Any) -> None:
+        """Refuse a start with which the run could not claim what its mode promises.
+
+        Raises:
+            ConfigurationError: The claims do not add up; the message says why.
+        """
+        guarantee, facts = mode.guarantee, self.facts
+        if guarantee == "none" or facts["public"]:
+            return
+        if guarantee == "inherited":
+            raise ConfigurationError(
+                f"{self.knob}={self.folder} was trained on private data, and privacy={mode.name} claims no more than "
+                "the card of its data: the two claims are not composed. Start from a public model, or train under "
+                "privacy=dp_sgd."
+            )
+        if facts["guarantee"] != "dp":
+            raise ConfigurationError(
+                f"{self.knob}={self.folder} carries no privacy guarantee ({facts['guarantee']}), so nothing that is "
+                f"trained from it under privacy={mode.name} could. Start from another run, choose privacy=none, or, if "
+                "it was trained on public data alone, say init_from_is_public=true."
+            )
+        for knob in ("unit", "neighbours"):
+            if facts[knob] != getattr(mode, knob):
+                raise ConfigurationError(
+                    f"privacy.{knob}={getattr(mode, knob)}, but {self.knob}={self.folder} was trained under "
+                    f"privacy.{knob}={facts[knob]}, and epsilons of different guarantees do not add up. Use the same."
+                )
+        for release in self.releases():
+            if isinstance(release, GaussianRelease):
+                accounting.check_supported(release.law, mode.accountant, mode.neighbours)
+
+
+def note_start(ledger: PrivacyLedger, start: Start | None) -> None:
+    """Write the start of a run into its ledger before its first step, once.
+
+    The folder of the start may have moved since then, and its card may carry further evidence (an audit, a note).
+
+    Raises:
+        ResumeError: The ledger was begun from another start, or from none.
+    """
+    before = start_of(ledger.records)
+    now = None if start is None else dict(start.facts)
+    begun = before is not None or any(record["kind"] == "intent" for record in ledger.records)
+    if begun and _lasting(before) != _lasting(now):
+        ledger.close()
+        told, given = ("nothing" if facts is None else facts["name"] for facts in (before, now))
+        raise ResumeError(
+            f"resume=true with another init_from: the ledger's run started from {told}, this one from {given}, or from "
+            "another state of it. Restore it, or start a new run in another hydra.run.dir."
+        )
+    if not begun and now is not None:
+        ledger.append("event", name=START_EVENT, start=now)
+
+
+def _lasting(facts: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """What stays of a start for good; the ledgers of the runs behind it identify it where it has some."""
+    if facts is None or not facts["runs"]:
+        return facts
+    return {key: value for key, value in facts.items() if key not in ("name", "card_sha256", "parents")}
+
+
+def model_folder(run: str | Path) -> Path:
+    """Where the model of a run folder lies; ``run`` itself where it is a model folder."""
+    folder = Path(run).expanduser()
+    return folder / MODEL_FOLDER if (folder / MODEL_FOLDER).is_dir() else folder
+
+
+def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Start:
+    """The start that ``init_from=run`` means.
+
+    Guarantees:
+        - A private start is taken only if its card agrees with its ledger, file for file and number
+          for number.
+        - A start whose card an audit contradicts has no guarantee to pass on.
+        - Without a card, only a declaration makes a start public; a card that claims differential
+          privacy, and so tells of private data, cannot be declared away.
+
+    Args:
+        run: A run folder with ``model/``, ``privacy_card.json`` and ``privacy_ledger.jsonl``; or any
+            model folder that is declared public.
+        public: ``init_from_is_public``: nothing private went into it.
+        knob: The setting that named it, for messages.
+
+    Raises:
+        ConfigurationError: There is no such folder, or no card and no declaration, or both disagree.
+        DataError: The card does not agree with its ledger or with the model's files.
+    """
+    folder = Path(run).expanduser()
+    if not folder.is_dir():
+        raise ConfigurationError(f"{knob}={run} is no folder. Give the folder of a run, or a model folder.")
+    name = folder.resolve().name
+    if not (folder / CARD_NAME).is_file():
+        if not public:
+            raise ConfigurationError(
+                f"{knob}={run} has no {CARD_NAME}: nobody can say which private data its weights have seen. If it "
+                "was trained on public data alone, say init_from_is_public=true."
+            )
+        if (above := card_above(folder)) is not None:
+            raise ConfigurationError(
+                f"{knob}={run} is declared public, but it is a part of what {above} describes, and that card tells of "
+                "private data. Name the run that it lies in, without init_from_is_public=true."
+            )
+        return Start(folder, {"name": name, "card_sha256": None, "public": True, "guarantee": None,
+                              "releases": [], "parents": [], "runs": _runs_of(folder / LEDGER_NAME)}, knob)  # fmt: skip
+    card = read_card(folder)
+    claim, sha256 = card["claim"], card_sha256(folder)
+    parents = [{"name": card["subject"]["name"], "sha256": sha256, "schema": card["schema"]}, *card["parents"]]
+    facts: dict[str, Any] = {"name": name, "card_sha256": sha256, "public": public, "guarantee": claim["guarantee"],
+                             "releases": [], "parents": parents, "runs": []}  # fmt: skip
+    if public:
+        if claim["guarantee"] != "none":
+            raise ConfigurationError(
+                f"{knob}={run} is declared public, but its card tells of private data (guarantee: "
+                f"{claim['guarantee']}). As init_from, without init_from_is_public=true, its claim would be composed."
+            )
+        return Start(folder, facts | {"runs": _runs_of(folder / LEDGER_NAME)}, knob)
+    if card["mechanism"]["kind"] == "post_processing":
+        raise ConfigurationError(
+            f"{knob}={run} carries the claim of {card['parents'][0]['name']!r}, whose releases lie in another "
+            "ledger. Start from a run that was trained on the private data itself."
+        )
+    ledger = folder / str(card["ledger"]["name"])
+    model = model_folder(folder)
+    listed = card["subject"]["sha256"]
+    found = [p for p in sorted(model.rglob("*")) if p.is_file() and not p.name.startswith("privacy_card.")]
+    if not listed or any(path.relative_to(model).as_posix() not in listed for path in found):
+        raise DataError(f"{knob}={run}: its card does not describe the model in {model}. Finish that run first.")
+    if problems := verify_card(card, ledger, folder=model):
+        raise DataError(f"{knob}={run}: its card does not agree with what lies there: {problems[0]}")
+    try:
+        records = PrivacyLedger.read(ledger).records
+        releases = claimed_releases(records)
+    except LedgerError as error:
+        raise DataError(f"{knob}={run}: {error}") from error
+    if (card["accounting"] or {}).get("basis") == "no_amplification":
+        releases = every_unit_in_every_step(releases)
+    facts["head"] = card["ledger"]["head"]
+    facts["runs"] = [ledger_identity(records), *(start_of(records) or {}).get("runs", [])]
+    facts["releases"] = [replace(release, label="earlier run").to_dict() for release in releases]
+    facts["tuning"] = {key: card["tuning"].get(key) for key in ("data", "accounted", "text")}
+    if contradicted(card):
+        facts["guarantee"] = "not_proved"
+    elif claim["guarantee"] == "dp":
+        facts |= {key: claim[key] for key in ("unit", "neighbours", "epsilon", "delta")}
+        facts["floating_point"] = card["randomness"].get("floating_point", True)
+    return Start(folder, facts, knob)
+
+
+def _runs_of(ledger: Path) -> list[str]:
+    """The run of a ledger, where there is one: this program may have trained a model that is declared public."""
+    return [ledger_identity(PrivacyLedger.read(ledger).records)] if ledger.is_file() else []
+
+
+def start_parents(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The cards that the model had before this run, the nearest first: names and SHA-256."""
+    start = start_of(records)
+    return [] if start is None else list(start["parents"])
+
+
+def declared_start(model: str | None) -> Assumption:
+    """What is taken on trust where nothing private is known of the weights that training started from."""
+    return Assumption(
+        f"No private data went into {_named(model)}, from which training started, as declared.", "unverified"
+    )
+
+
+def _named(model: str | None) -> str:
+    return "the weights that the module was built with" if model in (None, "unstated") else f"{model}, a public model"
+
+
+def start_assumptions(records: Sequence[Mapping[str, Any]], model: str | None = None) -> list[Assumption]:
+    """What the claim takes on trust about the start; ``model`` is the name of what nobody has a card of."""
+    start = start_of(records)
+    if start is None:
+        return [] if _is_histogram(records) else [declared_start(model)]
+    what = "that this histogram is charged with" if _is_histogram(records) else "that training started from"
+    if start["public"]:
+        text = f"The model {what} ({start['name']}) was made from public data alone, as declared."
+        return [Assumption(text, "unverified")]
+    if start["guarantee"] == "not_proved":
+        return [Assumption(f"For the model {what} ({start['name']}) a guarantee is proved.", False)]
+    text = f"The ledger of the model {what} ({start['name']}) is whole."
+    return [Assumption(text, "unverified")]
+
+
+def start_in_floating_point(records: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the private run that the model started from used floating-point noise; the claim is about both."""
+    start = start_of(records)
+    return start is not None and not start["public"] and bool(start.get("floating_point", True))
+
+
+def randomness_facts(records: Sequence[Mapping[str, Any]], plan: PrivacyPlan | None) -> dict[str, Any]:
+    """What the ledger says of the noise: whether it was drawn securely, from a published seed, in floating point."""
+    last = plan_of(records)[1]
+    return {
+        "secure": bool(last.get("secure_rng", False)),
+        "secret": "never stored with the run",
+        "seeded": last.get("noise_seed") is not None,
+        "floating_point": plan is None or plan.noise != "discrete" or start_in_floating_point(records),
+    }
+
+
+def start_accounting(
+    records: Sequence[Mapping[str, Any]], own: Sequence[Release], plan: PrivacyPlan, verdict: Verdict
+) -> dict[str, Any]:
+    """The two parts of the claim: what this run cost alone, and what the start had cost alone, at one delta."""
+    start = start_of(records)
+    if start is None or start["public"]:
+        return {}
+    parts = {"epsilon_of_this_run": own, "epsilon_of_start": [release_from_dict(r) for r in start["releases"]]}
+    facts: dict[str, Any] = {"name": start["name"], "card_sha256": start["card_sha256"], **dict.fromkeys(parts)}
+    if verdict.basis == "as_charged":
+        for name, releases in parts.items():
+            facts[name] = accounting.epsilon(
+                releases, delta=plan.budget.delta, neighbours=plan.budget.neighbours, accountant=plan.accountant
+            )
+    return {"init_from": facts}
+
+
+def start_text(
+    records: Sequence[Mapping[str, Any]],
+    accounted: Mapping[str, Any],
+    plan: PrivacyPlan | None,
+    verdict: Verdict,
+    model: str | None = None,
+) -> dict[str, str]:
+    """Where training started and what of the claim is whose, in a sentence; ``accounted`` has `start_accounting`."""
+    start = start_of(records)
+    if start is None:
+        if _is_histogram(records):
+            return {}
+        return {"start": f"Training started from {_named(model)}: that no private data went into it is declared."}
+    if start["public"]:
+        return {"start": f"Training started from {start['name']}, which was declared to be public."}
+    counted = _is_histogram(records)
+    text = "This histogram is charged together with" if counted else "Training started from"
+    text += f" {start['name']}, which was trained on private data (card sha256 {start['card_sha256']})."
+    if plan is None or verdict.guarantee != "dp":
+        return {"start": text}
+    parts = accounted["init_from"]
+    both = "training and histogram" if counted else "both trainings"
+    text += f" The claim is about {both} together, whether or not they used the same data"
+    if parts["epsilon_of_this_run"] is not None:
+        text += (
+            f": this run alone cost epsilon = {show_epsilon(parts['epsilon_of_this_run'])} of its own budget of "
+            f"{plan.budget.eps:g}, the one before it {show_epsilon(parts['epsilon_of_start'])}, each at delta = "
+            f"{show_delta(plan.budget.delta)}"
+        )
+    return {"start": f"{text}."}
+
+
+def _is_histogram(records: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the run counted, and trained nothing."""
+    return any(record.get("kind") == "plan" and record.get("mode") == "histogram" for record in records)

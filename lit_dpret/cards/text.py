@@ -1,0 +1,409 @@
+"""The privacy card in words: the statement, the Markdown and the page.
+
+The texts are made from the card's own fields and nothing else, so that a reader of the JSON and a
+reader of the page are told the same. Numbers of the claim are rounded up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lit_dpret.cards.audit_text import attacks_sentence, audit_sections, contradicted
+from lit_dpret.cards.page import (
+    Banner,
+    Block,
+    Bullets,
+    Checks,
+    Claim,
+    Facts,
+    Grid,
+    Paragraph,
+    Section,
+    to_html,
+    to_markdown,
+)
+
+Card = Mapping[str, Any]
+
+
+def show_epsilon(value: float | None) -> str:
+    """An epsilon rounded up to four significant digits; ``infinite`` for None or infinity.
+
+    Example:
+        >>> show_epsilon(2.99961), show_epsilon(0.123412), show_epsilon(None)
+        ('3.000', '0.1235', 'infinite')
+    """
+    if value is None or not math.isfinite(value):
+        return "infinite"
+    if value <= 0:
+        return "0"
+    digits = 3 - math.floor(math.log10(value))
+    scaled = value * 10.0**digits
+    rounded = math.ceil(scaled * (1 - 1e-12)) / 10.0**digits
+    return f"{rounded:.{max(0, digits)}f}"
+
+
+def show_delta(value: float) -> str:
+    """A delta rounded up to three significant digits: a smaller one would be a stronger claim.
+
+    Example:
+        >>> show_delta(1e-5), show_delta(3.8711e-5)
+        ('1e-05', '3.88e-05')
+    """
+    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return f"{math.ceil(value / unit * (1 - 1e-12)) * unit:.3g}"
+
+
+def printed_epsilon(card: Card) -> str:
+    """What stands where the epsilon stands: a number only where one is proved."""
+    guarantee = card["claim"]["guarantee"]
+    if guarantee == "dp":
+        return show_epsilon(card["claim"]["epsilon"])
+    return "infinite" if guarantee == "none" else "not proved"
+
+
+def privacy_line(card: Card) -> str:
+    """The claim in one line, with everything without which an epsilon means nothing."""
+    claim = card["claim"]
+    if claim["guarantee"] == "none":
+        return "no privacy guarantee (epsilon is infinite)"
+    if claim["guarantee"] != "dp":
+        return "privacy not proved (no epsilon)"
+    return (
+        f"epsilon = {printed_epsilon(card)}, delta = {show_delta(claim['delta'])}, "
+        f"unit = {claim['unit']}, neighbours = {claim['neighbours']}"
+    )
+
+
+def statement(card: Card) -> str:
+    """The claim in sentences, from what was realised."""
+    claim, subject = card["claim"], card["subject"]
+    if claim["guarantee"] == "none":
+        return (
+            f'"{subject["name"]}" carries no privacy guarantee. It was computed from private data without noise that '
+            "would cover them, so epsilon is infinite, and it may reveal single records. Handle it like the data "
+            "themselves."
+        )
+    if claim["guarantee"] != "dp":
+        return (
+            f'For "{subject["name"]}" no privacy guarantee is proved, because an assumption of the proof does not hold '
+            "(see below). Handle it like the private data themselves."
+        )
+    start = [str(card["pretraining"]["start"])] if card["pretraining"].get("start") else []
+    sentences = [_mechanism_sentence(card), *start, _claim_sentence(card), *_user_sentence(claim)]
+    released = ", ".join(claim["output_released"])
+    sentences.append(
+        f"The claim covers {released}, and everything computed from them without going back to the private data. "
+        "What it does not cover is listed on this card."
+    )
+    sentences.append(str(card["tuning"]["text"]))
+    sentences.append(attacks_sentence(card))
+    return " ".join(sentences)
+
+
+def _mechanism_sentence(card: Card) -> str:
+    mechanism = card["mechanism"]
+    if mechanism["kind"] == "post_processing":
+        parent = card["parents"][0]
+        return (
+            f'"{card["subject"]["name"]}" was computed from "{parent["name"]}" without going back to the private data '
+            f"({mechanism['description']}). That is post-processing and costs no privacy, so the claim is its parent's."
+        )
+    n = mechanism.get("n_public")
+    size = f" on {n} {card['claim']['unit_plural']}" if n else ""
+    done = mechanism["steps_done"]
+    if not done:
+        return f"Training made no step{size}, so nothing was released."
+    if mechanism.get("mode") == "histogram":
+        return (
+            f"A histogram{size} was made. Each {card['claim']['unit']} added {mechanism['rows_per_unit']} to public "
+            f"bins, and Gaussian noise of standard deviation {_n(mechanism['noise_std'])}{_on_grid(mechanism)} was "
+            "added to each bin once."
+        )
+    return (
+        f"Training made {done} noisy step{'' if done == 1 else 's'}{size}. Batches were drawn so: "
+        f"{mechanism['law_text']}. {_bounded(card)}, and "
+        f"Gaussian noise of standard deviation {_n(mechanism['noise_std'])} (noise multiplier "
+        f"{_n(mechanism['noise_multiplier'])}){_on_grid(mechanism)} was added to the sum once.{_counted(mechanism)}"
+    )
+
+
+def _on_grid(mechanism: Mapping[str, Any]) -> str:
+    return ", in whole numbers on a public grid," if mechanism.get("noise") == "discrete" else ""
+
+
+def _counted(mechanism: Mapping[str, Any]) -> str:
+    """What else each step let out; nothing in a card that does not say."""
+    counted = mechanism.get("clip_fraction")
+    if counted is None:
+        return ""
+    return (
+        " The share of clipped gradients was let out with each step, under the same noise (standard deviation "
+        f"{_n(counted['standard_deviation'])}). Gradient and count of one unit together move the sum by at most "
+        f"{_n(mechanism['sensitivity'])}, to which the noise multiplier refers, so the epsilon covers both."
+    )
+
+
+def _bounded(card: Card) -> str:
+    """What was clipped in a step."""
+    mechanism, coupling = card["mechanism"], card["mechanism"].get("coupling")
+    if coupling is None:
+        return (
+            f"In each step the gradient of one {card['claim']['unit']} was clipped to L2 norm "
+            f"{_n(mechanism['max_grad_norm'])} ({mechanism['clip']}{_grouped(mechanism)})"
+        )
+    return (
+        f"The loss compares the {card['claim']['unit_plural']} of a batch with each other. In each step "
+        f"{coupling['text']}, so that one {card['claim']['unit']} moves the sum by at most "
+        f"{_n(mechanism['sensitivity'])}"
+    )
+
+
+def _grouped(mechanism: Mapping[str, Any]) -> str:
+    """How the clipping bound is shared out; nothing where it is not, as in a card that does not say."""
+    if mechanism.get("clip_groups", "flat") == "flat":
+        return ""
+    return ", each layer on its own to this over the square root of the number of layers"
+
+
+def _claim_sentence(card: Card) -> str:
+    claim, accounting = card["claim"], card["accounting"]
+    how = f"computed with the {accounting['accountant']} accountant of {accounting['library']} {accounting['version']}"
+    if accounting.get("basis") == "no_amplification":
+        how += ", without counting on amplification by sampling"
+    return (
+        f"The result satisfies (epsilon = {printed_epsilon(card)}, delta = {show_delta(claim['delta'])})-differential "
+        f"privacy with respect to {claim['neighbours_text']}, {how}. In plain words: whatever is done with what is "
+        f"released, the odds of any guess about one such unit change by a factor of at most "
+        f"{_factor(claim['epsilon'])}, except with a probability of about {show_delta(claim['delta'])}."
+    )
+
+
+def _user_sentence(claim: Mapping[str, Any]) -> list[str]:
+    """What is promised to somebody with several units, where a bound on their number was declared."""
+    most = claim.get("max_units_per_user")
+    if most is None:
+        return []
+    who = f"somebody who contributed up to {most} {claim['unit_plural'] if most > 1 else claim['unit']}"
+    if claim["user_level_epsilon"] is None:
+        return [f"For {who} no epsilon is proved."]
+    return [
+        f"For {who}, a bound that was declared, the same releases satisfy (epsilon = "
+        f"{show_epsilon(claim['user_level_epsilon'])}, delta = {show_delta(claim['delta'])})-differential privacy "
+        "with respect to all of them together."
+    ]
+
+
+def _factor(epsilon: float) -> str:
+    power = f"e^{show_epsilon(epsilon)}"
+    if epsilon > 30:
+        return f"{power}, which is no limit in practice"
+    value = math.exp(epsilon)
+    return f"{power} = {show_epsilon(value) if value < 1e5 else f'{value:.1e}'}"
+
+
+def claim_blocks(card: Card) -> list[Block]:
+    """The number with its words, below whatever warnings the card carries."""
+    claim = card["claim"]
+    facts = [("delta (δ)", f"{show_delta(claim['delta'])}")] if claim["delta"] is not None else []
+    facts += [(name, str(claim[name])) for name in ("unit", "neighbours") if claim[name] is not None]
+    number = Claim(printed_epsilon(card), facts, guaranteed=claim["guarantee"] == "dp")
+    return [
+        *(Banner(text) for text in card["banners"]),
+        *([Banner(attacks_sentence(card))] if contradicted(card) else []),
+        number,
+        *(Banner(text, "caution") for text in card["cautions"]),
+    ]
+
+
+def card_markdown(card: Card) -> str:
+    """The card as Markdown."""
+    return to_markdown(*_frame(card), claim_blocks(card), _sections(card), _footer(card))
+
+
+def card_html(card: Card) -> str:
+    """The card as one self-contained HTML page."""
+    return to_html(*_frame(card), claim_blocks(card), _sections(card), _footer(card))
+
+
+def _frame(card: Card) -> tuple[str, str]:
+    subject = card["subject"]
+    return (
+        f"Privacy card: {subject['name']}",
+        f"{subject['artifact_type']}, made {card['created']}",
+    )
+
+
+def _footer(card: Card) -> str:
+    return f"{card['schema']}. The machine-readable card and the ledger are the authority; this page repeats them."
+
+
+def _sections(card: Card) -> list[Section]:
+    claim, accounting = card["claim"], card["accounting"]
+    sections = [
+        Section("Statement", [Paragraph(claim["statement"])]),
+        Section("Protected", [Bullets(claim["protected"])] if claim["protected"] else [Paragraph("Nothing.")]),
+    ]
+    if claim["unprotected_quantities"]:
+        sections.append(Section("Taken as public", [Bullets(claim["unprotected_quantities"])]))
+    sections.append(Section("Not covered", [Bullets(card["not_covered"])]))
+    if card["assumptions"]:
+        checks = Checks([(a["holds"], a["text"]) for a in card["assumptions"]])
+        sections.append(Section("Assumptions", [checks]))
+    sections.append(Section("What was done", [Facts(_mechanism_rows(card["mechanism"]))]))
+    if accounting is not None:
+        sections.append(Section("Accounting", _accounting_blocks(card)))
+    if ceilings := card["empirical"].get("ceilings"):
+        sections.append(Section("What no attack can exceed", _ceiling_blocks(ceilings)))
+    sections += audit_sections(card)
+    sections.append(Section("Origin", _origin_blocks(card)))
+    return sections
+
+
+def _mechanism_rows(mechanism: Mapping[str, Any]) -> list[tuple[str, object]]:
+    labels = {
+        "law_text": "sampling law",
+        "noise_std": "noise standard deviation",
+        "n_public": "number of units (public)",
+        "max_grad_norm": "clipping bound (max grad norm)",
+    }
+    return [
+        (labels.get(name, name.replace("_", " ")), _n(value))
+        for name, value in mechanism.items()
+        if name != "law" and value is not None
+    ]
+
+
+def _accounting_blocks(card: Card) -> list[Block]:
+    accounting = card["accounting"]
+    rows: list[tuple[str, object]] = [
+        ("accountant", f"{accounting['accountant']} ({accounting['library']} {accounting['version']})"),
+        ("duplicates", card["claim"]["duplicates_policy"]),
+        ("delta rule", card["claim"]["delta_rule"]),
+    ]
+    if accounting.get("error_bound"):
+        rows.insert(1, ("exactness", accounting["error_bound"]))
+    labels = {
+        "epsilon_if_no_amplification": "epsilon if the batches had come from shuffled passes",
+        "epsilon_rdp": "epsilon by the RDP accountant",
+        "epsilon_replace_one": "epsilon for replacing one unit",
+        "epsilon_underreported_by_gdp": "NOT A GUARANTEE: the central limit of Gaussian DP, which under-reports",
+    }
+    for key, label in labels.items():
+        value = accounting.get(key)
+        reason = accounting["not_computed"].get(key, "not computed")
+        rows.append((label, show_epsilon(value) if value is not None else reason))
+    if (total := accounting.get("dataset_total")) is not None:
+        rows.append(("all runs on this data set", _total(total)))
+    blocks: list[Block] = [Facts(rows)]
+    composition = [
+        (part["text"], part["count"], "" if part["epsilon_alone"] is None else show_epsilon(part["epsilon_alone"]))
+        for part in accounting["composition"]
+    ]
+    blocks.append(Paragraph("Everything that was released, as charged:"))
+    blocks.append(Grid(("Release", "Times", "Epsilon alone"), composition, frozenset({1, 2})))
+    if groups := accounting.get("groups"):
+        blocks.append(Paragraph(_GROUPS_TEXT))
+        shown = [(group["units"], _group(group)) for group in groups]
+        blocks.append(Grid(("Units", "Epsilon"), shown, frozenset({0, 1}), narrow=True))
+    if curve := card["claim"]["curve"]:
+        blocks.append(Paragraph("The same guarantee at other values of delta:"))
+        grid = [(f"{delta:.1e}", show_epsilon(epsilon)) for epsilon, delta in curve]
+        blocks.append(Grid(("Delta", "Epsilon"), grid, frozenset({0, 1}), narrow=True))
+    return blocks
+
+
+_GROUPS_TEXT = (
+    "What several units are worth together, at the same delta, by the pld accountant: a person who contributed so "
+    "many, or a text that was recorded so often:"
+)
+
+
+def _group(group: Mapping[str, Any]) -> str:
+    if group["epsilon"] is not None:
+        return show_epsilon(group["epsilon"])
+    wider = group.get("wider")
+    return (
+        f"{group['why']}; {show_epsilon(wider['epsilon'])} with datamodule.cap={wider['cap']}"
+        if wider
+        else str(group["why"])
+    )
+
+
+def _total(total: Mapping[str, Any]) -> str:
+    running = f", {total['running']} of them still running or interrupted" if total["running"] else ""
+    return (
+        f"epsilon = {show_epsilon(total['epsilon'])} at delta = {show_delta(total['delta'])} when this run ended, of a "
+        f"limit of {total['total_eps']:g}: {total['runs']} runs{running}, composed by {total['accountant']}; for runs "
+        "that were not planned from each other's results"
+    )
+
+
+def _ceiling_blocks(ceilings: Mapping[str, Any]) -> list[Block]:
+    rows = [("telling whether one unit was there, with even odds beforehand", ceilings["membership_accuracy"])]
+    rows += [
+        (f"recognising a unit that was there, with false alarms in {100 * float(rate):g} % of cases", value)
+        for rate, value in ceilings["tpr_at_fpr"].items()
+    ]
+    rows += [
+        (f"naming a secret that a blind guess hits once in {1 / float(prior):,.0f} times", value)
+        for prior, value in ceilings["secret_guess"].items()
+    ]
+    text = (
+        "Upper bounds that follow from the accounting alone, for one unit and any attack on what was released. "
+        "They are not measurements."
+    )
+    grid = [(label, _percent(value)) for label, value in rows]
+    return [Paragraph(text), Grid(("Attack", "Succeeds at most"), grid, frozenset({1}), narrow=True)]
+
+
+def _percent(value: float) -> str:
+    """A share in percent, rounded up to three digits; tiny ones as a power of ten."""
+    if value < 1e-4:
+        return show_delta(value) if value > 0 else "0"
+    digits = max(0, 2 - math.floor(math.log10(100 * value)))
+    return f"{math.ceil(100 * value * 10**digits * (1 - 1e-12)) / 10**digits:.{digits}f} %"
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for name, value in values.items():
+        label = f"{prefix}{name}".replace("_", " ")
+        if isinstance(value, Mapping):
+            rows += _flatten(value, f"{label} ")
+        else:
+            rows.append((label, "not stated" if value is None else _n(value)))  # "none" would read as "none found"
+    return rows
+
+
+def _origin_blocks(card: Card) -> list[Block]:
+    rows: list[tuple[str, object]] = [("tuning", card["tuning"]["text"])]
+    for name in ("pretraining", "generation", "randomness", "environment"):
+        if block := card.get(name):
+            rows += [(f"{name} {key}".replace("_", " "), value) for key, value in _flatten(block)]
+    ledger = card["ledger"]
+    if ledger is not None:
+        rows += [("ledger", f"{ledger['name']}, {ledger['records']} records"), ("ledger head", ledger["head"])]
+    rows += [(f"derived from {parent['name']}", f"card sha256 {parent['sha256']}") for parent in card["parents"]]
+    rows += [(f"file {name}", f"sha256 {digest}") for name, digest in card["subject"]["sha256"].items()]
+    rows.append(("software", ", ".join(f"{name} {version}" for name, version in card["package_versions"].items())))
+    return [Facts(rows)]
+
+
+def _n(value: object) -> str:
+    """A value for a reader: numbers short, ranges and lists in words."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, Mapping):
+        if set(value) == {"min", "max"}:
+            return f"{_n(value['min'])} to {_n(value['max'])}"
+        return ", ".join(f"{key}: {_n(item)}" for key, item in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(_n(item) for item in value)
+    return str(value)

@@ -1,0 +1,268 @@
+"""What a card says about the choice of hyper-parameters, and what a declared search for them cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal, TypeAlias, get_args
+
+from lit_dpret.cards.text import show_delta, show_epsilon
+from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
+from lit_dpret.privacy.assumptions import Verdict, every_unit_in_every_step
+from lit_dpret.privacy.budget import require_choice
+from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.releases import Release
+from lit_dpret.privacy.selection import RandomStopping, selection_epsilon
+from lit_dpret.privacy.sweep_places import sweep_limit
+
+TuningData = Literal["none", "public", "synthetic", "private", "unknown"]
+SearchCost: TypeAlias = Callable[[RandomStopping], tuple[float | None, str | None]]
+
+_TUNING = {
+    "none": "Hyper-parameters were fixed before the private data were used.",
+    "public": "Hyper-parameters were chosen on public data, which costs no privacy.",
+    "synthetic": "Hyper-parameters were chosen on DP synthetic data, which is post-processing.",
+    "private": "NOT ACCOUNTED: hyper-parameters were chosen on private data; epsilon does not cover that choice.",
+    "unknown": "NOT ACCOUNTED: it was not stated on which data the hyper-parameters were chosen.",
+}
+
+#: Data on which a choice tells of private data, or may.
+_OPEN = ("private", "unknown")
+_METHODS = ("none", "random_stopping")
+
+
+def tuning_facts(
+    tuning: Mapping[str, Any] | None,
+    cost: SearchCost | None = None,
+    sweep: Mapping[str, Any] | None = None,
+    delta: float | None = None,
+) -> dict[str, Any]:
+    """The tuning block of a card: the facts given, a sentence, and whether an epsilon covers the choice.
+
+    Guarantees:
+        - A choice made on private data is accounted only where the search was declared as
+          `RandomStopping` and its cost is proved; ``epsilon`` is then that of the search with its
+          best run. The epsilon of the claim stays that of the one run.
+        - The same choice among the trials of a sweep that were all reserved beforehand is accounted by their sum:
+          ``epsilon`` is then the limit of the ledger that holds them. Where one of the trials had no privacy, where the
+          limit holds at a larger delta than the claim's, or where the run claims nothing, none is stated.
+
+    Args:
+        tuning: ``data``, ``n_trials``, ``method``, ``mean_runs``, ``runs_law``, ``note``.
+        cost: What a search costs, as `search_cost` gives it; None where the artefact has no releases
+            of its own.
+        sweep: The sweep that the run is a trial of, as its ledger tells of it.
+        delta: Of the claim; None where nothing is claimed.
+
+    Raises:
+        ConfigurationError: ``data`` or ``method`` is no known word, or the search is declared in part,
+            for data on which a search costs nothing, or together with the number of its runs.
+    """
+    given = {key: value for key, value in (tuning or {}).items() if value is not None}
+    chosen: dict[str, Any] = {"data": "unknown", "n_trials": None, "method": None, "note": "", **given}
+    if sweep is not None:
+        chosen |= _as_told(chosen, sweep)
+    require_choice("tuning.data", chosen["data"], get_args(TuningData))
+    text, accounted = _TUNING[chosen["data"]], chosen["data"] not in _OPEN
+    if chosen["n_trials"]:
+        text += f" Number of trials: {chosen['n_trials']}."
+    if (stopping := declared_search(chosen)) is not None:
+        value, why = (None, "this artefact makes no releases of its own") if cost is None else cost(stopping)
+        accounted = value is not None
+        text = _priced(stopping, value) if value is not None else f"{text} The cost of the declared search: {why}."
+        chosen |= {"epsilon": value}
+    elif sweep is not None:
+        text, limit = f"{text} {_of_sweep(sweep, claims=delta is not None)}", sweep_limit(sweep, delta)
+        if chosen["data"] == "private" and limit is not None:
+            accounted, chosen = True, chosen | {"epsilon": limit}
+            text = _summed(sweep, limit)
+    if chosen["note"]:
+        text += f" {chosen['note']}"
+    return {**chosen, "text": text, "accounted": accounted}
+
+
+def with_earlier_tuning(
+    own: Mapping[str, Any], earlier: Mapping[str, Any] | None, name: str, *, composed: bool
+) -> dict[str, Any]:
+    """Add to a tuning block how the settings were chosen of what the artefact was made from.
+
+    Guarantees:
+        - A choice on private or unstated data behind the model is a choice behind whatever is made from it.
+        - What is made from it without private data has the same epsilon with that choice; a claim ``composed`` of
+          both runs has none that is proved.
+
+    Args:
+        own: From `tuning_facts`.
+        earlier: The block of the other card; None where there is none.
+        name: Of the other artefact.
+        composed: The artefact made releases of its own beside those of the other.
+    """
+    if earlier is None or earlier["data"] not in _OPEN or (not own["accounted"] and own["data"] == earlier["data"]):
+        return dict(own)
+    text = f"{own['text']} Of {name}: {earlier['text']}"
+    if not composed and own["data"] not in _OPEN:
+        return {**earlier, "text": text}
+    if earlier["accounted"]:
+        text += " NOT ACCOUNTED: the epsilon of this card does not cover that choice."
+    data = "private" if "private" in (own["data"], earlier["data"]) else "unknown"
+    return {**own, "data": data, "accounted": False, "text": text}
+
+
+def hides_earlier_tuning(own: Mapping[str, Any], earlier: Mapping[str, Any], *, composed: bool) -> bool:
+    """Whether a tuning block leaves out what `with_earlier_tuning` adds to it of the block of another card."""
+    if earlier["data"] not in _OPEN:
+        return False
+    told = str(earlier["text"]) in str(own["text"])
+    if not composed and told and {**earlier, "text": own["text"]} == own:
+        return False
+    graver = own["data"] == "private" or (own["data"] == "unknown" and earlier["data"] == "unknown")
+    return bool(own["accounted"]) or not graver or not (told or own["data"] == earlier["data"])
+
+
+def possible_tuning(
+    stated: Mapping[str, Any],
+    cost: SearchCost,
+    sweep: Mapping[str, Any] | None,
+    delta: float | None,
+    start: Mapping[str, Any] | None,
+) -> list[dict[str, Any]]:
+    """The tuning blocks that a run may have, given its ledger, whatever was declared of its own choice.
+
+    Args:
+        stated: The block on its card, for what the run alone declares.
+        cost: As in `tuning_facts`.
+        sweep: As the ledger tells of it.
+        delta: Of the claim; None where nothing is claimed.
+        start: As the ledger tells of it.
+    """
+    declared = {name: stated.get(name) for name in ("n_trials", "method", "mean_runs", "runs_law", "note")}
+    found = []
+    for data in get_args(TuningData) if sweep is None else ("unknown",):
+        for trials in {declared["n_trials"], None}:
+            with suppress(ConfigurationError):
+                own = tuning_facts({**declared, "n_trials": trials, "data": data}, cost, sweep, delta)
+                earlier = (start or {}).get("tuning")
+                found.append(with_earlier_tuning(own, earlier, str((start or {}).get("name")), composed=True))
+    return found
+
+
+def same_facts(stated: Mapping[str, Any], possible: Mapping[str, Any]) -> bool:
+    """Whether two tuning blocks differ in their words at most, or in an epsilon, which is compared as a number."""
+
+    def facts(block: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in block.items() if key not in ("text", "epsilon") and value is not None}
+
+    return facts(stated) == facts(possible)
+
+
+def refuse_other_tuning(tuning: Mapping[str, Any], metric_data: str, *, knob: str = "callbacks.card.tuning_") -> None:
+    """Refuse what a trial says of the choice of its settings, where its sweep says something else.
+
+    Args:
+        tuning: What the trial says: ``data`` and, where it declares a search, ``method``.
+        metric_data: On which data the trials of its sweep are compared.
+        knob: How the trial's settings begin, for the message.
+
+    Raises:
+        ConfigurationError: They contradict each other.
+    """
+    if tuning.get("method") == "random_stopping":
+        raise ConfigurationError(
+            f"{knob}method=random_stopping with trial_of: its cost is proved only where the number of runs is told to "
+            "nobody, and a sweep tells it. Leave one of the two out."
+        )
+    if (data := tuning.get("data")) not in (None, "unknown", metric_data):
+        raise ConfigurationError(
+            f"{knob}data={data} in a trial of a sweep with task.metric_data={metric_data}: the card would tell of "
+            f"another choice than the sweep makes. Leave {knob}data unknown, which takes the sweep's word."
+        )
+
+
+def search_cost(releases: Sequence[Release], plan: PrivacyPlan | None, verdict: Verdict) -> SearchCost:
+    """What a search among runs with these releases costs: its epsilon, or None and why."""
+
+    def cost(stopping: RandomStopping) -> tuple[float | None, str | None]:
+        if plan is None or verdict.guarantee != "dp":
+            return None, "not computed, for there is no guarantee"
+        charged = releases if verdict.basis == "as_charged" else every_unit_in_every_step(releases)
+        budget = plan.budget
+        try:
+            value = selection_epsilon(charged, stopping, delta=budget.delta, neighbours=budget.neighbours)
+        except UnsupportedAccountingError as error:
+            return None, f"not proved ({str(error).rstrip('.')})"
+        return (value, None) if math.isfinite(value) else (None, "infinite")
+
+    return cost
+
+
+def declared_search(chosen: Mapping[str, Any]) -> RandomStopping | None:
+    """The search that a tuning block declares; None where there is none."""
+    if chosen.get("method") is not None:
+        require_choice("tuning_method", chosen["method"], _METHODS)
+    declared = [name for name in ("mean_runs", "runs_law") if chosen.get(name) is not None]
+    if chosen.get("method") != "random_stopping":
+        if declared:
+            raise ConfigurationError(f"tuning_{declared[0]} is for tuning_method=random_stopping, and that is not set.")
+        return None
+    if chosen["data"] != "private":
+        raise ConfigurationError(
+            f"tuning_method=random_stopping with tuning_data={chosen['data']}: a search has a cost on private data "
+            "only. Set tuning_data=private, or tuning_method to null."
+        )
+    if "mean_runs" not in declared:
+        raise ConfigurationError("tuning_method=random_stopping needs tuning_mean_runs, the mean number of runs.")
+    if chosen.get("n_trials"):
+        raise ConfigurationError(
+            "tuning_trials tells how many runs there were, and the cost of tuning_method=random_stopping is proved "
+            "only where that is told to nobody. Set tuning_trials to null."
+        )
+    return RandomStopping(chosen["mean_runs"], chosen["runs_law"] if "runs_law" in declared else "geometric")
+
+
+def _as_told(chosen: Mapping[str, Any], sweep: Mapping[str, Any]) -> dict[str, Any]:
+    """What a sweep tells of the choice, where the run itself tells nothing."""
+    told: dict[str, Any] = {"sweep": dict(sweep)}
+    if chosen["data"] == "unknown":
+        told["data"] = sweep["metric_data"]
+    if not chosen["n_trials"] and chosen.get("method") in (None, "none"):
+        told["n_trials"] = sweep["trials"]
+    return told
+
+
+def _of_sweep(sweep: Mapping[str, Any], *, claims: bool) -> str:
+    text = (
+        f"This run is one of the {sweep['trials']} trials of sweep {sweep['id']} (varied: {', '.join(sweep['varied'])})"
+    )
+    planned = sweep.get("planned")
+    if planned is None:
+        return f"{text}, none of which was planned as private."
+    if not claims:
+        return f"{text}. It claims nothing by itself, so no epsilon covers a choice that looked at it."
+    if bare := sweep.get("without_privacy"):
+        text += f", {bare} of them without privacy or on what others released, which no epsilon of the sweep bounds,"
+    return (
+        f"{text}, whose {sweep['private_runs']} private trainings were reserved in the ledger of the data set before "
+        f"the first of them: as planned, all of them together are within epsilon = {show_epsilon(planned['epsilon'])} "
+        f"at delta = {planned['delta']:.3g}. Whoever sees several of the models has that, not the epsilon of one."
+    )
+
+
+def _summed(sweep: Mapping[str, Any], limit: float) -> str:
+    return (
+        "Hyper-parameters were chosen on private data, among the trials of one sweep. "
+        f"{_of_sweep(sweep, claims=True)} Including the choice, epsilon = {show_epsilon(limit)} at the delta of the "
+        f"claim, the limit of that ledger at delta = {show_delta(sweep['ledger_delta'])}, which no trial may pass "
+        "(composition of all of them); the epsilon of the claim is for the one run. The records on which the trials "
+        "were scored are not covered."
+    )
+
+
+def _priced(stopping: RandomStopping, epsilon: float) -> str:
+    return (
+        "Hyper-parameters were chosen on private data, as declared: the best of a number of runs that was drawn from "
+        f"a {stopping.describe()} and told to nobody; none of them released more than this one, and nothing of the "
+        f"others was shown. Including that choice, epsilon = {show_epsilon(epsilon)} at the same delta (Renyi "
+        "accounting; Papernot and Steinke 2022); the epsilon of the claim is for the one run. The records on which the "
+        "runs were scored are not covered."
+    )

@@ -1,0 +1,349 @@
+"""Is a privacy card what it says? Checked by whoever holds the files, without the private data.
+
+From the card of an artefact to the run on private data at the other end: every card on the way is the one
+that the next names by SHA-256, says no more than the one before it, and lies beside the files that it
+describes; and the epsilon of the first follows from its ledger. Each check ends as ``ok``, ``failed`` or
+``not_checked``; the last is never counted as the first.
+
+What hashes cannot show is a chain that was rewritten from one end to the other. A signature over the last
+card can: it names all others by hash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lit_dpret
+from lit_dpret.cards.audit_text import NO_GUARANTEE, audit_problems
+from lit_dpret.cards.card import gaps, said
+from lit_dpret.cards.check import changed_files, verify_card
+from lit_dpret.cards.environment import CHANGED, code_commit
+from lit_dpret.cards.file import CARD_NAME, SIGNATURE_NAME, card_path, card_sha256, read_card
+from lit_dpret.cards.findings import Verification
+from lit_dpret.cards.history import versions
+from lit_dpret.cards.lineage import FoundCard, Lineage
+from lit_dpret.cards.lineage_links import link_problems
+from lit_dpret.cards.protocols import protocol_facts
+from lit_dpret.cards.recheck import Recheck, recheck
+from lit_dpret.cards.signature import Signed, check_signature, public_key_fingerprint
+from lit_dpret.cards.start import MODEL_FOLDER
+from lit_dpret.cards.text import card_html, card_markdown, privacy_line, statement
+from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
+from lit_dpret.privacy.ledger import PrivacyLedger
+
+_SHOWN = 5
+_OF_THE_PROGRAM = ("checksum", "environment", "package_versions")
+
+
+def verify_chain(
+    path: str | Path,
+    *,
+    parents: Iterable[str | Path] = (),
+    allow_missing_parents: bool = False,
+    allow_missing_ledger: bool = False,
+    public_key: str | Path | None = None,
+    protocols: Iterable[str | Path] = (),
+) -> Verification:
+    """Check a card, its files, its ledger, and every card that it was derived from.
+
+    Guarantees:
+        - Nothing failed only if: each card found is the one that its child names, and unedited; no audit on it
+          contradicts it; each child claims no more than its parent; each file that a card lists and that must be
+          there has its SHA-256; and each ledger that was found gives the numbers of its card.
+        - A parent or a ledger that is not found is a failure, unless it was allowed to be missing; then it
+          is among what was not checked.
+        - Nothing is written.
+
+    Args:
+        path: A card, or the folder that holds it.
+        parents: Folders or files to look for cards and ledgers in, before those around the card.
+        allow_missing_parents: Accept that parents are not there.
+        allow_missing_ledger: Accept that the ledger behind the claim is not there.
+        public_key: A PEM file with the key by which the card, or one that it was derived from, must be signed.
+        protocols: Files that must have been registered before the first release.
+
+    Raises:
+        DataError: One of ``parents`` does not exist.
+        ConfigurationError: The public key or a protocol cannot be read, or a package is missing for the first.
+    """
+    key = None if public_key is None else public_key_fingerprint(public_key)
+    given = protocol_facts(protocols, knob="task.protocols")
+    lineage = Lineage(parents)
+    result = Verification(card_path(path))
+    try:
+        found = FoundCard(result.path, read_card(path))
+    except DataError as error:
+        result.pass_over(result.path.name, "card", str(error), failed=True)
+        return result
+    result.sha256, result.claim = card_sha256(result.path), privacy_line(found.card)
+    result.add(_name(found), "card", [], "unedited, by its checksum")
+    try:
+        met = _follow(result, lineage, found, allow_missing_parents, allow_missing_ledger)
+        _check_protocols(result, found, given)
+        _check_signatures(result, met, key)
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        problem = f"a field is missing or malformed ({type(error).__name__}: {error})."
+        result.pass_over(
+            _name(found), "card", f"it, or one that it was derived from, cannot be read: {problem}", failed=True
+        )
+    return result
+
+
+def _follow(
+    result: Verification, lineage: Lineage, found: FoundCard, allow_missing_parents: bool, allow_missing_ledger: bool
+) -> list[FoundCard]:
+    """From a card that can be read to the run at the other end; returns the cards that were met, this one first."""
+    named = list(found.card["parents"])
+    if found.card["mechanism"].get("kind") == "post_processing" and not named:
+        result.pass_over(_name(found), "parents", "it is derived from something, and names no parent.", failed=True)
+        return [found]
+    _examine(result, lineage, found, must_have_files=True, allow_missing_ledger=allow_missing_ledger)
+    child: FoundCard | None = found
+    chain = [found]
+    for place, parent in enumerate(named):
+        met = lineage.card(str(parent["sha256"]))
+        if met is None:
+            result.pass_over(str(parent["name"]), "card", _not_found(parent, lineage), failed=not allow_missing_parents)
+            child = None
+            continue
+        later = "" if met.named is None else ", and was amended since"
+        result.add(_name(met), "card", [], f"the one that was named, by its SHA-256{later}")
+        if child is not None:
+            ledger = lineage.ledger(met.card, met.path)
+            problems = link_problems(child.card, met.named or met.card, named[place + 1 :], ledger)
+            result.add(_name(child), "parent", problems, f"claims no more than {_name(met)}")
+        _examine(result, lineage, met, must_have_files=False, allow_missing_ledger=allow_missing_ledger)
+        child = met
+        chain.append(met)
+    return chain
+
+
+def _examine(
+    result: Verification,
+    lineage: Lineage,
+    found: FoundCard,
+    *,
+    must_have_files: bool,
+    allow_missing_ledger: bool,
+) -> None:
+    """What can be said of one card: its files, its ledger, its words."""
+    lineage.look_near(found.path)
+    _check_files(result, found, required=must_have_files)
+    derived, words = found.card["mechanism"].get("kind") == "post_processing", list[str]()
+    if not (derived and any(lineage.card(str(parent["sha256"])) for parent in found.card["parents"][:1])):
+        words = _check_ledger(result, lineage, found, allow_missing=allow_missing_ledger)
+        _check_audits(result, lineage, found)
+    _check_words(result, found, words)
+    _check_copy(result, lineage, found)
+
+
+def _check_files(result: Verification, found: FoundCard, *, required: bool) -> None:
+    digests, name = found.card["subject"]["sha256"], _name(found)
+    if not digests:
+        result.pass_over(name, "files", "the card lists none, as that of an unfinished run does.")
+        return
+    folders = [found.path.parent, found.path.parent / MODEL_FOLDER]
+    folder = max(folders, key=lambda place: sum((place / file).is_file() for file in digests))
+    if not required and not any((folder / file).is_file() for file in digests):
+        result.pass_over(name, "files", "none of them lies beside the card; the artefact that was made from them does.")
+        return
+    result.add(name, "files", changed_files(digests, folder), f"{len(digests)} with the SHA-256 on the card")
+    own = (CARD_NAME, "privacy_card.md", "privacy_card.html", SIGNATURE_NAME)
+    others = [
+        file.relative_to(folder).as_posix()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and file.name not in own and file.relative_to(folder).as_posix() not in digests
+    ]
+    if others:
+        shown = ", ".join(others[:_SHOWN]) + (f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else "")
+        result.pass_over(name, "other files", f"not on the card, so nothing is known of them: {shown}")
+
+
+def _check_ledger(result: Verification, lineage: Lineage, found: FoundCard, *, allow_missing: bool) -> list[str]:
+    """The claim and all else that the ledger decides; returns the sentences that this version would not write."""
+    name, stored = _name(found), found.card["ledger"]
+    ledger = lineage.ledger(found.card, found.path)
+    if ledger is None:
+        why = (
+            f"{stored['name']} with the head {str(stored['head'])[:12]} was not found, so epsilon was not recomputed. "
+            "Name its folder in task.parents=[DIR], or accept that with task.allow_missing_ledger=true."
+        )
+        result.pass_over(name, "ledger", why, failed=not allow_missing)
+        return []
+    problems = verify_card(found.card, ledger)
+    result.add(name, "ledger", problems, f"{stored['records']} records, whole; they give {privacy_line(found.card)}")
+    if problems or found.card["mechanism"].get("kind") == "post_processing":
+        return []
+    try:
+        again = recheck(found.card, PrivacyLedger.read(ledger).records[: stored["records"]])
+    except LitDpretError as error:
+        again = Recheck(0, [str(error)], [])
+    told = f"{again.numbers} on the card, ceilings and mechanism included, follow from the ledger"
+    result.add(name, "numbers", again.wrong, told)
+    return again.words
+
+
+def _check_audits(result: Verification, lineage: Lineage, found: FoundCard) -> None:
+    """Nothing that was found by an audit contradicts the card, and nothing that is due is left out of it."""
+    ledger, count = lineage.ledger(found.card, found.path), found.card["ledger"]["records"]
+    try:
+        records = [] if ledger is None else PrivacyLedger.read(ledger).records[:count]
+    except LitDpretError:  # which the check of the ledger has told
+        records = []
+    problems, results = audit_problems(found.card, records), found.card["empirical"].get("results")
+    if problems or results:
+        text = f"{len(results or ())} results of attacks, none of which contradicts the claim; {NO_GUARANTEE}"
+        result.add(_name(found), "audit", problems, text)
+
+
+def _check_words(result: Verification, found: FoundCard, more: Sequence[str] = ()) -> None:
+    """The sentences, and the pages beside the card, say what the facts say."""
+    card, name = found.card, _name(found)
+    harmless = card["claim"]["guarantee"] == "dp" and all(a["holds"] is not False for a in card["assumptions"])
+    banners, uncovered, _ = (card[each] for each in ("banners", "not_covered", "cautions"))  # which no version left out
+    if not uncovered or not (harmless or banners):
+        result.pass_over(name, "words", "a warning that every such card carries is missing.", failed=True)
+        return
+    ours = _made_by_this_program(card)
+    wrong = [*_wrong_words(found), *more]
+    if wrong and not ours:
+        result.pass_over(name, "words", "they differ from those of this version of lit-dpret; read the JSON's numbers.")
+        return
+    result.add(name, "words", wrong, "statement, warnings and pages follow from the facts")
+
+
+def _check_copy(result: Verification, lineage: Lineage, found: FoundCard) -> None:
+    """The copy of the card that a run leaves in its model folder: what the card says, and results that came later.
+
+    What was computed for the card holds for an equal copy, so nothing is computed twice.
+    """
+    name, folder = _name(found), found.path.parent / MODEL_FOLDER
+    copy = FoundCard(folder / CARD_NAME, found.card)
+    if not any(folder.glob("privacy_card.*")):
+        return
+    try:
+        if copy.path.is_file():
+            copy = FoundCard(copy.path, read_card(copy.path))
+    except DataError as error:
+        result.pass_over(name, "copy", str(error), failed=True)
+        return
+    first, other = (list(versions(card))[-1] for card in (found.card, copy.card))
+    differing = [key for key in {**first, **other} if key not in _OF_THE_PROGRAM and first.get(key) != other.get(key)]
+    if differing:
+        why = f"{copy.path} says another {', '.join(differing)} than {found.path}: one of them was edited."
+        told = any(finding.artefact == name for finding in result.failed)
+        result.pass_over(
+            name, "copy", why, failed=not told
+        )  # where the card itself failed, the copy may be the good one
+        return
+    before = len(result.failed)
+    if copy.card["empirical"] != found.card["empirical"]:
+        _check_audits(result, lineage, copy)
+    wrong = [text for text in _wrong_words(copy) if text not in _wrong_words(found)]
+    ours = _made_by_this_program(found.card) or _made_by_this_program(copy.card)
+    if wrong and not ours:
+        result.pass_over(name, "copy", "words and pages of it differ from those of this version of lit-dpret.")
+    elif len(result.failed) == before:
+        result.add(name, "copy", wrong, f"{folder.name}/{CARD_NAME} says the same, and its pages are those of it")
+
+
+def _wrong_words(found: FoundCard) -> list[str]:
+    """Where the words are not those that this version would write."""
+    card, wrong = found.card, []
+    fresh = said(card)
+    if card["claim"].get("statement") != statement(card):
+        wrong.append("The statement does not follow from the card's facts.")
+    if card["banners"] != fresh["banners"]:
+        wrong.append("The banners do not follow from the card's facts.")
+    missing = [text for text in fresh["cautions"] if text not in card["cautions"]]
+    if card["mechanism"].get("kind") != "post_processing":
+        groups = (card["accounting"] or {}).get("groups", [])
+        due = gaps(card["claim"], groups, card["tuning"], card["randomness"])
+        missing += [text for text in due if text not in card["not_covered"]]
+    if missing:
+        wrong.append(f"{len(missing)} sentences on what is not covered are missing, the first: {missing[0]}")
+    for suffix, write in ((".md", card_markdown), (".html", card_html)):
+        page = found.path.with_suffix(suffix)
+        if page.is_file() and page.read_text(encoding="utf-8", errors="replace") != write(card):
+            wrong.append(f"{page.name} is not the page of this card. Read the JSON.")
+    return wrong
+
+
+def _check_protocols(result: Verification, found: FoundCard, given: Sequence[Mapping[str, str]]) -> None:
+    name, registered = _name(found), found.card["empirical"].get("pre_registered", [])
+    known = {one["sha256"] for one in registered}
+    for one in given:
+        missing = [] if one["sha256"] in known else [f"{one['name']} was not registered, or not with this content."]
+        result.add(name, "protocol", missing, f"{one['name']} was registered before the first release")
+    shown = {one["sha256"] for one in given}
+    for one in registered:
+        if one["sha256"] not in shown:
+            why = f"{one['name']} is registered by its hash; give the file in task.protocols=[FILE] to compare it."
+            result.pass_over(name, "protocol", why)
+
+
+def _check_signatures(result: Verification, chain: Sequence[FoundCard], key: str | None) -> None:
+    """Signatures beside the cards; one covers its card and all that this names by hash, not what is derived from it."""
+    fitting = []
+    for found in chain:
+        path = found.path.with_name(SIGNATURE_NAME)
+        if not path.is_file():
+            continue
+        try:
+            signed = check_signature(found.card, path)
+        except (DataError, ConfigurationError) as error:
+            missing_library = isinstance(error, ConfigurationError)
+            result.pass_over(_name(found), "signature", str(error), failed=not missing_library)
+            continue
+        if key is not None and signed.key != key:
+            why = f"by the key {signed.key[:16]}, which is not that of task.public_key ({key[:16]})."
+            result.pass_over(_name(found), "signature", why, failed=found is chain[0])
+            continue
+        fitting.append(found)
+        _tell_signature(result, _name(found), signed, known=key is not None)
+    if chain[0].path.with_name(SIGNATURE_NAME).is_file():
+        return
+    if fitting:
+        why = f"it is not signed itself; {_name(fitting[0])} is, and so is what that was derived from."
+    elif key is not None:
+        why = "there is none by the key of task.public_key."
+    else:
+        why = (
+            f"there is none ({SIGNATURE_NAME}), so that a chain which was rewritten whole, ledger, files and cards, "
+            "would pass too. task.sign_with=KEYFILE signs a card."
+        )
+    result.pass_over(_name(chain[0]), "signature", why, failed=key is not None and not fitting)
+
+
+def _tell_signature(result: Verification, name: str, signed: Signed, *, known: bool) -> None:
+    text = f"by the key {signed.key[:16]}, over this card"
+    if known:
+        result.add(name, "signature", [], text)
+    else:
+        why = f"{text}; whose key that is cannot be said here. Give task.public_key=FILE, from a source you trust."
+        result.pass_over(name, "signature", why)
+    if signed.later:
+        result.pass_over(name, "signature", f"{signed.later} notes were added to the card after it was signed.")
+
+
+def _made_by_this_program(card: Mapping[str, Any]) -> bool:
+    """Whether this very version would have written the same words; not known of a checkout with changes."""
+    version, commit = card["package_versions"].get("lit-dpret"), (card.get("environment") or {}).get("code_commit")
+    return version == lit_dpret.__version__ and commit == code_commit() and not str(commit).endswith(CHANGED)
+
+
+def _name(found: FoundCard) -> str:
+    return str(found.card["subject"]["name"])
+
+
+def _not_found(parent: Mapping[str, Any], lineage: Lineage) -> str:
+    text = (
+        f"the card with SHA-256 {str(parent['sha256'])[:12]} was not found, in this or an earlier state. Name the "
+        "folder that holds it in task.parents=[DIR], or accept the gap with task.allow_missing_parents=true."
+    )
+    if lineage.damaged:
+        text += f" On the way, {len(lineage.damaged)} cards were met that are damaged or were edited: "
+        text += ", ".join(str(path) for path in lineage.damaged[:_SHOWN])
+    return text

@@ -1,0 +1,605 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cards import CHILD, DELTA, LAW, NOISE, N, Run, forge, make_plan
+
+from lit_dpret.cards.card import (
+    Assumption,
+    build_card,
+    card_sha256,
+    inherit_card,
+    read_card,
+    subject_of,
+    verify_card,
+    write_card,
+)
+from lit_dpret.cards.text import card_html, card_markdown, privacy_line, show_epsilon
+from lit_dpret.errors import ConfigurationError, DataError, LedgerError, StorageError
+from lit_dpret.privacy import accounting
+from lit_dpret.privacy.budget import Neighbours, PrivacyBudget, Unit
+from lit_dpret.privacy.dataset_total import Total
+from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
+from lit_dpret.privacy.releases import (
+    FixedSize,
+    FullBatch,
+    GaussianRelease,
+    Poisson,
+    Shuffle,
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path / "run", make_plan()).train()
+
+
+def epsilon(releases: list[Any], neighbours: Neighbours = "zero_out") -> float:
+    return accounting.epsilon(releases, delta=DELTA, neighbours=neighbours)
+
+
+# --- the number -------------------------------------------------------------------------------
+
+
+def test_the_claim_is_the_accountants_answer_to_what_the_ledger_charges(run: Run) -> None:
+    card = run.card()
+    assert card["claim"]["epsilon"] == epsilon([GaussianRelease(noise_multiplier=NOISE, law=LAW, count=10)])
+    assert card["claim"]["epsilon"] == epsilon(charged_releases(run.ledger.records))
+    assert card["mechanism"]["steps_done"] == 10 and card["mechanism"]["steps_planned"] == 20
+    assert card["banners"] == []
+
+
+def test_the_card_says_how_the_clipping_bound_is_shared_out(tmp_path: Path, run: Run) -> None:
+    flat, layered = run.card(), Run(tmp_path / "layers", make_plan(clip_groups="per_layer")).train().card()
+    assert layered["mechanism"]["clip_groups"] == "per_layer"
+    words = "(abadi, each layer on its own to this over the square root of the number of layers)"
+    for text in (layered["claim"]["statement"], card_markdown(layered), card_html(layered)):
+        assert words in text
+    assert "clipped to L2 norm 0.5 (abadi), and" in flat["claim"]["statement"]
+    assert layered["claim"]["epsilon"] == flat["claim"]["epsilon"]
+
+
+def test_the_total_of_all_runs_stands_on_the_card_where_the_ledger_notes_one(run: Run) -> None:
+    alone = run.card()
+    assert alone["accounting"]["dataset_total"] is None and "all runs on this data set" not in card_markdown(alone)
+    total = Total(epsilon=2.5, delta=DELTA, accountant="pld", total_eps=4.0, runs=3, running=1)
+    run.ledger.append("event", name="dataset_total", **total.to_dict())
+    card = run.card()
+    assert card["accounting"]["dataset_total"] == total.to_dict()
+    assert card["claim"]["epsilon"] == alone["claim"]["epsilon"]
+    text = card_markdown(card)
+    assert "epsilon = 2.500" in text and "3 runs, 1 of them still running or interrupted" in text
+
+
+def test_the_budget_and_the_planned_steps_do_not_enter_the_claim(tmp_path: Path) -> None:
+    numbers = set()
+    for index, eps in enumerate((3.0, 40.0)):
+        plan = replace(make_plan(), budget=PrivacyBudget(eps=eps, delta=DELTA), steps=20 * (index + 1))
+        numbers.add(Run(tmp_path / str(index), plan).train().card()["claim"]["epsilon"])
+    assert len(numbers) == 1
+
+
+def test_less_noise_than_planned_raises_the_number_and_a_banner(tmp_path: Path, run: Run) -> None:
+    weak = Run(tmp_path / "weak", make_plan()).train(noise_std=1.5)
+    card = weak.card()
+    assert card["claim"]["epsilon"] == epsilon([GaussianRelease(noise_multiplier=3.0, law=LAW, count=10)])
+    assert card["claim"]["epsilon"] > run.card()["claim"]["epsilon"]
+    assert any("added less" in banner for banner in card["banners"])
+    assert card["mechanism"]["noise_std"] == 1.5
+
+
+def test_a_step_without_noise_leaves_no_guarantee(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", make_plan())
+    run.train(3)
+    run.step(3, noise_std=0.0)
+    card = run.card()
+    assert card["claim"]["guarantee"] == "none" and card["claim"]["epsilon"] is None
+    assert "NO PRIVACY GUARANTEE" in card["banners"][0]
+
+
+def test_a_release_without_noise_stays_the_reason_whatever_else_is_wrong(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", make_plan())
+    run.step(0, noise_std=0.0)
+    card = run.card(assumptions=[Assumption("Each gradient was clipped.", False)])
+    assert card["claim"]["guarantee"] == "none"
+
+
+def test_an_interrupted_step_is_charged_and_named(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", make_plan())
+    for step in range(9):
+        run.step(step)
+    run.step(9, confirm=False)
+    card = run.card()
+    assert card["claim"]["epsilon"] == epsilon([GaussianRelease(noise_multiplier=NOISE, law=LAW, count=10)])
+    assert card["mechanism"]["steps_unconfirmed"] == 1
+    assert any("1 announced step" in a["text"] and a["holds"] == "unverified" for a in card["assumptions"])
+
+
+def test_a_run_without_privacy_has_no_epsilon_and_a_red_banner(tmp_path: Path) -> None:
+    card = Run(tmp_path / "run", None, mode="none").train().card()
+    claim = card["claim"]
+    assert (claim["epsilon"], claim["guarantee"], claim["delta"]) == (None, "none", None)
+    assert claim["protected"] == [] and card["not_covered"] == ["Everything: no guarantee is claimed."]
+    page = card_html(card)
+    assert 'class="banner danger"' in page and "NO PRIVACY GUARANTEE" in page
+    assert not re.search(r"epsilon = \d", page)
+
+
+def test_a_run_without_privacy_and_without_records_claims_nothing_either(tmp_path: Path) -> None:
+    assert Run(tmp_path / "run", None, mode="none").card()["claim"]["guarantee"] == "none"
+
+
+def test_a_plan_that_is_not_the_ledgers_is_refused(run: Run) -> None:
+    assert run.card(plan=make_plan())["claim"]["epsilon"] == run.card()["claim"]["epsilon"]
+    with pytest.raises(LedgerError, match="not the plan in the ledger"):
+        run.card(plan=make_plan(noise=5.0))
+
+
+def test_a_ledger_that_makes_no_one_claim_is_refused(tmp_path: Path, run: Run) -> None:
+    with pytest.raises(LedgerError, match="no plan record"):
+        build_card(
+            ledger_records=run.ledger.records[1:], subject={"name": "x", "artifact_type": "weights", "sha256": {}}
+        )
+    run.ledger.append("plan", mode="dp_sgd", plan=make_plan(neighbours="replace_one").to_dict())
+    with pytest.raises(LedgerError, match="no one claim"):
+        run.card()
+
+
+def test_steps_that_nobody_announced_leave_no_guarantee(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", make_plan()).train(3)
+    run.ledger.append("end", reason="finished", steps=4)
+    card = run.card()
+    assert card["claim"]["guarantee"] == "not_proved" and card["claim"]["epsilon"] is None
+    assert "4 were made, 3 announced" in " ".join(card["banners"])
+
+
+# --- assumptions ------------------------------------------------------------------------------
+
+
+def test_shuffled_batches_are_charged_without_amplification_under_a_banner(tmp_path: Path) -> None:
+    law = Shuffle(batch_size=100, n=N)
+    card = Run(tmp_path / "run", make_plan(law)).train(20).card()
+    assert card["claim"]["epsilon"] == epsilon([GaussianRelease(noise_multiplier=NOISE, law=FullBatch(), count=2)])
+    assert any("shuffled" in banner for banner in card["banners"])
+
+
+def test_a_loader_that_shuffles_against_its_plan_is_charged_as_shuffled(tmp_path: Path) -> None:
+    law = Shuffle(batch_size=50, n=N)
+    card = Run(tmp_path / "run", make_plan()).train(20, law=law.to_dict()).card()
+    assert card["claim"]["epsilon"] == epsilon([GaussianRelease(noise_multiplier=NOISE, law=FullBatch())])
+    assert any("20 steps drew by another law" in banner for banner in card["banners"])
+    assert card["mechanism"]["law"] == [law.to_dict()]
+
+
+def test_an_assumption_that_fails_always_leaves_a_banner_and_changes_the_number(run: Run) -> None:
+    honest = run.card()["claim"]["epsilon"]
+    cautious = run.card(assumptions=[Assumption("The coins were fair.", False, "no_amplification")])
+    assert cautious["claim"]["epsilon"] == epsilon([GaussianRelease(noise_multiplier=NOISE, law=FullBatch(), count=10)])
+    assert cautious["claim"]["epsilon"] > 3 * honest
+    assert cautious["accounting"]["basis"] == "no_amplification" and "coins were fair" in cautious["banners"][0]
+    nothing = run.card(assumptions=[Assumption("Each gradient was clipped.", False)])
+    assert nothing["claim"]["epsilon"] is None and nothing["claim"]["guarantee"] == "not_proved"
+    assert "NOT PROVED" in nothing["banners"][0]
+    assert run.card(assumptions=[Assumption("All is well.", True)])["claim"]["epsilon"] == honest
+
+
+def test_sampling_that_no_accountant_judges_is_charged_for_every_step(tmp_path: Path) -> None:
+    law = FixedSize(batch_size=50, n=N)
+    card = Run(tmp_path / "run", make_plan()).train(law=law.to_dict()).card()
+    assert card["claim"]["epsilon"] == epsilon([GaussianRelease(noise_multiplier=NOISE, law=FullBatch(), count=10)])
+    assert card["accounting"]["basis"] == "no_amplification"
+
+
+def test_without_known_sampling_nothing_is_proved_where_the_number_of_units_changes(tmp_path: Path) -> None:
+    law = Shuffle(batch_size=50, n=N)
+    card = Run(tmp_path / "run", make_plan(neighbours="add_or_remove")).train(law=law.to_dict()).card()
+    assert card["claim"]["guarantee"] == "not_proved" and card["claim"]["epsilon"] is None
+
+
+def test_an_attempt_that_left_its_law_is_charged_for_every_step(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", make_plan()).train()
+    run.ledger.append("event", name="sampling_departure", attempt=0, step=9, law=Poisson(sample_rate=0.9).to_dict())
+    card = run.card()
+    assert card["claim"]["epsilon"] == epsilon([GaussianRelease(noise_multiplier=NOISE, law=FullBatch(), count=10)])
+    assert any("in attempt 0 the draws departed" in banner for banner in card["banners"])
+
+
+# --- what it means ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unit", ["query", "pair", "user"])
+@pytest.mark.parametrize("neighbours", ["zero_out", "add_or_remove", "replace_one"])
+def test_a_printed_epsilon_never_stands_without_unit_neighbours_and_delta(
+    tmp_path: Path, unit: Unit, neighbours: Neighbours
+) -> None:
+    card = Run(tmp_path / "run", make_plan(unit=unit, neighbours=neighbours)).train().card()
+    number = show_epsilon(card["claim"]["epsilon"])
+    for text in (card["claim"]["statement"], privacy_line(card), card_markdown(card), card_html(card)):
+        assert number in text and "0.0005" in text
+    for text in (privacy_line(card), card_markdown(card), card_html(card)):
+        assert unit in text and neighbours in text
+    words = {"zero_out": "blanking", "add_or_remove": "adding or removing", "replace_one": "by any other"}
+    units = {"query": "one query", "pair": "one (query, passage) pair", "user": "one user contributed"}
+    assert words[neighbours] in card["claim"]["statement"] and units[unit] in card["claim"]["statement"]
+
+
+def test_what_is_protected_follows_from_unit_and_neighbours(tmp_path: Path) -> None:
+    zero_out = Run(tmp_path / "a", make_plan()).train().card()
+    add = Run(tmp_path / "b", make_plan(neighbours="add_or_remove")).train().card()
+    user = Run(tmp_path / "c", make_plan(unit="user")).train().card()
+    assert any(f"n = {N}" in text for text in zero_out["claim"]["unprotected_quantities"])
+    assert any("list of passages" in text for text in zero_out["claim"]["unprotected_quantities"])
+    assert "the number of queries" in add["claim"]["protected"]
+    assert not any("number of" in text for text in add["claim"]["unprotected_quantities"])
+    assert any("declared constants" in text for text in add["claim"]["unprotected_quantities"])
+    assert str(N) not in json.dumps([add["claim"], add["not_covered"], add["mechanism"]])
+    assert any("People who contributed several" in text for text in zero_out["not_covered"])
+    assert not any("People who contributed several" in text for text in user["not_covered"])
+    assert user["claim"]["user_level_epsilon"] == user["claim"]["epsilon"]
+    assert zero_out["claim"]["user_level_epsilon"] is None
+
+
+def test_the_other_readings_of_the_same_noise_are_printed_beside_the_claim(run: Run) -> None:
+    card = run.card()
+    releases = charged_releases(run.ledger.records)
+    facts = card["accounting"]
+    assert facts["epsilon_replace_one"] == epsilon(releases, "replace_one") > card["claim"]["epsilon"]
+    assert facts["epsilon_rdp"] == accounting.epsilon(releases, delta=DELTA, neighbours="zero_out", accountant="rdp")
+    assert facts["epsilon_if_no_amplification"] > card["claim"]["epsilon"]
+    assert facts["composition"][0]["epsilon_alone"] == card["claim"]["epsilon"]
+    assert card["claim"]["curve"] == sorted(card["claim"]["curve"])
+
+
+def test_the_central_limit_stands_on_the_card_as_no_guarantee_and_never_as_the_claim(tmp_path: Path, run: Run) -> None:
+    card = run.card()
+    value = card["accounting"]["epsilon_underreported_by_gdp"]
+    assert value == accounting.underreported_epsilon(
+        charged_releases(run.ledger.records), delta=DELTA, neighbours="zero_out"
+    )
+    assert value < card["claim"]["epsilon"]
+    (line,) = [line for line in card_markdown(card).splitlines() if "central limit" in line]
+    assert "NOT A GUARANTEE" in line and "under-reports" in line and show_epsilon(value) in line
+    assert show_epsilon(value) not in card["claim"]["statement"]
+    shuffled = Run(tmp_path / "shuffled", make_plan(Shuffle(batch_size=100, n=N))).train(20).card()
+    assert shuffled["accounting"]["epsilon_underreported_by_gdp"] is None
+
+
+def test_a_reading_that_has_no_proof_has_no_number(tmp_path: Path) -> None:
+    card = Run(tmp_path / "run", make_plan(neighbours="add_or_remove")).train().card()
+    assert card["accounting"]["epsilon_if_no_amplification"] is None
+    assert "no accountant judges this" in card_markdown(card)
+
+
+def test_printed_numbers_are_rounded_up() -> None:
+    assert show_epsilon(2.99961) == "3.000"
+    assert show_epsilon(1.00001) == "1.001"
+    assert show_epsilon(124.31) == "124.4"
+    assert show_epsilon(0.5) == "0.5000"
+    assert show_epsilon(12345.6) == "12350"
+    assert show_epsilon(0.0) == "0"
+    assert show_epsilon(None) == show_epsilon(float("inf")) == "infinite"
+    for value in (0.000123451, 0.99999, 3.1415926, 77.7777, 1e-9, 999.96):
+        assert value <= float(show_epsilon(value)) <= value * 1.0011
+
+
+@pytest.mark.parametrize(
+    ("tuning", "accounted", "words"),
+    [
+        (None, False, "not stated"),
+        ({"data": "private", "n_trials": 12}, False, "NOT ACCOUNTED.*12"),
+        ({"data": "public"}, True, "public data"),
+        ({"data": "synthetic"}, True, "post-processing"),
+        ({"data": "none", "note": "Values from the paper."}, True, "Values from the paper"),
+    ],
+)
+def test_how_hyper_parameters_were_chosen_is_said_plainly(
+    run: Run, tuning: dict[str, Any] | None, accounted: bool, words: str
+) -> None:
+    card = run.card(tuning=tuning)
+    assert card["tuning"]["accounted"] is accounted
+    assert re.search(words, card["claim"]["statement"])
+    assert bool(card["cautions"]) is not accounted
+    assert any("hyper-parameters" in text for text in card["not_covered"]) is not accounted
+
+
+def test_an_unknown_word_for_the_tuning_data_is_refused(run: Run) -> None:
+    with pytest.raises(ConfigurationError, match=r"tuning\.data='dev'"):
+        run.card(tuning={"data": "dev"})
+
+
+def test_facts_of_the_caller_fill_gaps_and_replace_nothing(run: Run) -> None:
+    card = run.card(mechanism={"optimizer": "Adam", "noise_multiplier": 99.0, "steps_done": 1})
+    assert card["mechanism"]["optimizer"] == "Adam"
+    assert card["mechanism"]["noise_multiplier"] == NOISE and card["mechanism"]["steps_done"] == 10
+
+
+def test_what_the_ceilings_say_agrees_with_the_claim(run: Run) -> None:
+    ceilings = run.card()["empirical"]["ceilings"]
+    assert ceilings and run.card()["empirical"]["results"] == []
+    assert "What no attack can exceed" in card_html(run.card())
+
+
+# --- the files --------------------------------------------------------------------------------
+
+
+def test_a_card_survives_its_file(run: Run) -> None:
+    card = run.card()
+    path = write_card(card, run.folder)
+    assert read_card(path) == read_card(run.folder) == card
+    assert card_sha256(run.folder) == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert (run.folder / "privacy_card.md").read_text().startswith("# Privacy card: generator")
+    assert not list(run.folder.glob(".*"))
+
+
+def test_a_folder_that_cannot_be_written_is_named(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"file/privacy_card\.json"):
+        write_card(run.card(), tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("claim", "reason"),
+    [
+        ({"epsilon": None}, "epsilon"),
+        ({"epsilon": "3"}, "epsilon"),
+        ({"epsilon": True}, "epsilon"),
+        ({"epsilon": -1.0}, "epsilon"),
+        ({"delta": 0}, "delta"),
+        ({"unit": "batch"}, "unit"),
+        ({"neighbours": None}, "neighbours"),
+        ({"guarantee": "strong"}, "guarantee"),
+        ({"guarantee": "none"}, "carries an epsilon"),
+    ],
+)
+def test_a_claim_that_is_none_is_not_read_as_one(run: Run, claim: dict[str, Any], reason: str) -> None:
+    path = run.folder / "privacy_card.json"
+    path.write_text(json.dumps(forge(run.card(), **claim)))
+    with pytest.raises(DataError, match=reason):
+        read_card(path)
+
+
+def test_a_card_edited_by_hand_is_not_read(run: Run) -> None:
+    card = run.card()
+    path = write_card(card, run.folder)
+    path.write_text(path.read_text().replace(f'"epsilon": {card["claim"]["epsilon"]}', '"epsilon": 0.1', 1))
+    with pytest.raises(DataError, match="checksum"):
+        read_card(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "lit-dpret/privacy-card/9"}', "\x00"])
+def test_what_is_no_card_is_not_read_as_one(tmp_path: Path, text: str) -> None:
+    (tmp_path / "privacy_card.json").write_text(text)
+    with pytest.raises(DataError, match=r"privacy_card\.json"):
+        read_card(tmp_path)
+
+
+def test_the_subject_names_its_files_by_their_hash(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").write_bytes(b"abc")
+    subject = subject_of("weights", "generator", [tmp_path / "model" / "weights"], root=tmp_path)
+    assert subject["sha256"] == {"model/weights": hashlib.sha256(b"abc").hexdigest()}
+    with pytest.raises(DataError, match="absent"):
+        subject_of("weights", "generator", [tmp_path / "absent"])
+    with pytest.raises(ConfigurationError, match="artifact_type"):
+        subject_of("model", "generator")  # type: ignore[arg-type]
+
+
+# --- verification -----------------------------------------------------------------------------
+
+
+def test_a_card_agrees_with_its_ledger(run: Run) -> None:
+    run.ledger.close()
+    assert verify_card(run.card(), run.path) == []
+
+
+def test_records_cut_off_the_ledgers_end_are_detected_by_the_card(run: Run) -> None:
+    card = run.card()
+    lines = run.path.read_bytes().splitlines(keepends=True)
+    run.path.write_bytes(b"".join(lines[:-3]))
+    assert PrivacyLedger.read(run.path).records  # the chain alone sees nothing
+    (problem,) = verify_card(card, run.path)
+    assert "cut off its end" in problem
+
+
+def test_a_ledger_that_went_on_makes_the_card_out_of_date(run: Run) -> None:
+    card = run.card()
+    run.step(10)
+    (problem,) = verify_card(card, run.path)
+    assert "out of date" in problem and "1 announced steps" in problem
+
+
+def test_another_runs_ledger_does_not_fit_the_card(run: Run, tmp_path: Path) -> None:
+    other = Run(tmp_path / "other", make_plan()).train()
+    assert "another ledger" in verify_card(run.card(), other.path)[0]
+
+
+def test_a_broken_or_missing_ledger_is_a_problem_not_a_crash(run: Run, tmp_path: Path) -> None:
+    card = run.card()
+    assert "cannot be read" in verify_card(card, tmp_path / "absent.jsonl")[0]
+    run.path.write_bytes(run.path.read_bytes().replace(b"0.5", b"0.7", 1))
+    assert "line" in verify_card(card, run.path)[0]
+
+
+@pytest.mark.parametrize(
+    ("claim", "words"),
+    [
+        ({"epsilon": 0.1}, "claims epsilon = 0.1, the ledger gives"),
+        ({"delta": 0.4}, "delta"),
+        ({"neighbours": "add_or_remove"}, "neighbours"),
+        ({"unit": "user"}, "unit"),
+    ],
+)
+def test_a_forged_claim_is_found_by_recomputation(run: Run, claim: dict[str, Any], words: str) -> None:
+    assert any(words in problem for problem in verify_card(forge(run.card(), **claim), run.path))
+
+
+def test_a_guarantee_claimed_for_an_unprotected_run_is_found(run: Run, tmp_path: Path) -> None:
+    bare = Run(tmp_path / "bare", None, mode="none").train()
+    card = bare.card()
+    claim = {**run.card()["claim"], "epsilon": 1.0}
+    assert "the ledger gives 'none'" in verify_card(forge(card, **claim), bare.path)[0]
+
+
+def test_a_changed_file_of_the_subject_is_found(run: Run) -> None:
+    weights = run.folder / "weights"
+    weights.write_bytes(b"abc")
+    card = run.card(subject=subject_of("weights", "generator", [weights], root=run.folder))
+    assert verify_card(card, run.path, folder=run.folder) == []
+    weights.write_bytes(b"abd")
+    assert "weights was changed" in verify_card(card, run.path, folder=run.folder)[0]
+    weights.unlink()
+    assert "not in" in verify_card(card, run.path, folder=run.folder)[0]
+
+
+# --- inheritance ------------------------------------------------------------------------------
+
+
+def test_a_derived_artefact_has_its_parents_claim_and_names_the_whole_line(run: Run, tmp_path: Path) -> None:
+    parent = write_card(run.card(), run.folder)
+    child = inherit_card(parent, CHILD, description="nucleus sampling")
+    middle = write_card(child, tmp_path / "set")
+    grandchild = inherit_card(middle, {**CHILD, "name": "retriever"}, description="training", parent_ledger=run.path)
+    for card in (child, grandchild):
+        for name in ("epsilon", "delta", "unit", "neighbours", "guarantee", "curve"):
+            assert card["claim"][name] == run.card()["claim"][name]
+        assert card["mechanism"]["kind"] == "post_processing"
+        assert verify_card(card, run.path) == []
+    assert [p["sha256"] for p in grandchild["parents"]] == [card_sha256(middle), card_sha256(parent)]
+    assert [p["name"] for p in grandchild["parents"]] == ["synthetic queries", "generator"]
+    assert "post-processing" in grandchild["claim"]["statement"]
+    assert show_epsilon(run.card()["claim"]["epsilon"]) in privacy_line(grandchild)
+
+
+def test_a_parent_without_a_guarantee_passes_on_that_there_is_none(tmp_path: Path) -> None:
+    bare = Run(tmp_path / "bare", None, mode="none").train()
+    child = inherit_card(write_card(bare.card(), bare.folder), CHILD, description="sampling")
+    assert child["claim"]["guarantee"] == "none" and child["claim"]["epsilon"] is None
+    assert "NO PRIVACY GUARANTEE" in child["banners"][0]
+
+
+def test_a_parent_whose_claim_is_not_proved_passes_that_on(run: Run) -> None:
+    card = run.card(assumptions=[Assumption("Each gradient was clipped.", False)])
+    child = inherit_card(write_card(card, run.folder), CHILD, description="sampling")
+    assert child["claim"]["guarantee"] == "not_proved" and child["claim"]["epsilon"] is None
+
+
+def test_a_parent_that_is_missing_or_edited_is_refused(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no readable privacy card"):
+        inherit_card(tmp_path / "absent.json", CHILD, description="x")
+    path = write_card(run.card(), run.folder)
+    path.write_text(path.read_text().replace('"dp"', '"dq"'))
+    with pytest.raises(DataError, match="checksum"):
+        inherit_card(path, CHILD, description="x")
+
+
+def test_a_forged_parent_is_refused_where_its_ledger_is_at_hand(run: Run, tmp_path: Path) -> None:
+    forged = forge(run.card(), epsilon=0.1)
+    with pytest.raises(DataError, match=r"claims epsilon = 0\.1"):
+        inherit_card(write_card(forged, run.folder), CHILD, description="x")
+    away = write_card(forged, tmp_path / "away")
+    child = inherit_card(away, CHILD, description="x")  # nothing to check against, and the card says so
+    assert any(
+        "follows from the parent's ledger" in a["text"] and a["holds"] == "unverified" for a in child["assumptions"]
+    )
+    with pytest.raises(DataError, match="does not exist"):
+        inherit_card(away, CHILD, description="x", parent_ledger=tmp_path / "absent.jsonl")
+
+
+def test_data_beside_somebody_elses_card_are_refused(run: Run) -> None:
+    data = run.folder / "queries.jsonl"
+    data.write_text("a")
+    path = write_card(run.card(subject=subject_of("dataset", "set", [data], root=run.folder)), run.folder)
+    inherit_card(path, CHILD, description="x")
+    data.write_text("b")
+    with pytest.raises(DataError, match=r"queries\.jsonl is not the file"):
+        inherit_card(path, CHILD, description="x")
+
+
+def test_a_run_with_releases_of_its_own_is_no_post_processing(run: Run) -> None:
+    path = write_card(run.card(), run.folder)
+    with pytest.raises(ConfigurationError, match="releases of its own"):
+        inherit_card(path, CHILD, description="x", ledger_records=run.ledger.records)
+
+
+def test_a_run_on_synthetic_data_cannot_have_a_card_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="inherit_card"):
+        Run(tmp_path / "run", None, mode="synthetic").card()
+
+
+def test_private_tuning_of_a_derived_artefact_is_said_on_its_own_card(run: Run) -> None:
+    path = write_card(run.card(tuning={"data": "none"}), run.folder)
+    child = inherit_card(path, CHILD, description="x", tuning={"data": "private", "n_trials": 3})
+    assert "NOT ACCOUNTED" in child["cautions"][0] and "synthetic queries" in child["not_covered"][0]
+
+
+def test_a_false_assumption_of_the_child_ends_the_claim(run: Run) -> None:
+    path = write_card(run.card(), run.folder)
+    child = inherit_card(path, CHILD, description="x", assumptions=[Assumption("The passages are public.", False)])
+    assert child["claim"]["guarantee"] == "not_proved" and child["claim"]["epsilon"] is None
+
+
+# --- the pages --------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """Collects tags, outside addresses and the nesting of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action", "srcset")]
+        if tag not in ("meta", "br", "line", "path", "rect"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+NASTY = '"><script>alert(1)</script><img src=x onerror=y>|`*_[a](http://b)\n# <b>&amp;\x00\ud800'
+
+
+def test_no_text_becomes_markup_and_nothing_is_loaded_from_elsewhere(run: Run) -> None:
+    card = run.card(
+        subject={"artifact_type": "weights", "name": NASTY, "sha256": {NASTY: "0"}},
+        tuning={"data": "none", "note": NASTY},
+        pretraining={"model": NASTY},
+        mechanism={NASTY: NASTY},
+        not_covered=[NASTY],
+        assumptions=[Assumption(NASTY, False)],
+    )
+    page = Page(card_html(card))
+    assert page.open == [] and page.addresses == []
+    assert not {"script", "img", "b", "link", "iframe"} & set(page.tags)
+    assert "url(" not in card_html(card) and "@import" not in card_html(card)
+    text = card_markdown(card)
+    assert "<script" not in text.replace(r"\<script", "") and "\n# <b>" not in text
+    assert "](http" not in text.replace(r"\](http", "")
+    for line in text.splitlines():
+        if line.startswith("|") and "---" not in line:
+            assert len(re.findall(r"(?<!\\)\|", line)) in (3, 4)
+
+
+def test_the_page_and_the_markdown_say_the_same(run: Run) -> None:
+    card = run.card()
+    page = re.sub(r"<[^>]+>", " ", card_html(card))
+    text = card_markdown(card)
+    for phrase in (card["not_covered"][0], card["claim"]["protected"][1], card["ledger"]["head"], "noise multiplier"):
+        assert phrase in page and phrase in text
+
+
+def test_a_card_is_pure_json(run: Run) -> None:
+    card = run.card()
+    assert json.loads(json.dumps(card, allow_nan=False)) == card

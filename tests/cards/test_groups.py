@@ -1,0 +1,194 @@
+"""What a card says to somebody who contributed several units: a number for a declared bound, or that none is proved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cards import CHILD, DELTA, LAW, NOISE, Run, forge, make_plan
+
+from lit_dpret.cards.card import Assumption, inherit_card, read_card, verify_card, write_card
+from lit_dpret.cards.text import card_html, card_markdown, show_epsilon
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.accounting import epsilon
+from lit_dpret.privacy.budget import Neighbours
+from lit_dpret.privacy.groups import group_epsilon
+from lit_dpret.privacy.modes import DPSGD
+from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.releases import (
+    FixedSize,
+    FullBatch,
+    GaussianRelease,
+    Poisson,
+    SamplingLaw,
+    Shuffle,
+    TruncatedPoisson,
+)
+
+RELEASES = [GaussianRelease(noise_multiplier=NOISE, law=LAW, count=10)]
+
+
+def trained(folder: Path, law: SamplingLaw = LAW, **facts: Any) -> Run:
+    return Run(folder / "run", make_plan(law, **facts)).train()
+
+
+def of(units: int, neighbours: Neighbours = "zero_out") -> float:
+    return group_epsilon(RELEASES, delta=DELTA, max_units=units, neighbours=neighbours)
+
+
+def test_a_declared_bound_puts_the_user_level_epsilon_on_the_card(tmp_path: Path) -> None:
+    card = trained(tmp_path, max_units_per_user=3).card()
+    claim = card["claim"]
+    assert (claim["max_units_per_user"], claim["user_level_epsilon"]) == (3, of(3))
+    assert claim["epsilon"] < claim["user_level_epsilon"]
+    for text in (claim["statement"], card_markdown(card), card_html(card)):
+        assert "up to 3 queries" in text and show_epsilon(of(3)) in text
+    assert any("more than 3 queries" in gap and "declared, not counted" in gap for gap in card["not_covered"])
+    (said,) = [a for a in card["assumptions"] if "more than 3 units" in a["text"]]
+    assert said["holds"] == "unverified"
+
+
+def test_without_a_declared_bound_no_user_level_epsilon_is_invented(tmp_path: Path) -> None:
+    card = trained(tmp_path).card()
+    assert card["claim"]["user_level_epsilon"] is None and card["claim"]["max_units_per_user"] is None
+    assert any("no user-level epsilon was computed" in gap for gap in card["not_covered"])
+    assert "up to" not in card["claim"]["statement"].replace("of at most", "")
+
+
+def test_one_unit_for_each_user_is_the_claim_itself(tmp_path: Path) -> None:
+    claim = trained(tmp_path, max_units_per_user=1).card()["claim"]
+    assert claim["user_level_epsilon"] == claim["epsilon"]
+    assert "up to 1 query, a bound" in claim["statement"]
+
+
+def test_every_card_says_what_copies_of_a_text_cost(tmp_path: Path) -> None:
+    card = trained(tmp_path).card()
+    assert [(group["units"], group["epsilon"]) for group in card["accounting"]["groups"]] == [
+        (units, of(units)) for units in (2, 5, 10)
+    ]
+    (gap,) = [text for text in card["not_covered"] if "same text" in text]
+    for text in (gap, card_markdown(card), card_html(card)):
+        assert all(show_epsilon(of(units)) in text for units in (2, 5, 10))
+
+
+def test_where_copies_have_no_number_the_line_names_a_cap_that_gives_them_one(tmp_path: Path) -> None:
+    law = TruncatedPoisson(sample_rate=0.05, cap=76, n=1000)
+    card = trained(tmp_path, law).card()
+    infinite = [group for group in card["accounting"]["groups"] if group["why"] == "infinite"]
+    (gap,) = [text for text in card["not_covered"] if "same text" in text]
+    assert {5, 10} <= {group["units"] for group in infinite}
+    for group in infinite:
+        wider = group["wider"]
+        fitting = replace(RELEASES[0], law=replace(law, cap=wider["cap"]))
+        assert group_epsilon([fitting], delta=DELTA, max_units=group["units"]) == wider["epsilon"]
+        for text in (gap, card_markdown(card), card_html(card)):
+            assert f"datamodule.cap={wider['cap']}" in text and show_epsilon(wider["epsilon"]) in text
+    child = inherit_card(
+        write_card(card, tmp_path), CHILD, description="x", assumptions=[Assumption("The passages are public.", False)]
+    )
+    assert "datamodule.cap=" not in card_markdown(child)
+
+
+@pytest.mark.slow
+def test_where_no_cap_would_help_the_line_says_that_more_noise_would(tmp_path: Path) -> None:
+    run = trained(tmp_path, LAW, noise=0.1)
+    groups = [group for group in run.card()["accounting"]["groups"] if group["why"] == "infinite"]
+    assert groups and all(group["wider"] is None for group in groups)
+    assert any("lower privacy.eps" in gap for gap in run.card()["not_covered"])
+
+
+@pytest.mark.parametrize(
+    ("law", "neighbours"),
+    [
+        (TruncatedPoisson(sample_rate=0.05, cap=90, n=1000), "add_or_remove"),
+        (Poisson(sample_rate=0.05), "replace_one"),
+    ],
+)
+def test_where_no_bound_is_known_the_card_names_law_and_relation_instead(
+    tmp_path: Path, law: SamplingLaw, neighbours: Neighbours
+) -> None:
+    card = trained(tmp_path, law, neighbours=neighbours, max_units_per_user=4).card()
+    assert card["claim"]["guarantee"] == "dp" and card["claim"]["user_level_epsilon"] is None
+    assert "up to 4 queries no epsilon is proved" in card["claim"]["statement"]
+    for group in card["accounting"]["groups"]:
+        assert group["epsilon"] is None
+        assert all(word in group["why"] for word in ("not proved", law.kind, neighbours))
+    assert any("by how much is not proved" in gap for gap in card["not_covered"])
+    assert any("proved for 4 of them together" in gap for gap in card["not_covered"])
+    assert "not proved: datamodule.sampling=" in card_markdown(card).replace("\\", "")
+
+
+def test_a_law_that_is_charged_for_every_step_is_charged_so_for_several_units_too(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", make_plan(max_units_per_user=5)).train(law=FixedSize(batch_size=50, n=1000).to_dict())
+    card = run.card()
+    assert card["accounting"]["basis"] == "no_amplification"
+    five = GaussianRelease(noise_multiplier=NOISE / 5, law=FullBatch(), count=10)
+    assert card["claim"]["user_level_epsilon"] == pytest.approx(epsilon([five], delta=DELTA, neighbours="zero_out"))
+
+
+def test_a_shuffled_epoch_shows_all_units_of_a_user_at_once(tmp_path: Path) -> None:
+    card = trained(tmp_path, Shuffle(batch_size=100, n=1000), max_units_per_user=5).card()
+    five = GaussianRelease(noise_multiplier=NOISE / 5, law=FullBatch())
+    assert card["claim"]["user_level_epsilon"] == pytest.approx(epsilon([five], delta=DELTA, neighbours="zero_out"))
+
+
+def test_without_a_guarantee_there_is_none_for_several_units(tmp_path: Path) -> None:
+    card = trained(tmp_path, max_units_per_user=3).card(assumptions=[Assumption("Each gradient was clipped.", False)])
+    assert card["claim"]["user_level_epsilon"] is None
+    assert {group["epsilon"] for group in card["accounting"]["groups"]} == {None}
+    bare = Run(tmp_path / "bare", None, mode="none").train().card()
+    assert bare["claim"]["user_level_epsilon"] is None and bare["accounting"] is None
+
+
+def test_a_derived_artefact_inherits_the_user_level_epsilon_and_loses_it_with_the_claim(tmp_path: Path) -> None:
+    run = trained(tmp_path, max_units_per_user=3)
+    path = write_card(run.card(), run.folder)
+    child = inherit_card(path, CHILD, description="x")
+    assert child["claim"]["user_level_epsilon"] == of(3) and "up to 3 queries" in child["claim"]["statement"]
+    broken = inherit_card(path, CHILD, description="x", assumptions=[Assumption("The passages are public.", False)])
+    assert broken["claim"]["guarantee"] == "not_proved" and broken["claim"]["user_level_epsilon"] is None
+    facts = broken["accounting"]
+    assert {group["epsilon"] for group in facts["groups"]} == {None}
+    assert all(facts[name] is None for name in facts if name.startswith("epsilon_"))
+    assert broken["empirical"]["ceilings"] is None
+    assert not any(show_epsilon(of(units)) in card_markdown(broken) for units in (2, 3, 5, 10))
+
+
+@pytest.mark.parametrize(
+    ("claim", "words"),
+    [
+        ({"user_level_epsilon": 0.01}, "user-level epsilon = 0.01, the ledger gives"),
+        ({"max_units_per_user": 30}, "max_units_per_user = 30, the ledger's plan says 3"),
+    ],
+)
+def test_a_forged_user_level_claim_is_found_by_recomputation(tmp_path: Path, claim: dict[str, Any], words: str) -> None:
+    run = trained(tmp_path, max_units_per_user=3)
+    assert verify_card(run.card(), run.path) == []
+    assert any(words in problem for problem in verify_card(forge(run.card(), **claim), run.path))
+
+
+def test_a_user_level_epsilon_that_is_no_number_is_not_read(tmp_path: Path) -> None:
+    run = trained(tmp_path, max_units_per_user=3)
+    with pytest.raises(DataError, match="user_level_epsilon"):
+        read_card(write_card(forge(run.card(), user_level_epsilon="3"), run.folder))
+
+
+def test_the_bound_is_part_of_the_plan_and_survives_the_ledger() -> None:
+    plan = make_plan(max_units_per_user=3)
+    assert PrivacyPlan.from_dict(plan.to_dict()) == plan
+    assert plan.fingerprint() != make_plan().fingerprint()
+
+
+@pytest.mark.parametrize("bound", [0, 2.5, True, 10_000])
+def test_a_bound_that_is_no_number_of_units_is_refused(bound: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"privacy\.max_units_per_user"):
+        DPSGD(eps=3.0, max_units_per_user=bound)
+    with pytest.raises(ConfigurationError, match=r"privacy\.max_units_per_user"):
+        make_plan(max_units_per_user=bound)
+
+
+def test_a_bound_on_the_units_of_a_user_who_is_one_unit_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"privacy\.max_units_per_user=3 .*privacy\.unit=user"):
+        DPSGD(eps=3.0, unit="user", max_units_per_user=3)

@@ -1,0 +1,150 @@
+"""The published JSON Schema describes the cards that are written: all of them, and every field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from card_chain import Chain, make_chain
+from cards import CHILD, Run, make_plan
+
+from lit_dpret.cards import card as card_module
+from lit_dpret.cards.card import SCHEMA, Assumption, inherit_card, read_card, write_card
+from lit_dpret.cards.notes import note_not_covered
+from lit_dpret.cards.protocols import note_protocols
+from lit_dpret.cards.start import note_start, read_start
+from lit_dpret.privacy.coupling import Coupling
+from lit_dpret.privacy.dataset_total import TOTAL_EVENT
+from lit_dpret.privacy.releases import FixedSize, FullBatch, Shuffle, TruncatedPoisson
+
+jsonschema = pytest.importorskip("jsonschema", reason="the schema is held against cards by a validator")
+
+PATH = Path(card_module.__file__).with_name("privacy_card.schema.json")
+PUBLISHED: dict[str, Any] = json.loads(PATH.read_text(encoding="utf-8"))
+
+
+def complaints(card: Mapping[str, Any]) -> list[str]:
+    validator = jsonschema.Draft202012Validator(PUBLISHED)
+    return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(card)]
+
+
+def objects(schema: Any, place: str = "$") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every part of the schema that lists properties."""
+    if isinstance(schema, dict):
+        if "properties" in schema and not place.endswith((".if", ".then", ".else")) and ".allOf" not in place:
+            yield place, schema
+        for name, part in schema.items():
+            yield from objects(part, f"{place}.{name}")
+    elif isinstance(schema, list):
+        for index, part in enumerate(schema):
+            yield from objects(part, f"{place}[{index}]")
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    folder = tmp_path_factory.mktemp("schema")
+    protocol = folder / "protocol.md"
+    protocol.write_text("1000 canaries", encoding="utf-8")
+    return make_chain(folder / "runs", card={"audit_protocols": [protocol], "tuning_data": "private"})
+
+
+def test_the_schema_is_a_schema_and_each_of_its_fields_is_described() -> None:
+    jsonschema.Draft202012Validator.check_schema(PUBLISHED)
+    assert PUBLISHED["properties"]["schema"]["const"] == SCHEMA
+    found = list(objects(PUBLISHED))
+    assert len(found) > 20
+    for place, part in found:
+        for name, field in part["properties"].items():
+            described = field.get("description") or "const" in field or "$ref" in field
+            assert described, f"{place}.{name}"
+        assert part.get("additionalProperties") is False or place == "$.$defs.law", place
+
+
+@pytest.mark.parametrize("link", ["generator", "synthetic", "encoder", "embeddings", "index"])
+def test_every_card_of_a_chain_follows_the_schema(link: str, chain: Chain) -> None:
+    assert complaints(read_card(getattr(chain, link))) == []
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        make_plan(),
+        make_plan(neighbours="add_or_remove", unit="user"),
+        make_plan(neighbours="replace_one", unit="pair"),
+        make_plan(TruncatedPoisson(n=1000, sample_rate=0.05, cap=80), max_units_per_user=3),
+        make_plan(Shuffle(n=1000, batch_size=50)),
+        make_plan(FixedSize(n=1000, batch_size=50), neighbours="replace_one", accountant="rdp"),
+        make_plan(FullBatch(), unit="image"),
+    ],
+    ids=["plain", "add or remove", "replace one", "several units", "shuffle", "rdp", "full batch"],
+)
+def test_a_card_of_each_law_unit_and_relation_follows_the_schema(plan: Any, tmp_path: Path) -> None:
+    run = Run(tmp_path, plan).train(3)
+    assert complaints(run.card()) == []
+    write_card(run.card(), tmp_path)
+    assert complaints(inherit_card(tmp_path, CHILD, description="drawing")) == []
+
+
+def test_cards_without_a_guarantee_follow_the_schema(tmp_path: Path) -> None:
+    assert complaints(Run(tmp_path / "a", None, mode="none").train(2).card()) == []
+    run = Run(tmp_path / "b", make_plan()).train(2)
+    broken = run.card(assumptions=[Assumption("Nothing was shown.", False)])
+    assert broken["claim"]["guarantee"] == "not_proved" and complaints(broken) == []
+    unplanned = Run(tmp_path / "c", make_plan()).train(2, noise_std=0.0).card()
+    assert unplanned["claim"]["guarantee"] == "none" and complaints(unplanned) == []
+
+
+def test_cards_with_all_that_a_run_can_add_follow_the_schema(tmp_path: Path) -> None:
+    coupling = Coupling(bounded="sub_batch", sub_batches=2, n_max=8, expected=4.0)
+    run = Run(tmp_path / "run", make_plan(coupling=coupling))
+    note_protocols(run.ledger, [Path(__file__)])
+    run.step(0)
+    run.step(1, noise_std=0.1)
+    run.ledger.append(
+        "event", name=TOTAL_EVENT, epsilon=1.0, delta=5e-4, accountant="pld", total_eps=8.0, runs=2, running=1
+    )
+    search = {"data": "private", "method": "random_stopping", "mean_runs": 10}
+    card = run.card(tuning=search, mechanism={"optimizer": "adam", "trainable_parameters": 3})
+    assert complaints(card) == []
+    assert card["accounting"]["dataset_total"]["runs"] == 2 and card["tuning"]["mean_runs"] == 10
+    write_card(card, run.folder)
+    note_not_covered(run.folder, "BLEU of generator", computed="the private queries")
+    assert read_card(run.folder)["amendments"] and complaints(read_card(run.folder)) == []
+
+
+def test_a_card_of_a_run_that_started_from_another_follows_the_schema(tmp_path: Path) -> None:
+    model = tmp_path / "first" / "model"
+    model.mkdir(parents=True)
+    (model / "weights").write_bytes(b"w")
+    first = Run(tmp_path / "first", make_plan()).train(3)
+    subject = card_module.subject_of("weights", "first", [model / "weights"], root=model)
+    write_card(first.card(subject=subject), first.folder)
+    second = Run(tmp_path / "second", make_plan())
+    note_start(second.ledger, read_start(first.folder, public=False))
+    card = second.train(3).card()
+    assert "init_from" in card["accounting"] and "start" in card["pretraining"]
+    assert complaints(card) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"more": 1}, "'more' was unexpected"),
+        ({"checksum": "x"}, "does not match"),
+        ({"not_covered": None}, "is not of type 'array'"),
+    ],
+)
+def test_a_field_that_is_unknown_or_malformed_does_not_follow_the_schema(
+    change: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    card = Run(tmp_path, make_plan()).train(2).card()
+    assert any(complaint in text for text in complaints(card | change))
+
+
+def test_an_epsilon_without_a_guarantee_and_a_guarantee_without_one_do_not_follow_the_schema(tmp_path: Path) -> None:
+    card = Run(tmp_path, make_plan()).train(2).card()
+    assert complaints(card | {"claim": card["claim"] | {"epsilon": None}})
+    assert complaints(card | {"claim": card["claim"] | {"guarantee": "none"}})

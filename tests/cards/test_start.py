@@ -1,0 +1,222 @@
+"""A run that starts from another one's model claims what both of them cost, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cards import CHILD, DELTA, LAW, NOISE, Run, forge, make_plan
+
+from lit_dpret.cards.card import (
+    Assumption,
+    build_card,
+    card_sha256,
+    inherit_card,
+    read_card,
+    subject_of,
+    verify_card,
+    write_card,
+)
+from lit_dpret.cards.start import note_start, read_start
+from lit_dpret.cards.text import card_markdown
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError
+from lit_dpret.privacy.accounting import epsilon
+from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
+from lit_dpret.privacy.releases import FixedSize, GaussianRelease
+
+ONE = GaussianRelease(noise_multiplier=NOISE, law=LAW)
+
+
+def cost(steps: int) -> float:
+    return epsilon([GaussianRelease(noise_multiplier=NOISE, law=LAW, count=steps)], delta=DELTA, neighbours="zero_out")
+
+
+def begun(folder: Path, start: Path | None = None, *, mode: str = "dp_sgd", public: bool = False, **plan: Any) -> Run:
+    """A run whose ledger is begun as the accountant begins it."""
+    folder.mkdir()
+    run = Run(folder, make_plan(**plan) if mode == "dp_sgd" else None, mode=mode)
+    if start is not None:
+        found = read_start(start, public=public)
+        found.check(DPSGD(eps=8.0) if mode == "dp_sgd" else NoPrivacy())
+        note_start(run.ledger, found)
+    return run
+
+
+def finished(run: Run, steps: int) -> dict[str, Any]:
+    """Take the steps, write the model and the card."""
+    run.train(steps)
+    model = run.folder / "model"
+    model.mkdir()
+    (model / "weights").write_text(str(run.folder), encoding="utf-8")
+    card = run.card(subject=subject_of("weights", run.folder.name, [model / "weights"], root=model))
+    write_card(card, run.folder)
+    run.ledger.close()
+    return card
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Path:
+    finished(begun(tmp_path / "parent"), 10)
+    return tmp_path / "parent"
+
+
+def test_the_claim_is_the_composition_of_both_runs_and_the_card_says_which_is_which(
+    parent: Path, tmp_path: Path
+) -> None:
+    card = finished(begun(tmp_path / "child", parent), 5)
+    assert card["claim"]["epsilon"] == pytest.approx(cost(15), rel=1e-9)
+    assert cost(15) > max(cost(10), cost(5))
+    parts = card["accounting"]["init_from"]
+    assert parts["epsilon_of_this_run"] == pytest.approx(cost(5))
+    assert parts["epsilon_of_start"] == pytest.approx(cost(10))
+    assert card["parents"] == [{"name": "parent", "sha256": card_sha256(parent), "schema": read_card(parent)["schema"]}]
+    assert card["mechanism"]["steps_done"] == 5, "what was done is what this run did"
+    text = card_markdown(card)
+    assert "about both trainings together" in text and "of its own budget of 50" in text
+    assert verify_card(read_card(tmp_path / "child"), tmp_path / "child" / "privacy_ledger.jsonl") == []
+
+
+def test_a_third_run_composes_all_three(parent: Path, tmp_path: Path) -> None:
+    finished(begun(tmp_path / "child", parent), 5)
+    card = finished(begun(tmp_path / "grandchild", tmp_path / "child"), 4)
+    assert card["claim"]["epsilon"] == pytest.approx(cost(19), rel=1e-9)
+    assert [entry["name"] for entry in card["parents"]] == ["child", "parent"]
+
+
+def test_a_card_that_claims_its_own_run_alone_does_not_verify(parent: Path, tmp_path: Path) -> None:
+    card = finished(begun(tmp_path / "child", parent), 5)
+    ledger = tmp_path / "child" / "privacy_ledger.jsonl"
+    forged = forge(card, epsilon=cost(5))
+    assert "the ledger gives" in verify_card(forged, ledger)[0]
+    orphan = forge({**card, "parents": []})
+    assert "whose card this one does not name" in verify_card(orphan, ledger)[0]
+
+
+def test_without_a_card_only_a_declaration_makes_a_start_public(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    with pytest.raises(ConfigurationError, match="init_from_is_public=true"):
+        read_start(tmp_path / "base", public=False)
+    card = finished(begun(tmp_path / "child", tmp_path / "base", public=True), 5)
+    assert card["claim"]["epsilon"] == pytest.approx(cost(5))
+    assert "base, which was declared to be public" in card["claim"]["statement"]
+    assert [a["holds"] for a in card["assumptions"] if "as declared" in a["text"]] == ["unverified"]
+
+
+def test_a_private_start_cannot_be_declared_public(parent: Path) -> None:
+    with pytest.raises(ConfigurationError, match="is declared public, but its card"):
+        read_start(parent, public=True)
+
+
+def test_a_run_without_privacy_on_declared_public_data_is_a_public_start(tmp_path: Path) -> None:
+    finished(begun(tmp_path / "base", mode="none"), 3)
+    with pytest.raises(ConfigurationError, match="carries no privacy guarantee"):
+        begun(tmp_path / "refused", tmp_path / "base")
+    card = finished(begun(tmp_path / "child", tmp_path / "base", public=True), 5)
+    assert card["claim"]["epsilon"] == pytest.approx(cost(5)) and card["parents"][0]["name"] == "base"
+
+
+def test_without_privacy_the_card_says_so_whatever_the_start_claimed(parent: Path, tmp_path: Path) -> None:
+    card = finished(begun(tmp_path / "child", parent, mode="none"), 5)
+    assert card["claim"]["guarantee"] == "none" and card["claim"]["epsilon"] is None
+    assert card["parents"][0]["sha256"] == card_sha256(parent)
+    assert verify_card(card, tmp_path / "child" / "privacy_ledger.jsonl") == []
+    with pytest.raises(ConfigurationError, match="carries no privacy guarantee"):
+        begun(tmp_path / "grandchild", tmp_path / "child")
+
+
+@pytest.mark.parametrize(
+    ("mode", "named"),
+    [
+        (DPSGD(eps=8.0, unit="pair"), r"privacy\.unit=pair, but init_from"),
+        (DPSGD(eps=8.0, delta=1e-5, neighbours="add_or_remove"), r"privacy\.neighbours=add_or_remove, but init_from"),
+        (SyntheticData(), "the two claims are not composed"),
+    ],
+)
+def test_claims_that_do_not_add_up_are_refused_before_training(mode: Any, named: str, parent: Path) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        read_start(parent, public=False).check(mode)
+
+
+def test_an_accountant_that_cannot_judge_the_start_is_refused(tmp_path: Path) -> None:
+    law = FixedSize(batch_size=50, n=1000)
+    run = begun(tmp_path / "parent", law=law, neighbours="replace_one", accountant="rdp")
+    finished(run, 2)
+    with pytest.raises(ConfigurationError, match=r"privacy\.accountant=pld"):
+        read_start(tmp_path / "parent", public=False).check(DPSGD(eps=8.0, neighbours="replace_one"))
+
+
+def change_model(folder: Path) -> None:
+    (folder / "model" / "weights").write_text("others", encoding="utf-8")
+
+
+def add_to_model(folder: Path) -> None:
+    (folder / "model" / "more_weights").write_text("others", encoding="utf-8")
+
+
+def change_ledger(folder: Path) -> None:
+    path = folder / "privacy_ledger.jsonl"
+    path.write_text(path.read_text(encoding="utf-8").replace('"step":3', '"step":30', 1), encoding="utf-8")
+
+
+def cut_ledger(folder: Path) -> None:
+    path = folder / "privacy_ledger.jsonl"
+    path.write_text("".join(path.read_text(encoding="utf-8").splitlines(keepends=True)[:-4]), encoding="utf-8")
+
+
+def lose_ledger(folder: Path) -> None:
+    (folder / "privacy_ledger.jsonl").unlink()
+
+
+def forge_claim(folder: Path) -> None:
+    write_card(forge(read_card(folder), epsilon=0.01), folder)
+
+
+@pytest.mark.parametrize("damage", [change_model, add_to_model, change_ledger, cut_ledger, lose_ledger, forge_claim])
+def test_a_start_whose_card_does_not_agree_with_what_lies_there_is_refused(
+    damage: Callable[[Path], None], parent: Path
+) -> None:
+    damage(parent)
+    with pytest.raises(DataError, match="its card does not"):
+        read_start(parent, public=False)
+
+
+def test_a_resume_with_another_start_is_refused(parent: Path, tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    base, private = read_start(tmp_path / "base", public=True), read_start(parent, public=False)
+    run = begun(tmp_path / "child")
+    note_start(run.ledger, None)
+    note_start(run.ledger, private)  # killed between the plan and this record, and resumed: nothing was released
+    note_start(run.ledger, private)
+    assert sum(record.get("name") == "init_from" for record in run.ledger.records) == 1
+    run.step(0)
+    for other in (base, None):
+        with pytest.raises(ResumeError, match="another init_from: the ledger's run started from parent"):
+            note_start(run.ledger, other)
+    late = begun(tmp_path / "late")
+    late.step(0)
+    with pytest.raises(ResumeError, match="started from nothing"):
+        note_start(late.ledger, private)
+
+
+def test_what_is_made_from_the_model_inherits_both_and_shows_no_number_where_nothing_is_proved(
+    parent: Path, tmp_path: Path
+) -> None:
+    finished(begun(tmp_path / "child", parent), 5)
+    model, ledger = tmp_path / "child", tmp_path / "child" / "privacy_ledger.jsonl"
+    made = inherit_card(model, CHILD, description="drawing from it")
+    assert made["claim"]["epsilon"] == pytest.approx(cost(15), rel=1e-9) and verify_card(made, ledger) == []
+    assert [entry["name"] for entry in made["parents"]] == ["child", "parent"]
+    doubted = inherit_card(model, CHILD, description="drawing", assumptions=[Assumption("The list is public.", False)])
+    parts = doubted["accounting"]["init_from"]
+    assert (parts["epsilon_of_this_run"], parts["epsilon_of_start"]) == (None, None)
+    assert "start" not in doubted["pretraining"] and doubted["claim"]["epsilon"] is None
+
+
+def test_the_ledger_holds_no_path(parent: Path, tmp_path: Path) -> None:
+    run = begun(tmp_path / "child", parent)
+    assert str(tmp_path) not in run.path.read_text(encoding="utf-8")
+    assert build_card(
+        ledger_records=run.ledger.records, subject={"artifact_type": "weights", "name": "x", "sha256": {}}
+    )

@@ -1,0 +1,121 @@
+"""A card never lets a search for hyper-parameters pass for free, and states its cost where one is proved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cards import CHILD, DELTA, LAW, NOISE, Run, make_plan
+
+from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.cards.card import Assumption, inherit_card, verify_card, write_card
+from lit_dpret.cards.file import checksum
+from lit_dpret.cards.text import card_html, card_markdown, show_epsilon
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.budget import Neighbours
+from lit_dpret.privacy.releases import FixedSize, FullBatch, GaussianRelease, SamplingLaw, TruncatedPoisson
+from lit_dpret.privacy.selection import RandomStopping, selection_epsilon
+
+SEARCH: dict[str, Any] = {"data": "private", "method": "random_stopping", "mean_runs": 10, "runs_law": "geometric"}
+
+
+def trained(folder: Path, law: SamplingLaw = LAW, neighbours: Neighbours = "zero_out") -> Run:
+    return Run(folder / "run", make_plan(law, neighbours=neighbours)).train()
+
+
+def cost(law: SamplingLaw = LAW, mean: float = 10) -> float:
+    run = GaussianRelease(noise_multiplier=NOISE, law=law, count=10)
+    return selection_epsilon([run], RandomStopping(mean), delta=DELTA, neighbours="zero_out")
+
+
+def test_a_declared_search_is_priced_beside_the_claim_and_not_instead_of_it(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    card, alone = run.card(tuning=SEARCH), run.card(tuning={"data": "private"})
+    assert card["tuning"]["epsilon"] == cost() > card["claim"]["epsilon"] == alone["claim"]["epsilon"]
+    assert card["tuning"]["accounted"] is True and alone["tuning"]["accounted"] is False
+    for text in (card["claim"]["statement"], card["cautions"][0], card_markdown(card), card_html(card)):
+        assert f"epsilon = {show_epsilon(cost())}" in text and "geometric distribution of mean 10" in text
+        assert "NOT ACCOUNTED" not in text
+    assert any("scored are not covered at all" in gap and show_epsilon(cost()) in gap for gap in card["not_covered"])
+
+
+def test_the_law_of_the_number_of_runs_is_geometric_unless_it_is_stated(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    unstated = {key: value for key, value in SEARCH.items() if key != "runs_law"}
+    assert run.card(tuning=unstated)["tuning"]["epsilon"] == cost()
+    assert run.card(tuning=SEARCH | {"runs_law": 0.0})["tuning"]["epsilon"] < cost()
+
+
+def test_a_search_over_truncated_batches_is_priced_under_zero_out(tmp_path: Path) -> None:
+    law = TruncatedPoisson(sample_rate=0.05, cap=90, n=1000)
+    assert trained(tmp_path, law).card(tuning=SEARCH)["tuning"]["epsilon"] == pytest.approx(cost(law))
+
+
+@pytest.mark.parametrize(
+    ("law", "neighbours"), [(TruncatedPoisson(sample_rate=0.05, cap=90, n=1000), "add_or_remove"), (LAW, "replace_one")]
+)
+def test_a_search_whose_cost_nobody_proved_is_said_to_be_so(
+    tmp_path: Path, law: SamplingLaw, neighbours: Neighbours
+) -> None:
+    card = trained(tmp_path, law, neighbours).card(tuning=SEARCH)
+    assert card["claim"]["guarantee"] == "dp"
+    assert card["tuning"]["epsilon"] is None and card["tuning"]["accounted"] is False
+    for word in ("NOT ACCOUNTED", "not proved", law.kind, neighbours):
+        assert word in card["claim"]["statement"]
+    assert any("is not accounted" in gap for gap in card["not_covered"])
+
+
+def test_a_search_without_amplification_is_priced_without_it(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", make_plan()).train(law=FixedSize(batch_size=50, n=1000).to_dict())
+    assert run.card(tuning=SEARCH)["tuning"]["epsilon"] == pytest.approx(cost(FullBatch()))
+
+
+def test_without_a_guarantee_a_search_has_no_price(tmp_path: Path) -> None:
+    card = trained(tmp_path).card(tuning=SEARCH, assumptions=[Assumption("Each gradient was clipped.", False)])
+    assert card["tuning"]["epsilon"] is None and card["tuning"]["accounted"] is False
+
+
+def test_a_derived_artefact_keeps_its_parents_price_in_what_is_not_covered(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    path = write_card(run.card(tuning=SEARCH), run.folder)
+    child = inherit_card(path, CHILD, description="x", tuning={"data": "none"})
+    assert any(show_epsilon(cost()) in gap for gap in child["not_covered"])
+    assert (child["tuning"]["data"], child["tuning"]["epsilon"]) == ("private", cost()), "post-processing of the chosen"
+    searched = inherit_card(path, CHILD, description="x", tuning=SEARCH)
+    assert searched["tuning"]["epsilon"] is None and "NOT ACCOUNTED" in searched["cautions"][0]
+    assert verify_card(child, run.path) == verify_card(searched, run.path) == []
+
+
+def test_a_forged_price_is_found_by_recomputation(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    card = run.card(tuning=SEARCH)
+    assert verify_card(card, run.path) == []
+    forged = json.loads(json.dumps(card))
+    forged["tuning"]["epsilon"] = 0.01
+    forged["checksum"] = checksum(forged)
+    assert any("epsilon with its search = 0.01" in problem for problem in verify_card(forged, run.path))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"data": "public"}, "tuning_data=public"),
+        ({"mean_runs": None}, "tuning_mean_runs"),
+        ({"mean_runs": 0.5}, "tuning_mean_runs"),
+        ({"runs_law": "uniform"}, "tuning_runs_law"),
+        ({"n_trials": 12}, "tuning_trials"),
+        ({"method": "grid"}, "grid"),
+        ({"method": "none"}, "tuning_mean_runs"),
+    ],
+)
+def test_a_search_declared_by_halves_or_with_its_number_told_is_refused(
+    tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    run = trained(tmp_path)
+    with pytest.raises(ConfigurationError, match=named):
+        run.card(tuning=SEARCH | change)
+    settings = {"trials" if key == "n_trials" else key: value for key, value in (SEARCH | change).items()}
+    with pytest.raises(ConfigurationError, match=named):
+        PrivacyCard(**{f"tuning_{key}": value for key, value in settings.items()})

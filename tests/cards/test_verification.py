@@ -1,0 +1,451 @@
+"""A good chain of cards is accepted from each of its links, and one with any part changed is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from card_chain import Chain, make_chain
+from cards import Run, make_plan, rewrite_chain
+from memoriser import audited
+
+from lit_dpret.cards import verification
+from lit_dpret.cards.audit_text import ALARM, BOUND
+from lit_dpret.cards.card import build_card, inherit_card, read_card, subject_of, write_card
+from lit_dpret.cards.evidence import AttackResult, add_evidence
+from lit_dpret.cards.file import checksum
+from lit_dpret.cards.findings import Verification
+from lit_dpret.cards.history import text_sha256, versions
+from lit_dpret.cards.notes import note_not_covered
+from lit_dpret.cards.start import note_start, read_start
+from lit_dpret.cards.verification import verify_chain
+from lit_dpret.errors import ConfigurationError, DataError, VerificationError
+from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.modes import DPSGD
+from lit_dpret.tasks import Verify
+from lit_dpret.tasks.parts import Parts
+
+LEDGER = "privacy_ledger.jsonl"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    return make_chain(tmp_path_factory.mktemp("chain") / "runs")
+
+
+@pytest.fixture
+def chain(made: Chain, tmp_path: Path) -> Chain:
+    """A copy of its own, to be broken."""
+    shutil.copytree(made.root, tmp_path / "runs")
+    return Chain(tmp_path / "runs")
+
+
+def rejected(result: Verification, *, artefact: str, check: str) -> str:
+    """The complaint of the one check that failed."""
+    assert [(f.artefact, f.check) for f in result.failed] == [(artefact, check)], result.format()
+    return result.failed[0].text
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None], *, forge: bool = True) -> None:
+    """Change a card's JSON; with its checksum put right, as somebody who knows the format would."""
+    card = json.loads(path.read_text(encoding="utf-8"))
+    change(card)
+    if forge:
+        card["checksum"] = checksum(card)
+    path.write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+
+
+def less_noise(record: dict[str, Any]) -> None:
+    if record["kind"] == "release":
+        record["noise_std"] /= 2
+
+
+# -- a good chain ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("link", ["index", "embeddings", "encoder", "synthetic", "generator"])
+def test_a_good_chain_is_accepted_from_each_link(link: str, made: Chain) -> None:
+    result = verify_chain(getattr(made, link))
+    assert not result.failed, result.format()
+    confirmed = [(f.artefact, f.check) for f in result.findings if f.outcome == "ok"]
+    order = ["index", "embeddings", "FrozenDualEncoder", "synthetic", "QueryGenerator"]
+    names = [name for name, check in confirmed if check == "card"]
+    assert names == order[-len(names) :] and len(names) >= 1
+    assert {("QueryGenerator", "ledger"), ("QueryGenerator", "numbers")} <= set(confirmed)
+    assert sum(check == "parent" for _, check in confirmed) == len(names) - 1
+    assert result.claim.startswith("epsilon = ")
+
+
+def test_the_card_in_the_model_folder_is_as_good_as_that_of_the_run(made: Chain) -> None:
+    for folder in (made.encoder / "model", made.generator / "model"):
+        assert not verify_chain(folder).failed
+
+
+def test_files_that_no_card_lists_are_named_and_not_called_checked(chain: Chain) -> None:
+    (chain.generator / "model" / "pytorch_model.bin").write_bytes(b"other weights")
+    result = verify_chain(chain.generator)
+    assert not result.failed
+    assert result.not_checked[0].text == "not on the card, so nothing is known of them: pytorch_model.bin"
+
+
+def test_a_card_without_any_guarantee_is_verified_as_that(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", None, mode="none").train(3)
+    write_card(run.card(), run.folder)
+    result = verify_chain(run.folder)
+    assert not result.failed and result.claim == "no privacy guarantee (epsilon is infinite)"
+
+
+# -- each must be rejected ---------------------------------------------------------------------
+
+
+def test_a_changed_ledger_line_is_rejected_by_its_number(chain: Chain) -> None:
+    path = chain.generator / LEDGER
+    lines = path.read_text(encoding="utf-8").splitlines()
+    place = next(i for i, line in enumerate(lines) if '"kind":"release"' in line)
+    lines[place] = lines[place].replace('"noise_std":2', '"noise_std":9')
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for link in (chain.generator, chain.index):
+        text = rejected(verify_chain(link), artefact="QueryGenerator", check="ledger")
+        assert f"line {place + 1}: the content does not match its hash" in text
+
+
+def test_a_ledger_with_another_noise_and_hashes_put_right_is_not_the_one_of_the_card(chain: Chain) -> None:
+    rewrite_chain(chain.generator / LEDGER, less_noise)
+    text = rejected(verify_chain(chain.index), artefact="QueryGenerator", check="ledger")
+    assert "another ledger" in text
+
+
+def test_a_card_that_was_put_on_a_ledger_with_less_noise_claims_too_little(chain: Chain) -> None:
+    path = chain.generator / LEDGER
+    rewrite_chain(path, less_noise)
+    head = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["hash"]
+    edit(chain.generator / "privacy_card.json", lambda card: card["ledger"].update(head=head))
+    result = verify_chain(chain.generator)
+    assert "ledger gives" in result.failed[0].text and result.failed[0].check == "ledger"
+
+
+@pytest.mark.parametrize("link", ["synthetic", "encoder", "index"])
+def test_a_swapped_synthetic_file_is_rejected(link: str, chain: Chain) -> None:
+    queries = chain.synthetic / "queries.jsonl"
+    first, *others = queries.read_text(encoding="utf-8").splitlines(keepends=True)
+    queries.write_text("".join([*others, first]), encoding="utf-8")
+    text = rejected(verify_chain(getattr(chain, link)), artefact="synthetic", check="files")
+    assert text == "queries.jsonl was changed after the card was made: its SHA-256 differs."
+
+
+def test_a_file_of_the_subject_that_is_gone_is_rejected_and_one_of_a_parent_is_not(chain: Chain) -> None:
+    for path in chain.synthetic.iterdir():
+        if path.name not in ("privacy_card.json", "shards", "qrels", "pairs"):
+            path.unlink()
+    shutil.rmtree(chain.synthetic / "qrels")
+    shutil.rmtree(chain.synthetic / "pairs")
+    assert not verify_chain(chain.encoder).failed
+    assert {f.check for f in verify_chain(chain.synthetic).failed} == {"files"}
+
+
+def test_a_missing_parent_is_rejected_unless_that_is_allowed_and_then_it_is_said(
+    chain: Chain, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    shutil.move(chain.synthetic, elsewhere)
+    text = rejected(verify_chain(chain.index), artefact="synthetic", check="card")
+    assert "was not found" in text and "task.parents" in text
+    allowed = verify_chain(chain.index, allow_missing_parents=True)
+    assert not allowed.failed
+    assert ("synthetic", "card") in [(f.artefact, f.check) for f in allowed.not_checked]
+    assert ("QueryGenerator", "numbers") in [(f.artefact, f.check) for f in allowed.findings], "the rest is checked"
+    found = verify_chain(chain.index, parents=[elsewhere])
+    assert not found.failed and ("synthetic", "card") not in [(f.artefact, f.check) for f in found.not_checked]
+
+
+def test_a_missing_ledger_is_rejected_unless_that_is_allowed(
+    chain: Chain, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("handed") / "on" / "to" / "others"
+    shutil.copytree(chain.generator / "model", folder)
+    text = rejected(verify_chain(folder), artefact="QueryGenerator", check="ledger")
+    assert "epsilon was not recomputed" in text
+    assert [f.check for f in verify_chain(folder, allow_missing_ledger=True).not_checked] == ["ledger", "signature"]
+    assert not verify_chain(folder, parents=[chain.generator]).failed
+
+
+def test_a_card_that_was_edited_by_hand_is_rejected(chain: Chain) -> None:
+    edit(chain.index / "privacy_card.json", lambda card: card["claim"].update(epsilon=0.01), forge=False)
+    assert "It was edited" in rejected(verify_chain(chain.index), artefact="privacy_card.json", check="card")
+
+
+def test_a_parent_that_was_edited_by_hand_is_not_the_one_that_was_named(chain: Chain) -> None:
+    edit(chain.synthetic / "privacy_card.json", lambda card: card["claim"].update(epsilon=0.01), forge=False)
+    text = rejected(verify_chain(chain.encoder), artefact="synthetic", check="card")
+    assert "1 cards were met that are damaged or were edited" in text and "synthetic/privacy_card.json" in text
+    edit(chain.synthetic / "privacy_card.json", lambda card: card["claim"].update(epsilon=0.01))
+    rejected(verify_chain(chain.encoder), artefact="synthetic", check="card")
+
+
+def test_a_card_of_another_version_is_rejected(chain: Chain) -> None:
+    edit(chain.index / "privacy_card.json", lambda card: card.update(schema="lit-dpret/privacy-card/2"))
+    text = rejected(verify_chain(chain.index), artefact="privacy_card.json", check="card")
+    assert "privacy-card/2" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda card: card["claim"].update(epsilon=0.01), "It says epsilon = 0.01, its parent"),
+        (lambda card: card["claim"].update(unit="user"), "It says unit = 'user', its parent 'query'"),
+        (lambda card: card["accounting"].update(epsilon_rdp=0.01), "Its accounting block is not its parent's"),
+        (lambda card: card["empirical"]["ceilings"].update(membership_accuracy=0.5), "Its ceilings of attacks"),
+        (lambda card: card["parents"].pop(), "The cards that it names after its parent are not"),
+        (lambda card: card["assumptions"].pop(), "It leaves out assumptions of its parent"),
+        (lambda card: card["assumptions"][0].update(holds=False), "An assumption of its own does not hold"),
+        (lambda card: card["not_covered"].pop(), "It leaves out what its parent does not cover"),
+    ],
+    ids=["epsilon", "unit", "accounting", "ceilings", "ancestors", "assumptions", "false assumption", "not covered"],
+)
+def test_a_derived_card_that_says_more_than_its_parent_is_rejected(
+    change: Callable[[dict[str, Any]], None], complaint: str, chain: Chain
+) -> None:
+    edit(chain.encoder / "privacy_card.json", change)
+    found = [f.text for f in verify_chain(chain.encoder).failed if f.check == "parent"]
+    assert len(found) == 1 and found[0].startswith(complaint)
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda card: card["mechanism"].update(noise_multiplier=40.0), "mechanism.noise_multiplier"),
+        (lambda card: card["empirical"]["ceilings"]["tpr_at_fpr"].update({"0.01": 0.01}), "tpr_at_fpr.0.01"),
+        (lambda card: card["accounting"]["groups"][0].update(epsilon=0.01), "accounting.groups.0.epsilon"),
+        (lambda card: card["claim"]["curve"].pop(), "claim.curve has"),
+        (lambda card: card["claim"].update(user_level_epsilon=0.05), "user-level epsilon"),
+    ],
+)
+def test_each_number_of_a_card_that_its_ledger_does_not_give_is_rejected(
+    change: Callable[[dict[str, Any]], None], where: str, chain: Chain
+) -> None:
+    edit(chain.generator / "privacy_card.json", change)
+    found = [f.text for f in verify_chain(chain.generator).failed if f.check in ("numbers", "ledger")]
+    assert len(found) == 1 and where in found[0]
+
+
+def at_commit(folder: Path, commit: str | None) -> None:
+    """Write the card in ``folder`` as lit-dpret of this commit would have."""
+    card = read_card(folder)
+    card["environment"]["code_commit"] = commit
+    card["checksum"] = checksum(card)
+    write_card(card, folder)
+
+
+def test_words_and_pages_that_do_not_follow_from_the_facts_are_rejected(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verification, "code_commit", lambda: "a" * 40)
+    for folder in (chain.generator, chain.generator / "model"):
+        at_commit(folder, "a" * 40)
+    page = chain.generator / "privacy_card.html"
+    page.write_text(page.read_text(encoding="utf-8").replace("zero-out", "nothing at all"), encoding="utf-8")
+    text = rejected(verify_chain(chain.generator), artefact="QueryGenerator", check="words")
+    assert text == "privacy_card.html is not the page of this card. Read the JSON."
+    edit(chain.generator / "model" / "privacy_card.json", lambda card: card["not_covered"].pop())
+    assert "on what is not covered are missing" in verify_chain(chain.generator / "model").failed[0].text
+
+
+def test_a_card_without_its_red_banner_is_rejected_whatever_wrote_it(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", None, mode="none").train(3)
+    write_card(run.card(), run.folder)
+    at_commit(run.folder, "b" * 40)
+    edit(run.folder / "privacy_card.json", lambda card: card["banners"].clear())
+    text = rejected(verify_chain(run.folder), artefact="generator", check="words")
+    assert text == "a warning that every such card carries is missing."
+
+
+@pytest.mark.parametrize("commit", ["b" * 40, "a" * 40 + "+changes", None], ids=["another", "changed", "unknown"])
+def test_words_that_another_version_may_have_written_are_not_called_wrong(
+    commit: str | None, chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verification, "code_commit", lambda: "a" * 40)
+    at_commit(chain.generator, commit)
+    (chain.generator / "privacy_card.html").write_text("older words", encoding="utf-8")
+    result = verify_chain(chain.generator)
+    assert not result.failed
+    assert ("QueryGenerator", "words") in [(f.artefact, f.check) for f in result.not_checked]
+
+
+def test_a_derived_card_that_names_no_parent_is_rejected(chain: Chain) -> None:
+    edit(chain.synthetic / "privacy_card.json", lambda card: card["parents"].clear())
+    text = rejected(verify_chain(chain.synthetic), artefact="synthetic", check="parents")
+    assert text == "it is derived from something, and names no parent."
+
+
+def test_a_card_that_lacks_what_every_card_has_is_rejected_and_not_stumbled_over(chain: Chain) -> None:
+    for name in ("mechanism", "banners", "cautions", "package_versions", "assumptions"):
+        path = shutil.copytree(chain.generator, chain.root / f"without {name}") / "privacy_card.json"
+        edit(path, lambda card, name=name: card.pop(name))  # type: ignore[misc]
+        found = verify_chain(path)
+        assert found.failed and f"'{name}'" in found.failed[-1].text
+
+
+# -- cards that were amended -------------------------------------------------------------------
+
+
+def test_a_parent_that_was_amended_is_still_the_one_that_was_named(chain: Chain) -> None:
+    before = text_sha256(read_card(chain.synthetic))
+    for what in ("BLEU", "BLEU", "the share of copied queries"):
+        note_not_covered(chain.synthetic, f"{what} of synthetic", computed="the private queries")
+    assert before in [text_sha256(card) for card in versions(read_card(chain.synthetic))]
+    result = verify_chain(chain.encoder)
+    assert not result.failed
+    assert "and was amended since" in next(f.text for f in result.findings if f.artefact == "synthetic")
+
+
+def contradict(chain: Chain) -> None:
+    """What an audit of the generator writes when it found more than the claim allows."""
+    found = AttackResult(
+        attack="one-run audit", n=300, metric=BOUND, estimate=90.0, eps_lower=90.0, delta=1e-5, confidence=ALARM,
+        ceiling=50.0,
+    )  # fmt: skip
+    for folder in (chain.generator, chain.generator / "model"):
+        add_evidence(folder, [found])
+
+
+@pytest.mark.parametrize("link", ["index", "synthetic", "generator"])
+def test_a_chain_whose_generator_an_audit_contradicts_is_rejected_from_each_link(link: str, chain: Chain) -> None:
+    contradict(chain)
+    text = rejected(verify_chain(getattr(chain, link)), artefact="QueryGenerator", check="audit")
+    assert text.startswith("AN AUDIT CONTRADICTS THIS CLAIM")
+
+
+def test_nothing_is_claimed_of_what_is_made_from_an_artefact_that_an_audit_contradicts(chain: Chain) -> None:
+    contradict(chain)
+    subject = subject_of("dataset", "made", [], root=None)
+    card = inherit_card(chain.generator, subject, description="generation")
+    assert card["claim"]["guarantee"] == "not_proved" and card["claim"]["epsilon"] is None
+    assert any("An audit of QueryGenerator" in text for text in card["banners"])
+    with pytest.raises(ConfigurationError, match="no privacy guarantee"):
+        read_start(chain.generator, public=False).check(DPSGD(eps=1.0))
+
+
+def test_a_card_that_lost_the_result_of_an_audit_that_its_ledger_registered_is_rejected(tmp_path: Path) -> None:
+    audited(tmp_path, steps=3)
+    folder = tmp_path / "run"
+    assert not verify_chain(folder).failed
+    for path in (folder / "privacy_card.json", folder / "model" / "privacy_card.json"):
+        edit(path, lambda card: (card["empirical"].update(results=[]), card.pop("amendments")))
+    text = [finding.text for finding in verify_chain(folder).failed if finding.check == "audit"]
+    assert len(text) == 1 and "registered" in text[0]
+
+
+def test_an_amendment_does_not_hide_another_change(chain: Chain) -> None:
+    note_not_covered(chain.synthetic, "BLEU of synthetic", computed="the private queries")
+    edit(chain.synthetic / "privacy_card.json", lambda card: card["claim"].update(epsilon=0.01))
+    rejected(verify_chain(chain.encoder), artefact="synthetic", check="card")
+
+
+# -- runs that started from another run's model ------------------------------------------------
+
+
+def started(root: Path) -> Run:
+    """A run from the model of another private run; its folder is ``root / "second"``."""
+    model = root / "first" / "model"
+    model.mkdir(parents=True)
+    (model / "weights").write_bytes(b"w")
+    first = Run(root / "first", make_plan()).train(3)
+    write_card(first.card(subject=subject_of("weights", "first", [model / "weights"], root=model)), first.folder)
+    second = Run(root / "second", make_plan())
+    note_start(second.ledger, read_start(first.folder, public=False))
+    return second.train(3)
+
+
+def test_a_run_that_started_from_another_is_followed_to_it(tmp_path: Path) -> None:
+    second = started(tmp_path)
+    write_card(second.card(), second.folder)
+    result = verify_chain(second.folder)
+    assert not result.failed
+    assert [f.artefact for f in result.findings if f.check == "ledger"] == ["generator", "first"]
+
+
+def test_a_run_that_charges_its_start_too_little_is_rejected_by_the_ledger_of_that(tmp_path: Path) -> None:
+    second = started(tmp_path)
+
+    def cheaper(record: dict[str, Any]) -> None:
+        if record.get("name") == "init_from":
+            record["start"]["releases"][0]["noise_multiplier"] *= 2
+
+    rewrite_chain(second.path, cheaper)
+    records = PrivacyLedger.read(second.path).records
+    write_card(build_card(ledger_records=records, subject={**subject_of("weights", "second")}), second.folder)
+    text = rejected(verify_chain(second.folder), artefact="second", check="parent")
+    assert text.startswith("It says that its start cost epsilon = ")
+
+
+def test_parents_may_be_named_by_their_files_and_hidden_folders_are_not_searched(
+    chain: Chain, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    far = tmp_path_factory.mktemp("far")
+    shutil.move(chain.synthetic / "privacy_card.json", far / "card of the queries.json")
+    shutil.copytree(chain.synthetic, far / ".hidden")
+    shutil.copy2(far / "card of the queries.json", far / ".hidden" / "privacy_card.json")
+    assert verify_chain(chain.encoder, parents=[far]).failed
+    assert not verify_chain(chain.encoder, parents=[far / "card of the queries.json"]).failed
+
+
+# -- the task ----------------------------------------------------------------------------------
+
+
+def parts(folder: Path) -> Parts:
+    def unused(**_: Any) -> None:
+        raise AssertionError("a verification builds nothing")
+
+    return Parts(folder, unused, unused, unused, unused)
+
+
+def test_the_task_says_each_check_in_a_line_and_fails_where_one_does(
+    chain: Chain, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = Verify(card=chain.index).run(parts(tmp_path / "report"))
+    assert counts["failed"] == 0 and counts["ok"] > 15
+    told = json.loads((tmp_path / "report" / "verify.json").read_text(encoding="utf-8"))
+    assert told["schema"] == "lit-dpret/verification/1" and told["counts"]["ok"] == counts["ok"]
+    assert len(capsys.readouterr().out.splitlines()) == sum(counts.values()) + 2
+    (chain.index / "texts.jsonl").write_bytes(b"")
+    with pytest.raises(VerificationError, match=r"checks failed, the first: index, files: texts\.jsonl was changed"):
+        Verify(card=chain.index).run(parts(tmp_path / "report"))
+    assert "FAILED       index, files" in capsys.readouterr().out
+    with pytest.raises(DataError, match="does not exist"):
+        Verify(card=chain.index, parents=[tmp_path / "no"]).run(parts(tmp_path / "report"))
+
+
+def test_a_synthetic_set_made_from_a_card_without_a_guarantee_promises_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", None, mode="none").train()
+    write_card(run.card(), run.folder)
+    child = inherit_card(run.folder, subject_of("dataset", "made"), description="drawing")
+    write_card(child, tmp_path / "made")
+    result = verify_chain(tmp_path / "made")
+    assert not result.failed and result.claim == "no privacy guarantee (epsilon is infinite)"
+    edit(tmp_path / "made" / "privacy_card.json", lambda card: card["claim"].update(guarantee="not_proved"))
+    assert "It says that the guarantee is 'not_proved'" in verify_chain(tmp_path / "made").format()
+
+
+def test_what_is_made_from_an_inherited_artefact_is_not_held_against_the_ledger_of_that_artefacts_own_run(
+    tmp_path: Path,
+) -> None:
+    plan = make_plan()
+    run = Run(tmp_path / "generator", plan).train()
+    write_card(run.card(plan=plan, subject=subject_of("weights", "generator")), run.folder)
+    encoder = Run(tmp_path / "encoder", None, mode="synthetic").folder  # a run that released nothing has a ledger too
+    write_card(inherit_card(run.folder, subject_of("weights", "encoder"), description="training"), encoder)
+    export = inherit_card(encoder, subject_of("weights", "export"), description="writing out")
+    assert export["claim"]["epsilon"] == read_card(run.folder)["claim"]["epsilon"]
+    shutil.copy(run.path, encoder / "privacy_ledger.jsonl")
+    told = "The parent's epsilon follows from the parent's ledger."
+    checked = inherit_card(encoder, subject_of("weights", "export"), description="writing out")
+    holds = [next(a["holds"] for a in card["assumptions"] if a["text"] == told) for card in (export, checked)]
+    assert holds == ["unverified", True]
+    ledger = (run.folder / "privacy_ledger.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (run.folder / "privacy_ledger.jsonl").write_text("".join(ledger[:-1]), encoding="utf-8")
+    with pytest.raises(DataError, match="does not agree with its ledger"):
+        inherit_card(run.folder, subject_of("weights", "export"), description="a first-hand card is always checked")
