@@ -80,7 +80,7 @@ def refuse_changing_rows(trainer: L.Trainer, module: Any) -> None:
             f"privacy={mode.name} bounds how much each pair is weighted, and takes the gradients of other pairs to be "
             "the same without a record; in low precision they change with the number of records"
         )
-    elif getattr(mode, "passage_gradient", None) == "full" and mode.units_at_once > 1:
+    elif mode.candidates == "pool" and mode.passage_gradient == "full" and mode.units_at_once > 1:
         why = f"privacy.units_at_once={mode.units_at_once} takes batches apart again; 1 leaves each unit by itself"
     if why is not None:
         way = "Set trainer.precision=32-true."

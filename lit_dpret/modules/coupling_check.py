@@ -147,7 +147,7 @@ class CouplingCheck:
                 if first and self._collated is not None:
                     passes.compare_collated(rows, *self._collated)
                     self._collated = None
-                part = rows.first(2 if hasattr(module.privacy, "units_at_once") else 2 * ALONE)
+                part = rows.first(2 if module.privacy.candidates == "pool" else 2 * ALONE)
                 if first or turn != 1:  # later in turn, which costs a third
                     company = (True, False) if first else (number % 2 == 0,)
                     passes.compare_company(part, company, gradients=first or turn == 2, later=first or turn == 0)
