@@ -49,13 +49,6 @@ class Start:
     facts: Mapping[str, Any]
     knob: str = "init_from"
 
-    def counted_in(self) -> set[str]:
-        """The data-set ledgers that the start's own run was counted in, by their identities."""
-        if self.facts["public"]:
-            return set()
-        ledger = self.folder / str(read_card(self.folder)["ledger"]["name"])
-        return counted_in(PrivacyLedger.read(ledger).records)
-
     def releases(self) -> list[Release]:
         """What the start cost; empty for a public one."""
         return [release_from_dict(release) for release in self.facts["releases"]]
@@ -69,9 +62,18 @@ class Start:
 
         Raises:
             ConfigurationError: The start was counted in another one, whose total would miss the run.
+            LedgerError: It was counted in this one, which is an older copy.
         """
-        known = self.counted_in()
+        if self.facts["public"]:
+            return ()
+        records = PrivacyLedger.read(self.folder / str(read_card(self.folder)["ledger"]["name"])).records
+        known = counted_in(records)
         if dataset is not None and dataset.path.exists() and dataset.begin() in known:
+            if not {record["run_id"] for record in records if record["kind"] == "plan"} & dataset.run_ids():
+                raise LedgerError(
+                    f"privacy.dataset_ledger={dataset.path} counted {self.knob}={self.folder} and does not know of it: "
+                    "it is an older copy. Bring the newest one back: without it nobody knows what is spent."
+                )
             return ()
         if known:
             raise ConfigurationError(
@@ -115,7 +117,8 @@ class Start:
 def note_start(ledger: PrivacyLedger, start: Start | None) -> None:
     """Write the start of a run into its ledger before its first step, once.
 
-    The folder of the start may have moved since then, and its card may carry further evidence (an audit, a note).
+    The folder of the start may have moved since then, its card may carry further evidence (an audit, a note), and a
+    resume of a finished run may have made the card again.
 
     Raises:
         ResumeError: The ledger was begun from another start, or from none.
@@ -138,7 +141,7 @@ def _lasting(facts: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """What stays of a start for good; the ledgers of the runs behind it identify it where it has some."""
     if facts is None or not facts["runs"]:
         return facts
-    return {key: value for key, value in facts.items() if key not in ("name", "card_sha256", "parents")}
+    return {key: value for key, value in facts.items() if key not in ("name", "head", "card_sha256", "parents")}
 
 
 def model_folder(run: str | Path) -> Path:

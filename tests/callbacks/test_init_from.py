@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from lit_dpret.cards.card import read_card, verify_card
 from lit_dpret.cards.notes import note_not_covered
 from lit_dpret.cards.start import read_start
 from lit_dpret.cli import build_parts, run
-from lit_dpret.errors import BudgetExceededError, ConfigurationError, ResumeError
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, ResumeError
 from lit_dpret.privacy.accounting import epsilon
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
 
@@ -71,6 +72,24 @@ def test_a_run_from_a_private_run_claims_both_and_budgets_its_own(tmp_path: Path
     assert verify_card(card, child / "privacy_ledger.jsonl", folder=child / "model") == []
     again = train(child, parent, resume=True)
     assert again["claim"]["epsilon"] == card["claim"]["epsilon"]
+
+
+def test_a_start_that_an_older_copy_of_the_ledger_does_not_know_is_refused(tmp_path: Path) -> None:
+    ledger = {"dataset_ledger": tmp_path / "data.jsonl", "total_eps": 50.0}
+    train(tmp_path / "other", **ledger)
+    shutil.copy2(tmp_path / "data.jsonl", tmp_path / "copy.jsonl")
+    train(tmp_path / "parent", **ledger)
+    with pytest.raises(LedgerError, match=r"privacy\.dataset_ledger"):
+        train(tmp_path / "child", tmp_path / "parent", **ledger | {"dataset_ledger": tmp_path / "copy.jsonl"})
+    train(tmp_path / "child", tmp_path / "parent", **ledger)
+
+
+def test_a_run_goes_on_after_its_start_was_resumed_at_its_end(tmp_path: Path) -> None:
+    train(tmp_path / "parent")
+    before = train(tmp_path / "child", tmp_path / "parent")
+    train(tmp_path / "parent", resume=True)
+    after = train(tmp_path / "child", tmp_path / "parent", resume=True)
+    assert after["claim"] == before["claim"]
 
 
 def test_a_run_goes_on_from_a_start_that_was_moved_and_whose_card_tells_more(tmp_path: Path) -> None:
