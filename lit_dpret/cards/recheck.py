@@ -50,7 +50,8 @@ def recheck(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Re
     Guarantees:
         - A number, name or switch of ``claim``, ``mechanism``, ``accounting``, ``randomness``, ``ledger`` or
           ``empirical.ceilings`` that the ledger decides and that differs from it is reported by its place, and so is an
-          assumption that holds otherwise. What the card does not state is not: a card may be silent.
+          assumption that holds otherwise. What the card does not state is not, an entry that is left out of a list
+          included: a card may be silent. ``_NOT_OF_THE_LEDGER`` and ``_SENTENCES`` name what is not compared here.
 
     Args:
         card: One with a ledger of its own.
