@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -227,3 +228,9 @@ def test_nobody_outside_the_modes_asks_which_mode_it_is() -> None:
                 whose = ast.unparse(node.left)
                 found += [f"{path}:{node.lineno} compares {whose}" for _ in compared & names if "source" not in whose]
     assert not found
+
+
+def test_the_continuous_run_names_tests_that_exist() -> None:
+    named = re.findall(r"(?<![\w/.])tests/[\w/.]+", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
+    assert named
+    assert [path for path in named if not (ROOT / path).exists()] == []
