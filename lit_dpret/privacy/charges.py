@@ -36,6 +36,9 @@ NOT_COUNTED_EVENT = "not_counted"
 START_EVENT = "init_from"
 """The event of a ledger that tells which model the run started from, and what that one had cost."""
 
+NOISE_KINDS = ("intent", "release", "replay")
+"""The records without which no noise is drawn: each stands in a ledger before, or right after, a step's noise."""
+
 UNITS_UNKNOWN = "units_unknown"
 """The event of an attempt whose data set gave rows of other units than were drawn."""
 

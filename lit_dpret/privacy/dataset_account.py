@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lit_dpret.errors import BudgetExceededError
-from lit_dpret.privacy.charges import NOT_COUNTED_EVENT, forthcoming_releases
+from lit_dpret.privacy.charges import NOISE_KINDS, NOT_COUNTED_EVENT, counted_in, forthcoming_releases
 from lit_dpret.privacy.dataset_charge import Charge, EarlierRun
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.dataset_total import TOTAL_EVENT, Total
@@ -112,7 +113,8 @@ def require_room(
 ) -> None:
     """Refuse a run that the ledger of its data set does not cover, before anything is written.
 
-    A run that the ledger counts already is let through: its reservation is replaced when it goes on.
+    A run that the ledger counts already is let through: its reservation is replaced when it goes on. So is one that
+    names this ledger and was killed before the reservation, which then decides.
 
     Args:
         ledger: Of the data set.
@@ -125,8 +127,10 @@ def require_room(
         BudgetExceededError: The data set's limit does not cover it.
     """
     records = PrivacyLedger.read(path).records if path.exists() else []
-    if ledger.path.exists() and ledger.run_ids() & {r["run_id"] for r in records if r["kind"] == "plan"}:
-        return
+    if ledger.path.exists():
+        known = ledger.run_ids() & {record["run_id"] for record in records if record["kind"] == "plan"}
+        if known or ledger.begin() in counted_in(records):
+            return
     made = [int(record["step"]) for record in records if record["kind"] == "intent"]
     attempts = [int(record["attempt"]) for record in records if record["kind"] == "intent"]
     due = forthcoming_releases(
@@ -137,7 +141,25 @@ def require_room(
 
 
 def note_not_counted(run: PrivateRun, ledger: DatasetLedger) -> None:
-    """Note in a run's ledger that its data set's ledger refused it, so that it may go on without; not if counted."""
-    if ledger.charge_of(run.run_id) is None:
+    """Note in a run's ledger that its data set's ledger refused it, so that it may go on without; not if counted.
+
+    An older copy of that ledger does not know of a run that it has counted; the run's own ledger does.
+    """
+    identity = ledger.begin()
+    if ledger.charge_of(run.run_id) is None and not was_reserved(run.ledger.records, identity):
         text = "privacy.dataset_ledger refused this run and counts nothing of it"
-        run.ledger.append("event", name=NOT_COUNTED_EVENT, dataset_ledger=ledger.begin(), text=text)
+        run.ledger.append("event", name=NOT_COUNTED_EVENT, dataset_ledger=identity, text=text)
+
+
+def was_reserved(records: Iterable[Mapping[str, Any]], identity: str) -> bool:
+    """Whether the records of a run show that the data set's ledger of this identity has counted it.
+
+    They do where a step was granted, or a total stated, while the run was with that ledger.
+    """
+    named = False
+    for record in records:
+        if record["kind"] == "plan":
+            named = record.get("dataset_ledger") == identity
+        elif named and (record["kind"] in NOISE_KINDS or record.get("name") == TOTAL_EVENT):
+            return True
+    return False

@@ -32,6 +32,7 @@ from lit_dpret.privacy.owed import owed_releases
 from lit_dpret.privacy.releases import GaussianRelease, Release, merge
 
 DELTA = 1 / 400
+ALONE: dict[str, Any] = {"dataset_ledger": None, "total_eps": None}
 LIMIT = 4.2  # one run costs 2.91, two 3.84, three 4.58
 
 
@@ -285,14 +286,13 @@ def test_a_run_does_not_leave_its_data_sets_ledger_on_resume(tmp_path: Path, oth
 
 
 def test_a_run_may_join_a_ledger_on_resume_and_is_counted_whole(tmp_path: Path) -> None:
-    alone: dict[str, Any] = {"dataset_ledger": None, "total_eps": None}
     with pytest.raises(RuntimeError, match="stop"):
-        train(tmp_path / "a", module(tmp_path, **alone), extra=[StopAfter(2)])
+        train(tmp_path / "a", module(tmp_path, **ALONE), extra=[StopAfter(2)])
     with pytest.raises(RuntimeError, match="stop"):
         train(tmp_path / "a", module(tmp_path), extra=[StopAfter(4)], resume=True)
     assert total(tmp_path).epsilon == pytest.approx(cost(tmp_path / "a"), rel=1e-12)
     with pytest.raises(ResumeError, match=r"privacy\.dataset_ledger"):
-        train(tmp_path / "a", module(tmp_path, **alone), resume=True)
+        train(tmp_path / "a", module(tmp_path, **ALONE), resume=True)
 
 
 @pytest.mark.parametrize("raced", [False, True], ids=["full", "filled_meanwhile"])
@@ -301,12 +301,11 @@ def test_a_run_that_a_ledger_refuses_on_resume_goes_on_without_it(
     tmp_path: Path, made: int, raced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "a"
-    alone: dict[str, Any] = {"dataset_ledger": None, "total_eps": None}
     if made < 6:
         with pytest.raises(RuntimeError, match="stop"):
-            train(folder, module(tmp_path, **alone), extra=[PrivacyCard(), StopAfter(made)])
+            train(folder, module(tmp_path, **ALONE), extra=[PrivacyCard(), StopAfter(made)])
     else:
-        train(folder, module(tmp_path, **alone), extra=[PrivacyCard()])
+        train(folder, module(tmp_path, **ALONE), extra=[PrivacyCard()])
     before = {path: path.read_bytes() for path in folder.glob("privacy_*")}
     with monkeypatch.context() as patch:
         if raced:  # another run reserves what is left after the room was asked for
@@ -316,14 +315,96 @@ def test_a_run_that_a_ledger_refuses_on_resume_goes_on_without_it(
     if not raced:
         assert {path: path.read_bytes() for path in folder.glob("privacy_*")} == before
         assert not (tmp_path / "data.jsonl").exists(), "nor is a ledger begun for a run that it refuses"
-    train(folder, module(tmp_path, **alone), resume=True, extra=[PrivacyCard()])
+    train(folder, module(tmp_path, **ALONE), resume=True, extra=[PrivacyCard()])
     assert len(noise_keys(records(folder))) == 6 and records(folder)[-1]["reason"] == "finished"
     assert counted_in(records(folder)) == set(), "nor is it a start that the ledger counts"
     (tmp_path / "data.jsonl").unlink(missing_ok=True)
     train(folder, module(tmp_path), resume=True, extra=[PrivacyCard()])
     assert total(tmp_path).epsilon == pytest.approx(cost(folder), rel=1e-12)
     with pytest.raises(ResumeError, match=r"privacy\.dataset_ledger"):
-        train(folder, module(tmp_path, **alone), resume=True, extra=[PrivacyCard()])
+        train(folder, module(tmp_path, **ALONE), resume=True, extra=[PrivacyCard()])
+
+
+class Killed(BaseException):
+    """Takes the place of a signal that ends the process: nothing may tidy up after it."""
+
+
+def killed_at_the_reservation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, after: bool, resume: bool, **settings: Any
+) -> None:
+    """A run that dies between the record that names its data set's ledger and the reservation there, or right after."""
+    reserve = DatasetLedger.reserve
+
+    def kill(*given: Any, **facts: Any) -> Any:
+        if after:
+            reserve(*given, **facts)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DatasetLedger, "reserve", kill)
+        patch.setattr(PrivacyAccountant, "on_exception", lambda self, *_: self._close())
+        with pytest.raises(Killed):
+            train(tmp_path / "a", module(tmp_path, **settings), resume=resume)
+    assert len(counted_in(records(tmp_path / "a"))) == 1
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before_it", "after_it"])
+@pytest.mark.parametrize("made", [0, 2, 6])
+def test_a_run_that_was_killed_as_it_joined_a_ledger_is_counted_there_once(
+    tmp_path: Path, made: int, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if made == 6:
+        train(tmp_path / "a", module(tmp_path, **ALONE))
+    elif made:
+        with pytest.raises(RuntimeError, match="stop"):
+            train(tmp_path / "a", module(tmp_path, **ALONE), extra=[StopAfter(made)])
+    killed_at_the_reservation(tmp_path, monkeypatch, after=after, resume=made > 0)
+    before = (tmp_path / "data.jsonl").read_bytes()
+    with pytest.raises(ResumeError, match=r"privacy\.dataset_ledger"):
+        train(tmp_path / "a", module(tmp_path, **ALONE), resume=True)
+    train(tmp_path / "a", module(tmp_path), resume=True)
+    assert (tmp_path / "data.jsonl").read_bytes().startswith(before)
+    assert (total(tmp_path).runs, total(tmp_path).running) == (1, 0)
+    assert len(noise_keys(records(tmp_path / "a"))) == 6
+    assert total(tmp_path).epsilon == pytest.approx(cost(tmp_path / "a"), rel=1e-12)
+
+
+@pytest.mark.parametrize("made", [0, 2, 6])
+def test_a_run_that_was_killed_as_it_joined_a_ledger_leaves_it_where_there_is_no_room(
+    tmp_path: Path, made: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if made == 6:
+        train(tmp_path / "a", module(tmp_path, **ALONE))
+    elif made:
+        with pytest.raises(RuntimeError, match="stop"):
+            train(tmp_path / "a", module(tmp_path, **ALONE), extra=[StopAfter(made)])
+    killed_at_the_reservation(tmp_path, monkeypatch, after=False, resume=made > 0)
+    for name in ("b", "c"):
+        train(tmp_path / name, module(tmp_path))
+    before = entries(tmp_path)
+    with pytest.raises(BudgetExceededError, match=r"privacy\.total_eps"):
+        train(tmp_path / "a", module(tmp_path), resume=True)
+    assert entries(tmp_path) == before and len(noise_keys(records(tmp_path / "a"))) == made
+    train(tmp_path / "a", module(tmp_path, **ALONE), resume=True)
+    assert entries(tmp_path) == before and counted_in(records(tmp_path / "a")) == set()
+    assert len(noise_keys(records(tmp_path / "a"))) == 6 and records(tmp_path / "a")[-1]["reason"] == "finished"
+
+
+@pytest.mark.parametrize("made", [2, 6])
+def test_an_older_copy_of_a_ledger_does_not_let_go_of_a_run_that_was_counted(tmp_path: Path, made: int) -> None:
+    train(tmp_path / "b", module(tmp_path))
+    older = (tmp_path / "data.jsonl").read_bytes()
+    if made == 6:
+        train(tmp_path / "a", module(tmp_path))
+    else:
+        with pytest.raises(RuntimeError, match="stop"):
+            train(tmp_path / "a", module(tmp_path), extra=[StopAfter(made)])
+    (tmp_path / "data.jsonl").write_bytes(older)
+    train(tmp_path / "c", module(tmp_path))
+    with pytest.raises(BudgetExceededError, match=r"privacy\.total_eps"):
+        train(tmp_path / "a", module(tmp_path), resume=True)
+    with pytest.raises(ResumeError, match=r"privacy\.dataset_ledger"):
+        train(tmp_path / "a", module(tmp_path, **ALONE), resume=True)
 
 
 @pytest.mark.parametrize(
