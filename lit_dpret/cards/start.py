@@ -22,7 +22,7 @@ from lit_dpret.cards.text import show_delta, show_epsilon
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError
 from lit_dpret.privacy import accounting
 from lit_dpret.privacy.assumptions import Assumption, Verdict, every_unit_in_every_step, plan_of
-from lit_dpret.privacy.charges import START_EVENT, claimed_releases, counted_in, start_of
+from lit_dpret.privacy.charges import NOISE_KINDS, START_EVENT, claimed_releases, counted_in, start_of
 from lit_dpret.privacy.dataset_charge import EarlierRun
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger, ledger_identity
@@ -40,8 +40,8 @@ class Start:
         folder: Of the earlier run.
         facts: What goes into the ledger: ``name``, ``card_sha256``, ``public``, ``guarantee``,
             ``releases``, ``parents``, ``runs`` (the ledgers of the releases, by their identities), ``tuning`` (how its
-            settings were chosen), and ``head`` (of its own ledger), ``unit``, ``neighbours`` and ``epsilon`` where
-            there are any.
+            settings were chosen), and ``head`` (of its own ledger, the last record that tells of a step), ``unit``,
+            ``neighbours`` and ``epsilon`` where there are any.
         knob: The setting that named it, for messages.
     """
 
@@ -219,7 +219,7 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
         raise DataError(f"{knob}={run}: {error}") from error
     if (card["accounting"] or {}).get("basis") == "no_amplification":
         releases = every_unit_in_every_step(releases)
-    facts["head"] = card["ledger"]["head"]
+    facts["head"] = _last_noise(records) or card["ledger"]["head"]
     facts["runs"] = [ledger_identity(records), *(start_of(records) or {}).get("runs", [])]
     facts["releases"] = [replace(release, label="earlier run").to_dict() for release in releases]
     facts["tuning"] = {key: card["tuning"].get(key) for key in ("data", "accounted", "text")}
@@ -229,6 +229,14 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
         facts |= {key: claim[key] for key in ("unit", "neighbours", "epsilon", "delta")}
         facts["floating_point"] = card["randomness"].get("floating_point", True)
     return Start(folder, facts, knob)
+
+
+def _last_noise(records: Sequence[Mapping[str, Any]]) -> str | None:
+    """The hash of the last record of a step, which tells two copies of a ledger apart if either made one more.
+
+    A finished run that is resumed at its end releases nothing, and keeps it.
+    """
+    return next((str(record["hash"]) for record in reversed(records) if record["kind"] in NOISE_KINDS), None)
 
 
 def _runs_of(ledger: Path) -> list[str]:

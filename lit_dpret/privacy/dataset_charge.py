@@ -23,7 +23,7 @@ class EarlierRun:
 
     Args:
         run: Its lasting identity, as `ledger_identity` gives it.
-        head: The last record of its ledger that its card knows.
+        head: The last record of its ledger that tells of a step: what a resume at the end adds releases nothing.
         releases: What its model cost.
     """
 

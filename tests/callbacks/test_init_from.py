@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,15 @@ from lit_dpret.cli import build_parts, run
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, ResumeError
 from lit_dpret.privacy.accounting import epsilon
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
+
+
+class StopAfter(L.Callback):
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if batch.last and batch.step + 1 == self.steps:
+            raise RuntimeError("stop")
 
 
 class Saved(Regression):
@@ -45,6 +55,7 @@ def train(
     named: bool = True,
     resume: bool = False,
     tuning: dict[str, Any] | None = None,
+    extra: Sequence[L.Callback] = (),
     **privacy: Any,
 ) -> dict[str, Any]:
     L.seed_everything(0, verbose=False)
@@ -52,7 +63,9 @@ def train(
     module = Saved(privacy=mode, pretrained=None if start is None else start / "model")
     accountant = PrivacyAccountant(run_dir=folder, resume=resume, eps_log_points=1, init_from=start if named else None)
     card = PrivacyCard(run_dir=folder, **(tuning or {}))
-    fit(folder, module, Numbers(sampling="poisson"), resume=resume, accountant=accountant, extra=[card], steps=4)
+    fit(
+        folder, module, Numbers(sampling="poisson"), resume=resume, accountant=accountant, extra=[card, *extra], steps=4
+    )
     return read_card(folder)
 
 
@@ -177,6 +190,33 @@ def test_a_data_set_counts_the_model_that_a_run_starts_from_once(tmp_path: Path)
     tight = {"dataset_ledger": tmp_path / "tight.jsonl", "total_eps": told * 0.9}
     with pytest.raises(BudgetExceededError):
         train(tmp_path / "late", parent, **tight)
+
+
+def test_a_start_that_was_resumed_at_its_end_is_counted_once(tmp_path: Path) -> None:
+    ledger = {"dataset_ledger": tmp_path / "data.jsonl", "total_eps": 50.0}
+    parent, children = tmp_path / "parent", [tmp_path / "one", tmp_path / "two"]
+    train(parent)
+    train(children[0], parent, **ledger)
+    train(parent, resume=True)
+    train(children[1], parent, **ledger)
+    made = [release for folder in (parent, *children) for release in charged_releases(records_of(folder))]
+    total = read_card(children[1])["accounting"]["dataset_total"]["epsilon"]
+    assert total == pytest.approx(epsilon(made, delta=1 / 400, neighbours="zero_out"), rel=1e-9)
+
+
+def test_copies_of_a_start_that_went_on_by_themselves_are_counted_both(tmp_path: Path) -> None:
+    ledger = {"dataset_ledger": tmp_path / "data.jsonl", "total_eps": 50.0}
+    parents = [tmp_path / "parent", tmp_path / "copy"]
+    with pytest.raises(RuntimeError, match="stop"):
+        train(parents[0], extra=[StopAfter(2)])
+    shutil.copytree(*parents)
+    for number, parent in enumerate(parents):
+        train(parent, resume=True)
+        train(tmp_path / f"child{number}", parent, **ledger)
+    assert len({records_of(parent)[0]["nonce"] for parent in parents}) == 1
+    made = [r for name in ("parent", "copy", "child0", "child1") for r in charged_releases(records_of(tmp_path / name))]
+    total = read_card(tmp_path / "child1")["accounting"]["dataset_total"]["epsilon"]
+    assert total == pytest.approx(epsilon(made, delta=1 / 400, neighbours="zero_out"), rel=1e-9)
 
 
 def records_of(folder: Path) -> list[dict[str, Any]]:
