@@ -15,8 +15,8 @@ from typing import Any
 import lightning as L
 from torch import Tensor
 
+from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.checksums import checksums
-from lit_dpret.privacy.shown import kept_in_checkpoint
 
 _Path = tuple[str, ...]
 _TRUSTED = ("lightning.", "lit_dpret.")
@@ -67,7 +67,14 @@ class CheckpointGate:
             if expected.get(path) == found or not public.isdisjoint((name, *path, *name.split("."))):
                 continue
             if self._declare is None:
-                raise kept_in_checkpoint(name, self._module.privacy)
+                raise ConfigurationError(
+                    f"A checkpoint of a run with privacy={self._module.privacy.name} would hold {name}, which changed "
+                    "since the training began: a number computed on private rows is a release that nobody counts. "
+                    "Leave it out. If no private row is behind it, list its name, or that of what holds it, in "
+                    "public_metrics of the module, callback or DataModule; or set model.log_private_loss=true, and "
+                    "the card will name it and state no epsilon.",
+                    trap="T25",
+                )
             if name not in self._declared:
                 self._declare(f"{name} in a checkpoint")
                 self._declared.add(name)

@@ -24,7 +24,7 @@ from lit_dpret.cards.notes import with_notes
 from lit_dpret.cards.pretraining import overlap_facts
 from lit_dpret.cards.protocols import note_protocols, protocol_facts
 from lit_dpret.cards.start import declared_start
-from lit_dpret.cards.tuning import declared_search, refuse_other_tuning
+from lit_dpret.cards.tuning import declared_search, refuse_other_tuning, refuse_told_number
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.leaks import leaks
 from lit_dpret.privacy.ledger import LEDGER_NAME
@@ -94,11 +94,8 @@ class PrivacyCard(Callback):
         accountant = _accountant(trainer)
         if accountant is not None and accountant.sweep is not None:
             refuse_other_tuning(self.tuning, accountant.sweep.facts["metric_data"])
-        if self.tuning["method"] == "random_stopping" and getattr(pl_module.privacy, "dataset_ledger", None):
-            raise ConfigurationError(
-                "callbacks.card.tuning_method=random_stopping with privacy.dataset_ledger: its cost is proved only "
-                "where the number of runs is told to nobody, and that ledger tells it. Leave one of the two out."
-            )
+        if getattr(pl_module.privacy, "dataset_ledger", None):
+            refuse_told_number(self.tuning, "privacy.dataset_ledger")
         if stage != "fit" or not self.audit_protocols:
             return
         Ranks.here().share(lambda: self._register(trainer, pl_module))

@@ -255,7 +255,8 @@ def inherit_card(
         accounting, ceilings = without_numbers(accounting), None
         pretraining.pop("start", None)
     tuned = tuning_facts(tuning)
-    uncovered = [f"{subject['name']}: {gap}" for gap in terms.tuning_gaps(tuned)] + list(parent["not_covered"])
+    uncovered = [f"{subject['name']}: {gap}" for gap in terms.tuning_gaps(tuned)]
+    uncovered += [gap for gap in parent["not_covered"] if gap not in uncovered]  # it may have the same name
     if claim["guarantee"] != "dp":
         uncovered = [_NO_CLAIM]
     card: dict[str, Any] = {

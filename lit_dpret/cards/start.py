@@ -21,7 +21,7 @@ from lit_dpret.cards.subject import card_above
 from lit_dpret.cards.text import show_delta, show_epsilon
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError
 from lit_dpret.privacy import accounting
-from lit_dpret.privacy.assumptions import Assumption, Verdict, every_unit_in_every_step, plan_of
+from lit_dpret.privacy.assumptions import RANDOM_WEIGHTS, Assumption, Verdict, every_unit_in_every_step, plan_of
 from lit_dpret.privacy.charges import NOISE_KINDS, START_EVENT, claimed_releases, counted_in, start_of
 from lit_dpret.privacy.dataset_charge import EarlierRun
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
@@ -30,6 +30,7 @@ from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.releases import GaussianRelease, Release, release_from_dict
 
 MODEL_FOLDER = "model"
+_RANDOM_START = f"Training started from {RANDOM_WEIGHTS}, as declared."
 
 
 @dataclass(frozen=True)
@@ -252,6 +253,8 @@ def start_parents(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def declared_start(model: str | None) -> Assumption:
     """What is taken on trust where nothing private is known of the weights that training started from."""
+    if model == RANDOM_WEIGHTS:
+        return Assumption(f"{_RANDOM_START} No private data went into them.", "unverified")
     return Assumption(
         f"No private data went into {_named(model)}, from which training started, as declared.", "unverified"
     )
@@ -322,6 +325,8 @@ def start_text(
     if start is None:
         if _is_histogram(records):
             return {}
+        if model == RANDOM_WEIGHTS:
+            return {"start": _RANDOM_START}
         return {"start": f"Training started from {_named(model)}: that no private data went into it is declared."}
     if start["public"]:
         return {"start": f"Training started from {start['name']}, which was declared to be public."}

@@ -167,15 +167,24 @@ def refuse_other_tuning(tuning: Mapping[str, Any], metric_data: str, *, knob: st
     Raises:
         ConfigurationError: They contradict each other.
     """
-    if tuning.get("method") == "random_stopping":
-        raise ConfigurationError(
-            f"{knob}method=random_stopping with trial_of: its cost is proved only where the number of runs is told to "
-            "nobody, and a sweep tells it. Leave one of the two out."
-        )
+    refuse_told_number(tuning, "trial_of", knob=knob)
     if (data := tuning.get("data")) not in (None, "unknown", metric_data):
         raise ConfigurationError(
             f"{knob}data={data} in a trial of a sweep with task.metric_data={metric_data}: the card would tell of "
             f"another choice than the sweep makes. Leave {knob}data unknown, which takes the sweep's word."
+        )
+
+
+def refuse_told_number(tuning: Mapping[str, Any], teller: str, *, knob: str = "callbacks.card.tuning_") -> None:
+    """Refuse a search by random stopping beside the setting ``teller``, which tells how many runs there are.
+
+    Raises:
+        ConfigurationError: Such a search is declared.
+    """
+    if tuning.get("method") == "random_stopping":
+        raise ConfigurationError(
+            f"{knob}method=random_stopping with {teller}: its cost is proved only where the number of runs is told to "
+            f"nobody, and {teller} tells it. Leave one of the two out."
         )
 
 

@@ -37,6 +37,7 @@ from lit_dpret.modules.outline import GeneratorOutline
 from lit_dpret.modules.padding import padded, placed
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.modules.virtual_tokens import add_prompt, without_prompt
+from lit_dpret.privacy.assumptions import RANDOM_WEIGHTS
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.sampling import Row
@@ -137,7 +138,7 @@ class QueryGenerator(PrivateModule):
             model = load_seq2seq(pretrained, dropout=dropout)
         else:
             model = build_seq2seq(config or {}, words, dropout=dropout)
-        self.pretrained = "none, trained from random weights" if pretrained is None else str(pretrained)
+        self.pretrained = RANDOM_WEIGHTS if pretrained is None else str(pretrained)
         self.codec = TextCodec(words, contract)
         self.loss_normalisation = loss_normalisation
         self.fixed_shapes = fixed_shapes

@@ -30,6 +30,10 @@ Consequence = Literal["charged", "no_amplification", "no_guarantee"]
 PRICED_ALONE = 6
 
 
+RANDOM_WEIGHTS = "random weights"
+"""What a card names where training started from no model."""
+
+
 @dataclass(frozen=True)
 class Assumption:
     """A step of the argument from the mechanism to the claim.

@@ -30,14 +30,3 @@ def unaccounted(what: str, mode: Any) -> ConfigurationError:
         "name it and state no epsilon.",
         trap="T25",
     )
-
-
-def kept_in_checkpoint(name: str, mode: Any) -> ConfigurationError:
-    """The refusal of what stands at ``name`` in a checkpoint, and is not what stood there when the training began."""
-    return ConfigurationError(
-        f"A checkpoint of a run with privacy={getattr(mode, 'name', mode)} would hold {name}, which changed since the "
-        "training began: a number computed on private rows is a release that nobody counts. Leave it out. If no "
-        "private row is behind it, list its name, or that of what holds it, in public_metrics of the module, "
-        "callback or DataModule; or set model.log_private_loss=true, and the card will name it and state no epsilon.",
-        trap="T25",
-    )

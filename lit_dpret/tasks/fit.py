@@ -164,7 +164,7 @@ def train(
           gets its model and its card.
         - ``canaries`` are planted before anything reads the training data, and kept in ``canaries.json``.
         - Of several ranks, rank 0 writes what there is one of, and the others end when it has.
-        - What a longer task trains without privacy lies in a folder for its owner alone.
+        - What a longer task trains without privacy, or so that no claim is left, lies in a folder for its owner alone.
 
     Raises:
         ConfigurationError: The Trainer has several processes, and who calls this has work for one.
@@ -176,7 +176,7 @@ def train(
     refuse_broken_claims(trainer, module, datamodule)  # before any data is read; the accountant asks again
     if not several_ranks:
         refuse_several_ranks(trainer)
-        if module.privacy.guarantee == "none":  # beside private runs, whose folders may be shown
+        if _claims_nothing(module):  # beside private runs, whose folders may be shown
             run_dir.mkdir(parents=True, exist_ok=True)
             run_dir.chmod(0o700)
     ranks = _meet(trainer)
@@ -206,6 +206,12 @@ def train(
         weights_only=True,
     )
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def _claims_nothing(module: Any) -> bool:
+    mode = module.privacy
+    given_up = mode.noise_seed is not None or module.log_private_loss
+    return bool(mode.guarantee == "none" or (mode.guarantee == "dp" and given_up))
 
 
 def _run_id(run_dir: Path) -> str | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lit_dpret.cards.file import CARD_NAME, read_card
 from lit_dpret.errors import ResumeError
 from lit_dpret.privacy.ledger import LEDGER_NAME
 from lit_dpret.whole_file import write_whole
@@ -28,6 +29,7 @@ class Stages:
         - A stage that finished is not run again; its recorded result is returned.
         - A stage is recorded as finished only after all of it was written, for its owner alone: results are often
           measures of single private queries.
+        - A finished stage whose card, or a card of a part, claims nothing lies in a folder for its owner alone.
 
     Args:
         run_dir: The folder of the run; stage ``x`` gets ``run_dir/x``.
@@ -66,6 +68,8 @@ class Stages:
             return dict(record["result"])
         start = time.monotonic()
         result = work(folder, self.resume)
+        if any(read_card(card.parent)["claim"]["guarantee"] != "dp" for card in folder.rglob(CARD_NAME)):
+            folder.chmod(0o700)
         self.seconds[name] = time.monotonic() - start
         write_whole(done, json.dumps({"result": result, "seconds": self.seconds[name]}), owner_only=True)
         return result

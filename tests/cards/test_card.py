@@ -539,6 +539,16 @@ def test_private_tuning_of_a_derived_artefact_is_said_on_its_own_card(run: Run) 
     assert "NOT ACCOUNTED" in child["cautions"][0] and "synthetic queries" in child["not_covered"][0]
 
 
+def test_a_gap_that_parent_and_child_share_stands_on_the_card_once(run: Run) -> None:
+    path = write_card(run.card(), run.folder)
+    child = inherit_card(path, CHILD, description="x")
+    (run.folder / "child").mkdir()
+    kept = write_card(child, run.folder / "child")
+    grandchild = inherit_card(kept, CHILD, description="y", parent_ledger=run.path)
+    assert any(gap.startswith(f"{CHILD['name']}: ") for gap in child["not_covered"])
+    assert grandchild["not_covered"] == child["not_covered"]
+
+
 def test_a_false_assumption_of_the_child_ends_the_claim(run: Run) -> None:
     path = write_card(run.card(), run.folder)
     child = inherit_card(path, CHILD, description="x", assumptions=[Assumption("The passages are public.", False)])

@@ -23,6 +23,7 @@ from lit_dpret.cards.start import note_start, read_start
 from lit_dpret.cards.text import card_markdown
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.privacy.accounting import epsilon
+from lit_dpret.privacy.assumptions import RANDOM_WEIGHTS
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
 from lit_dpret.privacy.releases import FixedSize, GaussianRelease
 
@@ -54,6 +55,14 @@ def finished(run: Run, steps: int) -> dict[str, Any]:
     write_card(card, run.folder)
     run.ledger.close()
     return card
+
+
+def test_a_start_from_random_weights_is_told_in_words(tmp_path: Path) -> None:
+    card = begun(tmp_path / "run").train(2).card(pretraining={"model": RANDOM_WEIGHTS})
+    told = "Training started from random weights, as declared."
+    assert card["pretraining"]["start"] == told and told in card["claim"]["statement"]
+    assert sum("random weights" in one["text"] for one in card["assumptions"]) == 1
+    assert "a public model" not in str(card)
 
 
 @pytest.fixture

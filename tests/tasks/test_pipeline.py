@@ -18,7 +18,7 @@ from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.accounting import epsilon
 from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases, noise_keys
-from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
+from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
 from lit_dpret.tasks import Pipeline
 
 STEPS = 3
@@ -41,6 +41,16 @@ def test_without_privacy_the_same_chain_is_the_upper_bound_and_no_card_claims_an
     report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "without protection: original queries, no privacy; synthetic queries, no privacy. " in report
     assert pipeline().planned_fits(parts(tmp_path / "planned", make_privacy=NoPrivacy)) == []
+
+
+def test_what_a_published_seed_leaves_without_a_claim_lies_in_folders_for_its_owner_alone(tmp_path: Path) -> None:
+    made = partial(DPSGD, eps=8.0, noise_multiplier=2.0, noise_seed=7, secret_file=tmp_path / "secret")
+    pipeline(only=("synthetic", "direct")).run(parts(tmp_path, make_privacy=made))
+    run = tmp_path / "run"
+    for stage in ("generator", "direct", "synthetic", "from_synthetic"):
+        [card] = {*run.glob(f"{stage}/privacy_card.json"), *run.glob(f"{stage}/data/privacy_card.json")}
+        assert read_card(card.parent)["claim"]["guarantee"] == "not_proved"
+        assert (run / stage).stat().st_mode & 0o077 == 0, stage
 
 
 def claimed(folder: Path) -> float:
