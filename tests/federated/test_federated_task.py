@@ -430,11 +430,17 @@ def test_systems_stand_in_the_order_of_the_table() -> None:
     assert group == set(paper_004.WITHOUT_QUERIES) and set(SYSTEMS) == set(paper_004.TABLE_1)
 
 
-def test_a_federation_for_a_task_that_trains_none_is_refused_in_one_line(tmp_path: Path) -> None:
+NOT_DONE = [
+    (["task=plan"], "federated= describes a federation, and this task trains none"),
+    (["task=federated", "privacy.dataset_ledger=d.jsonl"], r"privacy\.dataset_ledger=d\.jsonl"),
+]
 
+
+@pytest.mark.parametrize(("chosen", "named"), NOT_DONE)
+def test_what_no_federation_does_is_refused_in_one_line(chosen: list[str], named: str, tmp_path: Path) -> None:
     with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
-        cfg = compose("train", overrides=["task=plan", "federated=inprocess", f"run_dir={tmp_path}"])
-    with pytest.raises(ConfigurationError, match=r"federated= describes a federation, and this task trains none"):
+        cfg = compose("train", overrides=[*chosen, "federated=inprocess", f"run_dir={tmp_path}"])
+    with pytest.raises(ConfigurationError, match=named):
         run(cfg)
 
 
