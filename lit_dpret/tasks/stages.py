@@ -29,7 +29,7 @@ class Stages:
         - A stage that finished is not run again; its recorded result is returned.
         - A stage is recorded as finished only after all of it was written, for its owner alone: results are often
           measures of single private queries.
-        - A finished stage whose card, or a card of a part, claims nothing lies in a folder for its owner alone.
+        - What a finished stage leaves with a card that claims nothing lies in a folder for its owner alone.
 
     Args:
         run_dir: The folder of the run; stage ``x`` gets ``run_dir/x``.
@@ -68,8 +68,9 @@ class Stages:
             return dict(record["result"])
         start = time.monotonic()
         result = work(folder, self.resume)
-        if any(read_card(card.parent)["claim"]["guarantee"] != "dp" for card in folder.rglob(CARD_NAME)):
-            folder.chmod(0o700)
+        for card in folder.rglob(CARD_NAME):
+            if read_card(card.parent)["claim"]["guarantee"] != "dp":
+                card.parent.chmod(0o700)
         self.seconds[name] = time.monotonic() - start
         write_whole(done, json.dumps({"result": result, "seconds": self.seconds[name]}), owner_only=True)
         return result

@@ -50,7 +50,7 @@ def test_what_a_published_seed_leaves_without_a_claim_lies_in_folders_for_its_ow
     for stage in ("generator", "direct", "synthetic", "from_synthetic"):
         [card] = {*run.glob(f"{stage}/privacy_card.json"), *run.glob(f"{stage}/data/privacy_card.json")}
         assert read_card(card.parent)["claim"]["guarantee"] == "not_proved"
-        assert (run / stage).stat().st_mode & 0o077 == 0, stage
+        assert card.parent.stat().st_mode & 0o077 == 0, stage
 
 
 def claimed(folder: Path) -> float:
