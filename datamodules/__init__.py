@@ -1,14 +1,34 @@
 """DataModules. Import them as ``lit_dpret.datamodules``."""
 
-from lit_dpret.datamodules.beir import BeirDataModule
-from lit_dpret.datamodules.huggingface import HuggingFaceDataModule
-from lit_dpret.datamodules.images import ImagesDataModule
-from lit_dpret.datamodules.insuranceqa import InsuranceQADataModule
-from lit_dpret.datamodules.msmarco import MSMarcoDataModule
-from lit_dpret.datamodules.pairs import PairsDataModule
-from lit_dpret.datamodules.silo import SiloDataModule
-from lit_dpret.datamodules.squad import SquadDataModule
-from lit_dpret.datamodules.synthetic import SyntheticDataModule
+from typing import TYPE_CHECKING
+
+from lit_dpret.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from lit_dpret.datamodules.beir import BeirDataModule
+    from lit_dpret.datamodules.huggingface import HuggingFaceDataModule
+    from lit_dpret.datamodules.images import ImagesDataModule
+    from lit_dpret.datamodules.insuranceqa import InsuranceQADataModule
+    from lit_dpret.datamodules.msmarco import MSMarcoDataModule
+    from lit_dpret.datamodules.pairs import PairsDataModule
+    from lit_dpret.datamodules.silo import SiloDataModule
+    from lit_dpret.datamodules.squad import SquadDataModule
+    from lit_dpret.datamodules.synthetic import SyntheticDataModule
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "BeirDataModule": "beir",
+            "HuggingFaceDataModule": "huggingface",
+            "ImagesDataModule": "images",
+            "InsuranceQADataModule": "insuranceqa",
+            "MSMarcoDataModule": "msmarco",
+            "PairsDataModule": "pairs",
+            "SiloDataModule": "silo",
+            "SquadDataModule": "squad",
+            "SyntheticDataModule": "synthetic",
+        },
+    )
 
 __all__ = [
     "BeirDataModule",

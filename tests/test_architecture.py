@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # `errors` holds the words of refusal and imports nothing, so every layer may use it.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "lazy": set(),
     "matmul_precision": set(),
     "privacy": {"errors", "evaluation_mode", "matmul_precision"},
     "cards": {"errors", "privacy"},
@@ -46,8 +47,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     # What attacks finished models: no module, callback or accountant knows of it.
     "attacks": {"errors", "whole_file", "audit", "encoders", "modules", "textsim", "evaluation_mode"},
-    "datamodules": {"errors", "privacy.sampling"},
-    "canaries": {"errors", "whole_file", "privacy", "audit", "datamodules", "generation", "modules", "encoders"},
+    "datamodules": {"errors", "lazy", "privacy.sampling"},
+    "canaries": {"errors", "lazy", "whole_file", "privacy", "audit", "datamodules", "generation", "modules", "encoders"},
     "vision": {"errors", "evaluation_mode"},
     "report": {"errors", "whole_file", "retrieval", "privacy", "cards", "textsim"},
     "callbacks": {
@@ -62,7 +63,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {"errors", "privacy", "modules"},
     "pytest_plugin": {"testing"},
     "tasks": {
-        "errors", "whole_file", "privacy", "cards", "retrieval", "report", "callbacks", "datamodules", "generation",
+        "errors", "lazy", "whole_file", "privacy", "cards", "retrieval", "report", "callbacks", "datamodules", "generation",
         "modules", "encoders", "assets", "vision", "indexing", "losses", "evaluation_mode", "textsim", "postprocessing",
         "negatives", "canaries", "audit", "attacks", "federated", "progress", "costs",
         "sweeps", "crew",
@@ -189,6 +190,12 @@ def test_the_command_line_starts_without_what_only_some_tasks_need() -> None:
 def test_a_card_is_verified_without_torch() -> None:
     code = "import sys; from lit_dpret.tasks import Verify; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_the_callbacks_do_not_load_what_they_do_not_use() -> None:
+    code = "import sys, lit_dpret.callbacks; print(*(m for m in sys.modules if m.startswith('lit_dpret')))"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)
+    assert len(loaded.stdout.split()) <= 203
 
 
 def test_only_one_file_of_the_federation_knows_flower() -> None:

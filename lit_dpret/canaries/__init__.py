@@ -4,9 +4,27 @@
 `lit_dpret.audit` says what their ranks and scores prove. ``docs/canaries.md`` tells which to choose.
 """
 
-from lit_dpret.canaries.canary import Canary, CanarySet
-from lit_dpret.canaries.files import CANARIES, read_canaries, write_canaries
-from lit_dpret.canaries.planting import plant
-from lit_dpret.canaries.suite import CanarySuite
+from typing import TYPE_CHECKING
+
+from lit_dpret.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from lit_dpret.canaries.canary import Canary, CanarySet
+    from lit_dpret.canaries.files import CANARIES, read_canaries, write_canaries
+    from lit_dpret.canaries.planting import plant
+    from lit_dpret.canaries.suite import CanarySuite
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "Canary": "canary",
+            "CanarySet": "canary",
+            "CANARIES": "files",
+            "read_canaries": "files",
+            "write_canaries": "files",
+            "plant": "planting",
+            "CanarySuite": "suite",
+        },
+    )
 
 __all__ = ["CANARIES", "Canary", "CanarySet", "CanarySuite", "plant", "read_canaries", "write_canaries"]

@@ -5,8 +5,7 @@ A class is imported when it is asked for: a command that reads two files starts 
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from lit_dpret.lazy import lazy_names
 
 _MODULES = {
     "Ablate": "ablate",
@@ -54,12 +53,7 @@ _MODULES = {
 }
 
 __all__ = list(_MODULES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__} has no attribute {name}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__ = lazy_names(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:
