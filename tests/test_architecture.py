@@ -48,7 +48,9 @@ ALLOWED: dict[str, set[str]] = {
     # What attacks finished models: no module, callback or accountant knows of it.
     "attacks": {"errors", "whole_file", "audit", "encoders", "modules", "textsim", "evaluation_mode"},
     "datamodules": {"errors", "lazy", "privacy.sampling"},
-    "canaries": {"errors", "lazy", "whole_file", "privacy", "audit", "datamodules", "generation", "modules", "encoders"},
+    "canaries": {
+        "errors", "lazy", "whole_file", "privacy", "audit", "datamodules", "generation", "modules", "encoders",
+    },
     "vision": {"errors", "evaluation_mode"},
     "report": {"errors", "whole_file", "retrieval", "privacy", "cards", "textsim"},
     "callbacks": {
@@ -63,8 +65,8 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {"errors", "privacy", "modules"},
     "pytest_plugin": {"testing"},
     "tasks": {
-        "errors", "lazy", "whole_file", "privacy", "cards", "retrieval", "report", "callbacks", "datamodules", "generation",
-        "modules", "encoders", "assets", "vision", "indexing", "losses", "evaluation_mode", "textsim", "postprocessing",
+        "errors", "lazy", "whole_file", "privacy", "cards", "retrieval", "report", "callbacks", "datamodules",
+        "generation", "modules", "encoders", "assets", "vision", "indexing", "losses", "evaluation_mode", "textsim", "postprocessing",
         "negatives", "canaries", "audit", "attacks", "federated", "progress", "costs",
         "sweeps", "crew",
     },
