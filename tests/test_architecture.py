@@ -66,8 +66,8 @@ ALLOWED: dict[str, set[str]] = {
     "pytest_plugin": {"testing"},
     "tasks": {
         "errors", "lazy", "whole_file", "privacy", "cards", "retrieval", "report", "callbacks", "datamodules",
-        "generation", "modules", "encoders", "assets", "vision", "indexing", "losses", "evaluation_mode", "textsim", "postprocessing",
-        "negatives", "canaries", "audit", "attacks", "federated", "progress", "costs",
+        "generation", "modules", "encoders", "assets", "vision", "indexing", "losses", "evaluation_mode", "textsim",
+        "postprocessing", "negatives", "canaries", "audit", "attacks", "federated", "progress", "costs",
         "sweeps", "crew",
     },
     "configuration": {"errors"},  # it reads docstrings of whatever a YAML names, by import at run time
