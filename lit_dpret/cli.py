@@ -187,6 +187,12 @@ def run(cfg: DictConfig) -> Any:
         from lit_dpret.tasks.trial import TrialOf
 
         trial = TrialOf(cfg.trial_of, task, parts)
+    if cfg.objective is not None:
+        from lit_dpret.tasks.trial import refuse_private_objective
+
+        sweep = None if trial is None else trial.sweep
+        if refuse_private_objective(task, parts.make_callbacks(), cfg.objective, sweep):
+            _close_sweep()
     before = dict(os.environ)
     with _one_job():
         try:
@@ -206,6 +212,15 @@ def _note_place() -> None:
         many = known.mode == RunMode.MULTIRUN
         folder = known.sweep.dir if many else known.runtime.output_dir
         _places.append((f"hydra.{'sweep' if many else 'run'}.dir", Path(folder)))
+
+
+def _close_sweep() -> None:
+    """Let only its owner into the folder of a multirun, before its sweeper has a score to write there."""
+    known: Any = HydraConfig.get() if HydraConfig.initialized() else None
+    if known is not None and known.mode == RunMode.MULTIRUN:
+        folder = Path(known.sweep.dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
 
 
 def _begin_what_is_left(cfg: DictConfig) -> None:

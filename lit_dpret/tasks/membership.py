@@ -72,6 +72,8 @@ class Membership:
         ConfigurationError: A setting is out of range.
     """
 
+    private_results = True  # of the queries that are attacked
+
     def __init__(
         self,
         *,

@@ -46,12 +46,12 @@ def write_evaluation(
     if awkward is None:
         write_run(folder / RUN, ranking)
         lines = [f"{q} 0 {p} {grade}\n" for q, judged in qrels.items() for p, grade in judged.items()]
-        write_whole(folder / JUDGEMENTS, "".join(lines))
+        write_whole(folder / JUDGEMENTS, "".join(lines), owner_only=True)
     else:
         facts = {**facts, "run": f"not written: TREC's format cannot carry the id {awkward!r}"}
     result.write_per_query(folder / PER_QUERY)
     path = folder / name
-    write_whole(path, json.dumps({**facts, **result.to_dict()}, indent=2) + "\n")
+    write_whole(path, json.dumps({**facts, **result.to_dict()}, indent=2) + "\n", owner_only=True)
     return path
 
 

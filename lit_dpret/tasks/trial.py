@@ -14,6 +14,8 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.sweeps import SweepFolder, write_result
 from lit_dpret.tasks.parts import Parts
 
+_WHOSE = ("data", "whose", "queries", "reference", "tuning_data")  # settings of tasks that say whose the queries are
+
 
 class TrialOf:
     """The sweep that ``trial_of=folder`` names.
@@ -88,6 +90,43 @@ def refuse_unprivate_choice(task: Any, mode: Any, name: str | None, *, knob: str
         )
 
 
+def private_scores(task: Any, callbacks: Sequence[Any]) -> list[str]:
+    """The settings by which a run computes results on private queries, as ``task.data=private``."""
+    said = [(f"task.{name}", getattr(task, name, None)) for name in _WHOSE]
+    said += [("callbacks.evaluation.data", one.data) for one in callbacks if isinstance(one, RetrievalEvaluation)]
+    return [f"{knob}=private" for knob, value in said if isinstance(value, str) and value == "private"]
+
+
+def refuse_private_objective(task: Any, callbacks: Sequence[Any], name: str, sweep: SweepFolder | None) -> bool:
+    """Refuse to tell a sweeper a result on private queries, which it writes beside all trials, undeclared.
+
+    Args:
+        task: Of the run.
+        callbacks: Of its training.
+        name: The result that the sweeper is told.
+        sweep: That the run is a trial of; None for a run of no planned sweep.
+
+    Returns:
+        Whether the result is on private queries, so that only its owner may read what the sweeper writes.
+
+    Raises:
+        ConfigurationError: The result is on private queries, and no planned sweep says that the choice is by them.
+    """
+    if any(name in one.public_metrics for one in callbacks if isinstance(one, RetrievalEvaluation)):
+        return False
+    declared = sweep is not None and sweep.facts["metric_data"] == "private"
+    private = private_scores(task, callbacks) or (
+        ["a task on private queries"] if getattr(task, "private_results", False) else []
+    )
+    if private and not declared:
+        raise ConfigurationError(
+            f"objective={name} with {private[0]}: a sweeper writes that number where all trials lie, and chooses by "
+            "it, and no epsilon covers that. Compare by public or synthetic queries, or name in trial_of a sweep that "
+            "was planned with task.metric_data=private (docs/sweeps.md)."
+        )
+    return bool(private) or declared
+
+
 def check_trial(task: Any, mode: Any, callbacks: Sequence[Any], metric_data: str, metric: str | None = None) -> None:
     """Refuse a trial whose cost no reservation bounds, or that says otherwise than its sweep what it is compared on.
 
@@ -103,12 +142,10 @@ def check_trial(task: Any, mode: Any, callbacks: Sequence[Any], metric_data: str
             sweep does not say so, the trial's card would tell of another choice, or the choice has no privacy.
     """
     refuse_unprivate_choice(task, mode, metric, knob="metric.name")
-    scored = [("task.data", getattr(task, "data", None))]
-    scored += [("callbacks.evaluation.data", one.data) for one in callbacks if isinstance(one, RetrievalEvaluation)]
-    for knob, data in scored:
-        if data == "private" and metric_data != "private":
+    for setting in private_scores(task, callbacks):
+        if metric_data != "private":
             raise ConfigurationError(
-                f"{knob}=private in a trial of a sweep with task.metric_data={metric_data}: its score is of people's "
+                f"{setting} in a trial of a sweep with task.metric_data={metric_data}: its score is of people's "
                 "queries, and the choice by it would be told as another. Set task.metric_data=private."
             )
     refuse_other_tuning({"data": getattr(task, "tuning_data", None)}, metric_data, knob="task.tuning_")
@@ -116,11 +153,11 @@ def check_trial(task: Any, mode: Any, callbacks: Sequence[Any], metric_data: str
         if isinstance(one, PrivacyCard):
             refuse_other_tuning(one.tuning, metric_data)
     evaluated = [one for one in callbacks if isinstance(one, RetrievalEvaluation) and one.data == "private"]
-    setting = f"privacy.noise_seed={mode.noise_seed}" if mode.noise_seed is not None else (
+    leak = f"privacy.noise_seed={mode.noise_seed}" if mode.noise_seed is not None else (
         "callbacks.evaluation.data=private" if evaluated else None
     )  # fmt: skip
-    if mode.guarantee == "dp" and setting is not None:
+    if mode.guarantee == "dp" and leak is not None:
         raise ConfigurationError(
-            f"{setting} in a trial under privacy={mode.name}: its card would claim nothing, and no reservation in the "
+            f"{leak} in a trial under privacy={mode.name}: its card would claim nothing, and no reservation in the "
             "ledger of the data set bounds what it costs. Leave it out."
         )

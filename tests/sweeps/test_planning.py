@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import stat
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from configured import composed
+from hydra.types import RunMode
 from lightning.pytorch.callbacks import Callback
 from planned_sweeps import begun, joined, planned, trial_parts
 from tiny_generator import WORDS, generator
 
+from lit_dpret import cli
 from lit_dpret.callbacks import OneRunAudit, PrivacyCard, RetrievalEvaluation
 from lit_dpret.canaries import CanarySuite
 from lit_dpret.cards.card import read_card
@@ -33,6 +37,7 @@ from lit_dpret.privacy.releases import Release, merge
 from lit_dpret.sweeps import SweepFolder
 from lit_dpret.sweeps.report import write_report
 from lit_dpret.tasks import Ablate, Fit, FitScored, Pipeline
+from lit_dpret.tasks.trial import refuse_private_objective
 
 
 def begin_ledger(folder: Path, delta: float, total_eps: float = 100.0) -> None:
@@ -179,6 +184,46 @@ def test_an_objective_is_no_row_without_privacy(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=f"objective={UNPROTECTED}"):
         run(cfg)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_sweeper_is_told_no_score_on_private_queries_undeclared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sacrebleu")
+    told: dict[str, float] = {"val/bleu": 8.5}
+    monkeypatch.setattr(FitScored, "run", lambda *_: told)
+    for whose in ("private", "public"):
+        cfg = composed(
+            "task=fit_scored", f"task.data={whose}", f"run_dir={tmp_path / 'run'}", "objective=val/bleu"
+        )  # fmt: skip
+        if whose == "public":
+            assert run(cfg) == told
+            continue
+        with pytest.raises(ConfigurationError, match=r"objective=val/bleu.*task\.data=private.*trial_of"):
+            run(cfg)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_declared_choice_on_private_queries_may_be_told_a_sweeper(tmp_path: Path) -> None:
+    task, sweep = scored(tmp_path), planned(tmp_path, metric_data="private", metric="val/bleu", task=scored(tmp_path))
+    assert refuse_private_objective(task, [], "val/bleu", sweep)
+    with pytest.raises(ConfigurationError, match=r"task\.data=private"):
+        refuse_private_objective(task, [], "val/bleu", None)
+    evaluated = RetrievalEvaluation(data="private", card_entry=True)
+    with pytest.raises(ConfigurationError, match=r"callbacks\.evaluation\.data=private"):
+        refuse_private_objective(Fit(min_free_mb=1), [evaluated], "val/ndcg@10", None)
+    public = RetrievalEvaluation(data="public")
+    assert not refuse_private_objective(task, [public], public.public_metrics[0], None)
+
+
+def test_the_folder_of_such_a_multirun_is_its_owners_before_a_score_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "sweep" / "trials"
+    known = SimpleNamespace(mode=RunMode.MULTIRUN, sweep=SimpleNamespace(dir=str(folder)))
+    monkeypatch.setattr(cli, "HydraConfig", SimpleNamespace(initialized=lambda: True, get=lambda: known))
+    cli._close_sweep()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 def tuned_pipeline(tuning_data: str = "public") -> Pipeline:
