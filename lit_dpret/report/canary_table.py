@@ -92,9 +92,10 @@ def write_canary_table(
     facts: Mapping[str, Any],
     notes: Sequence[str] = (),
     command: str = "",
-    owner_only: bool = False,
 ) -> tuple[dict[str, Path], list[str]]:
     """Write ``NAME.{html,md,json,csv}`` into ``folder``; returns their paths by name, and what contradicts the claim.
+
+    Their owner alone may read them: models without privacy stand in the table, too.
 
     Args:
         folder: It exists.
@@ -104,7 +105,6 @@ def write_canary_table(
         facts: What was done, as JSON values; ``candidates`` and ``measure`` are told in words too.
         notes: What was done, in words.
         command: What to type to get the same again.
-        owner_only: Nobody but their owner may read the files.
 
     Raises:
         StorageError: A file cannot be written.
@@ -128,7 +128,7 @@ def write_canary_table(
     values = io.StringIO(newline="")
     csv.writer(values).writerows(_csv(rows))
     texts[f"{name}.csv"] = values.getvalue()
-    written = {file: write_whole(folder / file, text, owner_only=owner_only) for file, text in texts.items()}
+    written = {file: write_whole(folder / file, text, owner_only=True) for file, text in texts.items()}
     return written, contradictions
 
 

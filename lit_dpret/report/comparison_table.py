@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from lit_dpret.errors import StorageError
 from lit_dpret.retrieval.comparison import Comparison, Difference
 from lit_dpret.retrieval.metrics import Metric
+from lit_dpret.whole_file import write_whole
 
 _HEAD = ("data", "metric", "a", "b", "a - b", "better / worse", "p", "p (Holm)")
 
@@ -45,17 +45,15 @@ def comparison_markdown(comparison: Comparison) -> str:
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> tuple[Path, Path]:
-    """Write ``comparison.json`` and ``comparison.md``.
+    """Write ``comparison.json`` and ``comparison.md``, which their owner alone may read.
 
     Raises:
         StorageError: One of them cannot be written.
     """
     machine, reader = folder / "comparison.json", folder / "comparison.md"
-    try:
-        machine.write_text(json.dumps(comparison.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        reader.write_text(comparison_markdown(comparison), encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{error.filename} cannot be written: {error.strerror}.") from error
+    facts = json.dumps(comparison.to_dict(), indent=2, allow_nan=False) + "\n"
+    write_whole(machine, facts, owner_only=True)
+    write_whole(reader, comparison_markdown(comparison), owner_only=True)
     return machine, reader
 
 

@@ -87,4 +87,4 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
 def _save(figure: Any, path: Path) -> None:
     kept = io.BytesIO()
     figure.savefig(kept, dpi=110, format="png")
-    write_whole(path, kept.getvalue())
+    write_whole(path, kept.getvalue(), owner_only=True)

@@ -39,4 +39,4 @@ def copied_picture(source: Path, path: Path, says: str) -> Picture:
         content = source.read_bytes()
     except OSError as error:
         raise DataError(f"{source} cannot be read: {error.strerror}.") from error
-    return Picture(write_whole(path, content), says)
+    return Picture(write_whole(path, content, owner_only=True), says)

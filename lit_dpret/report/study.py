@@ -140,7 +140,7 @@ def write_study(page: StudyPage, folder: Path, name: str, *, picture: Path | Non
         "json": json.dumps(_facts(page), indent=2, allow_nan=False) + "\n",
         "csv": _csv(page),
     }
-    return {ending: write_whole(folder / f"{name}.{ending}", text) for ending, text in texts.items()}
+    return {ending: write_whole(folder / f"{name}.{ending}", text, owner_only=True) for ending, text in texts.items()}
 
 
 def read_study(path: Path) -> StudyPage:

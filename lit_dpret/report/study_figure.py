@@ -44,7 +44,7 @@ def draw_study(page: StudyPage, path: Path) -> Path:
     """
     kept = io.BytesIO()
     figure_of(page).savefig(kept, dpi=110, format="png")
-    return write_whole(path, kept.getvalue())
+    return write_whole(path, kept.getvalue(), owner_only=True)
 
 
 def figure_of(page: StudyPage) -> Any:

@@ -89,7 +89,7 @@ class Audit:
         ]
         written, contradictions = write_canary_table(
             parts.run_dir, rows, name=NAME, title="Audit of a run by its canaries", facts=facts, notes=notes,
-            command=parts.command, owner_only=True,
+            command=parts.command,
         )  # fmt: skip
         contradictions += [
             f"CONTRADICTION: the claim is epsilon = {claim['epsilon']:.4g}, and there is {one}" for one in above

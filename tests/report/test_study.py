@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,6 +75,7 @@ def test_a_number_stands_with_its_interval_and_the_papers_beside_it(tmp_path: Pa
 
 def test_json_and_csv_say_what_the_page_says(tmp_path: Path) -> None:
     files = write_study(replace(LINES, rows=[replace(LINES.rows[0], epsilon=7.5)]), tmp_path, "hubness")
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files.values()} == {0o600}
     told = json.loads(files["json"].read_text(encoding="utf-8"))
     measure = told["rows"][0]["measures"]["sentence/success@1"]
     assert measure["per_seed"] == pytest.approx([0.19, 0.2, 0.21])
