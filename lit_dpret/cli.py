@@ -44,6 +44,7 @@ _POSITIONAL = {"compare": ("run_a", "run_b"), "verify": ("card",), "audit": ("ru
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 _places: list[tuple[str, Path]] = []  # the setting and the folder of the command that runs
 _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT)
+OmegaConf.register_new_resolver("new_name", rank_watch.new_name, use_cache=True, replace=True)
 
 
 def build_parts(cfg: DictConfig) -> Parts:

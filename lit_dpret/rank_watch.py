@@ -8,8 +8,10 @@ watched by those.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import secrets
 import sys
 import threading
 import time
@@ -55,6 +57,14 @@ def world_size() -> int:
         if rank in os.environ and os.environ.get(name, "").isdigit():
             return int(os.environ[name])
     return 1
+
+
+def new_name() -> str:
+    """A random word that names the folder of a run, the same on all processes that one launcher started."""
+    if world_size() == 1:
+        return secrets.token_hex(4)
+    job = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_PORT")]
+    return hashlib.sha256(f"{job} {'' if job[1] else os.getppid()}".encode()).hexdigest()[:8]
 
 
 def wait_for_launcher(*, at_most: float = 30.0) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
 from configured import composed, wrong_keys
+from hydra import compose, initialize_config_module
 
 from lit_dpret.cli import _hydra_main
+from lit_dpret.rank_watch import new_name
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 # configs/sweep holds files of W&B, which name options and are none.
@@ -119,3 +122,21 @@ def test_sources_of_negatives_compose() -> None:
     assert list(cfg.model.negatives) == ["in_batch", "bm25"] and cfg.model.negatives.bm25.per_query == 3
     assert cfg.model.negatives.bm25.cache_dir == "run/private/negatives"
     assert composed("model=dual_encoder").model.negatives is None
+
+
+def test_a_folder_without_a_name_tells_the_day_and_no_time() -> None:
+    with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
+        found = [compose("train", return_hydra_config=True).hydra for _ in range(2)]
+    for kind, root in (("run", "runs"), ("sweep", "multirun")):
+        names = [one[kind].dir for one in found]
+        assert all(re.fullmatch(rf"{root}/\d{{4}}-\d\d-\d\d/[0-9a-f]{{8}}", name) for name in names)
+        assert names[0] != names[1] and found[0][kind].dir == names[0]
+
+
+def test_processes_of_one_launcher_name_one_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = set()
+    for rank in range(2):
+        for key, value in (("WORLD_SIZE", "2"), ("RANK", str(rank)), ("TORCHELASTIC_RUN_ID", "none")):
+            monkeypatch.setenv(key, value)
+        named.add(new_name())
+    assert len(named) == 1
