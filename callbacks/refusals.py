@@ -45,8 +45,9 @@ from lit_dpret.cards.start import Start, model_folder
 from lit_dpret.cards.subject import card_above, check_dataset_card
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.privacy.guard import uncounted
-from lit_dpret.privacy.sampling import Draw, PrivateBatchSampler, UnitOwners, row_key
+from lit_dpret.privacy.sampling import Draw, PrivateBatchSampler
 from lit_dpret.privacy.trained import held, noted_in, runs_behind
+from lit_dpret.privacy.unit_owners import UnitOwners, row_key
 
 #: After so many units without a named row, a data set is not asked for the others.
 UNNAMED = 99

@@ -10,10 +10,9 @@ device; a logical batch may be empty, and then it still takes its step.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -29,6 +28,7 @@ from lit_dpret.privacy.fixed_shape import FixedShape
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.privacy.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
+from lit_dpret.privacy.unit_owners import UnitOwners, row_key
 from lit_dpret.privacy.xla import is_lazy
 
 PADDING = -1
@@ -219,44 +219,6 @@ def parts_of(batch: UnitBatch, *, units_at_once: int) -> Iterator[UnitBatch]:
             data_rows=None if batch.data_rows is None else batch.data_rows[rows],
             alone=None,
         )
-
-
-def row_key(row: Any) -> int | None:
-    """A number for what names a row (its query and passage, or its image); None where it has no name."""
-    names = [getattr(row, name, None) for name in ("query_id", "passage_id", "image_id")]
-    if names[0] is None and names[2] is None:
-        return None
-    return int.from_bytes(hashlib.blake2b(repr(names).encode(), digest_size=8).digest(), "little")
-
-
-class UnitOwners:
-    """Which unit each row belongs to, as far as it was seen.
-
-    A data set is asked for a unit by its number, and nothing keeps it from answering with another one: ``index % n``,
-    a cache, a wrapper that repeats or mixes units. Then one unit takes part in a step more often than the law says.
-
-    Guarantees:
-        - A row that came for two units is refused, whichever batches it came in. Rows without a name cannot be told.
-    """
-
-    def __init__(self) -> None:
-        self._unit_of: dict[int, int] = {}
-
-    def note(self, unit: int, keys: Iterable[int]) -> None:
-        """Remember whose rows these are.
-
-        Raises:
-            DataError: One of them came for another unit before.
-        """
-        for key in keys:
-            if (owner := self._unit_of.setdefault(key, unit)) != unit:
-                raise DataError(
-                    f"The training data set gave the same row for unit {owner} and for unit {unit}, so one unit takes "
-                    "part in a step more often than the sampling law says, and epsilon would be false. dataset[draw] "
-                    "must give the rows of unit draw.unit and of no other: build it by UnitItems, and do not repeat, "
-                    "cache or mix units behind it (datamodule.train_dataloader).",
-                    trap="T38",
-                )
 
 
 class UnitCollator:

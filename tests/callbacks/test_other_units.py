@@ -15,7 +15,8 @@ from lit_dpret.errors import DataError
 from lit_dpret.privacy.charges import charged_releases
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.releases import NonPrivateRelease
-from lit_dpret.privacy.sampling import Draw, UnitCollator, UnitOwners, row_key
+from lit_dpret.privacy.sampling import Draw, UnitCollator
+from lit_dpret.privacy.unit_owners import UnitOwners, row_key
 
 SIZE = 200
 
