@@ -207,7 +207,7 @@ def _rest(look: _Look, trainer: L.Trainer, module: Any, data: Any) -> PlannedRun
         mode.attach(module, planned.plan, stream)
     sampler = planned.sampler(data, stream)
     with look.at("loader"):
-        data.attach(sampler, UnitCollator(module.collate_rows, data.rows_per_unit))
+        data.attach(sampler, UnitCollator(module.collate_rows, data.rows_per_unit, unit=mode.unit))
         loader = data.train_dataloader()
         refuse_replaced_sampler(loader, sampler)
         refuse_other_units(loader, sampler)

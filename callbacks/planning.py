@@ -24,6 +24,8 @@ class PlannedRun:
     Attributes:
         plan: What is promised; None where nothing is.
         law: By which batches are drawn.
+        units: How many units there are; private under ``add_or_remove``.
+        unit: What a unit is, ``privacy.unit``.
         steps: Logical steps.
         steps_per_epoch: Logical steps in one pass over the units.
         sub_batches: Into how many parts a logical batch falls whose units see each other.
@@ -31,15 +33,18 @@ class PlannedRun:
 
     plan: PrivacyPlan | None
     law: SamplingLaw
+    units: int
+    unit: str
     steps: int
     steps_per_epoch: int
     sub_batches: int | None = None
 
     def sampler(self, data: Any, stream: KeyedStream, *, ranks: Ranks | None = None) -> PrivateBatchSampler:
-        """The sampler of the law, over the units of ``data``; with ``ranks``, of this rank's part of each draw."""
+        """The sampler of the law, in batches as ``data`` asks; with ``ranks``, of this rank's part of each draw."""
         return PrivateBatchSampler(
             self.law,
-            units=data.n_units,
+            units=self.units,
+            unit=self.unit,
             steps_per_epoch=self.steps_per_epoch,
             physical_batch_size=data.physical_batch_size,
             stream=stream,
@@ -69,12 +74,12 @@ def plan_run(trainer: L.Trainer, mode: PrivacyMode, data: Any, *, module: Any = 
     steps = planned_steps(trainer, per_epoch)
     plan = mode.plan(data, units=units, steps=steps + reserve, module=module)
     if plan is not None:
-        return PlannedRun(plan, plan.law, steps, per_epoch, mode.sub_batches)
+        return PlannedRun(plan, plan.law, units, mode.unit, steps, per_epoch, mode.sub_batches)
     batch = data.expected_batch_size or max(1, round((data.sample_rate or 1.0) * units))
     law: SamplingLaw = Shuffle(batch_size=min(batch, units), n=units)
     if data.sampling == "poisson":
         law = Poisson(sample_rate=data.sample_rate or min(1.0, batch / units))
-    return PlannedRun(None, law, steps, per_epoch, mode.sub_batches)
+    return PlannedRun(None, law, units, mode.unit, steps, per_epoch, mode.sub_batches)
 
 
 def planned_steps(trainer: L.Trainer, steps_per_epoch: int) -> int:

@@ -56,7 +56,7 @@ from lit_dpret.privacy.dataset_charge import EarlierRun
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.fingerprints import state_hash
 from lit_dpret.privacy.gate import ReleaseGate
-from lit_dpret.privacy.leaks import PRIVATE_LOG_EVENT
+from lit_dpret.privacy.leaks import PRIVATE_LOG_EVENT, UNITS_UNNAMED
 from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger, ledger_identity
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream, load_secret, published_secret
@@ -216,7 +216,7 @@ class PrivacyAccountant(Callback):
         mode.fixed_shapes = asks_for_one_program(trainer, module)
         self.sampler.scatters = shape is not None and mode.neighbours == "add_or_remove"
         collate = collate_of(trainer, module)
-        data.attach(self.sampler, UnitCollator(collate, data.rows_per_unit, shape=shape))
+        data.attach(self.sampler, UnitCollator(collate, data.rows_per_unit, unit=mode.unit, shape=shape))
         keep_the_sampler(trainer)
         self._shared = place_early(trainer, pl_module)
         ranks.together(lambda: mode.attach(pl_module, self.plan, stream))
@@ -380,7 +380,8 @@ class PrivacyAccountant(Callback):
 
     def _examine_data(self, trainer: L.Trainer, module: Any) -> None:
         loader: Any = trainer.train_dataloader
-        refuse_other_units(loader, self.sampler)
+        if not refuse_other_units(loader, self.sampler) and self._ranks.is_first:
+            self.ledger.append("event", name=UNITS_UNNAMED, unit=module.privacy.unit)
         if module.privacy.guarantee == "dp":
             refuse_remembering_collation(module, getattr(loader, "dataset", None), self.sampler)
 

@@ -45,9 +45,9 @@ from lit_dpret.cards.start import Start, model_folder
 from lit_dpret.cards.subject import card_above, check_dataset_card
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.privacy.guard import uncounted
-from lit_dpret.privacy.sampling import Draw, PrivateBatchSampler
+from lit_dpret.privacy.sampling import Draw, PrivateBatchSampler, answer_of
 from lit_dpret.privacy.trained import held, noted_in, runs_behind
-from lit_dpret.privacy.unit_owners import UnitOwners, row_key
+from lit_dpret.privacy.unit_owners import UnitOwners, names_its_unit, row_keys
 
 #: After so many units without a named row, a data set is not asked for the others.
 UNNAMED = 99
@@ -118,31 +118,50 @@ def refuse_replaced_sampler(loader: Any, sampler: PrivateBatchSampler) -> None:
         )
 
 
-def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> None:
+def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
     """Ask a training data set that is not of this package for every unit once, and refuse it where units share rows.
 
     Ours is built unit by unit. Where rows have no names (`row_key`) nothing can be told, and asking ends early.
 
+    Returns:
+        Whether the rows of one unit are known to be all rows of one query, user or image, for they say whose they are.
+
     Raises:
-        DataError: It answered for another unit, or with a row that it gave for another unit before.
+        DataError: It has another number of units, answered for another unit, or gave rows of one query, user or image
+            for two units.
     """
-    dataset = getattr(loader, "dataset", None)
-    if dataset is None or type(dataset).__module__.startswith("lit_dpret."):
-        return
-    owners, named = UnitOwners(), False
+    dataset = loader.dataset
+    if hasattr(dataset, "__len__") and len(dataset) != sampler.units:
+        raise DataError(
+            "The training data set does not have as many units as datamodule.n_units said when the run was planned, so "
+            "epsilon would be false: len(dataset) must be datamodule.n_units (datamodule.train_dataloader).",
+            trap="T38",
+        )
+    units = getattr(dataset, "units", dataset)
+    if type(units).__module__.startswith("lit_dpret.") and type(dataset).__module__.startswith("lit_dpret."):
+        if (grouped := getattr(units, "unit", sampler.unit)) != sampler.unit:
+            raise DataError(
+                f"The training data are grouped by {grouped} where privacy.unit={sampler.unit}, so epsilon would be "
+                "false: build them by the unit that datamodule.use_unit was told.",
+                trap="T38",
+            )
+        return True
+    owners, seen, unnamed = UnitOwners(sampler.unit), False, False
     for unit in range(sampler.units):
-        draw, rows = dataset[Draw(unit, 0, 0, False)]
+        draw, rows = answer_of(dataset[Draw(unit, 0, 0, False)])
         if draw.unit != unit:
             raise DataError(
                 f"The training data set answers for unit {draw.unit} where unit {unit} was drawn, so epsilon would be "
                 "false: dataset[draw] must return the draw itself (datamodule.train_dataloader).",
                 trap="T38",
             )
-        keys = [key for key in map(row_key, rows) if key is not None]
-        named |= bool(keys)
-        if unit == UNNAMED and not named:
-            return
+        keys = row_keys(rows, sampler.unit)
+        seen |= bool(keys)
+        unnamed |= not all(names_its_unit(row, sampler.unit) for row in rows)
+        if unit == UNNAMED and not seen:
+            break
         owners.note(unit, keys)
+    return not unnamed
 
 
 def refuse_false_bound(mode: Any, data: Any) -> None:

@@ -26,7 +26,7 @@ from lit_dpret.privacy.charges import NOISE_KINDS, START_EVENT, claimed_releases
 from lit_dpret.privacy.dataset_charge import EarlierRun
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger, ledger_identity
-from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
 from lit_dpret.privacy.releases import GaussianRelease, Release, release_from_dict
 
 MODEL_FOLDER = "model"
@@ -349,4 +349,4 @@ def start_text(
 
 def _is_histogram(records: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the run counted, and trained nothing."""
-    return any(record.get("kind") == "plan" and record.get("mode") == "histogram" for record in records)
+    return any(record.get("kind") == "plan" and record.get("mode") == HISTOGRAM for record in records)

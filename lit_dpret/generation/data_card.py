@@ -17,7 +17,7 @@ from lit_dpret.cards.text import show_delta, show_epsilon
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.generation.dataset_folder import SUMMARY_NAME, Counts
 from lit_dpret.generation.shards import write_whole
-from lit_dpret.privacy.histogram import LABEL as HISTOGRAM
+from lit_dpret.privacy.plan import HISTOGRAM
 
 _SIZES = (
     (1_000, "n<1K"),

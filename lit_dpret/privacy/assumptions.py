@@ -20,7 +20,7 @@ from lit_dpret.privacy.charges import ROUNDING, departed_attempts, noise_keys
 from lit_dpret.privacy.composition import FINE
 from lit_dpret.privacy.dataset_total import noted_total
 from lit_dpret.privacy.ledger import GENESIS
-from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
 from lit_dpret.privacy.releases import FullBatch, GaussianRelease, NonPrivateRelease, Release, SamplingLaw, Shuffle
 
 Record = Mapping[str, Any]
@@ -175,7 +175,7 @@ def _grid_assumption(plan: PrivacyPlan) -> Assumption:
 def _bound_assumption(plan: PrivacyPlan) -> Assumption:
     """How far one unit moves the sum, and who says so."""
     coupling = plan.coupling
-    if plan.mode == "histogram":
+    if plan.mode == HISTOGRAM:
         moved = plan.sensitivity * (2 if plan.budget.neighbours == "replace_one" else 1)
         return Assumption(
             f"The bins are public, and neighbours differ by at most {moved:.6g} in the counts.", "unverified"

@@ -33,12 +33,11 @@ from lit_dpret.privacy.accounting import Accountant
 from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, charged
 from lit_dpret.privacy.fingerprints import sum_tag
 from lit_dpret.privacy.noise_source import noise_source
-from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
 from lit_dpret.privacy.releases import FullBatch, GaussianRelease
 from lit_dpret.privacy.run import PrivateRun
 
 HISTOGRAM_NAME = "histogram.json"
-LABEL = "histogram"
 SCHEMA = "lit-dpret/private-histogram/1"
 
 
@@ -85,7 +84,7 @@ def histogram_plan(
     if n_public is not None:
         budget.check_delta(n_public)
     bound = histogram_sensitivity(max_count, budget.neighbours)
-    release = GaussianRelease(noise_multiplier=noise_multiplier, law=FullBatch(), label=LABEL)
+    release = GaussianRelease(noise_multiplier=noise_multiplier, law=FullBatch(), label=HISTOGRAM)
     counter = Accountant(delta=budget.delta, neighbours=budget.neighbours, name=accountant)
     if (cost := counter.epsilon([release])) > budget.eps:
         raise BudgetExceededError(
@@ -95,7 +94,7 @@ def histogram_plan(
     return PrivacyPlan(
         budget=budget, law=FullBatch(), steps=1, noise_multiplier=noise_multiplier, max_grad_norm=bound,
         sensitivity=charged(bound, noise), denominator=1.0, physical_batch_size=1, accountant=accountant,
-        engine="counting", mode=LABEL, n_public=n_public, max_units_per_user=max_units_per_user, noise=noise,
+        engine="counting", mode=HISTOGRAM, n_public=n_public, max_units_per_user=max_units_per_user, noise=noise,
     )  # fmt: skip
 
 
@@ -137,7 +136,7 @@ def release_histogram(
     for unit in contributions:
         for place in list(unit)[:max_count]:
             counts[place] += 1
-    tag = sum_tag(run.stream, {f"{LABEL} {spec}": counts})
+    tag = sum_tag(run.stream, {f"{HISTOGRAM} {spec}": counts})
     known = run.intents.get((run.attempt, 0))
     if known is not None and known.get("sum_tag") != tag:
         run.attempt += 1
@@ -145,13 +144,15 @@ def release_histogram(
     key = {"attempt": run.attempt, "step": 0}
     if known is None:
         grant()
-        release = GaussianRelease(noise_multiplier=plan.noise_multiplier, law=plan.law, label=LABEL).to_dict()
+        release = GaussianRelease(noise_multiplier=plan.noise_multiplier, law=plan.law, label=HISTOGRAM).to_dict()
         announced = run.ledger.append("intent", **key, release=release, state_hash=None, sum_tag=tag)
         run.intents[run.attempt, 0] = announced
     else:
         run.ledger.append("replay", **key)
     source = noise_source(plan.noise, run.stream, noise_multiplier=plan.noise_multiplier, coordinates=bins)
-    noised: np.ndarray = np.rint(source.noised(counts, std=plan.noise_std, parameter=LABEL, salt=tag, **key).numpy())
+    noised: np.ndarray = np.rint(
+        source.noised(counts, std=plan.noise_std, parameter=HISTOGRAM, salt=tag, **key).numpy()
+    )
     if (run.attempt, 0) not in run.releases:
         run.releases[run.attempt, 0] = run.ledger.append(
             "release", **key, noise_std=plan.noise_std, sensitivity=plan.sensitivity, denominator=plan.denominator,

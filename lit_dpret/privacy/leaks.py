@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lit_dpret.privacy.assumptions import Assumption
+from lit_dpret.privacy.unit_owners import NAMES
 
 PRIVATE_EVENT = "private_evaluation"
 """The event before metrics of private queries are let out; it holds a ``NonPrivateRelease``."""
@@ -15,6 +16,9 @@ PRIVATE_LOG_EVENT = "private_log"
 
 DECLARED_EVENT = "declared_evaluation"
 """The event that says whose queries a run was evaluated on, as its settings declare."""
+
+UNITS_UNNAMED = "units_unnamed"
+"""The event that says that the training rows do not name the query, user or image that they are of."""
 
 _NO_CLAIM_OF_ITS_OWN = ("none", "synthetic")
 
@@ -38,10 +42,19 @@ def leaks(records: Sequence[Mapping[str, Any]]) -> list[Assumption]:
             f"No metric of private queries was shown: {label} were logged during training, {shown.count(label)} times."
         )
     trusted = dict.fromkeys(text for r in records if r["kind"] == "plan" for text in r.get("assumptions") or [])
+    unnamed = dict.fromkeys(e["unit"] for e in events if e.get("name") == UNITS_UNNAMED)
     declared = {(e["data"], e["split"]) for e in events if e.get("name") == DECLARED_EVENT}
     return [
         *(Assumption(text, holds=False, consequence="no_guarantee") for text in found),
         *(Assumption(text, "unverified") for text in trusted),
+        *(
+            Assumption(
+                f"One unit holds all rows of one {unit} and of no other: the training rows do not say whose they are "
+                f"({', '.join(NAMES[unit])}).",
+                "unverified",
+            )
+            for unit in unnamed
+        ),
         *(
             Assumption(
                 f"The {split} queries that were evaluated on during training are {data}, as declared.", "unverified"

@@ -32,9 +32,12 @@ from lit_dpret.privacy.releases import (
     TruncatedPoisson,
 )
 
-__all__ = ["SAMPLINGS", "PrivacyPlan", "describe_plan", "format_plan"]
+__all__ = ["HISTOGRAM", "SAMPLINGS", "PrivacyPlan", "describe_plan", "format_plan"]
 
 SAMPLINGS = ("truncated_poisson", "poisson", "fixed_size", "shuffle", "full_batch")
+
+HISTOGRAM = "histogram"
+"""What the plan of a released histogram calls its mode."""
 
 
 @dataclass(frozen=True, kw_only=True)

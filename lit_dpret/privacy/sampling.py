@@ -28,7 +28,7 @@ from lit_dpret.privacy.fixed_shape import FixedShape
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.privacy.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
-from lit_dpret.privacy.unit_owners import UnitOwners, row_key
+from lit_dpret.privacy.unit_owners import UnitOwners, row_keys
 from lit_dpret.privacy.xla import is_lazy
 
 PADDING = -1
@@ -139,7 +139,7 @@ class UnitBatch:
         digests: Checksums of some values of each tensor as it was collated, by its path in ``rows``; empty where nobody
             compares.
         origin: For each slot of the whole batch, the unit that was drawn and the keys of the rows that came for it
-            (`row_key`); empty where nobody told.
+            (`lit_dpret.privacy.unit_owners.row_key`); empty where nobody told.
     """
 
     rows: Any
@@ -221,6 +221,22 @@ def parts_of(batch: UnitBatch, *, units_at_once: int) -> Iterator[UnitBatch]:
         )
 
 
+def answer_of(item: Any) -> tuple[Draw, Sequence[Any]]:
+    """What a training data set answered for a draw.
+
+    Raises:
+        DataError: It is no pair of the draw and the rows of its unit.
+    """
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], Draw):
+        return item
+    raise DataError(
+        f"The training data set gave a {type(item).__name__} where (draw, rows) was due: datamodule.train_dataloader "
+        "must give the loader a map-style data set whose dataset[draw] is the draw itself and the rows of unit "
+        "draw.unit, as lit_dpret.datamodules.UnitItems(units) is.",
+        trap="T38",
+    )
+
+
 class UnitCollator:
     """Turn the drawn units into a ``UnitBatch``.
 
@@ -228,6 +244,7 @@ class UnitCollator:
         collate_rows: The module's function from rows to tensors.
         rows_per_unit: ``"one"`` takes one row of each unit, chosen by the keyed stream;
             ``"all"`` takes all of them, and the module averages inside the unit.
+        unit: ``privacy.unit``, by which rows are told to be of one unit.
         shape: Fill every batch with rows up to this shape; None for as many as there are.
     """
 
@@ -236,12 +253,14 @@ class UnitCollator:
         collate_rows: Callable[[list[Any]], Any],
         rows_per_unit: str = "one",
         *,
+        unit: str = "query",
         shape: FixedShape | None = None,
     ) -> None:
         if rows_per_unit not in ("one", "all"):
             raise ConfigurationError(f"datamodule.rows_per_unit={rows_per_unit!r} is not one of one, all.")
         self._collate_rows = collate_rows
         self._one = rows_per_unit == "one"
+        self._unit = unit
         self._shape = shape
 
     def _collated_alone(self, rows: list[Any]) -> Any:
@@ -256,12 +275,13 @@ class UnitCollator:
     def __call__(self, items: list[tuple[Draw, Sequence[Any]]]) -> UnitBatch:
         rows: list[Any] = []
         slots: list[int] = []
+        items = [answer_of(item) for item in items]
         for slot, (draw, unit_rows) in enumerate(items):
             chosen = [unit_rows[draw.pick % len(unit_rows)]] if self._one and unit_rows else unit_rows
             rows.extend(chosen)
             slots.extend([slot] * len(chosen))
         first = items[0][0]
-        origin = tuple((draw.unit, tuple(filter(None, map(row_key, unit_rows)))) for draw, unit_rows in items)
+        origin = tuple((draw.unit, row_keys(unit_rows, self._unit)) for draw, unit_rows in items)
         real = [draw.unit != PADDING for draw, _ in items]
         features = self._collate_rows(rows) if rows else None
         alone = None
@@ -325,6 +345,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
             ``physical_batch_size``.
         n_max: Most units of a sub-batch; None for no bound.
         ranks: The processes that share each draw; this one hands out its part.
+        unit: What a unit is, ``privacy.unit``.
 
     Attributes:
         watched: Whether somebody holds each batch against what was handed out for it (`require_drawn`).
@@ -341,6 +362,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         sub_batches: int | None = None,
         n_max: int | None = None,
         ranks: Ranks | None = None,
+        unit: str = "query",
     ) -> None:
         if physical_batch_size < 1:
             raise ConfigurationError(f"datamodule.physical_batch_size={physical_batch_size} must be at least 1.")
@@ -359,7 +381,8 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         self._order: tuple[tuple[int, int], np.ndarray] | None = None
         self.watched = False
         self._handed_out: dict[tuple[int, int, int], list[int]] = {}
-        self._owners = UnitOwners()
+        self.unit = unit
+        self._owners = UnitOwners(unit)
 
     def draw(self, step: int) -> np.ndarray:
         """The units of logical step ``step``, in random order, shape ``(drawn,)``."""

@@ -22,7 +22,6 @@ from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.dataset_total import TOTAL_EVENT
 from lit_dpret.privacy.histogram import (
     HISTOGRAM_NAME,
-    LABEL,
     ReleasedHistogram,
     histogram_plan,
     release_histogram,
@@ -32,7 +31,7 @@ from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.noise import PHILOX, SHAKE, load_secret, published_secret
 from lit_dpret.privacy.owed import owed_releases
-from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
 from lit_dpret.privacy.releases import Release
 from lit_dpret.privacy.run import PrivateRun
 from lit_dpret.privacy.run_lock import RunLock
@@ -162,7 +161,7 @@ class Histogram:
             secret=load_secret(mode.secret_file, run_dir=folder) if seed is None else published_secret(seed),
             secure_rng=mode.secure_rng,
             described={
-                "mode": LABEL,
+                "mode": HISTOGRAM,
                 "unit": mode.unit,
                 "neighbours": mode.neighbours,
                 "law": plan.law.to_dict(),

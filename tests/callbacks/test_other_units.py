@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from stand_ins import Line, Numbers, Regression, Units, _Items, dp, fit
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lit_dpret.callbacks import privacy_accountant
-from lit_dpret.errors import DataError
+from lit_dpret.callbacks import PrivacyCard, privacy_accountant
+from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.charges import charged_releases
 from lit_dpret.privacy.ledger import PrivacyLedger
 from lit_dpret.privacy.releases import NonPrivateRelease
@@ -49,6 +51,40 @@ class Foreign(Numbers):
         return DataLoader(self.dataset, batch_sampler=self.batch_sampler, collate_fn=self.collate_fn)
 
 
+class Rows(Dataset[Any]):
+    """Row ``n`` is unit ``n``, as somebody writes it who has a table: ``table[n]`` gives the row."""
+
+    def __init__(self, table: list[Any]) -> None:
+        self.table = table
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, draw: Draw) -> Any:
+        return draw, [] if draw.unit < 0 else [self.table[draw.unit]]
+
+
+@dataclass(frozen=True)
+class UserLine(Line):
+    user_id: str
+
+
+@dataclass(frozen=True)
+class Anonymous:
+    """What `Regression` reads of a row, and nothing that says whose it is."""
+
+    query: str
+    passage: str
+
+
+def of_a_query(row: int) -> Line:
+    return Line(f"q{row // 20}", "7", f"p{row}", f"{row % 3}", frozenset((f"p{row}",)))
+
+
+def of_a_user(row: int) -> UserLine:
+    return UserLine(f"q{row}", "7", f"p{row}", f"{row % 3}", frozenset((f"p{row}",)), user_id=f"u{row // 20}")
+
+
 def half_as_many(draw: Draw) -> int:
     return draw.unit % (SIZE // 2)
 
@@ -57,9 +93,10 @@ def one_person(draw: Draw) -> int:
     return 7 if draw.unit % 50 == 0 else draw.unit
 
 
-def run(tmp_path: Path, dataset: Any, **settings: Any) -> None:
-    mode = dp(tmp_path, eps=50.0, noise_multiplier=2.0, accountant="rdp")
-    fit(tmp_path / "run", Regression(privacy=mode, dropout=0.0), Foreign(dataset, **settings), steps=6)
+def run(tmp_path: Path, dataset: Any, *, unit: str = "query", **settings: Any) -> None:
+    mode = dp(tmp_path, eps=50.0, noise_multiplier=2.0, accountant="rdp", unit=unit)
+    fit(tmp_path / "run", Regression(privacy=mode, dropout=0.0), Foreign(dataset, **settings), steps=6,
+        extra=[PrivacyCard(run_dir=tmp_path / "run")])  # fmt: skip
 
 
 def ledger(tmp_path: Path) -> list[dict[str, Any]]:
@@ -78,6 +115,89 @@ def test_a_data_set_that_gives_one_unit_for_several_is_refused_before_the_first_
         run(tmp_path, dataset)
     assert refused.value.trap == "T38"
     assert not [record for record in ledger(tmp_path) if record["kind"] == "intent"]
+
+
+@pytest.mark.parametrize(("row", "unit"), [(of_a_query, "query"), (of_a_user, "user")])
+def test_a_data_set_that_counts_rows_as_units_is_refused_where_a_query_or_a_user_is_one(
+    row: Callable[[int], Any], unit: str, tmp_path: Path
+) -> None:
+    """Twenty rows of one query were twenty units: a card said 0.27 where about 5 was true."""
+    with pytest.raises(DataError, match=r"privacy\.unit") as refused:
+        run(tmp_path, Rows([row(number) for number in range(SIZE)]), unit=unit)
+    assert refused.value.trap == "T38"
+    assert not [record for record in ledger(tmp_path) if record["kind"] == "intent"]
+
+
+def test_the_same_rows_are_units_where_a_pair_is_one(tmp_path: Path) -> None:
+    run(tmp_path, Rows([of_a_query(number) for number in range(SIZE)]), unit="pair")
+    assert not unverified(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("row", "unit"),
+    [
+        (lambda row: Anonymous("7", f"{row % 3}"), "query"),
+        (of_a_query, "user"),
+    ],
+    ids=["without a name", "queries without users"],
+)
+def test_rows_that_do_not_say_whose_they_are_leave_that_open_on_the_card(
+    row: Callable[[int], Any], unit: str, tmp_path: Path
+) -> None:
+    run(tmp_path, Rows([row(number) for number in range(SIZE)]), unit=unit)
+    assert len(unverified(tmp_path)) == 1
+
+
+def test_rows_of_users_with_their_ids_leave_nothing_open(tmp_path: Path) -> None:
+    run(tmp_path, Rows([of_a_user(20 * number) for number in range(SIZE)]), unit="user")
+    assert not unverified(tmp_path)
+
+
+def unverified(tmp_path: Path) -> list[str]:
+    card = json.loads((tmp_path / "run" / "privacy_card.json").read_text())
+    return [a["text"] for a in card["assumptions"] if a["holds"] == "unverified" and "all rows of one" in a["text"]]
+
+
+@pytest.mark.parametrize("told", [SIZE // 2, 2 * SIZE])
+def test_a_data_set_of_another_size_than_planned_is_refused(told: int, tmp_path: Path) -> None:
+    class Miscounted(Foreign):
+        n_units = told
+
+    mode = dp(tmp_path, eps=50.0, noise_multiplier=2.0, accountant="rdp")
+    with pytest.raises(DataError, match=r"datamodule\.n_units") as refused:
+        fit(tmp_path / "run", Regression(privacy=mode), Miscounted(_Items(Units(SIZE))), steps=6)
+    assert refused.value.trap == "T38"
+
+
+def test_units_are_counted_once_for_the_plan_and_the_draws(tmp_path: Path) -> None:
+    """Fewer units at the second look were drawn more often than the plan said."""
+
+    class Shrinking(Foreign):
+        looked = 0
+
+        @property
+        def n_units(self) -> int:
+            self.looked += 1
+            return SIZE if self.looked == 1 else SIZE // 10
+
+    mode = dp(tmp_path, eps=50.0, noise_multiplier=2.0, accountant="rdp", neighbours="replace_one")
+    data = Shrinking(_Items(Units(SIZE)), sampling="fixed_size")
+    fit(tmp_path / "run", Regression(privacy=mode, dropout=0.0), data, steps=6)
+    assert data.batch_sampler.units == SIZE
+
+
+def test_a_stream_of_rows_is_refused_by_one_clear_error(tmp_path: Path) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(Units(SIZE).rows(0))
+
+    class Streaming(Foreign):
+        def train_dataloader(self) -> Any:
+            return DataLoader(self.dataset, batch_size=4, collate_fn=self.collate_fn)
+
+    mode = dp(tmp_path, eps=50.0, noise_multiplier=2.0, accountant="rdp")
+    with pytest.raises((DataError, ConfigurationError), match=r"train_dataloader"):
+        fit(tmp_path / "run", Regression(privacy=mode), Streaming(Stream()), steps=6)
 
 
 @pytest.mark.parametrize("renamed", [False, True])
@@ -119,13 +239,11 @@ def test_without_the_two_looks_the_same_run_ends_with_a_claim(tmp_path: Path, mo
     assert not any(isinstance(release, NonPrivateRelease) for release in charged_releases(ledger(tmp_path)))
 
 
-def test_rows_without_a_name_are_not_told_apart_and_not_refused() -> None:
-    assert row_key(object()) is None
-    line = Line("q", "text", "p", "passage", frozenset("p"))
-    assert (
-        row_key(line)
-        == row_key(Line("q", "other", "p", "other", frozenset()))
-        != row_key(Line("q", "text", "p2", "passage", frozenset()))
-    )
-    batch = UnitCollator(list)([(Draw(3, 0, 0, True), [object(), line])])
-    assert batch.origin == ((3, (row_key(line),)),)
+def test_rows_are_told_apart_by_what_names_their_unit() -> None:
+    assert row_key(object(), "query") is None
+    line, other = (Line("q", "text", p, "passage", frozenset(p)) for p in ("p", "p2"))
+    assert row_key(line, "query") == row_key(other, "query") == row_key({"query_id": "q"}, "query")
+    assert row_key(line, "pair") != row_key(other, "pair")
+    assert row_key(line, "user") != row_key(other, "user"), "a row that names no user is known by itself"
+    batch = UnitCollator(list, unit="pair")([(Draw(3, 0, 0, True), [object(), line])])
+    assert batch.origin == ((3, (row_key(line, "pair"),)),)
