@@ -1,14 +1,37 @@
 """Callbacks and the metrics logger. Import them as ``lit_dpret.callbacks``."""
 
-from lit_dpret.callbacks.doctor import Examination, Finding, examine
-from lit_dpret.callbacks.metrics_file import MetricsFile
-from lit_dpret.callbacks.one_run_audit import OneRunAudit
-from lit_dpret.callbacks.privacy_accountant import PrivacyAccountant
-from lit_dpret.callbacks.privacy_card import PrivacyCard
-from lit_dpret.callbacks.progress import ProgressLine, StepProgress
-from lit_dpret.callbacks.retrieval_evaluation import RetrievalEvaluation
-from lit_dpret.callbacks.throughput import Throughput
-from lit_dpret.callbacks.wandb_logger import PublicWandbLogger
+from typing import TYPE_CHECKING
+
+from lit_dpret.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from lit_dpret.callbacks.doctor import Examination, Finding, examine
+    from lit_dpret.callbacks.metrics_file import MetricsFile
+    from lit_dpret.callbacks.one_run_audit import OneRunAudit
+    from lit_dpret.callbacks.privacy_accountant import PrivacyAccountant
+    from lit_dpret.callbacks.privacy_card import PrivacyCard
+    from lit_dpret.callbacks.progress import ProgressLine, StepProgress
+    from lit_dpret.callbacks.retrieval_evaluation import RetrievalEvaluation
+    from lit_dpret.callbacks.throughput import Throughput
+    from lit_dpret.callbacks.wandb_logger import PublicWandbLogger
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "Examination": "doctor",
+            "Finding": "doctor",
+            "MetricsFile": "metrics_file",
+            "OneRunAudit": "one_run_audit",
+            "PrivacyAccountant": "privacy_accountant",
+            "PrivacyCard": "privacy_card",
+            "ProgressLine": "progress",
+            "PublicWandbLogger": "wandb_logger",
+            "RetrievalEvaluation": "retrieval_evaluation",
+            "StepProgress": "progress",
+            "Throughput": "throughput",
+            "examine": "doctor",
+        },
+    )
 
 __all__ = [
     "Examination",
