@@ -309,8 +309,13 @@ def _made_with(environment: Mapping[str, Any] | None) -> dict[str, Any]:
     return {
         "package_versions": package_versions(),
         "environment": dict(environment or environment_facts()),
-        "signoff": {"signature": SIGNATURE_NAME, "text": SIGNOFF},
+        "signoff": signoff(),
     }
+
+
+def signoff() -> dict[str, str]:
+    """How a card is checked, and what only a signature shows."""
+    return {"signature": SIGNATURE_NAME, "text": SIGNOFF}
 
 
 def gaps(

@@ -35,13 +35,32 @@ def link_problems(
         ledger: The parent's ledger, where it was found; without it the releases of a start are not compared.
     """
     problems = []
-    if [one["sha256"] for one in ancestors] != [one["sha256"] for one in parent["parents"]]:
+    if list(ancestors) != parent["parents"]:
         problems.append("The cards that it names after its parent are not those that its parent names.")
     if child["mechanism"].get("kind") == "post_processing":
         return problems + _better_than_parent(child, parent)
     if hides_earlier_tuning(child["tuning"], parent["tuning"], composed=True):
         problems.append(_TUNING)
     return problems + ([] if ledger is None else _other_start(child, parent, ledger))
+
+
+def passed_on(child: Mapping[str, Any], parent: Mapping[str, Any]) -> set[tuple[str, ...]]:
+    """The entries of a derived card that `link_problems` holds against its parent's."""
+    if child["claim"]["guarantee"] != "dp":
+        return {("claim", "guarantee"), ("parents",)}
+    lists = {
+        (name, str(index))
+        for name in ("assumptions", "not_covered")
+        for index, entry in enumerate(child[name])
+        if entry in parent[name]
+    }
+    empirical = {("empirical", name) for name in ("pre_registered", "ceilings", "planted")}
+    return (
+        {("claim", name) for name in child["claim"] if name not in _OWN_WORDS}
+        | {(name,) for name in (*_PASSED_ON, "parents")}
+        | lists
+        | empirical
+    )
 
 
 def _better_than_parent(child: Mapping[str, Any], parent: Mapping[str, Any]) -> list[str]:

@@ -12,21 +12,22 @@ card can: it names all others by hash.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lit_dpret
 from lit_dpret.cards.audit_text import NO_GUARANTEE, audit_problems
-from lit_dpret.cards.card import gaps, said
+from lit_dpret.cards.card import gaps, said, signoff
 from lit_dpret.cards.check import changed_files, verify_card
 from lit_dpret.cards.environment import CHANGED, code_commit
 from lit_dpret.cards.file import CARD_NAME, SIGNATURE_NAME, card_path, card_sha256, read_card
 from lit_dpret.cards.findings import Verification
 from lit_dpret.cards.history import versions
 from lit_dpret.cards.lineage import FoundCard, Lineage
-from lit_dpret.cards.lineage_links import link_problems
+from lit_dpret.cards.lineage_links import link_problems, passed_on
 from lit_dpret.cards.protocols import protocol_facts
-from lit_dpret.cards.recheck import Recheck, recheck
+from lit_dpret.cards.recheck import Place, Recheck, recheck
 from lit_dpret.cards.signature import Signed, check_signature, public_key_fingerprint
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.cards.text import card_html, card_markdown, privacy_line, statement
@@ -99,7 +100,7 @@ def _follow(
     if found.card["mechanism"].get("kind") == "post_processing" and not named:
         result.pass_over(_name(found), "parents", "it is derived from something, and names no parent.", failed=True)
         return [found]
-    _examine(result, lineage, found, must_have_files=True, allow_missing_ledger=allow_missing_ledger)
+    decided = _examine(result, lineage, found, must_have_files=True, allow_missing_ledger=allow_missing_ledger)
     child: FoundCard | None = found
     chain = [found]
     for place, parent in enumerate(named):
@@ -109,15 +110,39 @@ def _follow(
             child = None
             continue
         later = "" if met.named is None else ", and was amended since"
-        result.add(_name(met), "card", [], f"the one that was named, by its SHA-256{later}")
+        own = {"name": _name(met), "sha256": parent["sha256"], "schema": met.card["schema"]}
+        problems = [] if parent == own else [f"{_name(found)} names it as {dict(parent)}, and it is {own}."]
+        result.add(_name(met), "card", problems, f"the one that was named, by its SHA-256{later}")
         if child is not None:
             ledger = lineage.ledger(met.card, met.path)
             problems = link_problems(child.card, met.named or met.card, named[place + 1 :], ledger)
             result.add(_name(child), "parent", problems, f"claims no more than {_name(met)}")
-        _examine(result, lineage, met, must_have_files=False, allow_missing_ledger=allow_missing_ledger)
+            if child.card["mechanism"].get("kind") == "post_processing":
+                decided |= passed_on(child.card, met.named or met.card)
+            _tell_undecided(result, child, decided)
+        decided = _examine(result, lineage, met, must_have_files=False, allow_missing_ledger=allow_missing_ledger)
         child = met
         chain.append(met)
+    if child is not None:
+        _tell_undecided(result, child, decided)
     return chain
+
+
+def _tell_undecided(result: Verification, found: FoundCard, decided: set[Place]) -> None:
+    """Name the entries of a card that no check compared with anything."""
+    if places := _undecided(found.card, decided | {("schema",), ("checksum",)}, ()):
+        text = f"nothing here decides these, so a signature alone holds them: {', '.join(places)}"
+        result.pass_over(_name(found), "entries", text)
+
+
+def _undecided(value: Any, decided: set[Place], place: Place) -> list[str]:
+    """The entries at or under ``place`` that say something and are not ``decided``; a block of such is named whole."""
+    if place in decided or value in (None, "", [], {}):
+        return []
+    if not any(other[: len(place)] == place for other in decided):
+        return [".".join(place)]
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    return [name for key, inner in items for name in _undecided(inner, decided, (*place, str(key)))]
 
 
 def _examine(
@@ -127,16 +152,17 @@ def _examine(
     *,
     must_have_files: bool,
     allow_missing_ledger: bool,
-) -> None:
-    """What can be said of one card: its files, its ledger, its words."""
+) -> set[Place]:
+    """What can be said of one card: its files, its ledger, its words; returns the entries that were compared."""
     lineage.look_near(found.path)
     _check_files(result, found, required=must_have_files)
-    derived, words = found.card["mechanism"].get("kind") == "post_processing", list[str]()
+    derived, again = found.card["mechanism"].get("kind") == "post_processing", Recheck(0, [], [], set())
     if not (derived and any(lineage.card(str(parent["sha256"])) for parent in found.card["parents"][:1])):
-        words = _check_ledger(result, lineage, found, allow_missing=allow_missing_ledger)
+        again = _check_ledger(result, lineage, found, allow_missing=allow_missing_ledger)
         _check_audits(result, lineage, found)
-    _check_words(result, found, words)
+    said_here = _check_words(result, found, again.words)
     _check_copy(result, lineage, found)
+    return again.decided | said_here | {("subject", "sha256")}
 
 
 def _check_files(result: Verification, found: FoundCard, *, required: bool) -> None:
@@ -161,8 +187,9 @@ def _check_files(result: Verification, found: FoundCard, *, required: bool) -> N
         result.pass_over(name, "other files", f"not on the card, so nothing is known of them: {shown}")
 
 
-def _check_ledger(result: Verification, lineage: Lineage, found: FoundCard, *, allow_missing: bool) -> list[str]:
-    """The claim and all else that the ledger decides; returns the sentences that this version would not write."""
+def _check_ledger(result: Verification, lineage: Lineage, found: FoundCard, *, allow_missing: bool) -> Recheck:
+    """The claim and all else that the ledger decides."""
+    nothing = Recheck(0, [], [], set())
     name, stored = _name(found), found.card["ledger"]
     ledger = lineage.ledger(found.card, found.path)
     if ledger is None:
@@ -171,18 +198,19 @@ def _check_ledger(result: Verification, lineage: Lineage, found: FoundCard, *, a
             "Name its folder in task.parents=[DIR], or accept that with task.allow_missing_ledger=true."
         )
         result.pass_over(name, "ledger", why, failed=not allow_missing)
-        return []
+        return nothing
     problems = verify_card(found.card, ledger)
     result.add(name, "ledger", problems, f"{stored['records']} records, whole; they give {privacy_line(found.card)}")
     if problems or found.card["mechanism"].get("kind") == "post_processing":
-        return []
+        return nothing
     try:
         again = recheck(found.card, PrivacyLedger.read(ledger).records[: stored["records"]])
     except LitDpretError as error:
-        again = Recheck(0, [str(error)], [])
+        again = replace(nothing, wrong=[str(error)])
     told = f"{again.numbers} on the card, ceilings and mechanism included, follow from the ledger"
     result.add(name, "numbers", again.wrong, told)
-    return again.words
+    told_by_claim = {("parents",), ("empirical", "pre_registered"), ("empirical", "planted")}
+    return replace(again, decided=again.decided | told_by_claim)
 
 
 def _check_audits(result: Verification, lineage: Lineage, found: FoundCard) -> None:
@@ -198,20 +226,24 @@ def _check_audits(result: Verification, lineage: Lineage, found: FoundCard) -> N
         result.add(_name(found), "audit", problems, text)
 
 
-def _check_words(result: Verification, found: FoundCard, more: Sequence[str] = ()) -> None:
-    """The sentences, and the pages beside the card, say what the facts say."""
+def _check_words(result: Verification, found: FoundCard, more: Sequence[str] = ()) -> set[Place]:
+    """The sentences, and the pages beside the card, say what the facts say; returns the entries that were compared."""
     card, name = found.card, _name(found)
     harmless = card["claim"]["guarantee"] == "dp" and all(a["holds"] is not False for a in card["assumptions"])
     banners, uncovered, _ = (card[each] for each in ("banners", "not_covered", "cautions"))  # which no version left out
     if not uncovered or not (harmless or banners):
         result.pass_over(name, "words", "a warning that every such card carries is missing.", failed=True)
-        return
+        return set()
     ours = _made_by_this_program(card)
     wrong = [*_wrong_words(found), *more]
     if wrong and not ours:
         result.pass_over(name, "words", "they differ from those of this version of lit-dpret; read the JSON's numbers.")
-        return
+        return set()
     result.add(name, "words", wrong, "statement, warnings and pages follow from the facts")
+    lists = {
+        (key, str(index)) for key, due in _due(card).items() for index, text in enumerate(card[key]) if text in due
+    }
+    return lists | {("claim", "statement"), ("banners",), ("signoff",)}
 
 
 def _check_copy(result: Verification, lineage: Lineage, found: FoundCard) -> None:
@@ -252,23 +284,28 @@ def _check_copy(result: Verification, lineage: Lineage, found: FoundCard) -> Non
 def _wrong_words(found: FoundCard) -> list[str]:
     """Where the words are not those that this version would write."""
     card, wrong = found.card, []
-    fresh = said(card)
     if card["claim"].get("statement") != statement(card):
         wrong.append("The statement does not follow from the card's facts.")
-    if card["banners"] != fresh["banners"]:
+    if card["banners"] != said(card)["banners"]:
         wrong.append("The banners do not follow from the card's facts.")
-    missing = [text for text in fresh["cautions"] if text not in card["cautions"]]
-    if card["mechanism"].get("kind") != "post_processing":
-        groups = (card["accounting"] or {}).get("groups", [])
-        due = gaps(card["claim"], groups, card["tuning"], card["randomness"])
-        missing += [text for text in due if text not in card["not_covered"]]
-    if missing:
+    if card.get("signoff") != signoff():
+        wrong.append("What it says on signing is not what every card says.")
+    if missing := [text for key, due in _due(card).items() for text in due if text not in card[key]]:
         wrong.append(f"{len(missing)} sentences on what is not covered are missing, the first: {missing[0]}")
     for suffix, write in ((".md", card_markdown), (".html", card_html)):
         page = found.path.with_suffix(suffix)
         if page.is_file() and page.read_text(encoding="utf-8", errors="replace") != write(card):
             wrong.append(f"{page.name} is not the page of this card. Read the JSON.")
     return wrong
+
+
+def _due(card: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The cautions, and the sentences on what is not covered, that follow from the facts of a card."""
+    due = {"cautions": said(card)["cautions"], "not_covered": list[str]()}
+    if card["mechanism"].get("kind") != "post_processing":
+        groups = (card["accounting"] or {}).get("groups", [])
+        due["not_covered"] = gaps(card["claim"], groups, card["tuning"], card["randomness"])
+    return due
 
 
 def _check_protocols(result: Verification, found: FoundCard, given: Sequence[Mapping[str, str]]) -> None:
