@@ -156,7 +156,10 @@ class PrivacyCard(Callback):
                 mechanism=_mechanism(module) | describe(trainer),
                 tuning=self.tuning,
                 environment=environment,
-                assumptions=[*leaks(accountant.ledger.records), declared_start(getattr(module, "pretrained", None))],
+                assumptions=[
+                    *leaks(accountant.ledger.records),
+                    declared_start(_name_of(getattr(module, "pretrained", None))),
+                ],
             )
         else:
             card = build_card(
@@ -167,7 +170,7 @@ class PrivacyCard(Callback):
                 mechanism=_mechanism(module) | describe(trainer),
                 tuning=self.tuning,
                 environment=environment,
-                pretraining={"model": str(getattr(module, "pretrained", None) or "unstated"),
+                pretraining={"model": _name_of(getattr(module, "pretrained", None)),
                              "overlap_check": self.overlap},
                 randomness={"rng": SHAKE if module.privacy.secure_rng else PHILOX,
                             "secure": module.privacy.secure_rng},
@@ -180,6 +183,14 @@ class PrivacyCard(Callback):
         if saved:
             for path in folder.glob("privacy_card.*"):
                 shutil.copy2(path, model / path.name)
+
+
+def _name_of(pretrained: str | None) -> str:
+    """What to call the model that training started from: a hub's whole name, and of a folder its last part alone."""
+    if pretrained is None:
+        return "unstated"
+    path = Path(pretrained).expanduser()
+    return path.resolve().name if path.is_absolute() or path.exists() else pretrained
 
 
 def _accountant(trainer: L.Trainer) -> PrivacyAccountant | None:

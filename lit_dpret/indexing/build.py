@@ -28,7 +28,17 @@ from lit_dpret.encoders.bulk import in_order
 from lit_dpret.encoders.crew_encoding import encode_with_crew
 from lit_dpret.encoders.embedding_cache import content_hash
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, StorageError
-from lit_dpret.indexing.folder import EMBEDDINGS, FAISS, MANIFEST, OFFSETS, TEXTS, IndexFolder, Manifest
+from lit_dpret.indexing.folder import (
+    EMBEDDINGS,
+    FAISS,
+    MANIFEST,
+    OFFSETS,
+    TEXTS,
+    IndexFolder,
+    Kind,
+    Manifest,
+    told_from,
+)
 from lit_dpret.retrieval.backends import Faiss
 from lit_dpret.retrieval.rows import STORAGES, Storage
 
@@ -98,9 +108,7 @@ def encode_folder(
         dim=tower.dim,
         storage=storage,
         encoder={
-            "folder": str(Path(encoder).expanduser().resolve())
-            if Path(encoder).expanduser().is_dir()
-            else str(encoder),
+            "folder": told_from(folder, encoder),
             "dtype": dtype,
             "fingerprints": {"query": asked_by} | ({"passage": tower.fingerprint()} if side == "passage" else {}),
             "contract": asdict(tower.contract),
@@ -201,7 +209,9 @@ def index_folder(
             names.append(FAISS)
     except OSError as error:
         raise _storage(folder, error) from error
-    manifest = replace(given.manifest, kind="exact" if search == "exact" else "faiss", factory=factory or None)
+    encoder = {**given.manifest.encoder, "folder": told_from(folder, given.encoder_folder)}
+    structure: Kind = "exact" if search == "exact" else "faiss"
+    manifest = replace(given.manifest, kind=structure, factory=factory or None, encoder=encoder)
     parent = given.folder / CARD_NAME if given.manifest.card else None
     what = f"building a search structure ({search}) over it"
     made_on = environment_facts(device=device, precision="float32")

@@ -9,6 +9,7 @@ compared before a query is embedded.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -46,8 +47,8 @@ class Manifest:
         count: How many.
         dim: The width of an embedding.
         storage: What a number is stored as.
-        encoder: ``folder`` (as it was given), ``dtype``, the ``fingerprints`` of both towers and the ``contract``
-            of the one that made the embeddings.
+        encoder: ``folder`` (a hub's name, or where it lies as seen from this folder), ``dtype``, the ``fingerprints``
+            of both towers and the ``contract`` of the one that made the embeddings.
         private: Whether the texts are private, and so everything here.
         card: SHA-256 of the privacy card beside the manifest; None where the encoder had none.
         kind: ``exact``, or ``faiss`` with a structure in ``index.faiss``.
@@ -69,6 +70,20 @@ class Manifest:
     def to_json(self) -> str:
         """The file's content."""
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2) + "\n"
+
+
+def told_from(folder: str | Path, encoder: str | Path) -> str:
+    """How a manifest in ``folder`` names an encoder, without telling where on a machine both lie.
+
+    A folder is named as seen from there; where both have no more than the root in common, by its last part alone.
+    """
+    given = Path(encoder).expanduser()
+    if not given.is_dir():
+        return str(encoder)
+    path, here = given.resolve(), Path(folder).resolve()
+    if os.path.commonpath([path, here]) == path.anchor:
+        return path.name
+    return Path(os.path.relpath(path, here)).as_posix()
 
 
 class IndexFolder:
@@ -116,6 +131,13 @@ class IndexFolder:
             file.seek(start)
             return str(json.loads(file.read(stop - start))["text"])
 
+    @property
+    def encoder_folder(self) -> str:
+        """The encoder that the folder was made with, where it was left; else its name."""
+        name = str(self.manifest.encoder["folder"])
+        beside = (self.folder / name).resolve()
+        return str(beside) if beside.is_dir() else name
+
     def query_encoder(self, encoder: str | Path | None = None) -> TextEncoder:
         """The encoder of queries that belongs to these passages.
 
@@ -128,10 +150,10 @@ class IndexFolder:
         if self.manifest.side != "passage":
             raise ConfigurationError(f"{self.folder} holds queries; only passages can be searched.")
         known = self.manifest.encoder
-        found = load_towers(encoder or known["folder"], dtype=known["dtype"])
+        found = load_towers(encoder or self.encoder_folder, dtype=known["dtype"])
         if found.query_encoder.fingerprint() != known["fingerprints"]["query"]:
             raise ConfigurationError(
-                f"encoder={encoder or known['folder']} is not the encoder that {self.folder} was made with (its "
+                f"encoder={encoder or self.encoder_folder} is not the encoder that {self.folder} was made with (its "
                 "fingerprint differs): its queries would find nothing sensible. Give task.encoder the folder of that "
                 "one, or encode the passages again."
             )
