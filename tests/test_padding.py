@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as hf
 from tiny_models import TEXTS, tiny_bert, tiny_t5, tiny_tokenizer
 
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
-from lit_dpret.errors import UnsupportedModelError
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.postprocessing.cross_encoder import CrossEncoder
 
 SIZES: dict[str, Any] = {
@@ -23,6 +24,10 @@ SIZES: dict[str, Any] = {
 GPT2: dict[str, Any] = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 40, "pad_token_id": 0}
 OPT = {"ffn_dim": 32, "word_embed_proj_dim": 16} | SIZES
 XLNET: dict[str, Any] = {"vocab_size": 64, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32}
+ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+LONG_ROPE: dict[str, Any] = SIZES | {
+    "max_position_embeddings": 160, "original_max_position_embeddings": 40, "rope_parameters": ROPE,
+}  # fmt: skip
 KINDS: dict[str, Callable[[], Any]] = {
     "absolute positions": tiny_bert,
     "positions counted from the padding": lambda: hf.RobertaModel(hf.RobertaConfig(**SIZES)),
@@ -31,13 +36,21 @@ KINDS: dict[str, Callable[[], Any]] = {
     "decoder, absolute": lambda: hf.GPT2Model(hf.GPT2Config(**GPT2)),
     "decoder, from the mask": lambda: hf.OPTModel(hf.OPTConfig(**OPT)),
     "decoder, rotary": lambda: hf.LlamaModel(hf.LlamaConfig(**SIZES)),
+    "decoder, long rope": lambda: hf.Phi3Model(hf.Phi3Config(**LONG_ROPE)),
     "decoder, slopes": lambda: hf.BloomModel(hf.BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2)),
 }
 UNFIT: dict[str, Callable[[], Any]] = {
     "no mask": lambda: hf.FNetModel(hf.FNetConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2)),
     "convolutions": lambda: hf.ConvBertModel(hf.ConvBertConfig(embedding_size=16, head_ratio=1, **SIZES)),
+    "hashes beyond a length": lambda: hf.ReformerModel(hf.ReformerConfig(**REFORMER)),
+    "lengths of a multiple": lambda: hf.NystromformerModel(hf.NystromformerConfig(**SIZES, segment_means_seq_len=12)),
     "landmarks": lambda: hf.NystromformerModel(hf.NystromformerConfig(**SIZES)),
 }
+REFORMER: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "feed_forward_size": 32, "attention_head_size": 8,
+    "axial_pos_shape": (8, 10), "axial_pos_embds_dim": (8, 8), "lsh_attn_chunk_length": 16, "pad_token_id": 0,
+    "local_attn_chunk_length": 16, "max_position_embeddings": 80, "attn_layers": ["lsh", "local"], "is_decoder": False,
+}  # fmt: skip
 SIDES = pytest.mark.parametrize("side", ["left", "right"])
 LENGTHS: dict[str, Any] = {"query_max_length": 32, "passage_max_length": 32}
 
@@ -90,7 +103,22 @@ def test_sentence_transformers_pads_a_saved_folder_as_we_do(kind: str, tmp_path:
 def test_a_model_in_which_padding_counts_is_refused(kind: str) -> None:
     """A text's embedding, and its gradient, would follow from how long the other texts of its batch are."""
     with pytest.raises(UnsupportedModelError, match="padding"):
-        TextEncoder(UNFIT[kind](), tiny_tokenizer(), Contract(query_max_length=16, passage_max_length=16))
+        TextEncoder(spread(UNFIT[kind]()), tiny_tokenizer(), Contract(query_max_length=16, passage_max_length=40))
+
+
+def test_rotary_positions_that_change_with_the_longest_text_are_used_up_to_there() -> None:
+    """Beyond it the positions of all texts in a batch followed from whether one of them was long."""
+    model = spread(hf.Phi3Model(hf.Phi3Config(**LONG_ROPE)))
+    short = torch.arange(3, 13)[None]
+    beside = torch.cat([F.pad(short, (0, 40)), torch.arange(50)[None] % 60 + 3])
+    with torch.no_grad():
+        alone = model(input_ids=short).last_hidden_state
+        moved = model(input_ids=beside, attention_mask=(beside > 0).long()).last_hidden_state[:1, :10] - alone
+    assert moved.abs().max() > 0.1
+    TextEncoder(model, tiny_tokenizer(), Contract(query_max_length=40, passage_max_length=40))
+    for name in ("query_max_length", "passage_max_length"):
+        with pytest.raises(ConfigurationError, match=name):
+            TextEncoder(model, tiny_tokenizer(), Contract(**LENGTHS | {name: 41}))
 
 
 @SIDES

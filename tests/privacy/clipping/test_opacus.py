@@ -162,3 +162,10 @@ def test_a_missing_opacus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "opacus.grad_sample", None)
     with pytest.raises(ConfigurationError, match="pip install opacus"):
         make_engine("opacus", nn.Linear(2, 2), max_grad_norm=1.0)
+
+
+def test_a_scripted_layer_is_named_before_opacus_stumbles_over_it(lib: SimpleNamespace) -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(3, 2)), nn.Linear(2, 1)).double()
+    with pytest.raises(UnsupportedModelError, match=r"^0 .*privacy\.engine=opacus") as refused:
+        make_engine("opacus", model, max_grad_norm=0.5)
+    assert refused.value.trap == "T13"
