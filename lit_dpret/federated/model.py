@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lit_dpret.cards.file import CARD_NAME
+from lit_dpret.cards.subject import card_above
 from lit_dpret.encoders import Contract, TextEncoder, load_towers
 from lit_dpret.encoders.backbones import keep_layers
 from lit_dpret.encoders.towers import cut
@@ -21,6 +23,7 @@ from lit_dpret.federated.data.planted import Planted, planted_words
 from lit_dpret.modules.as2 import AS2DualEncoder
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
+from lit_dpret.privacy.trained import noted_in
 
 PLANTED = "planted"
 
@@ -97,6 +100,23 @@ class AS2Maker:
 def start_of(make: Callable[..., AS2DualEncoder]) -> Weights:
     """The public weights that stage 1 begins with."""
     return take_weights(make(privacy=NoPrivacy(), optimizer_lr=1e-3, towers="shared", passage_tower="trained"))
+
+
+def refuse_private_start(make: Callable[..., AS2DualEncoder]) -> None:
+    """Refuse an encoder that was trained on private data, for a federation whose silos count what they spend.
+
+    Raises:
+        ConfigurationError: The folder of the encoder has a privacy card, or a note of the run that trained it.
+    """
+    place = Path(str(getattr(make, "encoder", PLANTED))).expanduser()
+    if not place.is_dir():
+        return
+    if (place / CARD_NAME).is_file() or card_above(place) is not None or noted_in(place):
+        raise ConfigurationError(
+            f"federated.model.encoder={place} was trained on private data, and the epsilon of no silo would count "
+            "that. Start from a public encoder, or set federated.privacy.eps=null and claim nothing.",
+            trap="T30",
+        )
 
 
 @lru_cache(maxsize=2)

@@ -25,6 +25,7 @@ from lit_dpret.federated.centroids import CentroidPlan, dp_centroids
 from lit_dpret.federated.evaluation import METRICS, SentenceCollection
 from lit_dpret.federated.fed_negatives import Block, FedPool, kept_pool, respond, respond_uniformly
 from lit_dpret.federated.fitting import KeepOptimizer, attempt_folder, fit_epochs
+from lit_dpret.federated.model import refuse_private_start
 from lit_dpret.federated.negatives import FedNegatives, OtherPositives
 from lit_dpret.federated.responses import collection_centroids, public_places
 from lit_dpret.federated.served import Served
@@ -71,7 +72,8 @@ class SiloClient:
             all runs that are given the same folder, and over no others.
 
     Raises:
-        ConfigurationError: Credentials are missing, or somebody else's.
+        ConfigurationError: Credentials are missing, or somebody else's; or the encoder was trained on private data, and
+            the silo counts what it spends.
     """
 
     def __init__(
@@ -86,6 +88,8 @@ class SiloClient:
         ledgers: str | Path | None = None,
     ) -> None:
         self.settings = settings.check()
+        if settings.privacy.eps is not None or settings.train_on != "queries":
+            refuse_private_start(make_module)
         self.folder, self.state = Path(data), Path(state)
         self.ledgers = self.state / "private" if ledgers is None else Path(ledgers)
         self.state.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 
 from safetensors.torch import load_file
 
+from lit_dpret.cards.file import file_sha256
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.baselines import trained_alone
 from lit_dpret.federated.inprocess import FedResult, PerClient
@@ -24,6 +25,7 @@ from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.transport import run_federation
 from lit_dpret.modules.as2 import AS2DualEncoder
 from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.privacy.trained import TrainedIn, mark
 
 System = Literal[
     "bm25",
@@ -100,7 +102,7 @@ class SystemRunner:
         return found
 
     def stage1_model(self, seed: int) -> AS2DualEncoder:
-        """The global model of stage 1, where all silos are here.
+        """The global model of stage 1, where all silos are here; it remembers that it was trained on their queries.
 
         Raises:
             ConfigurationError: Stage 1 was not run with this seed.
@@ -113,6 +115,8 @@ class SystemRunner:
             )
         made = self.plan.model(privacy=NoPrivacy(), optimizer_lr=1e-3, towers="shared", passage_tower="trained")
         made.put_global(load_file(found[-1]))
+        # Its rounds have a ledger for each silo, which no single run could count as its start.
+        mark(made, [TrainedIn(f"federation {file_sha256(found[-1])[:16]}", "federated")], whole=True)
         return made
 
     def tidy(self, system: System, seed: int) -> None:

@@ -34,6 +34,7 @@ from lit_dpret.federated.systems import SYSTEMS, SystemResult, SystemRunner, che
 from lit_dpret.federated.transport import run_federation
 from lit_dpret.federated.trust import trust_table
 from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.privacy.trained import noted_in
 from lit_dpret.report import paper_004
 from lit_dpret.tasks import Federated, FederatedStudy
 from lit_dpret.tasks.parts import Parts
@@ -491,6 +492,20 @@ def test_the_global_encoder_of_stage_1_is_saved_for_other_tasks(tmp_path: Path) 
     assert not torch.allclose(start, trained)
     assert torch.allclose(saved.passage_encoder.encode(["entity0 attribute0"], "passage"), trained, atol=1e-5)
     assert saved.query_encoder.contract.pooling == "cls" and saved.passage_encoder.contract.pooling == "mean"
+
+
+def test_what_a_federation_trained_is_no_public_start_of_a_claim(tmp_path: Path) -> None:
+    """Rounds without noise, and then a budget: each silo had said what the second federation alone had cost."""
+    unbounded = plan(secret_file=str(tmp_path / "secret"), privacy={"eps": None})
+    Federated(systems=["stage1"], seeds=[0], save_encoder=True).run(parts(tmp_path / "run", unbounded))
+    encoder = tmp_path / "run" / "private" / "encoder"
+    changes: dict[str, Any] = {"model": {**MODEL, "encoder": str(encoder)}, "planted": None}
+    silos = str(tmp_path / "run" / "silos")
+    with pytest.raises(ConfigurationError, match=r"federated\.model\.encoder") as refused:
+        again = plan(secret_file=str(tmp_path / "secret"), silos=silos, privacy=EPS, **changes)
+        Federated(systems=["stage1"], seeds=[0]).run(parts(tmp_path / "second", again))
+    assert refused.value.trap == "T30"
+    assert {run.privacy for run in noted_in(encoder)} == {"federated"}, "what refuses it in every other run"
 
 
 def test_saving_an_encoder_that_nothing_trains_is_refused() -> None:
