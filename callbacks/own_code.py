@@ -66,12 +66,17 @@ def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:
     """What the claim takes on trust about code from outside this package and Lightning, for the card."""
     owners = [getattr(module, "own_class", type(module)), type(data), *map(type, trainer.callbacks)]  # type: ignore[attr-defined]
     own = dict.fromkeys(kind.__name__ for kind in owners if not kind.__module__.startswith(_KNOWN))
+    mode = type(module.privacy)
+    bound = [] if mode.__module__.startswith(_KNOWN) else [
+        f"{mode.__name__} is a privacy mode from outside lit-dpret: that one unit moves the sum of a step by no more "
+        "than this card says rests on its code. Its noise was measured in every step."
+    ]  # fmt: skip
     if not own:
-        return []
+        return bound
     text = (
         f"{', '.join(own)}: in this code, the loss of a row depends on no other row, and nothing of a private row ends "
         "the run, sets a learning rate, changes an update or a weight, or reaches a file. Samples of it were examined "
         "while the run trained, and nothing was found; that proves none of it."
     )
     public = ", ".join(getattr(module, "public_metrics", ()))
-    return [text] + ([f"No private row is behind {public} but through trained weights."] if public else [])
+    return [*bound, text] + ([f"No private row is behind {public} but through trained weights."] if public else [])

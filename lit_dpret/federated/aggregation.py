@@ -169,6 +169,9 @@ class TowardsAnchor(Callback):
         strength: mu of FedProx, lambda of MR-MTL; positive.
     """
 
+    #: What it writes while the optimizer steps: made of released weights alone.
+    public_metrics = ("grad",)
+
     def __init__(self, anchor: Mapping[str, Tensor], strength: float) -> None:
         if not strength > 0:
             raise ConfigurationError(

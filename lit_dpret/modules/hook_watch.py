@@ -21,6 +21,7 @@ from torchmetrics import Metric
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.modules.coupling_check import Looks
 from lit_dpret.modules.kept_state import OWN_TO_MODULES
+from lit_dpret.modules.master_weights import gradient_slot
 from lit_dpret.privacy.checksums import checksums
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.sampling import UnitBatch, digests_of
@@ -40,7 +41,8 @@ class HookWatch:
     Guarantees:
         - Refused by name is a parameter, a buffer, or a tensor or array in an attribute of the module or of a part,
           that was written, added or removed between the end of a batch and the beginning of the next, or while the
-          optimizer stepped; there, but for trained parameters. A name of which a part is declared public passes.
+          optimizer stepped; there, the noised gradients and not the trained parameters, so that an optimizer must not
+          write into its gradients. A name of which a part is declared public passes.
         - The end of every epoch is looked at.
         - A batch whose tensors are others than were collated is refused.
         - Where each rank holds parts of the parameters, the parameters are not looked at.
@@ -84,16 +86,19 @@ class HookWatch:
             _refuse_writes(module, seen, _values(module), public, "between two batches")
 
     @contextmanager
-    def optimizing(self, module: Any, public: Collection[str]) -> Iterator[None]:
+    def optimizing(self, module: Any, optimizer: Any, public: Collection[str]) -> Iterator[None]:
         """Within it the optimizer makes its update, and hooks run that may write nothing else.
 
         Raises:
-            UnsupportedModelError: Something else was written.
+            UnsupportedModelError: Something else was written, the noised gradients included.
         """
-        before = _values(module, trained=False) if self._looks_now else None
+        if not self._looks_now:
+            yield
+            return
+        before = _values(module, trained=False, optimizer=optimizer)
         yield
-        if before is not None:
-            _refuse_writes(module, before, _values(module, trained=False), public, "while the optimizer stepped")
+        now = _values(module, trained=False, optimizer=optimizer)
+        _refuse_writes(module, before, now, public, "while the optimizer stepped")
 
 
 def _refuse_changed_rows(module: Any, batch: UnitBatch) -> None:
@@ -125,9 +130,12 @@ def _refuse_writes(
             )
 
 
-def _values(module: Any, *, trained: bool = True) -> dict[str, int]:
-    """A checksum by name of everything that is watched."""
+def _values(module: Any, *, trained: bool = True, optimizer: Any = None) -> dict[str, int]:
+    """A checksum by name of everything that is watched, the gradients of an ``optimizer`` included."""
     held = dict(_held(module, trained))
+    if optimizer is not None and not module.in_shards:
+        slots = ((name, gradient_slot(optimizer, p)) for name, p in module.named_parameters() if p.requires_grad)
+        held |= {f"{name}.grad": slot.grad for name, slot in slots if slot.grad is not None}
     return dict(zip(held, checksums(held.values()), strict=True))
 
 

@@ -366,7 +366,7 @@ class PrivateModule(Checkpointed):
         guard.record(permit, update)  # it lets go of the sums, and measures what becomes of them
         optimizer: Any = self.optimizers()
         self._handover.give(update.gradients, optimizer)
-        with self._hooks.optimizing(self, self._public()):
+        with self._hooks.optimizing(self, optimizer, self._public()):
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         schedules: Any = self.lr_schedulers() or []

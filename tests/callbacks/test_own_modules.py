@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from stand_ins import Numbers, Regression, dp, fit
+from stand_ins import CALIBRATED, Numbers, Regression, dp, fit
 from torch import nn
 
+from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.cards.card import read_card
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import OptimizerSpec
-from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 
 
 class Keeps(Regression):
@@ -61,3 +63,16 @@ def test_a_module_inside_torch_compile_is_refused(private: bool, tmp_path: Path)
     with pytest.raises(ConfigurationError, match=r"torch\.compile"):
         fit(tmp_path / "run", module)
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
+
+
+class OwnMode(DPSGD):
+    """A mode of somebody else's: nothing shows how it clips."""
+
+
+@pytest.mark.parametrize("kind", [DPSGD, OwnMode])
+def test_a_card_says_that_a_mode_of_ones_own_is_believed(kind: type[DPSGD], tmp_path: Path) -> None:
+    mode = kind(eps=3.0, max_grad_norm=1.0, noise_multiplier=CALIBRATED, secret_file=tmp_path / "secret")
+    fit(tmp_path / "run", Regression(privacy=mode), extra=[PrivacyCard(run_dir=tmp_path / "run")])
+    stated = read_card(tmp_path / "run")["assumptions"]
+    found = [one["holds"] for one in stated if one["text"].startswith("OwnMode is a privacy mode from outside")]
+    assert found == (["unverified"] if kind is OwnMode else [])

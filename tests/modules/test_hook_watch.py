@@ -93,6 +93,18 @@ class WritesWhileTheOptimizerSteps(Centred):
         self.centre = self.last
 
 
+class EditsTheNoisedGradient(Centred):
+    """As a module does that centres or scales its gradients, here by a number of private rows."""
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        losses = super().per_row_loss(rows)
+        self.leak = float(losses.detach().max())
+        return losses
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        next(self.net.parameters()).grad.add_(self.leak)
+
+
 class KeepsAnArray(Regression):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.seen = mean_of(batch).numpy()
@@ -124,7 +136,7 @@ class WritesAtTheEndOfEpochs(Centred):
 ATTACKS = [
     CentredOnTheFirstBatch, WritesWhileTheOptimizerSteps, KeepsAnArray, KeepsAnObject,
     WritesABuffer, ReplacesABuffer, WritesBeforeTheStep, WritesAfterTheStep, WritesAFrozenWeight, WritesATrainedWeight,
-    KeepsAnAttribute,
+    KeepsAnAttribute, EditsTheNoisedGradient,
 ]  # fmt: skip
 
 
@@ -226,6 +238,24 @@ def test_a_declared_teacher_trains_and_an_undeclared_one_is_refused(
     monkeypatch.setattr(Teacher, "public_metrics", ())
     with pytest.raises(UnsupportedModelError, match="teacher"):
         fit(tmp_path / "undeclared", Teacher(privacy=dp(tmp_path, noise_seed=1)))
+
+
+class Normalises(Regression):
+    """Makes something of the noised gradient alone, and says so."""
+
+    public_metrics = ("grad",)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+def test_what_is_made_of_noised_gradients_alone_may_be_declared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(tmp_path / "declared", Normalises(privacy=dp(tmp_path, noise_seed=1)))
+    monkeypatch.setattr(Normalises, "public_metrics", ())
+    with pytest.raises(UnsupportedModelError, match=r"\.grad"):
+        fit(tmp_path / "undeclared", Normalises(privacy=dp(tmp_path, noise_seed=1)))
 
 
 class Anneals(Regression):
