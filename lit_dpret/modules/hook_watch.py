@@ -36,13 +36,13 @@ _KNOWN = ("builtins", "torch", "lightning", "transformers", "tokenizers", "peft"
 
 
 class HookWatch:
-    """Compares what a module holds before and after hooks run: around the first batch, and some others (`Looks`).
+    """Compares what a module and its optimizer hold before and after hooks run: around some batches (`Looks`).
 
     Guarantees:
-        - Refused by name is a parameter, a buffer, or a tensor or array in an attribute of the module or of a part,
-          that was written, added or removed between the end of a batch and the beginning of the next, or while the
-          optimizer stepped; there, the noised gradients and not the trained parameters, so that an optimizer must not
-          write into its gradients. A name of which a part is declared public passes.
+        - Refused by name is a parameter, a buffer, a tensor or array in an attribute of the module or of a part, or a
+          tensor of the optimizer's state, that was written, added or removed between the end of a batch and the
+          beginning of the next. While the optimizer steps the same holds of the noised gradients, and not of the
+          trained parameters and the state. A name of which a part is declared public passes.
         - The end of every epoch is looked at.
         - A batch whose tensors are others than were collated is refused.
         - Where each rank holds parts of the parameters, the parameters are not looked at.
@@ -133,10 +133,20 @@ def _refuse_writes(
 def _values(module: Any, *, trained: bool = True, optimizer: Any = None) -> dict[str, int]:
     """A checksum by name of everything that is watched, the gradients of an ``optimizer`` included."""
     held = dict(_held(module, trained))
-    if optimizer is not None and not module.in_shards:
+    if optimizer is None and not module.in_shards:
+        held |= dict(_state(module))
+    elif not module.in_shards:
         slots = ((name, gradient_slot(optimizer, p)) for name, p in module.named_parameters() if p.requires_grad)
         held |= {f"{name}.grad": slot.grad for name, slot in slots if slot.grad is not None}
     return dict(zip(held, checksums(held.values()), strict=True))
+
+
+def _state(module: Any) -> Iterator[tuple[str, Tensor]]:
+    """The moments and the like that optimizers keep, by the place of their parameter."""
+    found = [] if module._trainer is None else module.trainer.optimizers
+    for number, optimizer in enumerate(found):
+        for place, kept in enumerate(optimizer.state.values()):
+            yield from ((f"optimizer{number}.{place}.{k}", v) for k, v in kept.items() if isinstance(v, Tensor))
 
 
 def _held(module: Any, trained: bool) -> Iterator[tuple[str, Tensor]]:

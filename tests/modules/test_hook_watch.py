@@ -201,6 +201,18 @@ def test_weighting_of_ones_own_is_refused(tmp_path: Path) -> None:
     assert refusal.value.trap == "T11"
 
 
+class Moments(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for kept in trainer.optimizers[0].state.values():
+            kept["exp_avg"].add_(mean_of(batch))
+
+
+def test_what_is_written_into_the_state_of_the_optimizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="exp_avg") as refusal:
+        fit(tmp_path / "run", Regression(privacy=dp(tmp_path, noise_seed=1)), extra=[Moments()])
+    assert refusal.value.trap == "T11"
+
+
 class BatchMean(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         pl_module.centre.fill_(float(mean_of(batch)))
