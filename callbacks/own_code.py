@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 import lightning as L
+import numpy as np
+import torch
 from lightning.pytorch.core.hooks import DataHooks
+from torch import Tensor
 
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.sampling import ALONE, Draw, PrivateBatchSampler
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _KNOWN = ("lit_dpret.", "lightning.", "pytorch_lightning.")
+#: A setting has at most so many values, and a text in it so many characters.
+_SETTINGS, _LONGEST = 64, 500
 
 
 def refuse_changed_batches(module: Any, data: Any) -> None:
@@ -73,6 +79,8 @@ def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:
     ]  # fmt: skip
     if not own:
         return bound
+    if kept := ", ".join(dict.fromkeys(f"{owner}.{name}" for owner, name, _ in _saved(module, data))):
+        bound.append(f"Nothing of a private row is in the hyper-parameters that checkpoints and logs keep: {kept}.")
     text = (
         f"{', '.join(own)}: in this code, the loss of a row depends on no other row, and nothing of a private row ends "
         "the run, sets a learning rate, changes an update or a weight, or reaches a file. Samples of it were examined "
@@ -80,3 +88,74 @@ def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:
     )
     public = ", ".join(getattr(module, "public_metrics", ()))
     return [*bound, text] + ([f"No private row is behind {public} but through trained weights."] if public else [])
+
+
+def built(module: Any) -> dict[str, Tensor] | None:
+    """Copies of what a module holds before a ``setup`` of its own runs; None where it has none."""
+    if getattr(module, "own_class", type(module)).setup.__module__.startswith(_KNOWN):
+        return None
+    return {name: tensor.detach().cpu().clone() for name, tensor in _tensors_of(module)}
+
+
+def refuse_made_in_setup(module: Any, before: Mapping[str, Tensor] | None) -> None:
+    """Refuse weights and buffers that ``setup`` of a module made, where the private rows are at hand.
+
+    Raises:
+        UnsupportedModelError: Naming the first one, unless ``public_metrics`` of the module lists it.
+    """
+    if before is None:
+        return
+    public = set(getattr(module, "public_metrics", ()))
+    for name, tensor in _tensors_of(module):
+        old = before.get(name)
+        now = tensor.detach().cpu()
+        same = old is not None and old.shape == now.shape
+        if same and torch.allclose(old.to(now.dtype), now, rtol=0, atol=0, equal_nan=True):  # type: ignore[union-attr]
+            continue
+        if public.isdisjoint({name, *name.split(".")}):
+            raise UnsupportedModelError(
+                f"{name} of {type(module).__name__} was made in setup, where private rows are at hand, and it is saved "
+                "with the weights: no noise covers it. Make it in the constructor from public data, or list its "
+                "name in public_metrics of the module if no private row is behind it.",
+                trap="T11",
+            )
+
+
+def _tensors_of(module: Any) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def refuse_saved_data(module: Any, data: Any) -> None:
+    """Refuse hyper-parameters that hold data: checkpoints and loggers keep what ``save_hyperparameters`` took.
+
+    Raises:
+        ConfigurationError: Naming the first one.
+    """
+    for owner, name, value in _saved(module, data):
+        leaves = list(islice(_leaves(value), _SETTINGS + 1))
+        if len(leaves) > _SETTINGS or any(
+            isinstance(leaf, (Tensor, np.ndarray, bytes)) or (isinstance(leaf, str) and len(leaf) > _LONGEST)
+            for leaf in leaves
+        ):
+            raise ConfigurationError(
+                f"{owner}.save_hyperparameters keeps {name}, which holds data and no setting: it would stand in every "
+                f"checkpoint and log, and no noise covers it. Use save_hyperparameters(ignore=[{name!r}]).",
+                trap="T25",
+            )
+
+
+def _saved(module: Any, data: Any) -> Iterator[tuple[str, str, Any]]:
+    """The hyper-parameters of classes from outside this package: whose, their names and values."""
+    for owner in (module, data):
+        kind = getattr(owner, "own_class", type(owner))
+        if not kind.__module__.startswith(_KNOWN):
+            yield from ((kind.__name__, str(name), value) for name, value in getattr(owner, "hparams", {}).items())
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (Mapping, list, tuple, set, frozenset)):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(inner)
+    else:
+        yield value

@@ -32,7 +32,7 @@ from lit_dpret.callbacks.fixed_shapes import (
 )
 from lit_dpret.callbacks.inputs import fingerprint_of_files
 from lit_dpret.callbacks.log_gate import LogGate, tell
-from lit_dpret.callbacks.own_code import refuse_remembering_collation, trusted_code
+from lit_dpret.callbacks.own_code import built, refuse_made_in_setup, refuse_remembering_collation, trusted_code
 from lit_dpret.callbacks.physical_batch import fit_physical_batch
 from lit_dpret.callbacks.planning import PlannedRun, plan_run
 from lit_dpret.callbacks.refusals import (
@@ -68,7 +68,7 @@ from lit_dpret.privacy.shared_gate import SharedGate
 from lit_dpret.privacy.shown import unaccounted
 from lit_dpret.privacy.sweep_places import note_sweep
 from lit_dpret.privacy.trained import TrainedIn, fingerprints, mark, remember, runs_behind, weights
-from lit_dpret.sweeps import SweepFolder, trial_ledger
+from lit_dpret.sweeps.folder import SweepFolder, trial_ledger
 
 
 class PrivacyAccountant(Callback):
@@ -222,6 +222,7 @@ class PrivacyAccountant(Callback):
         ranks.together(lambda: mode.attach(pl_module, self.plan, stream))
         module.receive_guard(self._gate)
         self._trainer, self._module = trainer, module
+        self._built = built(module) if mode.guarantee == "dp" and strategy in ("one_device", "ddp") else None
         self._between = BetweenSteps(trainer, module, self._complete)
         if mode.guarantee == "dp":
             declare = partial(self._note_private, mode) if module.log_private_loss else None
@@ -287,6 +288,7 @@ class PrivacyAccountant(Callback):
                 ],
                 "dataset_ledger": None if self._dataset is None else self._dataset.begin(),
                 "planted": planted,
+                **({"mode_facts": facts} if (facts := dict(mode.facts())) else {}),
             },
             data_fingerprint=data.data_fingerprint,
             unplanted_fingerprint=partial(data.data_fingerprint, planted=False) if planted else None,
@@ -393,6 +395,7 @@ class PrivacyAccountant(Callback):
         if self._begun:
             return
         self._begun = True
+        refuse_made_in_setup(pl_module, self._built if self._restored is None else None)
         self._refuse_other_checkpoints()
         self._ranks.share(lambda: self._refuse_unknown_start(trainer))
         module: Any = pl_module

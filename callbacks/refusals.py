@@ -6,12 +6,16 @@ One list of checks serves both readers: a fit raises what the first of them rais
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
+import torch
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Callback,
@@ -31,7 +35,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from lit_dpret.callbacks.averages import refuse_averages
 from lit_dpret.callbacks.fixed_shapes import refuse_changing_rows, refuse_changing_shapes
-from lit_dpret.callbacks.own_code import refuse_changed_batches, refuse_replaced_weighting
+from lit_dpret.callbacks.own_code import refuse_changed_batches, refuse_replaced_weighting, refuse_saved_data
 from lit_dpret.callbacks.strategies import (
     refuse_parted_sums,
     refuse_second_masters,
@@ -47,6 +51,7 @@ from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.privacy.guard import uncounted
 from lit_dpret.privacy.sampling import Draw, PrivateBatchSampler, answer_of
 from lit_dpret.privacy.trained import held, noted_in, runs_behind
+from lit_dpret.privacy.training_data import not_offered
 from lit_dpret.privacy.unit_owners import UnitOwners, names_its_unit, row_keys
 
 #: After so many units without a named row, a data set is not asked for the others.
@@ -161,7 +166,46 @@ def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
         if unit == UNNAMED and not seen:
             break
         owners.note(unit, keys)
+    _refuse_remembering(dataset, sampler)
     return not unnamed
+
+
+def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
+    """Refuse a data set whose rows of a unit follow from which unit was asked for before it."""
+    asked = [unit for unit in range(min(sampler.units, UNNAMED)) if len(answer_of(_ask(dataset, unit))[1])][:4]
+    for before, unit, other in zip(asked, asked[1:], asked[2:], strict=False):
+        found = []
+        for first in (before, before, other):
+            _ask(dataset, first)
+            found.append(_content(_ask(dataset, unit)[1]))
+        # Rows that differ each time are drawn by generators of their own, and say nothing.
+        if found[0] == found[1] != found[2]:
+            raise DataError(
+                "The training data set gives other rows for a unit when another one was asked for before it, so one "
+                "unit has a say in what others train on, which no clipping bounds. dataset[draw] must depend on "
+                "draw.unit alone (datamodule.train_dataloader).",
+                trap="T38",
+            )
+
+
+def _ask(dataset: Any, unit: int) -> Any:
+    """What a data set answers for a unit, with the same random numbers each time."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(unit)
+        random.seed(unit)
+        np.random.seed(unit)
+        answer = dataset[Draw(unit, 0, 0, False)]
+    random.setstate(python)
+    np.random.set_state(numpy)
+    return answer
+
+
+def _content(rows: Any) -> bytes | None:
+    try:
+        return pickle.dumps(list(rows))
+    except Exception:  # rows that no worker process could send either
+        return None
 
 
 def refuse_false_bound(mode: Any, data: Any) -> None:
@@ -228,10 +272,13 @@ def _is_not_compiled(run: Candidate) -> None:
 
 
 def _states_a_law(run: Candidate) -> None:
-    if run.data is None or not hasattr(run.data, "attach"):
+    missing = not_offered(run.data)
+    if run.data is None or missing:
+        what = "there is none" if run.data is None else f"{type(run.data).__name__} lacks {', '.join(missing)}"
         raise ConfigurationError(
-            "The accountant reads the sampling law from the DataModule, and there is none that states "
-            "one. Pass datamodule= to trainer.fit, a PairsDataModule or a class with its methods.",
+            f"The accountant reads from the DataModule how batches are drawn and who is in them, and {what}. Pass "
+            "datamodule= to trainer.fit: a PairsDataModule, or a class with all that "
+            "lit_dpret.privacy.training_data.TrainingData lists.",
             trap="T1",
         )
 
@@ -503,6 +550,7 @@ def _averages_weights(run: Candidate) -> None:
 
 def _leaves_batches_alone(run: Candidate) -> None:
     refuse_changed_batches(run.module, run.data)
+    refuse_saved_data(run.module, run.data)
     refuse_replaced_weighting(run.module)
 
 

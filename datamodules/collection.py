@@ -7,8 +7,9 @@ their split is trained on. The ``repr`` therefore shows no query, no id and no c
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from lit_dpret.datamodules.fields import NOT_UNICODE, as_id, is_unicode
 from lit_dpret.datamodules.records import SPLITS
@@ -201,3 +202,14 @@ class Collection:
             for passage_id, grade in judged.items():
                 add((passage_id, str(grade)))
         return digest.hexdigest()
+
+
+class TextData(Protocol):
+    """A DataModule of queries and passages, as `task=check_data` reads it.
+
+    It may also have ``columns`` and the switches ``allow_empty_passages``, ``drop_queries_without_passage`` and
+    ``has_public_passages`` of `lit_dpret.datamodules.pairs.PairsDataModule`.
+    """
+
+    def read_collection(self, complain: Callable[[DataError], None] = ...) -> Collection:
+        """Return the data as it stands in the files; ``complain`` gets every problem of a record."""

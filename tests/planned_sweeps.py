@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -55,7 +56,9 @@ def planned(
     content: dict[str, Any] = {"parameters": {"x": {"values": list(range(trials))}}}
     if metric is not None:
         content["metric"] = {"name": metric}
-    (folder / "sweep.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    draft = folder / f"{threading.get_ident()}.yaml"
+    draft.write_text(yaml.safe_dump(content), encoding="utf-8")
+    draft.replace(folder / "sweep.yaml")  # another thread may be reading it
 
     def make_run(overrides: Sequence[str]) -> ComposedRun:
         made = trial_parts(folder, folder / "sweep", **given)

@@ -127,11 +127,18 @@ def _mechanism_sentence(card: Card) -> str:
         f"{mechanism['law_text']}. {_bounded(card)}, and "
         f"Gaussian noise of standard deviation {_n(mechanism['noise_std'])} (noise multiplier "
         f"{_n(mechanism['noise_multiplier'])}){_on_grid(mechanism)} was added to the sum once.{_counted(mechanism)}"
+        f"{_facts_of_the_mode(mechanism)}"
     )
 
 
 def _on_grid(mechanism: Mapping[str, Any]) -> str:
     return ", in whole numbers on a public grid," if mechanism.get("noise") == "discrete" else ""
+
+
+def _facts_of_the_mode(mechanism: Mapping[str, Any]) -> str:
+    facts = mechanism.get("mode_facts") or {}
+    said = "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in facts.items())
+    return f" Of the mode {mechanism['mode']}: {said}." if said else ""
 
 
 def _counted(mechanism: Mapping[str, Any]) -> str:

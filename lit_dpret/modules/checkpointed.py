@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Self
@@ -17,6 +18,8 @@ from lit_dpret.privacy.trained import mark, note, noted
 
 #: Where a checkpoint names the class that wrote it.
 CLASS_KEY = "lit_dpret_class"
+#: Where a checkpoint keeps the settings of its optimizer.
+OPTIMIZER_KEY = "lit_dpret_optimizer"
 _NOT_KEPT = ("self", "__class__", "privacy", "optimizer")
 
 
@@ -83,10 +86,27 @@ class Checkpointed(L.LightningModule):
         trainer = self._trainer
         if trainer is not None and trainer.state.fn == "fit" and type(trainer.strategy).__name__ != "ZeroStrategy":
             refuse_zero_state(checkpoint)
+        if trainer is not None and trainer.state.fn == "fit":
+            self._refuse_another_optimizer(checkpoint.get(OPTIMIZER_KEY, {}))
+
+    def _refuse_another_optimizer(self, saved: Mapping[str, Any]) -> None:
+        """Refuse settings that the state of the optimizer in a checkpoint would replace without a word.
+
+        Raises:
+            ResumeError: Naming the first one that differs.
+        """
+        now = _optimizer_of(self)
+        for name in sorted(saved.keys() & now.keys()):
+            if saved[name] != now[name]:
+                raise ResumeError(
+                    f"model.optimizer.{name}={now[name]}, and the checkpoint was trained with {saved[name]}, which its "
+                    "optimizer keeps. State that value, or begin a new run in another hydra.run.dir."
+                )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         own = getattr(self, "own_class", type(self))
         checkpoint[CLASS_KEY] = f"{own.__module__}.{own.__qualname__}"
+        checkpoint[OPTIMIZER_KEY] = _optimizer_of(self)
         note(self, checkpoint)
         state = checkpoint.get("state_dict")
         if state is not None and not hasattr(state, "_metadata"):  # one that a strategy or an average put together
@@ -105,6 +125,12 @@ class Checkpointed(L.LightningModule):
     ) -> None:
         mark(self, noted(local_metadata), whole=True)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest, **named)
+
+
+def _optimizer_of(module: Any) -> dict[str, Any]:
+    """The settings of a module's optimizer as plain values; nothing where it builds one of its own."""
+    spec = getattr(module, "optimizer_spec", None)
+    return {} if spec is None else {name: plain_value(value) for name, value in asdict(spec).items()}
 
 
 def is_zero_state(state: Mapping[str, Any]) -> bool:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchmetrics import Metric
 
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
@@ -72,8 +73,9 @@ class CouplingCheck:
         - Refused by name is a module in which, in the mode in which it trains and with equal random numbers, the loss
           or the gradient of some rows differs when the other rows of the batch are others or are not there, when
           rows are collated without company or stand in other places, or when other rows came in the batch before,
-          the very first one included. Under a mode that bounds coupled rows itself (`PrivacyMode.candidates` is
-          neither ``rows`` nor ``pool``) only the last is asked.
+          the very first one included; or in which the loss reads a metric of torchmetrics. Under a mode that bounds
+          coupled rows itself (`PrivacyMode.candidates` is neither ``rows`` nor ``pool``) only the batch before and
+          metrics are asked.
         - Parameters, buffers, random streams, and what the module keeps in attributes are afterwards as before.
 
     What stays unseen: a dependence that none of the batches looked at shows, as one below the tolerances, one that
@@ -153,6 +155,8 @@ class CouplingCheck:
                     passes.compare_company(part, company, gradients=first or turn == 2, later=first or turn == 0)
                 if turn == 1 and rows.batch.data_rows is None:  # a batch of fixed shape always has as many rows
                     passes.compare_sizes(part)
+            if metrics := [part for part in module.modules() if isinstance(part, Metric)]:
+                passes.compare_metrics(rows, metrics)
 
     def compare_collations(self, module: Any, rows: list[Any], others: list[Any]) -> None:
         """Compare what ``collate_rows`` makes of rows with what it makes of them after others; keep them with others.
@@ -300,6 +304,17 @@ class _Passes:
         others = self._losses(features, fixed_coins=True)
         if _differ(together[rows.kept], alone, floor=FLOOR) or _differ(together[places], others, floor=FLOOR):
             self._refuse(rows)
+
+    def compare_metrics(self, rows: _Rows, metrics: Sequence[Metric]) -> None:
+        """Compare the losses of the batch with those that it has where no metric has seen anything."""
+        found = []
+        for forgets in (False, True):
+            self._kept_state.reset()
+            for metric in metrics if forgets else ():
+                metric.reset()
+            found.append(self._losses(rows.as_they_are()))
+        if _differ(found[0], found[1]):
+            self._refuse_memory()
 
     def compare_histories(self, rows: _Rows, other: Any = None) -> None:
         """Compare the losses of the batch after itself and after another one, or one of other rows."""

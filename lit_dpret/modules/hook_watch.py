@@ -154,7 +154,7 @@ def _held(module: Any, trained: bool) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, p) for name, p in module.named_parameters() if trained or not p.requires_grad)
     yield from module.named_buffers()
     for prefix, part in module.named_modules():
-        if isinstance(part, Metric):  # read by whoever logs it, which is looked at, and by no loss
+        if isinstance(part, Metric):  # read by whoever logs it, which is looked at, and by no loss (CouplingCheck)
             continue
         for name, value in vars(part).items():
             if name not in OWN_TO_MODULES:

@@ -23,7 +23,8 @@ from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy.clipping.pairs import PairBatch
 from lit_dpret.privacy.modes import PrivacyMode
-from lit_dpret.privacy.sampling import Row, UnitBatch, take_rows
+from lit_dpret.privacy.sampling import UnitBatch, take_rows
+from lit_dpret.privacy.training_data import Row
 
 
 class PairModule(PrivateModule):

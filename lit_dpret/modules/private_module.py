@@ -38,8 +38,9 @@ from lit_dpret.modules.physical_batches import PhysicalBatches, memory_advice
 from lit_dpret.privacy.guard import Guard, uncounted
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
 from lit_dpret.privacy.ranks import Ranks
-from lit_dpret.privacy.sampling import Row, UnitBatch, map_rows, rows_in_turn
+from lit_dpret.privacy.sampling import UnitBatch, map_rows, rows_in_turn
 from lit_dpret.privacy.shown import public_names, unaccounted
+from lit_dpret.privacy.training_data import Row
 from lit_dpret.privacy.xla import cut, read
 from lit_dpret.privacy.xla import seed as seed_xla
 

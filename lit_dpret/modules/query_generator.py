@@ -40,8 +40,8 @@ from lit_dpret.modules.virtual_tokens import add_prompt, without_prompt
 from lit_dpret.privacy.assumptions import RANDOM_WEIGHTS
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes import PrivacyMode
-from lit_dpret.privacy.sampling import Row
 from lit_dpret.privacy.trained import note_folder
+from lit_dpret.privacy.training_data import Row
 from lit_dpret.privacy.xla import on_host
 
 LossNormalisation = Literal["mean", "sum"]

@@ -364,6 +364,7 @@ def mechanism_facts(records: Sequence[Record], plan: PrivacyPlan | None, release
         "steps_replayed": sum(record.get("kind") == "replay" for record in records),
         "attempts": len({attempt for attempt, _ in keys}),
         "rows_per_unit": last.get("rows_per_unit"),
+        **({"mode_facts": dict(last["mode_facts"])} if last.get("mode_facts") else {}),
     }
     if plan is not None:
         facts |= {

@@ -14,7 +14,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,45 +28,13 @@ from lit_dpret.privacy.fixed_shape import FixedShape
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.privacy.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
+from lit_dpret.privacy.training_data import SamplingRequest
 from lit_dpret.privacy.unit_owners import UnitOwners, row_keys
 from lit_dpret.privacy.xla import is_lazy
 
 PADDING = -1
 #: Of how many units the rows are collated once more without company, in steps 0, 1, 2, 4, 8 and so on.
 ALONE = 2
-
-
-class Row(Protocol):
-    """One (query, passage) row of a unit; modules read its texts, the sampler reads nothing."""
-
-    @property
-    def query_id(self) -> str: ...
-    @property
-    def query(self) -> str: ...
-    @property
-    def passage_id(self) -> str: ...
-    @property
-    def passage(self) -> str: ...
-    @property
-    def positives(self) -> frozenset[str]: ...
-
-
-class UnitDataset(Protocol):
-    """A data set seen as units of privacy: each unit has one row or more."""
-
-    def __len__(self) -> int: ...
-    def rows(self, unit: int) -> Sequence[Row]: ...
-
-
-class SamplingRequest(Protocol):
-    """What a DataModule asks for; the plan turns it into a law."""
-
-    sampling: str
-    expected_batch_size: int | None
-    sample_rate: float | None
-    physical_batch_size: int
-    cap: int | None
-    rows_per_unit: str
 
 
 def steps_per_epoch(request: SamplingRequest, public_units: int | None) -> int:

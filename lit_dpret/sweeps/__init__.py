@@ -4,8 +4,25 @@ The file is a W&B sweep: ``wandb sweep`` and ``wandb agent`` take it as it is. W
 without a server, and tells the ledger of the data set beforehand what all trials will cost together.
 """
 
-from lit_dpret.sweeps.file import SweepFile, Trial
-from lit_dpret.sweeps.folder import SweepFolder, trial_ledger, write_result
-from lit_dpret.sweeps.runner import run_trials
+from typing import TYPE_CHECKING
+
+from lit_dpret.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from lit_dpret.sweeps.file import SweepFile, Trial
+    from lit_dpret.sweeps.folder import SweepFolder, trial_ledger, write_result
+    from lit_dpret.sweeps.runner import run_trials
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "SweepFile": "file",
+            "SweepFolder": "folder",
+            "Trial": "file",
+            "run_trials": "runner",
+            "trial_ledger": "folder",
+            "write_result": "folder",
+        },
+    )
 
 __all__ = ["SweepFile", "SweepFolder", "Trial", "run_trials", "trial_ledger", "write_result"]

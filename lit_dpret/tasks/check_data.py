@@ -10,9 +10,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, get_args
 
-from lit_dpret.datamodules.collection import Collection
+from lit_dpret.datamodules.collection import Collection, TextData
 from lit_dpret.datamodules.complaints import Problems
-from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.settings import PairSettings
 from lit_dpret.datamodules.splitting import SplitBy, checked_fractions, split_collection, write_split
 from lit_dpret.datamodules.survey import count_splits, count_users, find_duplicates, measure_lengths
@@ -83,9 +82,10 @@ class CheckData:
         if self.write_split is not None and self.write_split.exists():
             raise ConfigurationError(f"task.write_split={self.write_split} exists already. Name a new folder.")
         data = parts.make_datamodule()
-        if not isinstance(data, PairsDataModule):
+        if not hasattr(data, "read_collection"):
             raise ConfigurationError(
-                f"task=check_data examines queries and passages, and {type(data).__name__} has none."
+                f"task=check_data examines queries and passages, and {type(data).__name__} has no read_collection that "
+                "gives them (lit_dpret.datamodules.collection.TextData)."
             )
         problems = Problems(examples=self.examples)
         facts: dict[str, Any] = {"schema": SCHEMA, "private": PRIVATE, "source": _source(data)}
@@ -104,20 +104,21 @@ class CheckData:
             raise DataError(f"{facts['source']} has problems: {kinds}. See {parts.run_dir / PAGE}.")
         return {"problems": 0.0}
 
-    def _read(self, data: PairsDataModule, problems: Problems, facts: dict[str, Any]) -> Collection | None:
+    def _read(self, data: TextData, problems: Problems, facts: dict[str, Any]) -> Collection | None:
         """Everything readable, and every problem; None where there is nothing to examine."""
         try:
-            facts["columns"] = {part: list(names) for part, names in data.columns().items()}
+            columns: dict[str, Any] = getattr(data, "columns", dict)()
+            facts["columns"] = {part: list(names) for part, names in columns.items()}
             return data.read_collection(problems)
         except DataError as error:
             problems(error)
             return None
 
     def _examine(
-        self, parts: Parts, data: PairsDataModule, collection: Collection, problems: Problems, facts: dict[str, Any]
+        self, parts: Parts, data: TextData, collection: Collection, problems: Problems, facts: dict[str, Any]
     ) -> None:
-        for contradiction in collection.contradictions(allow_empty_passages=data.allow_empty_passages):
-            if not (data.drop_queries_without_passage and contradiction.kind == "query without passage"):
+        for contradiction in collection.contradictions(allow_empty_passages=_says(data, "allow_empty_passages")):
+            if not (_says(data, "drop_queries_without_passage") and contradiction.kind == "query without passage"):
                 problems(contradiction)
         rulers, by = make_rulers(parts, NoPrivacy())
         texts: dict[Any, Any] = {"query": collection.queries.values(), "passage": collection.passages.values()}
@@ -130,7 +131,7 @@ class CheckData:
         }
         facts["users"] = count_users(collection)
 
-    def _offer_split(self, parts: Parts, data: PairsDataModule, collection: Collection, facts: dict[str, Any]) -> None:
+    def _offer_split(self, parts: Parts, data: TextData, collection: Collection, facts: dict[str, Any]) -> None:
         """Split what is unsplit, write it where that is asked for, and say how to train."""
         cap = facts["users"] and facts["users"]["recommended_cap"]
         unit = {"privacy.unit": "user", "datamodule.max_rows_per_unit": str(cap)} if cap else {}
@@ -154,13 +155,19 @@ class CheckData:
         sizes = {split: len(qrels) for split, qrels in new.qrels.items()}
         facts["split"] = {"by": by, "seed": self.split_seed, "queries": sizes, "written": None}
         if self.write_split is not None:
-            read_by = write_split(new, self.write_split, public_passages=data.has_public_passages)
+            read_by = write_split(new, self.write_split, public_passages=_says(data, "has_public_passages"))
             facts["split"]["written"] = str(self.write_split)
             facts["command"] = _command(parts.command, read_by, unit)
 
 
-def _source(data: PairsDataModule) -> str:
-    return str(data.folder or data.pairs or data.queries)
+def _source(data: TextData) -> str:
+    named = (getattr(data, name, None) for name in ("folder", "pairs", "queries", "file"))
+    return str(next(filter(None, named), type(data).__name__))
+
+
+def _says(data: TextData, name: str) -> bool:
+    """A switch that a DataModule may have; off where it has none."""
+    return bool(getattr(data, name, False))
 
 
 def _command(given: str, read_by: Mapping[str, str], more: Mapping[str, str]) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from lit_dpret.errors import ConfigurationError, StorageError
@@ -93,9 +93,8 @@ def check_run_dir(folder: Path, *, min_free_mb: float) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".write_test.{os.getpid()}"  # of several processes each has its own
-        probe.write_bytes(b"x")
-        probe.unlink()
+        with TemporaryFile(dir=folder) as probe:
+            probe.write(b"x")
     except OSError as error:
         raise StorageError(
             f"hydra.run.dir={folder} cannot be written: {error.strerror}. Choose another folder."

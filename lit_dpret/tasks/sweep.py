@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.tuning import TuningData
-from lit_dpret.errors import ConfigurationError, LitDpretError, WorkerError
+from lit_dpret.errors import ConfigurationError, LedgerError, LitDpretError, WorkerError
 from lit_dpret.privacy.budget import PrivacyBudget, require_choice
 from lit_dpret.privacy.dataset_charge import Charge, composed
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.dataset_total import Total, compose_across_runs
 from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.run_lock import RunLock
 from lit_dpret.sweeps import SweepFile, SweepFolder, Trial, run_trials
 from lit_dpret.sweeps.folder import SWEEP
 from lit_dpret.sweeps.report import write_report
@@ -73,20 +76,21 @@ class Sweep:
         """Plan, reserve, run and report; returns how many trials are done and what they may cost."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         trials = self.file.trials(seed=parts.seed)
-        sweep = self._planned(parts, trials)
-        ledger = sweep.ledger()
-        if self.give_back:
+        with _alone(parts.run_dir):  # two calls that begin together plan one sweep
+            sweep = self._planned(parts, trials)
+            ledger = sweep.ledger()
+            if self.give_back:
+                if ledger is not None:
+                    total = ledger.give_back(sweep.id)
+                    _say(f"given back; the data set holds epsilon {total.epsilon:.4g} of {total.total_eps:g}")
+                return {"trials": float(len(trials))}
             if ledger is not None:
-                total = ledger.give_back(sweep.id)
-                _say(f"given back; the data set holds epsilon {total.epsilon:.4g} of {total.total_eps:g}")
-            return {"trials": float(len(trials))}
-        if ledger is not None:
-            total, planned = self._hold(ledger, sweep), sweep.facts["planned"]
-            _say(
-                f"{len(trials)} trials, {len(sweep.places)} private runs: together epsilon "
-                f"{planned['epsilon']:.4g} at delta {planned['delta']:.3g}; the data set then holds "
-                f"{total.epsilon:.4g} of {total.total_eps:g} at delta {total.delta:.3g} ({ledger.path})"
-            )
+                total, planned = self._hold(ledger, sweep), sweep.facts["planned"]
+                _say(
+                    f"{len(trials)} trials, {len(sweep.places)} private runs: together epsilon "
+                    f"{planned['epsilon']:.4g} at delta {planned['delta']:.3g}; the data set then holds "
+                    f"{total.epsilon:.4g} of {total.total_eps:g} at delta {total.delta:.3g} ({ledger.path})"
+                )
         if not self.start:
             _say(f"planned and reserved: start trials with trial_of={sweep.folder} (docs/sweeps.md)")
             return {"trials": 0.0}
@@ -226,3 +230,22 @@ class Sweep:
 def _say(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process plans in ``folder``, and plan."""
+    lock, waited = RunLock(folder / SWEEP, "plan"), False
+    while True:
+        try:
+            lock.take()
+            break
+        except LedgerError:
+            if not waited:
+                _say(f"another process plans the sweep in {folder}; waiting for it")
+            waited = True
+            time.sleep(0.2)
+    try:
+        yield
+    finally:
+        lock.release()

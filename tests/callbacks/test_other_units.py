@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from stand_ins import Line, Numbers, Regression, Units, _Items, dp, fit
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -156,6 +158,38 @@ def test_rows_of_users_with_their_ids_leave_nothing_open(tmp_path: Path) -> None
 def unverified(tmp_path: Path) -> list[str]:
     card = json.loads((tmp_path / "run" / "privacy_card.json").read_text())
     return [a["text"] for a in card["assumptions"] if a["holds"] == "unverified" and "all rows of one" in a["text"]]
+
+
+class Remembers(Rows):
+    """Gives each unit the words of the one that was asked for before it."""
+
+    before = "7"
+
+    def __getitem__(self, draw: Draw) -> Any:
+        found, rows = super().__getitem__(draw)
+        mixed = [Line(row.query_id, self.before, row.passage_id, row.passage, row.positives) for row in rows]
+        self.before = f"{draw.unit}"
+        return found, mixed
+
+
+def test_a_data_set_that_mixes_in_what_was_asked_for_before_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"draw\.unit alone") as refused:
+        run(tmp_path, Remembers([of_a_query(20 * number) for number in range(SIZE)]))
+    assert refused.value.trap == "T38"
+
+
+class Augments(Rows):
+    """Draws something for each row anew."""
+
+    def __getitem__(self, draw: Draw) -> Any:
+        found, rows = super().__getitem__(draw)
+        coin = f"{torch.rand(()).item() + np.random.default_rng().random():.6f}"
+        return found, [Line(row.query_id, coin, row.passage_id, row.passage, row.positives) for row in rows]
+
+
+def test_rows_that_are_drawn_anew_each_time_are_not_taken_for_that(tmp_path: Path) -> None:
+    run(tmp_path, Augments([of_a_query(20 * number) for number in range(SIZE)]))
+    assert sum(record["kind"] == "release" for record in ledger(tmp_path)) == 6
 
 
 @pytest.mark.parametrize("told", [SIZE // 2, 2 * SIZE])

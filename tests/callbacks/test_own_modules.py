@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from lightning import LightningDataModule
 from lightning.pytorch.loggers import CSVLogger
-from stand_ins import CALIBRATED, Numbers, Regression, dp, fit
+from stand_ins import CALIBRATED, Numbers, Regression, Units, dp, fit
 from torch import nn
 
 from lit_dpret.callbacks import PrivacyCard
-from lit_dpret.cards.card import read_card
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.cards.card import read_card, write_card
+from lit_dpret.cards.file import checksum
+from lit_dpret.cards.verification import verify_chain
+from lit_dpret.errors import ConfigurationError, ResumeError, UnsupportedModelError
 from lit_dpret.modules import OptimizerSpec
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 
@@ -76,3 +79,94 @@ def test_a_card_says_that_a_mode_of_ones_own_is_believed(kind: type[DPSGD], tmp_
     stated = read_card(tmp_path / "run")["assumptions"]
     found = [one["holds"] for one in stated if one["text"].startswith("OwnMode is a privacy mode from outside")]
     assert found == (["unverified"] if kind is OwnMode else [])
+
+
+class Masked(DPSGD):
+    name = "masked"
+
+    def facts(self) -> dict[str, Any]:
+        return {"masked_share": 0.5}
+
+
+def test_a_fact_of_a_mode_of_ones_own_stands_on_the_card_and_is_verified(tmp_path: Path) -> None:
+    mode = Masked(eps=3.0, max_grad_norm=1.0, noise_multiplier=CALIBRATED, secret_file=tmp_path / "secret")
+    fit(tmp_path / "run", Regression(privacy=mode), extra=[PrivacyCard(run_dir=tmp_path / "run")])
+    card = read_card(tmp_path / "run")
+    assert card["mechanism"]["mode_facts"] == {"masked_share": 0.5}
+    assert "Of the mode masked: masked share: 0.5." in card["claim"]["statement"]
+    assert not verify_chain(tmp_path / "run").failed
+    card["mechanism"]["mode_facts"] = {"masked_share": 0.9}
+    card["checksum"] = checksum(card)
+    write_card(card, tmp_path / "run")
+    assert [one.check for one in verify_chain(tmp_path / "run").failed][:1] == ["numbers"]
+
+
+def test_a_datamodule_that_lacks_something_is_told_what(tmp_path: Path) -> None:
+    class Bare(LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return Numbers().train_dataloader()
+
+    with pytest.raises(ConfigurationError, match=r"Bare lacks sampling.*n_units.*attach") as refused:
+        fit(tmp_path / "run", Regression(privacy=dp(tmp_path)), Bare())
+    assert refused.value.trap == "T1"
+
+
+class MadeInSetup(Regression):
+    """Standardises by what it finds in the private rows before training."""
+
+    public_metrics: tuple[str, ...] = ()
+
+    def setup(self, stage: str) -> None:
+        rows = [row for unit in range(20) for row in Units(20).rows(unit)]
+        self.register_buffer("mean", self.collate_rows(rows)["inputs"].mean(0))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_what_setup_makes_of_private_rows_is_refused_unless_it_is_declared(
+    precision: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UnsupportedModelError, match="mean of MadeInSetup") as refused:
+        fit(tmp_path / "run", MadeInSetup(privacy=dp(tmp_path)), precision=precision)
+    assert refused.value.trap == "T11"
+    monkeypatch.setattr(MadeInSetup, "public_metrics", ("mean",))
+    if precision == "32-true":
+        fit(tmp_path / "declared", MadeInSetup(privacy=dp(tmp_path)), precision=precision)
+
+
+class KeepsRows(Regression):
+    def __init__(self, rows: Any, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.save_hyperparameters()
+
+
+@pytest.mark.parametrize("rows", [["a query"] * 100, torch.ones(3), "long" * 200, {"a": {"b": [b"x"]}}])
+def test_hyper_parameters_that_hold_data_are_refused(rows: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"KeepsRows\.save_hyperparameters keeps rows") as refused:
+        fit(tmp_path / "run", KeepsRows(rows, privacy=dp(tmp_path)))
+    assert refused.value.trap == "T25"
+
+
+def test_small_hyper_parameters_stand_on_the_card_as_believed(tmp_path: Path) -> None:
+    fit(tmp_path / "run", KeepsRows(["a"], privacy=dp(tmp_path)), extra=[PrivacyCard(run_dir=tmp_path / "run")])
+    texts = [one["text"] for one in read_card(tmp_path / "run")["assumptions"] if one["holds"] == "unverified"]
+    assert any(text.endswith("that checkpoints and logs keep: KeepsRows.rows.") for text in texts)
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_another_optimizer_on_resume_is_refused_by_its_setting(private: bool, tmp_path: Path) -> None:
+    def module(**optimizer: Any) -> Regression:
+        mode = dp(tmp_path) if private else NoPrivacy()
+        return Regression(privacy=mode, optimizer=OptimizerSpec(**{"name": "adam", "lr": 0.05} | optimizer))
+
+    fit(tmp_path / "run", module(), steps=4)
+    for setting, value in (("lr", 7.0), ("name", "sgd")):
+        with pytest.raises(ResumeError, match=rf"model\.optimizer\.{setting}"):
+            fit(tmp_path / "run", module(**{setting: value}), steps=6, resume=True)
+
+
+def test_a_sparse_embedding_is_refused_by_name(tmp_path: Path) -> None:
+    module = Regression(privacy=dp(tmp_path))
+    module.table = nn.Embedding(4, 2, sparse=True)
+    with pytest.raises(UnsupportedModelError, match="table") as refused:
+        fit(tmp_path / "run", module)
+    assert refused.value.trap == "T13"

@@ -15,7 +15,8 @@ from lit_dpret.datamodules.pair_file import read_pairs
 from lit_dpret.datamodules.records import Row, Unit
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset, UnitItems
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.privacy.sampling import PADDING, Draw, UnitCollator, UnitDataset
+from lit_dpret.privacy.sampling import PADDING, Draw, UnitCollator
+from lit_dpret.privacy.training_data import UnitDataset
 
 
 @pytest.fixture

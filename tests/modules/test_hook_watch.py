@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from stand_ins import Numbers, Regression, dp, fit
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules import hook_watch
@@ -211,6 +212,31 @@ def test_what_is_written_into_the_state_of_the_optimizer_is_refused(tmp_path: Pa
     with pytest.raises(UnsupportedModelError, match="exp_avg") as refusal:
         fit(tmp_path / "run", Regression(privacy=dp(tmp_path, noise_seed=1)), extra=[Moments()])
     assert refusal.value.trap == "T11"
+
+
+class ReadsAMetric(Regression):
+    """Scales its loss by a running mean that a hook keeps up."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.mean = MeanMetric()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.mean.update(mean_of(batch))
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return super().per_row_loss(rows) * (1 + (self.mean.mean_value / self.mean.weight.clamp(min=1e-9)).square())
+
+
+class KeepsAMetric(ReadsAMetric):
+    per_row_loss = Regression.per_row_loss
+
+
+def test_a_loss_that_reads_a_metric_is_refused_and_a_metric_beside_it_is_not(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError) as refusal:
+        fit(tmp_path / "read", ReadsAMetric(privacy=dp(tmp_path, noise_seed=1)))
+    assert refusal.value.trap == "T11"
+    fit(tmp_path / "kept", KeepsAMetric(privacy=dp(tmp_path, noise_seed=1)))
 
 
 class BatchMean(Callback):

@@ -7,6 +7,7 @@ import re
 import shutil
 import stat
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -407,3 +408,12 @@ def test_a_trial_with_a_published_seed_is_refused_by_its_name_and_has_cost_nothi
     with pytest.raises(ConfigurationError, match=r"privacy\.noise_seed"):
         begun(tmp_path, settings={"noise_seed": 7})  # by whoever calls no command line
     assert write_report(sweep).epsilon == 0.0
+
+
+def test_two_calls_that_begin_together_plan_one_sweep(tmp_path: Path) -> None:
+    """Each had reserved a plan of its own, and one of them could never be given back."""
+    with ThreadPoolExecutor(2) as both:
+        found = list(both.map(lambda _: planned(tmp_path), range(2)))
+    assert found[0].id == found[1].id
+    held = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {record["sweep"] for record in held if record["kind"] == "reserve"} == {found[0].id}

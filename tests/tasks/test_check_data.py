@@ -18,6 +18,7 @@ from tiny_generator import generator
 from tiny_tasks import parts, retriever
 
 from lit_dpret.datamodules import HuggingFaceDataModule, ImagesDataModule, MSMarcoDataModule, PairsDataModule
+from lit_dpret.datamodules.collection import Collection
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.modules import OptimizerSpec, QueryGenerator
 from lit_dpret.tasks import CheckData
@@ -258,7 +259,7 @@ def test_a_user_column_that_is_missing_is_told_by_the_columns_that_there_are(tmp
 
 def test_images_are_refused(tmp_path: Path) -> None:
     images = ImagesDataModule.__new__(ImagesDataModule)
-    with pytest.raises(ConfigurationError, match="ImagesDataModule has none"):
+    with pytest.raises(ConfigurationError, match="ImagesDataModule has no read_collection"):
         CheckData().run(parts(tmp_path, make_datamodule=lambda: images))
 
 
@@ -384,3 +385,20 @@ def test_a_split_is_not_written_over_a_folder_or_from_bad_data(tmp_path: Path, h
 def test_a_setting_out_of_range_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         CheckData(**settings)
+
+
+class Asked:
+    """A DataModule of somebody else's, with nothing but its texts."""
+
+    def read_collection(self, complain: Any = None) -> Collection:
+        return Collection(
+            passages={"a": "A water butt collects rain."}, queries={"1": "what is a water butt"},
+            qrels={"train": {"1": {"a": 1}}}, source="asked.csv",
+        )  # fmt: skip
+
+
+def test_a_datamodule_of_somebody_elses_is_examined_by_its_texts(tmp_path: Path) -> None:
+    made = parts(tmp_path, make_datamodule=Asked, make_module=lambda privacy: retriever(privacy=privacy))
+    assert CheckData().run(made) == {"problems": 0.0}
+    facts = json.loads((made.run_dir / "check_data.private.json").read_text())
+    assert facts["source"] == "Asked" and facts["queries"] == 1

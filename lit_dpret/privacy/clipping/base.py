@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.clipping.groups import ClipGroups, group_parameters
-from lit_dpret.privacy.clipping.rules import refuse_renormalising
+from lit_dpret.privacy.clipping.rules import refuse_renormalising, refuse_sparse
 from lit_dpret.privacy.clipping.units import UnitRows
 
 ClipName = Literal["abadi", "automatic"]
@@ -120,6 +120,7 @@ def refuse_batch_mixing(module: nn.Module) -> None:
     """Refuse layers that let one unit change another one's gradient, or that keep its statistics."""
     for name, layer in module.named_modules():
         refuse_renormalising(name, layer)
+        refuse_sparse(name, layer)
         normalises = isinstance(layer, (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm))
         if not normalises:
             continue

@@ -22,8 +22,8 @@ from lit_dpret.privacy.budget import Neighbours, PrivacyBudget, Unit
 from lit_dpret.privacy.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.sampling import SamplingRequest
 from lit_dpret.privacy.strategies import ONE_DEVICE, Supported
+from lit_dpret.privacy.training_data import SamplingRequest
 
 Guarantee = Literal["dp", "inherited", "none"]
 Candidates = Literal["rows", "batch", "copies", "pool"]
@@ -116,6 +116,13 @@ class PrivacyMode(ABC):
     def plan(self, request: SamplingRequest, *, units: int, steps: int, module: Any = None) -> PrivacyPlan | None:
         """Return the plan of a run whose steps release something of the private data; None where they do not."""
         return None
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return what else a reader of the card must know of this mode: public JSON values, by name.
+
+        They are recorded with the plan, before the first step, and stand on the card as ``mechanism.mode_facts``.
+        """
+        return {}
 
     def ledger_of_dataset(self, budget: PrivacyBudget, *, run_dir: Path | None = None) -> DatasetLedger | None:
         """Return the ledger that adds up all runs on the data set; None where none is asked for."""

@@ -27,7 +27,7 @@ from lit_dpret.privacy.modes.base import Candidates
 from lit_dpret.privacy.modes.gaussian import GaussianMode
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.releases import FullBatch, Shuffle
-from lit_dpret.privacy.sampling import SamplingRequest
+from lit_dpret.privacy.training_data import SamplingRequest
 
 
 class GaussianSettings(TypedDict, total=False):

@@ -21,8 +21,8 @@ from lit_dpret.privacy.clipping import ClipGroups, ClipStats, make_engine
 from lit_dpret.privacy.modes.gaussian import GaussianMode
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.sampling import SamplingRequest
 from lit_dpret.privacy.strategies import Supported, on_xla
+from lit_dpret.privacy.training_data import SamplingRequest
 from lit_dpret.privacy.xla import read
 
 Engine = Literal["ghost", "vmap", "opacus", "loop"]

@@ -27,7 +27,7 @@ from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.noise_source import noise_source
 from lit_dpret.privacy.placement import like, place_of
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.sampling import SamplingRequest
+from lit_dpret.privacy.training_data import SamplingRequest
 from lit_dpret.privacy.xla import cut
 
 
