@@ -37,7 +37,7 @@ from lit_dpret.modules.coupling_check import CouplingCheck
 from lit_dpret.modules.hook_watch import HookWatch
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy.modes.state_watch import StateWatch
-from lit_dpret.privacy.noise_check import NoiseCheck
+from lit_dpret.privacy.ledger.noise_check import NoiseCheck
 
 spent = {}
 

@@ -37,8 +37,8 @@ from lit_dpret.datamodules.insuranceqa import InsuranceQADataModule
 from lit_dpret.encoders import TextEncoder
 from lit_dpret.modules.frozen_dual_encoder import FrozenDualEncoder
 from lit_dpret.modules.optimizers import OptimizerSpec
-from lit_dpret.privacy.accounting import epsilon
-from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
+from lit_dpret.privacy.accounting.accountant import epsilon
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 from lit_dpret.retrieval.runs import Ranking, evaluate
 from lit_dpret.retrieval.search import lexicographic_rank, search

@@ -62,11 +62,11 @@ def measure(way: str, shape: str, steps: int, units: int) -> dict[str, Any]:
     """One rank's work: clip, add up, noise, step."""
     from torch.distributed.device_mesh import init_device_mesh
 
+    from lit_dpret.distributed.placement import like, place_of
+    from lit_dpret.distributed.ranks import Ranks
     from lit_dpret.modules import OptimizerSpec, sharded
     from lit_dpret.privacy.clipping import make_engine
     from lit_dpret.privacy.noise import KeyedStream
-    from lit_dpret.privacy.placement import like, place_of
-    from lit_dpret.privacy.ranks import Ranks
 
     dist.init_process_group("gloo")
     ranks, shards = Ranks.here(), None

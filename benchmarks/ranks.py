@@ -29,8 +29,8 @@ OUT = Path(__file__).resolve().parent / "results" / "ranks_cpu.json"
 
 
 def synthesize(folder: Path, passages: dict[str, str], out: Path) -> float:
-    from lit_dpret.crew import crew_here
-    from lit_dpret.generation.writer import synthesize as write
+    from lit_dpret.distributed.crew import crew_here
+    from lit_dpret.synthesis.writer import synthesize as write
 
     begun: list[float] = []
     with crew_here() as crew:
@@ -42,7 +42,7 @@ def synthesize(folder: Path, passages: dict[str, str], out: Path) -> float:
 
 
 def encode(folder: Path, passages: dict[str, str], out: Path) -> float:
-    from lit_dpret.crew import crew_here
+    from lit_dpret.distributed.crew import crew_here
     from lit_dpret.indexing import encode_folder
 
     begun: list[float] = []
@@ -93,9 +93,9 @@ def prepare(folder: Path, count: int) -> None:
     from lit_dpret.cards.card import build_card, subject_of, write_card
     from lit_dpret.datamodules import InsuranceQADataModule
     from lit_dpret.modules import OptimizerSpec, QueryGenerator
-    from lit_dpret.privacy.ledger import PrivacyLedger
+    from lit_dpret.privacy.accounting.releases import NonPrivateRelease
+    from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
     from lit_dpret.privacy.modes import NoPrivacy
-    from lit_dpret.privacy.releases import NonPrivateRelease
 
     data = InsuranceQADataModule()
     data.setup("predict")

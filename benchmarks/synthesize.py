@@ -35,10 +35,10 @@ import torch
 from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from lit_dpret.datamodules import InsuranceQADataModule
-from lit_dpret.generation.groups import canonical_groups, draw_group, fixed_arithmetic
-from lit_dpret.generation.sampler import Decoding
 from lit_dpret.modules.generator_folder import GeneratorContract, GeneratorModel, TextCodec
 from lit_dpret.modules.model_loading import load_seq2seq, load_tokenizer
+from lit_dpret.synthesis.groups import canonical_groups, draw_group, fixed_arithmetic
+from lit_dpret.synthesis.sampler import Decoding
 
 OUT = Path(__file__).resolve().parent / "results" / "synthesize_cpu.json"
 OURS, PLAIN = "lit-dpret", "model.generate"

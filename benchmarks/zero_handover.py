@@ -45,8 +45,8 @@ def one_rank(way: str, stage: int, bf16: bool) -> dict[str, Any]:
     import torch.distributed as dist
     from torch import nn
 
+    from lit_dpret.distributed.ranks import Ranks
     from lit_dpret.modules.zero import zero_handover
-    from lit_dpret.privacy.ranks import Ranks
 
     deepspeed.utils.logging.logger.setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

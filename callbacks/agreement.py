@@ -22,9 +22,9 @@ import torch
 import lit_dpret
 from lit_dpret.callbacks.inputs import fingerprint_of_files
 from lit_dpret.callbacks.planning import PlannedRun
+from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.ranks import Ranks
 
 # Where a rank may be set up in its own way.
 _OF_ONE_RANK = ("secret_file", "dataset_ledger", "counts")

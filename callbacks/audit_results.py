@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lit_dpret.audit.claim import Refutation
-from lit_dpret.audit.evidence import Evidence
-from lit_dpret.audit.power import most_certifiable
+from lit_dpret.audit.statistics.claim import Refutation
+from lit_dpret.audit.statistics.evidence import Evidence
+from lit_dpret.audit.statistics.power import most_certifiable
 from lit_dpret.cards.audit_text import BOUND
 from lit_dpret.cards.evidence import AttackResult
 

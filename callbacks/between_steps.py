@@ -17,8 +17,8 @@ from typing import Any
 import lightning as L
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
+from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, ResumeError
-from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.privacy.sampling import PrivateBatchSampler
 
 

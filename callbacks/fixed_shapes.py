@@ -13,10 +13,10 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities import find_shared_parameters, set_shared_parameters
 
+from lit_dpret.distributed.xla import cut, is_lazy, use_full_precision
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.matmul_precision import shortened_products
 from lit_dpret.privacy.fixed_shape import Collate, FixedShape, RowsAlone, copied_rows
-from lit_dpret.privacy.xla import cut, is_lazy, use_full_precision
 
 Shared = list[list[str]]
 

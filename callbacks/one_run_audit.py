@@ -2,8 +2,8 @@
 
 The canaries are planted before the run is planned, as private units like all others, and scored with the model before
 its first step and after its last. How many of the coins can be guessed from what the model gained bounds epsilon from
-below (`lit_dpret.audit.claim`, `lit_dpret.canaries.coin_flips`). Where the bound contradicts what the ledger claims,
-something is broken: the model and its card are written first, and then the run ends with an error.
+below (`lit_dpret.audit.statistics.claim`, `lit_dpret.audit.canaries.coin_flips`). Where the bound contradicts what the
+ledger claims, something is broken: the model and its card are written first, and then the run ends with an error.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lit_dpret.audit.claim import SHARES, Refutation, both_ends, both_ends_audit, refute
-from lit_dpret.audit.evidence import Evidence
-from lit_dpret.audit.power import most_certifiable
-from lit_dpret.audit.scores import CanaryScores
+from lit_dpret.audit.canaries.audit_scores import AuditScores, read_scores, write_scores
+from lit_dpret.audit.canaries.canary import Kind
+from lit_dpret.audit.canaries.coin_flips import CoinFlips
+from lit_dpret.audit.canaries.coins_in_run import coins_in_run
+from lit_dpret.audit.canaries.suite import EVALUATION_SPLITS
+from lit_dpret.audit.statistics.claim import SHARES, Refutation, both_ends, both_ends_audit, refute
+from lit_dpret.audit.statistics.evidence import Evidence
+from lit_dpret.audit.statistics.power import most_certifiable
+from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.callbacks.audit_results import audit_results, stands_already
 from lit_dpret.callbacks.privacy_card import MODEL_FOLDER, PrivacyCard
-from lit_dpret.canaries.audit_scores import AuditScores, read_scores, write_scores
-from lit_dpret.canaries.canary import Kind
-from lit_dpret.canaries.coin_flips import CoinFlips
-from lit_dpret.canaries.coins_in_run import coins_in_run
-from lit_dpret.canaries.suite import EVALUATION_SPLITS
 from lit_dpret.cards.audit_text import ALARM, AUDIT_EVENT
 from lit_dpret.cards.claimed_curve import ClaimedCurve, claimed_curve
 from lit_dpret.cards.evidence import add_evidence
 from lit_dpret.cards.file import CARD_NAME, read_card
 from lit_dpret.errors import ConfigurationError, PrivacyViolation, ResumeError
-from lit_dpret.privacy.ledger import LEDGER_NAME
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 
 LEAST, MOST = 32, 1000
 

@@ -8,12 +8,12 @@ from typing import Any
 import lightning as L
 
 from lit_dpret.callbacks.refusals import refuse_false_bound
+from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.accounting.releases import Poisson, SamplingLaw, Shuffle
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.ranks import Ranks
-from lit_dpret.privacy.releases import Poisson, SamplingLaw, Shuffle
 from lit_dpret.privacy.sampling import PrivateBatchSampler, steps_per_epoch
 
 

@@ -25,11 +25,11 @@ from lit_dpret.cards.pretraining import overlap_facts
 from lit_dpret.cards.protocols import note_protocols, protocol_facts
 from lit_dpret.cards.start import declared_start
 from lit_dpret.cards.tuning import declared_search, refuse_other_tuning, refuse_told_number
+from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.leaks import leaks
-from lit_dpret.privacy.ledger import LEDGER_NAME
+from lit_dpret.privacy.ledger.leaks import leaks
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.noise import PHILOX, SHAKE
-from lit_dpret.privacy.ranks import Ranks
 
 MODEL_FOLDER = "model"
 

@@ -19,10 +19,10 @@ from lightning.pytorch.callbacks import Callback
 from lit_dpret.callbacks.averages import averaged
 from lit_dpret.callbacks.log_gate import tell
 from lit_dpret.cards.subject import check_dataset_card
+from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.privacy.leaks import DECLARED_EVENT, PRIVATE_EVENT
-from lit_dpret.privacy.ranks import Ranks
-from lit_dpret.privacy.releases import NonPrivateRelease
+from lit_dpret.privacy.accounting.releases import NonPrivateRelease
+from lit_dpret.privacy.ledger.leaks import DECLARED_EVENT, PRIVATE_EVENT
 from lit_dpret.retrieval.metrics import Metric
 from lit_dpret.retrieval.qrels import check_qrels
 from lit_dpret.retrieval.runs import DEFAULT_METRICS, EvaluationResult, Ranking, evaluate

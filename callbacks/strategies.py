@@ -15,8 +15,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lit_dpret.callbacks.xla_processes import XLAProcesses
+from lit_dpret.distributed.strategies import STRATEGIES, strategy
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.strategies import STRATEGIES, strategy
 
 # Exact classes: a subclass may reduce, noise or wrap in a way that nobody looked at.
 _ROWS = {
@@ -48,7 +48,7 @@ def ddp_strategy(
 
 
 def strategy_name(trainer: L.Trainer) -> str:
-    """The name of the Trainer's row in `lit_dpret.privacy.strategies`."""
+    """The name of the Trainer's row in `lit_dpret.distributed.strategies`."""
     found: Any = trainer.strategy
     name = type(found).__name__
     if type(found).__module__ == "lit_dpret.modules.sharding_strategy" and name == "ShardingStrategy":
@@ -126,7 +126,7 @@ def refuse_parted_sums(trainer: L.Trainer, module: Any) -> None:
             f"{type(module).__name__} has a step of its own and does not say adds_up_over_ranks = True, so each of the "
             f"{trainer.world_size} processes would noise its own sum, and all with the same noise: their updates would "
             "differ by gradients that no noise covers. Add the clipped sums and the counts up before the guard is "
-            "asked (lit_dpret.privacy.ranks.Ranks.sum_) and say so, derive from PrivateModule, or set "
+            "asked (lit_dpret.distributed.ranks.Ranks.sum_) and say so, derive from PrivateModule, or set "
             "trainer.devices=1.",
             trap="T3",
         )

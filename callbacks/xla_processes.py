@@ -31,7 +31,7 @@ class XLAProcesses(SingleDeviceXLAStrategy):
 
     Guarantees:
         - All ranks begin with the weights of rank 0.
-        - Nothing is reduced but by `lit_dpret.privacy.ranks.Ranks`, and what is logged.
+        - Nothing is reduced but by `lit_dpret.distributed.ranks.Ranks`, and what is logged.
 
     Args:
         timeout_minutes: How long ranks wait for one that is stuck.

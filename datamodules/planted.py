@@ -1,7 +1,7 @@
 """Units that are trained on and belong to nobody: canaries, put beside the data of a run.
 
 The DataModule takes them as finished rows and knows nothing of secrets or coins, which are made in
-`lit_dpret.canaries`. They join as units, so that sampling, n, delta and the fingerprint of the data speak of
+`lit_dpret.audit.canaries`. They join as units, so that sampling, n, delta and the fingerprint of the data speak of
 what is really trained on. A unit without rows is one that a coin left out: under ``zero_out`` that is what its
 absence means, and n does not tell how the coins fell.
 """

@@ -8,7 +8,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from lit_dpret.callbacks.traps import pitfalls_page
-from lit_dpret.configuration import configuration_page
+from lit_dpret.config import configuration_page
 
 REFERENCE = {
     "modules": ("Modules", "What is trained; each is a `LightningModule` for a plain Trainer.", "lit_dpret.modules"),

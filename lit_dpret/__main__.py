@@ -2,7 +2,7 @@
 
 import sys
 
-from lit_dpret import rank_watch
+from lit_dpret.distributed import rank_watch
 
 
 def main() -> None:

@@ -32,8 +32,8 @@ from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_dpret import rank_watch
-from lit_dpret.configuration import CONFIG_MODULE, format_choices, names
+from lit_dpret.config import CONFIG_MODULE, format_choices, names
+from lit_dpret.distributed import rank_watch
 from lit_dpret.errors import ConfigurationError, LitDpretError, WorkerError
 from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed
 from lit_dpret.tasks.silo_command import silo_command
@@ -432,7 +432,7 @@ def explain(error: BaseException) -> str | None:
 
 def _lost_rank(error: BaseException) -> WorkerError | None:
     """What a broken connection between ranks means; a command that never loaded that module has no ranks."""
-    ranks = sys.modules.get("lit_dpret.privacy.ranks")
+    ranks = sys.modules.get("lit_dpret.distributed.ranks")
     found: WorkerError | None = None if ranks is None else ranks.lost_rank(error)
     return found
 

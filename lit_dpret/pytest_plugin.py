@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from lit_dpret.testing import PrivacyReport
+    from lit_dpret.audit.testing import PrivacyReport
 
 
 @pytest.fixture(scope="session")
 def assert_private() -> Callable[..., PrivacyReport]:
-    """`lit_dpret.testing.assert_private`: put a module's private training step to the test."""
-    from lit_dpret.testing import assert_private
+    """`lit_dpret.audit.testing.assert_private`: put a module's private training step to the test."""
+    from lit_dpret.audit.testing import assert_private
 
     return assert_private

@@ -58,7 +58,7 @@ def question_sets(root: Path) -> dict[str, tuple[Features, Features]]:
 def main() -> None:
     import mauve as theirs
 
-    from lit_dpret.textsim.mauve import mauve as ours
+    from lit_dpret.synthesis.textsim.mauve import mauve as ours
 
     sets = {name: gaussian_set(shift) for name, shift in GAUSSIAN.items()}
     sets |= question_sets(Path(os.environ["LIT_DPRET_DATA"]))

@@ -27,9 +27,9 @@ from torch.utils.data import DataLoader
 
 from lit_dpret.callbacks import PrivacyAccountant, examine
 from lit_dpret.callbacks.doctor import Examination
+from lit_dpret.privacy.ledger.trained import TrainedIn, mark
 from lit_dpret.privacy.modes import SyntheticData
 from lit_dpret.privacy.noise import load_secret
-from lit_dpret.privacy.trained import TrainedIn, mark
 from lit_dpret.tasks.fit import train
 
 

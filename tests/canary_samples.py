@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from scipy.stats import norm
 
-from lit_dpret.audit.scores import CanaryScores
+from lit_dpret.audit.statistics.scores import CanaryScores
 
 #: What jax_privacy finds in `quantiles(10_000, shift)` at delta 1e-6 and 95 %, its thresholds over the ROC hull.
 #: Its AUC at shift 2 is passed on as .921421; SciPy's convex hull of the same curve has the area .921442.

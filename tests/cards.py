@@ -10,11 +10,11 @@ from typing import Any
 
 from lit_dpret.cards.card import build_card
 from lit_dpret.cards.file import checksum
+from lit_dpret.privacy.accounting.releases import NonPrivateRelease, Poisson, SamplingLaw
 from lit_dpret.privacy.budget import Neighbours, PrivacyBudget, Unit
-from lit_dpret.privacy.chain import GENESIS, canonical_json, record_hash
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.chain import GENESIS, canonical_json, record_hash
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.releases import NonPrivateRelease, Poisson, SamplingLaw
 
 N, DELTA, NOISE = 1000, 5e-4, 4.0  # much noise: the accountants are quick
 LAW = Poisson(sample_rate=0.05)

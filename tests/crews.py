@@ -43,8 +43,8 @@ def synthesize(folder: Path) -> None:
     """The data set of the tiny generator in ``folder/g``, in ``folder/set``."""
     from tiny_generator import PASSAGES, SETTINGS
 
-    from lit_dpret.crew import crew_here
-    from lit_dpret.generation import workers, writer
+    from lit_dpret.distributed.crew import crew_here
+    from lit_dpret.synthesis import workers, writer
 
     slow = workers.GroupDrawer.records
 
@@ -60,7 +60,7 @@ def synthesize(folder: Path) -> None:
 
 def encode(folder: Path) -> None:
     """Embeddings of texts by the encoder in ``folder/encoder``, in ``folder/set``."""
-    from lit_dpret.crew import crew_here
+    from lit_dpret.distributed.crew import crew_here
     from lit_dpret.encoders import embedding_cache
     from lit_dpret.indexing import encode_folder
 
@@ -81,9 +81,9 @@ def refuse(folder: Path) -> None:
     """Rank 1 alone cannot do its part."""
     from tiny_generator import PASSAGES, SETTINGS
 
-    from lit_dpret.crew import crew_here
+    from lit_dpret.distributed.crew import crew_here
     from lit_dpret.errors import StorageError
-    from lit_dpret.generation import shards, writer
+    from lit_dpret.synthesis import shards, writer
 
     def full(self: Any, index: int, records: Any) -> None:
         raise StorageError("the disk of rank 1 is full")
@@ -95,7 +95,7 @@ def refuse(folder: Path) -> None:
 
 def differ(folder: Path) -> None:
     """Each rank believes in another run folder."""
-    from lit_dpret.crew import crew_here
+    from lit_dpret.distributed.crew import crew_here
 
     with crew_here() as crew:
         crew.require_same("hydra.run.dir", f"runs/{crew.ranks.rank}")
@@ -110,8 +110,8 @@ JOBS: dict[str, Callable[[Path], None]] = {job.__name__: job for job in (synthes
 def main() -> None:
     job, folder, world = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     sys.path.insert(0, str(Path(__file__).resolve().parent))
-    import lit_dpret.generation.writer
-    import lit_dpret.indexing  # noqa: F401
+    import lit_dpret.indexing
+    import lit_dpret.synthesis.writer  # noqa: F401
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -25,8 +25,8 @@ def fit(folder: Path, rank: int, world: int, *, declares: bool = False, adds_up:
     import torch
 
     from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+    from lit_dpret.distributed.ranks import Ranks
     from lit_dpret.privacy.modes import DPSGD, StepCounts
-    from lit_dpret.privacy.ranks import Ranks
 
     spec = importlib.util.spec_from_file_location("own_loop", EXAMPLE)
     assert spec is not None and spec.loader is not None

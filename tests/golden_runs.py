@@ -129,7 +129,7 @@ def _synthetic_set(folder: Path) -> Facts:
     """Every query that a generator writes, and what it says of each."""
     from tiny_generator import PASSAGES, SETTINGS, lively_generator, write_parent_card
 
-    from lit_dpret.generation.writer import synthesize
+    from lit_dpret.synthesis.writer import synthesize
 
     source = lively_generator().save_model(folder / "generator")
     write_parent_card(source)

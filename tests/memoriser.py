@@ -21,9 +21,9 @@ from lit_dpret.callbacks import OneRunAudit, PrivacyAccountant, PrivacyCard
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.private_module import PrivateModule
+from lit_dpret.privacy.ledger.noise_check import NoiseCheck
 from lit_dpret.privacy.modes import DPSGD, PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.noise_check import NoiseCheck
 from lit_dpret.privacy.sampling import PrivateBatchSampler
 
 QUERIES = 400

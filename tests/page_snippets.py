@@ -68,7 +68,7 @@ def to_be_tested(folder: Path) -> dict[str, Any]:
 
 def released(folder: Path) -> dict[str, Any]:
     """A synthetic set beside the generator that wrote it."""
-    from lit_dpret.generation.writer import synthesize
+    from lit_dpret.synthesis.writer import synthesize
 
     generator = lively_generator().save_model(folder / "runs" / "generator" / "model")
     write_parent_card(generator)

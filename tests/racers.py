@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import BudgetExceededError
+from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson, Release
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.releases import GaussianRelease, Poisson, Release
+from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 
 DELTA = 1e-5
 

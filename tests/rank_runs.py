@@ -85,8 +85,8 @@ def fit(folder: Path, rank: int, world: int, *, module: str = "regression", mode
 
     from lit_dpret.callbacks import PrivacyAccountant
     from lit_dpret.callbacks.strategies import ddp_strategy
-    from lit_dpret.privacy import gate as gate_module
-    from lit_dpret.privacy import run as run_module
+    from lit_dpret.privacy.ledger import gate as gate_module
+    from lit_dpret.privacy.ledger import run as run_module
 
     class Fixed:
         @staticmethod
@@ -244,9 +244,9 @@ def shared(folder: Path, rank: int, world: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from lit_dpret.distributed import ranks as ranks_module
+    from lit_dpret.distributed.ranks import Ranks
     from lit_dpret.errors import DataError
-    from lit_dpret.privacy import ranks as ranks_module
-    from lit_dpret.privacy.ranks import Ranks
 
     dist.init_process_group("gloo")
     ranks_module.BUCKET = 10

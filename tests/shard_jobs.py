@@ -77,7 +77,7 @@ def generate(
     from torch.utils.data import DataLoader
 
     from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
-    from lit_dpret.privacy import gate, run
+    from lit_dpret.privacy.ledger import gate, run
     from lit_dpret.privacy.modes import DPSGD, NoPrivacy
     from lit_dpret.tasks.fit import CHECKPOINTS, train
 
@@ -131,11 +131,11 @@ def pieces(folder: Path, rank: int, world: int) -> dict[str, Any]:
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
 
+    from lit_dpret.distributed.placement import place_of
     from lit_dpret.errors import UnsupportedModelError
     from lit_dpret.modules import OptimizerSpec, sharded
     from lit_dpret.privacy import noise
     from lit_dpret.privacy.noise import KeyedStream
-    from lit_dpret.privacy.placement import place_of
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (world,))

@@ -15,11 +15,11 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lit_dpret.audit.testing import assert_private
 from lit_dpret.callbacks import MetricsFile, PrivacyAccountant
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy.modes import DPSGD, PrivacyMode
-from lit_dpret.testing import assert_private
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,7 @@ def test_a_disk_that_fills_up_in_mid_run_ends_it_cleanly(tmp_path: Path) -> None
         ballast.write_bytes(b"x" * (225 << 20))
         line = refused(call(*settings, folder=small, XDG_STATE_HOME=str(tmp_path / "state")))
         assert "disk is full" in line or "No space left" in line, line
-        from lit_dpret.privacy.ledger import PrivacyLedger
+        from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 
         PrivacyLedger.read(small / "run" / "privacy_ledger.jsonl")
         ballast.unlink()
@@ -299,8 +299,8 @@ def test_the_quickstart_extra_that_is_not_installed_is_named(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [("train.py",), ("-m", "lit_dpret")])
 def test_a_run_leaves_model_ledger_card_and_metrics(tmp_path: Path, program: tuple[str, ...]) -> None:
-    from lit_dpret.privacy.accounting import epsilon
-    from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
+    from lit_dpret.privacy.accounting.accountant import epsilon
+    from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 
     done = call(*TINY, f"datamodule.pairs={write_log(tmp_path)}", "privacy.eps=3", folder=tmp_path, program=program)
     assert done.returncode == 0, done.stderr
@@ -375,7 +375,7 @@ def test_a_run_killed_by_signal_9_resumes_to_the_same_weights_and_epsilon(tmp_pa
     assert resumed["claim"]["epsilon"] == whole["claim"]["epsilon"]  # type: ignore[index]
     one, other = (load_file(folder / "model" / "model.safetensors") for folder in (killed, tmp_path / "whole"))
     assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
-    from lit_dpret.privacy.ledger import PrivacyLedger, check_no_key_reuse
+    from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, check_no_key_reuse
 
     check_no_key_reuse(PrivacyLedger.read(ledger).records)
 

@@ -18,7 +18,8 @@ import pytest
 from hydra import compose, initialize_config_module
 from test_cli import ROOT, TINY, call, refused, write_log
 
-from lit_dpret import cli, rank_watch
+from lit_dpret import cli
+from lit_dpret.distributed import rank_watch
 from lit_dpret.errors import ConfigurationError
 
 TWO = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]

@@ -11,7 +11,7 @@ from configured import composed, wrong_keys
 from hydra import compose, initialize_config_module
 
 from lit_dpret.cli import _hydra_main
-from lit_dpret.rank_watch import new_name
+from lit_dpret.distributed.rank_watch import new_name
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 # configs/sweep holds files of W&B, which name options and are none.

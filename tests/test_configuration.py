@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from lit_dpret import cli
-from lit_dpret.configuration import Choice, arguments_of, choices, configuration_page, groups, top_level
+from lit_dpret.config import Choice, arguments_of, choices, configuration_page, groups, top_level
 from lit_dpret.errors import ConfigurationError
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lit_dpret.callbacks.traps import SEVERITIES, TRAPS, pitfalls_page
+from lit_dpret.distributed.strategies import markdown_table
 from lit_dpret.privacy.clipping import ENGINES
 from lit_dpret.privacy.modes import (
     DPSGD,
@@ -18,7 +19,6 @@ from lit_dpret.privacy.modes import (
     PublicPassages,
     SyntheticData,
 )
-from lit_dpret.privacy.strategies import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "howto").glob("*.md")])

@@ -19,7 +19,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from test_cli import ROOT, call
 from test_cli_ranks import TWO, records, settings, wait_until
 
-from lit_dpret import cli, rank_watch
+from lit_dpret import cli
+from lit_dpret.distributed import rank_watch
 from lit_dpret.errors import DataError, ResumeError, WorkerError
 
 # Keeps the program at a place until somebody ends it: a file appears, and then nothing happens for a minute.

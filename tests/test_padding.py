@@ -15,7 +15,7 @@ from tiny_models import TEXTS, tiny_bert, tiny_t5, tiny_tokenizer
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.postprocessing.cross_encoder import CrossEncoder
+from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,

@@ -21,10 +21,10 @@ from page_runs import NOT_EXECUTED, OTHER_PROGRAMS, TINY, shortened
 from page_snippets import REPLACED, SURROUNDINGS
 from shown_commands import PAGES, ROOT, Shown, commands, snippets
 
+from lit_dpret.audit.testing import assert_private
 from lit_dpret.cli import checked_task, listing, with_task
-from lit_dpret.configuration import arguments_of, choices, groups, names, top_level
+from lit_dpret.config import arguments_of, choices, groups, names, top_level
 from lit_dpret.tasks.silo_command import silo_parser
-from lit_dpret.testing import assert_private
 
 SHOWN = [command for page in PAGES for command in commands(page)]
 OURS = [command for command in SHOWN if command.arguments is not None]

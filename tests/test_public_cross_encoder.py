@@ -12,7 +12,7 @@ import torch
 from tiny_models import WORDS, tiny_bert, tiny_tokenizer
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.postprocessing.cross_encoder import CrossEncoder
+from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
 from lit_dpret.tasks.teacher import Teacher
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from lit_dpret.configuration import choices, groups
+from lit_dpret.config import choices, groups
 
 pytest.importorskip("mkdocs_autorefs", reason="the extra docs is not installed")
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lit_dpret.errors import StorageError
-from lit_dpret.whole_file import write_whole
+from lit_dpret.files import write_whole
 
 
 def mode(path: Path) -> int:

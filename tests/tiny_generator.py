@@ -19,11 +19,11 @@ from transformers import PreTrainedTokenizerFast
 from lit_dpret.cards.card import build_card, subject_of, write_card
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.query_generator import QueryGenerator
+from lit_dpret.privacy.accounting.releases import Poisson
 from lit_dpret.privacy.budget import Neighbours, PrivacyBudget
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.releases import Poisson
 
 WORDS = [first + second for first in "bdfgklmnprst" for second in ("ana", "elo", "ibi", "omu", "uri", "ato", "eku")]
 SHAPE = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}

@@ -16,9 +16,9 @@ from tiny_models import tiny_bert, tiny_tokenizer
 from lit_dpret.cards.card import subject_of, write_card
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.encoders import Contract, TextEncoder
-from lit_dpret.generation.pseudo_queries import write_pseudo_queries
 from lit_dpret.modules import FrozenDualEncoder, OptimizerSpec
 from lit_dpret.privacy.modes import DPSGD
+from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 from lit_dpret.tasks.parts import Parts
 
 QUERIES, PASSAGES = 64, 24

@@ -116,8 +116,8 @@ def handed(folder: Path, rank: int, world: int, *, zero: dict[str, Any], bf16: b
     import torch
     from torch import nn
 
+    from lit_dpret.distributed.ranks import Ranks
     from lit_dpret.modules.zero import zero_handover
-    from lit_dpret.privacy.ranks import Ranks
 
     deepspeed.init_distributed("gloo", verbose=False)
     ranks = Ranks.here()

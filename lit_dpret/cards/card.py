@@ -48,7 +48,9 @@ from lit_dpret.cards.start import (
 from lit_dpret.cards.text import show_delta, show_epsilon, statement
 from lit_dpret.cards.tuning import search_cost, tuning_facts, with_earlier_tuning
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError
-from lit_dpret.privacy.assumptions import (
+from lit_dpret.privacy.ledger.chain import today
+from lit_dpret.privacy.ledger.charges import charged_releases, claimed_releases, start_of
+from lit_dpret.privacy.ledger.facts import (
     Assumption,
     accounting_facts,
     ceilings_of,
@@ -58,11 +60,9 @@ from lit_dpret.privacy.assumptions import (
     mechanism_facts,
     plan_of,
 )
-from lit_dpret.privacy.chain import today
-from lit_dpret.privacy.charges import charged_releases, claimed_releases, start_of
-from lit_dpret.privacy.ledger import LEDGER_NAME
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
+from lit_dpret.privacy.ledger.sweep_places import sweep_of
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.sweep_places import sweep_of
 
 __all__ = [
     "CARD_NAME",

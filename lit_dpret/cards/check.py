@@ -20,12 +20,12 @@ from lit_dpret.cards.tuning import (
     search_cost,
 )
 from lit_dpret.errors import DataError, LedgerError, LitDpretError
-from lit_dpret.privacy.assumptions import Assumption, Verdict, derived_assumptions, judge, plan_of
-from lit_dpret.privacy.charges import claimed_releases, noise_keys, start_of
-from lit_dpret.privacy.leaks import leaks
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.charges import claimed_releases, noise_keys, start_of
+from lit_dpret.privacy.ledger.facts import Assumption, Verdict, derived_assumptions, judge, plan_of
+from lit_dpret.privacy.ledger.leaks import leaks
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.sweep_places import sweep_limit, sweep_of
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.sweep_places import sweep_limit, sweep_of
 
 # Two evaluations of one accountant differ by less than this; another library version may not.
 TOLERANCE = 1e-6

@@ -15,11 +15,11 @@ from typing import Any
 
 from lit_dpret.cards import terms as terms
 from lit_dpret.errors import UnsupportedAccountingError
-from lit_dpret.privacy import accounting
-from lit_dpret.privacy.assumptions import Verdict, every_unit_in_every_step
-from lit_dpret.privacy.groups import group_epsilon
+from lit_dpret.privacy.accounting import accountant as accounting
+from lit_dpret.privacy.accounting.groups import group_epsilon
+from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, TruncatedPoisson
+from lit_dpret.privacy.ledger.facts import Verdict, every_unit_in_every_step
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.releases import GaussianRelease, Release, TruncatedPoisson
 
 GROUPS = (2, 5, 10)
 """The numbers of units for which every card states what they are worth together."""

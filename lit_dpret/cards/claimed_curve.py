@@ -1,9 +1,9 @@
 """The privacy curve that a ledger claims of its own run: what an audit of that run can contradict.
 
 The card prints one epsilon at one delta. The releases behind it satisfy a whole curve, and an audit may hold the run
-against every pair of it (`lit_dpret.audit.claim`). A canary that was planted in this run met none of the releases of
-a model that the run started from, so those are left out here: the curve is that of the run's own releases, and never
-above the claim on the card.
+against every pair of it (`lit_dpret.audit.statistics.claim`). A canary that was planted in this run met none of the
+releases of a model that the run started from, so those are left out here: the curve is that of the run's own releases,
+and never above the claim on the card.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from lit_dpret.errors import UnsupportedAccountingError
-from lit_dpret.privacy import accounting
-from lit_dpret.privacy.assumptions import derived_assumptions, every_unit_in_every_step, judge, plan_of
+from lit_dpret.privacy.accounting import accountant as accounting
 from lit_dpret.privacy.budget import AccountantName
-from lit_dpret.privacy.charges import charged_releases
+from lit_dpret.privacy.ledger.charges import charged_releases
+from lit_dpret.privacy.ledger.facts import derived_assumptions, every_unit_in_every_step, judge, plan_of
 
 # Below this, rounding in the convolution of privacy losses is no longer small beside delta.
 _LEAST_DELTA = 1e-12

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from lit_dpret.cards.file import CARD_NAME, card_sha256, checksum, read_card, write_card
 from lit_dpret.cards.text import statement
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.chain import today
+from lit_dpret.privacy.ledger.chain import today
 
 About = Literal["this model", "other trainings"]
 

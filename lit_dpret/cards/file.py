@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 from lit_dpret.cards.text import card_html, card_markdown
 from lit_dpret.errors import DataError, LedgerError, schema_problem
 from lit_dpret.privacy.budget import Neighbours, Unit, require_choice
-from lit_dpret.privacy.ledger import canonical_json, storage_error
+from lit_dpret.privacy.ledger.run_ledger import canonical_json, storage_error
 
 SCHEMA = "lit-dpret/privacy-card/1"
 CARD_NAME = "privacy_card.json"

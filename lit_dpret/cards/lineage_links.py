@@ -13,10 +13,10 @@ from typing import Any
 from lit_dpret.cards.check import TOLERANCE
 from lit_dpret.cards.tuning import hides_earlier_tuning
 from lit_dpret.errors import LitDpretError
-from lit_dpret.privacy.accounting import epsilon
-from lit_dpret.privacy.assumptions import every_unit_in_every_step
-from lit_dpret.privacy.charges import claimed_releases
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.accounting.accountant import epsilon
+from lit_dpret.privacy.ledger.charges import claimed_releases
+from lit_dpret.privacy.ledger.facts import every_unit_in_every_step
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 
 _OWN_WORDS = ("output_released", "statement")
 _PASSED_ON = ("accounting", "pretraining", "randomness", "ledger")

@@ -16,7 +16,7 @@ from typing import Any
 from lit_dpret.cards.evidence import amended
 from lit_dpret.cards.file import CARD_NAME, card_sha256, checksum, read_card, write_card
 from lit_dpret.errors import DataError
-from lit_dpret.privacy.chain import today
+from lit_dpret.privacy.ledger.chain import today
 
 
 def note_not_covered(folder: str | Path, what: str, *, computed: str) -> Path | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from lit_dpret.cards.file import file_sha256
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 
 PROTOCOL_EVENT = "audit_protocols"
 """The event that registers protocols; it counts before the first announced step only."""

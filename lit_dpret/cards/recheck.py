@@ -18,7 +18,8 @@ from lit_dpret.cards.check import TOLERANCE, verdict_of
 from lit_dpret.cards.claim import claim_facts, group_facts
 from lit_dpret.cards.start import randomness_facts, start_accounting, start_assumptions, start_text
 from lit_dpret.cards.tuning import possible_tuning, same_facts, search_cost
-from lit_dpret.privacy.assumptions import (
+from lit_dpret.privacy.ledger.charges import charged_releases, claimed_releases, start_of
+from lit_dpret.privacy.ledger.facts import (
     accounting_facts,
     ceilings_of,
     derived_assumptions,
@@ -26,10 +27,9 @@ from lit_dpret.privacy.assumptions import (
     mechanism_facts,
     plan_of,
 )
-from lit_dpret.privacy.charges import charged_releases, claimed_releases, start_of
-from lit_dpret.privacy.leaks import leaks
+from lit_dpret.privacy.ledger.leaks import leaks
+from lit_dpret.privacy.ledger.sweep_places import sweep_of
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.sweep_places import sweep_of
 
 Place = tuple[str, ...]
 """The names and numbers that lead to an entry of a card."""

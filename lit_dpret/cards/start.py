@@ -20,14 +20,14 @@ from lit_dpret.cards.file import CARD_NAME, card_sha256, read_card
 from lit_dpret.cards.subject import card_above
 from lit_dpret.cards.text import show_delta, show_epsilon
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError
-from lit_dpret.privacy import accounting
-from lit_dpret.privacy.assumptions import RANDOM_WEIGHTS, Assumption, Verdict, every_unit_in_every_step, plan_of
-from lit_dpret.privacy.charges import NOISE_KINDS, START_EVENT, claimed_releases, counted_in, start_of
-from lit_dpret.privacy.dataset_charge import EarlierRun
-from lit_dpret.privacy.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger, ledger_identity
+from lit_dpret.privacy.accounting import accountant as accounting
+from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, release_from_dict
+from lit_dpret.privacy.ledger.charges import NOISE_KINDS, START_EVENT, claimed_releases, counted_in, start_of
+from lit_dpret.privacy.ledger.dataset_charge import EarlierRun
+from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.ledger.facts import RANDOM_WEIGHTS, Assumption, Verdict, every_unit_in_every_step, plan_of
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, ledger_identity
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
-from lit_dpret.privacy.releases import GaussianRelease, Release, release_from_dict
 
 MODEL_FOLDER = "model"
 _RANDOM_START = f"Training started from {RANDOM_WEIGHTS}, as declared."

@@ -12,7 +12,7 @@ from typing import Any
 
 from lit_dpret.cards.file import CARD_NAME, card_sha256, file_sha256, read_card
 from lit_dpret.errors import DataError
-from lit_dpret.privacy.ledger import LEDGER_NAME
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 
 
 def check_dataset_card(path: Path | None) -> None:

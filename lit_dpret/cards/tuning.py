@@ -9,12 +9,12 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from lit_dpret.cards.text import show_delta, show_epsilon
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
-from lit_dpret.privacy.assumptions import Verdict, every_unit_in_every_step
+from lit_dpret.privacy.accounting.releases import Release
+from lit_dpret.privacy.accounting.selection import RandomStopping, selection_epsilon
 from lit_dpret.privacy.budget import require_choice
+from lit_dpret.privacy.ledger.facts import Verdict, every_unit_in_every_step
+from lit_dpret.privacy.ledger.sweep_places import sweep_limit
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.releases import Release
-from lit_dpret.privacy.selection import RandomStopping, selection_epsilon
-from lit_dpret.privacy.sweep_places import sweep_limit
 
 TuningData = Literal["none", "public", "synthetic", "private", "unknown"]
 SearchCost: TypeAlias = Callable[[RandomStopping], tuple[float | None, str | None]]

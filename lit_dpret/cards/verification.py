@@ -32,7 +32,7 @@ from lit_dpret.cards.signature import Signed, check_signature, public_key_finger
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.cards.text import card_html, card_markdown, privacy_line, statement
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 
 _SHOWN = 5
 _OF_THE_PROGRAM = ("checksum", "environment", "package_versions")

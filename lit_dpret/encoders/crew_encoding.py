@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_dpret.crew import Crew
+from lit_dpret.distributed.crew import Crew
 from lit_dpret.encoders.bulk import BUFFER, Encoding, Progress, Window
 from lit_dpret.encoders.embedding_cache import Unfinished, WindowGroups, begun_facts, encode_to_file, storing
-from lit_dpret.whole_file import write_whole
+from lit_dpret.files import write_whole
 
 _NAME = re.compile(r"(\d+)-(\d+)-([0-9a-f]{16})-([0-9a-f]{64})\.part")
 

@@ -29,9 +29,9 @@ from lit_dpret.encoders.backbones import (
 from lit_dpret.encoders.bulk import BUFFER, Progress, encode_windows
 from lit_dpret.encoders.contract import Contract, Side
 from lit_dpret.encoders.embedding_cache import content_hash, encode_to_file, mapped
+from lit_dpret.encoders.pooling import get_pooling
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
 from lit_dpret.evaluation_mode import evaluation_mode
-from lit_dpret.pooling import get_pooling
 
 
 class TextEncoder(nn.Module):

@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.callbacks.progress import StepProgress
+from lit_dpret.files import write_whole
 from lit_dpret.progress import without_progress
-from lit_dpret.whole_file import write_whole
 
 
 class RoundAccountant(PrivacyAccountant):

@@ -22,8 +22,8 @@ from lit_dpret.federated.aggregation import Weights, take_weights
 from lit_dpret.federated.data.planted import Planted, planted_words
 from lit_dpret.modules.as2 import AS2DualEncoder
 from lit_dpret.modules.optimizers import OptimizerSpec
+from lit_dpret.privacy.ledger.trained import noted_in
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
-from lit_dpret.privacy.trained import noted_in
 
 PLANTED = "planted"
 

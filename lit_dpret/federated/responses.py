@@ -16,9 +16,9 @@ from lit_dpret.federated.silo_ledger import SiloLedger
 from lit_dpret.federated.storage import save_tensors
 from lit_dpret.federated.synthetic import public_sentences
 from lit_dpret.modules.as2 import AS2DualEncoder
-from lit_dpret.privacy.accounting import calibrate_noise
+from lit_dpret.privacy.accounting.accountant import calibrate_noise
+from lit_dpret.privacy.accounting.releases import FullBatch
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.releases import FullBatch
 
 SENTENCES_PER_PASSAGE = 1
 """How many sentences of a passage count in the centroids of a private collection: each costs noise for all."""

@@ -13,9 +13,9 @@ from lit_dpret.federated.silo_ledger import NoisePlan, SiloLedger, silo_budget, 
 from lit_dpret.federated.storage import save_json
 from lit_dpret.federated.synthetic import SyntheticSet, read_synthetic
 from lit_dpret.negatives.base import coins
+from lit_dpret.privacy.accounting.releases import Poisson, SamplingLaw
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode, SyntheticData
-from lit_dpret.privacy.releases import Poisson, SamplingLaw
 
 _NOISE = "noise.json"
 

@@ -2,7 +2,7 @@
 
 A privacy engine that is made anew in every round forgets what the rounds before it spent. Here every round is a
 private run with a ledger of its own, and all of them are counted in the silo's data-set ledger
-(`lit_dpret.privacy.dataset_ledger`): it reserves before the first noise is drawn, refuses what would pass the
+(`lit_dpret.privacy.ledger.dataset_ledger`): it reserves before the first noise is drawn, refuses what would pass the
 budget, charges a round that was killed, and composes all releases as one list. The file stays with the silo: the
 server of a federation neither keeps nor sees it.
 
@@ -24,18 +24,18 @@ from typing import Any
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, LedgerError, PrivateDataError
-from lit_dpret.privacy.accounting import calibrate_noise, epsilon
+from lit_dpret.privacy.accounting.accountant import calibrate_noise, epsilon
+from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease, Release, SamplingLaw, merge
+from lit_dpret.privacy.accounting.search import DecimalGrid, least
 from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, Unit, charged
-from lit_dpret.privacy.charges import start_of
-from lit_dpret.privacy.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.dataset_total import Total
-from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
+from lit_dpret.privacy.ledger.charges import start_of
+from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.ledger.dataset_total import Total
+from lit_dpret.privacy.ledger.owed import owed_releases
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.noise import KeyedStream, load_secret
 from lit_dpret.privacy.noise_source import noise_source
-from lit_dpret.privacy.owed import owed_releases
-from lit_dpret.privacy.releases import FullBatch, GaussianRelease, Release, SamplingLaw, merge
-from lit_dpret.privacy.search import DecimalGrid, least
 
 _DIGITS = 3
 _RELEASES = "releases"

@@ -12,8 +12,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lit_dpret.errors import ResumeError, StorageError
-from lit_dpret.privacy.chain import sync_folder
-from lit_dpret.whole_file import write_whole
+from lit_dpret.files import write_whole
+from lit_dpret.privacy.ledger.chain import sync_folder
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:

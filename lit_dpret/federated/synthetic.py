@@ -38,11 +38,11 @@ from lit_dpret.federated.fitting import attempt_folder, fit_epochs
 from lit_dpret.federated.settings import FederatedPrivacy, PddAs2
 from lit_dpret.federated.silo_ledger import SiloLedger, silo_budget
 from lit_dpret.federated.storage import keep_facts
-from lit_dpret.generation.writer import synthesize
-from lit_dpret.privacy.accounting import calibrate_noise
+from lit_dpret.privacy.accounting.accountant import calibrate_noise
+from lit_dpret.privacy.accounting.releases import Poisson, Release
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.ledger import PrivacyLedger
-from lit_dpret.privacy.releases import Poisson, Release
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.synthesis.writer import synthesize
 
 SYNTHETIC = "synthetic"
 GENERATOR = "generator"
@@ -199,7 +199,7 @@ def write_synthetic(silo: str | Path, generator: str | Path, **decoding: Any) ->
     Args:
         silo: The client's folder; it holds ``public_sids.txt``.
         generator: The run folder of `train_generator`.
-        decoding: Further arguments of `lit_dpret.generation.writer.synthesize`.
+        decoding: Further arguments of `lit_dpret.synthesis.writer.synthesize`.
     """
     folder = Path(silo)
     return synthesize(

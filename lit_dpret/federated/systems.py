@@ -24,8 +24,8 @@ from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.transport import run_federation
 from lit_dpret.modules.as2 import AS2DualEncoder
+from lit_dpret.privacy.ledger.trained import TrainedIn, mark
 from lit_dpret.privacy.modes import NoPrivacy
-from lit_dpret.privacy.trained import TrainedIn, mark
 
 System = Literal[
     "bm25",

@@ -21,7 +21,7 @@ import torch
 from lit_dpret.cards.card import CARD_NAME, card_sha256, inherit_card, subject_of, write_card
 from lit_dpret.cards.environment import environment_facts
 from lit_dpret.cards.file import file_sha256
-from lit_dpret.crew import Crew
+from lit_dpret.distributed.crew import Crew
 from lit_dpret.encoders import Progress, Side, cut, load_towers
 from lit_dpret.encoders.backbones import resolve_folder
 from lit_dpret.encoders.bulk import in_order

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses.checks import checked_mask, checked_temperature
-from lit_dpret.similarity import get_similarity
+from lit_dpret.losses.similarity import get_similarity
 
 
 def false_negatives(

@@ -13,8 +13,8 @@ import lightning as L
 
 from lit_dpret.errors import DataError, ResumeError
 from lit_dpret.modules.optimizers import OptimizerSpec
+from lit_dpret.privacy.ledger.trained import mark, note, noted
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
-from lit_dpret.privacy.trained import mark, note, noted
 
 #: Where a checkpoint names the class that wrote it.
 CLASS_KEY = "lit_dpret_class"

@@ -25,12 +25,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import Metric
 
+from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.kept_state import GENERATORS, KeptState
+from lit_dpret.privacy.ledger.trained import held
 from lit_dpret.privacy.sampling import ALONE, UnitBatch, take_rows
-from lit_dpret.privacy.trained import held
-from lit_dpret.privacy.xla import is_lazy
 
 #: What two passes may differ by, relative to the largest value: kernels that add in another order. They run without
 #: autocast, whose rounding would hide more.

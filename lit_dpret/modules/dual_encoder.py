@@ -33,9 +33,9 @@ from lit_dpret.negatives import TrainTexts
 from lit_dpret.negatives.row_negatives import Sources
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.fixed_shape import copied_rows
+from lit_dpret.privacy.ledger.trained import note_folder
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.sampling import UnitBatch, map_rows
-from lit_dpret.privacy.trained import note_folder
 from lit_dpret.privacy.training_data import Row
 
 TowerChoice = Literal["shared", "separate"]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lit_dpret.encoders import Side, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
+from lit_dpret.encoders.vision import AugmentedViews
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses import PairwiseLoss, SoftmaxPairLoss, false_negatives
 from lit_dpret.modules.net_folder import load_net, save_net
@@ -23,9 +24,8 @@ from lit_dpret.modules.new_encoder import make_encoder
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.pair_module import PairModule
 from lit_dpret.privacy.clipping.base import refuse_batch_mixing
+from lit_dpret.privacy.ledger.trained import note_folder
 from lit_dpret.privacy.modes import PrivacyMode
-from lit_dpret.privacy.trained import note_folder
-from lit_dpret.vision import AugmentedViews
 
 Collate = Callable[[Sequence[Any]], dict[str, Tensor]]
 

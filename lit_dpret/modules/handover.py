@@ -14,8 +14,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.modules.master_weights import gradient_slot
-from lit_dpret.privacy.ranks import Ranks
 
 
 class Handover(Protocol):

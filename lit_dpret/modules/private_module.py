@@ -24,6 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lit_dpret.distributed.ranks import Ranks
+from lit_dpret.distributed.xla import cut, read
+from lit_dpret.distributed.xla import seed as seed_xla
 from lit_dpret.errors import ConfigurationError, DeviceMemoryError, UnsupportedModelError
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.matmul_precision import whole_convolutions
@@ -35,14 +38,11 @@ from lit_dpret.modules.hook_watch import HookWatch
 from lit_dpret.modules.master_weights import in_float32, keep_masters
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.physical_batches import PhysicalBatches, memory_advice
-from lit_dpret.privacy.guard import Guard, uncounted
+from lit_dpret.privacy.ledger.guard import Guard, uncounted
+from lit_dpret.privacy.ledger.shown import public_names, unaccounted
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
-from lit_dpret.privacy.ranks import Ranks
 from lit_dpret.privacy.sampling import UnitBatch, map_rows, rows_in_turn
-from lit_dpret.privacy.shown import public_names, unaccounted
 from lit_dpret.privacy.training_data import Row
-from lit_dpret.privacy.xla import cut, read
-from lit_dpret.privacy.xla import seed as seed_xla
 
 if TYPE_CHECKING:
     from lit_dpret.modules.sharded import Shards

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lit_dpret.distributed.xla import on_host
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.adapters import with_lora, without_adapters
 from lit_dpret.modules.freezing import freeze_all_but, refuse_two_choices
@@ -37,12 +38,11 @@ from lit_dpret.modules.outline import GeneratorOutline
 from lit_dpret.modules.padding import padded, placed
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.modules.virtual_tokens import add_prompt, without_prompt
-from lit_dpret.privacy.assumptions import RANDOM_WEIGHTS
 from lit_dpret.privacy.budget import require_choice
+from lit_dpret.privacy.ledger.facts import RANDOM_WEIGHTS
+from lit_dpret.privacy.ledger.trained import note_folder
 from lit_dpret.privacy.modes import PrivacyMode
-from lit_dpret.privacy.trained import note_folder
 from lit_dpret.privacy.training_data import Row
-from lit_dpret.privacy.xla import on_host
 
 LossNormalisation = Literal["mean", "sum"]
 IGNORED = -100

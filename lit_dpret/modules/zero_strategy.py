@@ -13,10 +13,10 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strateg
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.modules.checkpointed import is_zero_state
 from lit_dpret.modules.zero import ZeroHandover, zero_handover
-from lit_dpret.privacy.ranks import Ranks
 
 
 class ZeroStrategy(DeepSpeedStrategy):

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lit_dpret.errors import ConfigurationError, StorageError
-from lit_dpret.whole_file import write_whole
+from lit_dpret.files import write_whole
 
 SCHEMA = "lit-dpret/mined-negatives/1"
 PRIVATE = "private"

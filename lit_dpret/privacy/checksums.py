@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lit_dpret.privacy.xla import cut, fetch, is_lazy
+from lit_dpret.distributed.xla import cut, fetch, is_lazy
 
 #: Elements of a larger tensor that are summed at a time.
 _CHUNK = 1 << 20

@@ -29,13 +29,13 @@ import numpy as np
 import torch
 
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, schema_problem
-from lit_dpret.privacy.accounting import Accountant
+from lit_dpret.privacy.accounting.accountant import Accountant
+from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease
 from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, charged
-from lit_dpret.privacy.fingerprints import sum_tag
+from lit_dpret.privacy.ledger.fingerprints import sum_tag
+from lit_dpret.privacy.ledger.run import PrivateRun
 from lit_dpret.privacy.noise_source import noise_source
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
-from lit_dpret.privacy.releases import FullBatch, GaussianRelease
-from lit_dpret.privacy.run import PrivateRun
 
 HISTOGRAM_NAME = "histogram.json"
 SCHEMA = "lit-dpret/private-histogram/1"

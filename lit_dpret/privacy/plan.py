@@ -16,13 +16,11 @@ from typing import Any, get_args
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy import clip_fraction
-from lit_dpret.privacy.accounting import Accountant, calibrate_noise, check_supported, choose_cap
-from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, charged, require_choice
-from lit_dpret.privacy.coupling import Coupling, holds_under
-from lit_dpret.privacy.forecast import Forecast
-from lit_dpret.privacy.groups import check_max_units
-from lit_dpret.privacy.plan_text import format_plan
-from lit_dpret.privacy.releases import (
+from lit_dpret.privacy.accounting.accountant import Accountant, calibrate_noise, check_supported, choose_cap
+from lit_dpret.privacy.accounting.coupling import Coupling, holds_under
+from lit_dpret.privacy.accounting.forecast import Forecast
+from lit_dpret.privacy.accounting.groups import check_max_units
+from lit_dpret.privacy.accounting.releases import (
     FixedSize,
     FullBatch,
     GaussianRelease,
@@ -31,6 +29,8 @@ from lit_dpret.privacy.releases import (
     Shuffle,
     TruncatedPoisson,
 )
+from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, charged, require_choice
+from lit_dpret.privacy.plan_text import format_plan
 
 __all__ = ["HISTOGRAM", "SAMPLINGS", "PrivacyPlan", "describe_plan", "format_plan"]
 

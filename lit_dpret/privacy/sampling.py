@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from lit_dpret.distributed.ranks import Ranks
+from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.accounting.coupling import largest_batch
+from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
 from lit_dpret.privacy.checksums import checksums
-from lit_dpret.privacy.coupling import largest_batch
 from lit_dpret.privacy.fixed_shape import FixedShape
 from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.ranks import Ranks
-from lit_dpret.privacy.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
 from lit_dpret.privacy.training_data import SamplingRequest
 from lit_dpret.privacy.unit_owners import UnitOwners, row_keys
-from lit_dpret.privacy.xla import is_lazy
 
 PADDING = -1
 #: Of how many units the rows are collated once more without company, in steps 0, 1, 2, 4, 8 and so on.

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
 from lit_dpret.cards.text import show_delta, show_epsilon
-from lit_dpret.privacy.chain import today
-from lit_dpret.whole_file import write_whole
+from lit_dpret.files import write_whole
+from lit_dpret.privacy.ledger.chain import today
 
 SCHEMA = "lit-dpret/canaries-report/1"
 POOLED = "three kinds"
@@ -66,7 +66,7 @@ class CanaryRow:
 
     Args:
         model: The budget in words.
-        cell: What was found, a `lit_dpret.canaries.findings.Cell`.
+        cell: What was found, a `lit_dpret.audit.canaries.findings.Cell`.
         candidates: R.
     """
 

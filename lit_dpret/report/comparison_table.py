@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
+from lit_dpret.files import write_whole
 from lit_dpret.retrieval.comparison import Comparison, Difference
 from lit_dpret.retrieval.metrics import Metric
-from lit_dpret.whole_file import write_whole
 
 _HEAD = ("data", "metric", "a", "b", "a - b", "better / worse", "p", "p (Holm)")
 

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
-from lit_dpret.privacy.chain import today
+from lit_dpret.files import write_whole
+from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.report.federated_words import ends, megabytes, signed, spent, verdict
 from lit_dpret.report.gain_figure import gain_figure
 from lit_dpret.report.html import Drawing
@@ -23,7 +24,6 @@ from lit_dpret.report.paper_004 import COLUMNS, ORDERS, TABLE_1, WITHOUT_QUERIES
 from lit_dpret.report.paper_004_tables import table_1
 from lit_dpret.retrieval.seeds import seed_interval
 from lit_dpret.retrieval.statistics import Interval
-from lit_dpret.whole_file import write_whole
 
 NAME = "pdd_as2"
 _SCHEMA = "lit-dpret/federated-report/1"

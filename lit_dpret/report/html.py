@@ -14,11 +14,11 @@ from typing import Any
 
 from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, esc, to_html
 from lit_dpret.cards.text import claim_blocks, privacy_line
-from lit_dpret.privacy.chain import today
+from lit_dpret.files import write_whole
+from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.report.chart import bar_chart
 from lit_dpret.report.table import RowResult, metric_names, show
 from lit_dpret.retrieval.statistics import Interval
-from lit_dpret.whole_file import write_whole
 
 REPORT_NAME = "report.html"
 MAX_SAMPLES = 40

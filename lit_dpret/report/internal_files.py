@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.whole_file import write_whole
+from lit_dpret.files import write_whole
 
 
 @dataclass(frozen=True)

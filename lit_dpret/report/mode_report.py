@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
-from lit_dpret.privacy.chain import today
+from lit_dpret.files import write_whole
+from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.report.chart import bar_chart
 from lit_dpret.report.html import Drawing
 from lit_dpret.report.mode_comparison import Difference, ModeRow, differences
 from lit_dpret.report.table import RowResult, show
 from lit_dpret.retrieval.statistics import Interval
-from lit_dpret.whole_file import write_whole
 
 _SCHEMA = "lit-dpret/mode-comparison/1"
 _HOW_SURE = (

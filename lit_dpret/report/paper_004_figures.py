@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.files import write_whole
 from lit_dpret.report.study_figure import can_draw
-from lit_dpret.whole_file import write_whole
 
 _COUNTS = {"passages": "#56B4E9", "sentences": "#0072B2", "train": "#D55E00", "dev": "#E69F00", "test": "#009E73"}
 _ARMS = {

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lit_dpret.cards.page import Banner, Block, Bullets, Code, Paragraph, Section, to_html, to_markdown
-from lit_dpret.privacy.chain import today
+from lit_dpret.files import write_whole
+from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.report.paper_table import PaperTable
 from lit_dpret.report.paper_table_figure import draw_paper_table
 from lit_dpret.report.study_figure import can_draw
-from lit_dpret.whole_file import write_whole
 
 INTERNAL = (
     "Internal: these numbers were computed on queries that nobody declared public. No guarantee covers them; keep the "

@@ -10,9 +10,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+from lit_dpret.files import write_whole
 from lit_dpret.report.paper_table import PaperRow, PaperTable
 from lit_dpret.retrieval.statistics import Interval
-from lit_dpret.whole_file import write_whole
 
 _OURS, _PUBLIC, _PAPER = "#0072B2", "#009E73", "#777777"  # Okabe and Ito (2008)
 _HOLLOW: dict[str, Any] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lit_dpret.cards.page import esc, md
 from lit_dpret.errors import DataError
-from lit_dpret.whole_file import write_whole
+from lit_dpret.files import write_whole
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
 from lit_dpret.errors import DataError
-from lit_dpret.privacy.chain import today
+from lit_dpret.files import write_whole
+from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.report.picture import Picture
-from lit_dpret.whole_file import write_whole
 
 SCHEMA = "lit-dpret/reproduction/1"
 Show = Callable[[Path, Path], Sequence[Block]]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.whole_file import write_whole
+from lit_dpret.files import write_whole
 
 _SIDES = (("synthetic", "#0072B2", True), ("reference", "#D55E00", False))
 _TITLES = {"lengths": "words of a query", "question_types": "first word of a query"}

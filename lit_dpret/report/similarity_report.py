@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.page import Banner, Block, Code, Grid, Paragraph, Section, to_html, to_markdown
+from lit_dpret.files import write_whole
 from lit_dpret.report.similarity_figure import can_draw, draw_similarity
-from lit_dpret.whole_file import write_whole
 
 Facts = Mapping[str, Any]
 NAME = "similarity"

@@ -13,12 +13,12 @@ from typing import Any
 
 from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
 from lit_dpret.errors import DataError
-from lit_dpret.privacy.chain import today
+from lit_dpret.files import write_whole
+from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.report.paper_004 import COLUMNS
 from lit_dpret.report.picture import Picture
 from lit_dpret.retrieval.seeds import seed_interval
 from lit_dpret.retrieval.statistics import Interval
-from lit_dpret.whole_file import write_whole
 
 INTERNAL = (
     "Internal: these numbers were computed on each client's own queries. They are covered by no guarantee and belong "

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_dpret.files import write_whole
 from lit_dpret.report.plan_figure import STYLES, can_draw
-from lit_dpret.whole_file import write_whole
 
 __all__ = ["can_draw", "draw_sweep"]
 

@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lit_dpret.errors import DataError
+from lit_dpret.files import write_whole
 from lit_dpret.retrieval.statistics import Interval
-from lit_dpret.whole_file import write_whole
 
 METRICS = ("nDCG@10", "Recall@10", "MRR@10")
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.files import write_whole
 from lit_dpret.retrieval.metrics import Metric, Qrels, Values, gains_of_ids, gains_of_indices, ideal_gains
 from lit_dpret.retrieval.search import MISSING, TopK
 from lit_dpret.retrieval.statistics import Interval, bootstrap_interval
-from lit_dpret.whole_file import write_whole
 
 Run = Mapping[str, Mapping[str, float]]
 """A run as plain data: query id -> passage id -> score."""

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, schema_problem
+from lit_dpret.files import write_whole
+from lit_dpret.privacy.accounting.releases import Release
 from lit_dpret.privacy.budget import AccountantName, PrivacyBudget
-from lit_dpret.privacy.dataset_charge import Charge
-from lit_dpret.privacy.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.releases import Release
+from lit_dpret.privacy.ledger.dataset_charge import Charge
+from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.sweeps.file import SweepFile, Trial
-from lit_dpret.whole_file import write_whole
 
 SCHEMA = "lit-dpret/sweep/1"
 SWEEP = "sweep.json"

@@ -13,14 +13,14 @@ from typing import Any
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.text import show_epsilon
 from lit_dpret.errors import LitDpretError
-from lit_dpret.privacy.charges import noise_keys, start_of
-from lit_dpret.privacy.dataset_charge import Charge, EarlierRun, composed
-from lit_dpret.privacy.dataset_total import compose_across_runs
-from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
-from lit_dpret.privacy.owed import owed_releases
+from lit_dpret.files import write_whole
+from lit_dpret.privacy.ledger.charges import noise_keys, start_of
+from lit_dpret.privacy.ledger.dataset_charge import Charge, EarlierRun, composed
+from lit_dpret.privacy.ledger.dataset_total import compose_across_runs
+from lit_dpret.privacy.ledger.owed import owed_releases
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.report.sweep_figure import can_draw, draw_sweep
 from lit_dpret.sweeps.folder import SweepFolder
-from lit_dpret.whole_file import write_whole
 
 TABLE_CSV, TABLE_MD, FIGURE, REPORT = "sweep.csv", "sweep.md", "sweep.png", "sweep_report.json"
 

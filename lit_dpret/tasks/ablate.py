@@ -23,16 +23,16 @@ from lit_dpret.cards.page import Grid, Paragraph, Section
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError, ResumeError
-from lit_dpret.generation.pseudo_queries import write_pseudo_queries
 from lit_dpret.losses import MarginMSELoss
 from lit_dpret.negatives import LabelledNegatives
-from lit_dpret.postprocessing import ReleasedQueries, load_released
-from lit_dpret.postprocessing.pseudo_labels import LABELS
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.gain_share import gain_shares, share_section
 from lit_dpret.report.mode_comparison import ModeRow
 from lit_dpret.report.mode_report import Headings
 from lit_dpret.retrieval.runs import EvaluationResult
+from lit_dpret.synthesis.filters import ReleasedQueries, load_released
+from lit_dpret.synthesis.filters.pseudo_labels import LABELS
+from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 from lit_dpret.tasks.comparison import METRIC_NAMES, PUBLIC
 from lit_dpret.tasks.consistency import KEPT, check_round_trip
 from lit_dpret.tasks.generator_stage import draw, likeness, train_generator

@@ -12,20 +12,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.audit.evidence import Evidence
-from lit_dpret.audit.one_run import one_run_audit
-from lit_dpret.audit.scores import CanaryScores
-from lit_dpret.canaries import CANARIES, CanarySet, read_canaries
-from lit_dpret.canaries.files import set_sha256
-from lit_dpret.canaries.findings import ALARM, PAPER_KINDS, POOLED, Cell, Excess, Limits, Outcome, cells_of
-from lit_dpret.canaries.suite import QUERY_SIDE_ONLY
+from lit_dpret.audit.canaries import CANARIES, CanarySet, read_canaries
+from lit_dpret.audit.canaries.files import set_sha256
+from lit_dpret.audit.canaries.findings import ALARM, PAPER_KINDS, POOLED, Cell, Excess, Limits, Outcome, cells_of
+from lit_dpret.audit.canaries.suite import QUERY_SIDE_ONLY
+from lit_dpret.audit.statistics.evidence import Evidence
+from lit_dpret.audit.statistics.one_run import one_run_audit
+from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.cards.audit_text import BOUND
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.evidence import AttackResult, add_evidence
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
-from lit_dpret.privacy.ledger import LEDGER_NAME
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.report.canary_table import CanaryRow, write_canary_table
 from lit_dpret.tasks.canary_scoring import Measurement, limits_by_copies
 from lit_dpret.tasks.parts import Parts, check_run_dir

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from lit_dpret.audit.canaries import Canary
+from lit_dpret.audit.canaries.findings import Limits, secret_limits
+from lit_dpret.audit.canaries.leaks import Leak, draw_leaks
+from lit_dpret.audit.canaries.pair_scores import score_pairs
+from lit_dpret.audit.canaries.scores import Span, score_canaries
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.canaries import Canary
-from lit_dpret.canaries.findings import Limits, secret_limits
-from lit_dpret.canaries.leaks import Leak, draw_leaks
-from lit_dpret.canaries.pair_scores import score_pairs
-from lit_dpret.canaries.scores import Span, score_canaries
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
-from lit_dpret.generation.sampler import Decoding
 from lit_dpret.modules.generator_folder import is_generator, load_generator
-from lit_dpret.privacy.charges import claimed_releases
-from lit_dpret.privacy.groups import group_epsilon
-from lit_dpret.privacy.ledger import PrivacyLedger
-from lit_dpret.privacy.secret_ceiling import SecretCeiling
+from lit_dpret.privacy.accounting.groups import group_epsilon
+from lit_dpret.privacy.accounting.secret_ceiling import SecretCeiling
+from lit_dpret.privacy.ledger.charges import claimed_releases
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.synthesis.sampler import Decoding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Measurement:
         top_p, temperature, max_new_tokens: Of those draws; take the settings of the release.
         span: What a candidate is judged by: the ``secret`` alone, or the whole ``query``.
 
-    A dual encoder draws nothing, and judges pairs (`lit_dpret.canaries.pair_scores`); none of this is about it.
+    A dual encoder draws nothing, and judges pairs (`lit_dpret.audit.canaries.pair_scores`); none of this is about it.
     """
 
     draws: int = 20

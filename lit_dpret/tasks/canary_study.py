@@ -16,14 +16,14 @@ from typing import Any
 
 import lightning as L
 
+from lit_dpret.audit.canaries import CanarySuite
+from lit_dpret.audit.canaries.findings import Cell, Outcome, cells_of
+from lit_dpret.audit.canaries.planting import plant_in_run
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.canaries import CanarySuite
-from lit_dpret.canaries.findings import Cell, Outcome, cells_of
-from lit_dpret.canaries.planting import plant_in_run
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, PrivacyViolation
-from lit_dpret.privacy.ledger import LEDGER_NAME
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.canary_table import CanaryRow, write_canary_table
 from lit_dpret.tasks.canary_scoring import Measurement, limits_by_copies

@@ -16,11 +16,11 @@ from lit_dpret.datamodules.settings import PairSettings
 from lit_dpret.datamodules.splitting import SplitBy, checked_fractions, split_collection, write_split
 from lit_dpret.datamodules.survey import count_splits, count_users, find_duplicates, measure_lengths
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.files import write_whole
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.data_check import PRIVATE, format_check
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.token_lengths import make_rulers
-from lit_dpret.whole_file import write_whole
 
 SCHEMA = "lit-dpret/data-check/1"
 REPORT = "check_data.private.json"

@@ -17,10 +17,10 @@ from lit_dpret.cards.card import read_card
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.postprocessing import load_released
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.mode_report import COMPARE_MODES, Headings
 from lit_dpret.retrieval.runs import EvaluationResult
+from lit_dpret.synthesis.filters import load_released
 from lit_dpret.tasks.compare_variant import Variant
 from lit_dpret.tasks.consistency import KEPT, check_round_trip
 from lit_dpret.tasks.head_comparison import HeadComparison

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import DataError
-from lit_dpret.generation.round_trip import hits, wrong_sources
 from lit_dpret.modules import FrozenDualEncoder
-from lit_dpret.postprocessing import ReleasedQueries
-from lit_dpret.postprocessing.released import require_covered, require_released
 from lit_dpret.report.html import RoundTrip
 from lit_dpret.retrieval.statistics import Interval, bootstrap_interval
+from lit_dpret.synthesis.filters import ReleasedQueries
+from lit_dpret.synthesis.filters.released import require_covered, require_released
+from lit_dpret.synthesis.round_trip import hits, wrong_sources
 from lit_dpret.tasks.scoring import rank_embeddings
 
 KEPT = "kept_queries.txt"

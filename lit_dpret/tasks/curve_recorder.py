@@ -19,10 +19,10 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lit_dpret.datamodules.images import ImageRow
+from lit_dpret.encoders.vision import AugmentedViews
 from lit_dpret.errors import DataError, StorageError
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.losses import SoftmaxPairLoss
-from lit_dpret.vision import AugmentedViews
 
 _NO_DRAW = 0
 

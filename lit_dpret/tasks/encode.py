@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.crew import Crew, crew_here
+from lit_dpret.distributed.crew import Crew, crew_here
 from lit_dpret.encoders import Side
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.indexing import IndexFolder, encode_folder

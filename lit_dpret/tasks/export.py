@@ -17,8 +17,8 @@ from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.modules import PrivateModule
 from lit_dpret.modules.checkpointed import CLASS_KEY
-from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
-from lit_dpret.privacy.run import Position
+from lit_dpret.privacy.ledger.run import Position
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.report.model_card import write_model_card
 from lit_dpret.tasks.checkpoints import newest_checkpoint
 from lit_dpret.tasks.fit import CHECKPOINTS

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lit_dpret.attacks.federated.rates import pooled
-from lit_dpret.attacks.federated.requests import Identified, identify_requests, own_texts
+from lit_dpret.audit.attacks.federated.rates import pooled
+from lit_dpret.audit.attacks.federated.requests import Identified, identify_requests, own_texts
 from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.datamodules.records import normalise
 from lit_dpret.errors import DataError
@@ -21,8 +21,8 @@ from lit_dpret.federated.centroids import CentroidPlan, dp_centroids
 from lit_dpret.federated.fitting import attempt_folder
 from lit_dpret.federated.silo_ledger import SiloLedger, silo_budget
 from lit_dpret.modules import AS2DualEncoder
-from lit_dpret.privacy.accounting import calibrate_noise
-from lit_dpret.privacy.releases import FullBatch
+from lit_dpret.privacy.accounting.accountant import calibrate_noise
+from lit_dpret.privacy.accounting.releases import FullBatch
 
 Floats = NDArray[np.float64]
 

@@ -12,9 +12,9 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.environment import environment_facts
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.postprocessing import QueryFilter, apply_filters, load_released, write_selection
-from lit_dpret.postprocessing.selection import Applied, check_is_new
 from lit_dpret.privacy.budget import require_choice
+from lit_dpret.synthesis.filters import QueryFilter, apply_filters, load_released, write_selection
+from lit_dpret.synthesis.filters.selection import Applied, check_is_new
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
 _SHOWN_WORDS = 25
@@ -30,7 +30,7 @@ class Filter:
 
     Args:
         data: The folder of queries.
-        filters: What to apply, in order, by any name; classes of `lit_dpret.postprocessing`.
+        filters: What to apply, in order, by any name; classes of `lit_dpret.synthesis.filters`.
         corpus: All passages that a round trip shall search, where the folder has only those with queries.
         queries_are_public: Declares that nothing private went into a folder without privacy card.
         examples: Queries shown for each filter, so many kept and so many not.

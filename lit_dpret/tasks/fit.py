@@ -13,17 +13,17 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
 
-from lit_dpret.attacks.coins import COINS_NAME, Coins
+from lit_dpret.audit.attacks.coins import COINS_NAME, Coins
+from lit_dpret.audit.canaries import CanarySuite
+from lit_dpret.audit.canaries.planting import plant_blanks, plant_in_run
+from lit_dpret.audit.canaries.suite import EVALUATION_SPLITS
 from lit_dpret.callbacks import MetricsFile
 from lit_dpret.callbacks.refusals import refuse_broken_claims
-from lit_dpret.canaries import CanarySuite
-from lit_dpret.canaries.planting import plant_blanks, plant_in_run
-from lit_dpret.canaries.suite import EVALUATION_SPLITS
 from lit_dpret.cards.card import CARD_NAME
+from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
-from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
-from lit_dpret.privacy.ranks import Ranks
-from lit_dpret.privacy.run import require_run
+from lit_dpret.privacy.ledger.run import require_run
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.tasks.checkpoints import WholeCheckpoints, newest_checkpoint
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.planned_fits import PlannedFit, plan_fit

@@ -16,15 +16,15 @@ import torch
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.generation.groups import canonical_groups, draw_group, fixed_arithmetic
-from lit_dpret.generation.sampler import Decoding
 from lit_dpret.modules.generator_folder import load_generator
 from lit_dpret.privacy.budget import require_choice
+from lit_dpret.synthesis.groups import canonical_groups, draw_group, fixed_arithmetic
+from lit_dpret.synthesis.sampler import Decoding
+from lit_dpret.synthesis.textsim.bleu import corpus_bleu, references_by_passage
+from lit_dpret.synthesis.textsim.extra import need
 from lit_dpret.tasks.fit import Fit
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.synthesize import public_sample
-from lit_dpret.textsim.bleu import corpus_bleu, references_by_passage
-from lit_dpret.textsim.extra import need
 
 Whose = Literal["public", "synthetic", "private"]
 BLEU = "val/bleu"

@@ -14,7 +14,7 @@ import torch
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.start import model_folder
 from lit_dpret.costs.measure import peak, reset_peak, resident
-from lit_dpret.generation.writer import synthesize
+from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks.fit import train
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.recipe import GeneratorRecipe

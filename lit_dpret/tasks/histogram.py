@@ -14,27 +14,27 @@ from lit_dpret.cards.card import CARD_NAME, build_card, read_card, subject_of, v
 from lit_dpret.cards.environment import environment_facts
 from lit_dpret.cards.start import Start, note_start, read_start
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, ResumeError
-from lit_dpret.postprocessing.bins import Bins
+from lit_dpret.privacy.accounting.releases import Release
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.dataset_account import note_not_counted, require_room
-from lit_dpret.privacy.dataset_charge import Charge, EarlierRun
-from lit_dpret.privacy.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.dataset_total import TOTAL_EVENT
 from lit_dpret.privacy.histogram import (
     HISTOGRAM_NAME,
     ReleasedHistogram,
     histogram_plan,
     release_histogram,
 )
-from lit_dpret.privacy.leaks import leaks
-from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
+from lit_dpret.privacy.ledger.dataset_account import note_not_counted, require_room
+from lit_dpret.privacy.ledger.dataset_charge import Charge, EarlierRun
+from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.ledger.dataset_total import TOTAL_EVENT
+from lit_dpret.privacy.ledger.leaks import leaks
+from lit_dpret.privacy.ledger.owed import owed_releases
+from lit_dpret.privacy.ledger.run import PrivateRun
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
+from lit_dpret.privacy.ledger.run_lock import RunLock
 from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.noise import PHILOX, SHAKE, load_secret, published_secret
-from lit_dpret.privacy.owed import owed_releases
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
-from lit_dpret.privacy.releases import Release
-from lit_dpret.privacy.run import PrivateRun
-from lit_dpret.privacy.run_lock import RunLock
+from lit_dpret.synthesis.filters.bins import Bins
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
 
@@ -46,7 +46,7 @@ class Histogram:
 
     Args:
         generator: The run folder of the generator, or the ``model`` folder in it.
-        bins: Public bins; `LengthBins`, `TopicBins` or `LabelBins` of `lit_dpret.postprocessing.bins`.
+        bins: Public bins; `LengthBins`, `TopicBins` or `LabelBins` of `lit_dpret.synthesis.filters.bins`.
         noise_multiplier: Standard deviation of the noise on each bin, over what one unit can change.
         max_count: Queries of one unit that are counted, chosen by a hash of their text. More than 1 only makes
             sense under ``privacy.unit=user``, and costs noise.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
-from lit_dpret.attacks.inversion.decoder import (
+from lit_dpret.audit.attacks.inversion.decoder import (
     How,
     PrefixDecoder,
     Words,
@@ -25,9 +25,9 @@ from lit_dpret.attacks.inversion.decoder import (
     losses_of,
     new_language_model,
 )
-from lit_dpret.attacks.inversion.probe import shuffled_order, told
-from lit_dpret.attacks.inversion.quality import recovered
-from lit_dpret.attacks.inversion.ranking import align, identify
+from lit_dpret.audit.attacks.inversion.probe import shuffled_order, told
+from lit_dpret.audit.attacks.inversion.quality import recovered
+from lit_dpret.audit.attacks.inversion.ranking import align, identify
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.start import model_folder
 from lit_dpret.datamodules.fields import Fields
@@ -35,11 +35,11 @@ from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.datamodules.records import normalise
 from lit_dpret.encoders import Side, TextEncoder, load_towers
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.files import write_whole
 from lit_dpret.report.inversion_report import write_inversion
+from lit_dpret.synthesis.textsim.extra import need
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages
-from lit_dpret.textsim.extra import need
-from lit_dpret.whole_file import write_whole
 
 Whose = Literal["public", "private"]
 Arm = Literal["none", "shuffled", "own"]

@@ -13,19 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from lit_dpret.attacks.coins import COINS_NAME, Coins
-from lit_dpret.attacks.membership import AttackResult, measure
-from lit_dpret.attacks.release import bigram_scores, disclosures, nearest_scores, repeated
-from lit_dpret.attacks.shadows import shadow_scores
-from lit_dpret.audit.checks import check_confidence
-from lit_dpret.audit.scores import CanaryScores
+from lit_dpret.audit.attacks.coins import COINS_NAME, Coins
+from lit_dpret.audit.attacks.membership import AttackResult, measure
+from lit_dpret.audit.attacks.release import bigram_scores, disclosures, nearest_scores, repeated
+from lit_dpret.audit.attacks.shadows import shadow_scores
+from lit_dpret.audit.statistics.checks import check_confidence
+from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.start import model_folder
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
 from lit_dpret.modules.generator_folder import is_generator
-from lit_dpret.postprocessing.released import load_released
 from lit_dpret.report.membership_report import write_membership
+from lit_dpret.synthesis.filters.released import load_released
 from lit_dpret.tasks.membership_claim import DROPPED, Claim
 from lit_dpret.tasks.membership_models import Attacker
 from lit_dpret.tasks.membership_shadows import Shadows, Trained

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_dpret.attacks.encoder_signals import EncodedPairs, encode_pairs, encoder_signals, mean_by_query
-from lit_dpret.attacks.generator_signals import generator_signals
+from lit_dpret.audit.attacks.encoder_signals import EncodedPairs, encode_pairs, encoder_signals, mean_by_query
+from lit_dpret.audit.attacks.generator_signals import generator_signals
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import DataError
+from lit_dpret.files import write_whole
 from lit_dpret.modules.generator_folder import is_generator, load_generator
 from lit_dpret.modules.token_scores import TokenScorer, TokenScores
 from lit_dpret.tasks.membership_suspects import Suspects
-from lit_dpret.whole_file import write_whole
 
 Signals = Mapping[str, NDArray[np.float64]]
 Progress = Callable[[int, int], None]

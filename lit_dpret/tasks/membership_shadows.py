@@ -18,7 +18,7 @@ import numpy as np
 from lightning.pytorch.callbacks import Callback
 from numpy.typing import NDArray
 
-from lit_dpret.attacks.shadows import FEWEST, ShadowMatrix, balanced_halves
+from lit_dpret.audit.attacks.shadows import FEWEST, ShadowMatrix, balanced_halves
 from lit_dpret.callbacks import PrivacyAccountant, ProgressLine, StepProgress
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.tasks.fit import train

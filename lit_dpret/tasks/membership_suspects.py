@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_dpret.attacks.coins import Coins
+from lit_dpret.audit.attacks.coins import Coins
 from lit_dpret.datamodules.records import normalise
 from lit_dpret.errors import ConfigurationError, DataError
 

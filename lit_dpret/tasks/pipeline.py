@@ -23,14 +23,14 @@ from lit_dpret.cards.card import read_card
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.generation.pseudo_queries import write_pseudo_queries
-from lit_dpret.generation.writer import synthesize
-from lit_dpret.postprocessing import load_released
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode, SyntheticData
 from lit_dpret.privacy.noise import load_secret
 from lit_dpret.report.table import RowResult
 from lit_dpret.retrieval.runs import EvaluationResult
 from lit_dpret.retrieval.statistics import Interval
+from lit_dpret.synthesis.filters import load_released
+from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
+from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks.consistency import KEPT, as_round_trip, check_round_trip
 from lit_dpret.tasks.fit import refuse_several_ranks, train
 from lit_dpret.tasks.parts import Parts, check_run_dir

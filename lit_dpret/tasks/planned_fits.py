@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from lit_dpret.audit.canaries.planting import plant_blanks
 from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.callbacks.planning import plan_run
-from lit_dpret.canaries.planting import plant_blanks
 from lit_dpret.cards.start import Start
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.charges import forthcoming_releases
+from lit_dpret.privacy.accounting.releases import Release
+from lit_dpret.privacy.ledger.charges import forthcoming_releases
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.releases import Release
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.postprocessing.pseudo_labels import LABELS, label
-from lit_dpret.postprocessing.released import load_released
+from lit_dpret.synthesis.filters.pseudo_labels import LABELS, label
+from lit_dpret.synthesis.filters.released import load_released
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.ranker import Ranker
 

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard, StepProgress
 from lit_dpret.datamodules import PairsDataModule
-from lit_dpret.privacy.ledger import LEDGER_NAME
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.tasks.fit import train
 from lit_dpret.tasks.parts import Parts
 

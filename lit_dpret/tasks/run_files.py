@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from lit_dpret.errors import DataError
+from lit_dpret.files import write_whole
 from lit_dpret.retrieval.metrics import Qrels, Values
 from lit_dpret.retrieval.runs import EvaluationResult, Ranking, write_run
-from lit_dpret.whole_file import write_whole
 
 RUN = "run.trec"
 JUDGEMENTS = "qrels.trec"

@@ -20,6 +20,7 @@ from torch import Tensor
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.datamodules import ImagesDataModule
 from lit_dpret.datamodules.images import Labels
+from lit_dpret.encoders.vision import train_second_task
 from lit_dpret.errors import DataError
 from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
 from lit_dpret.privacy.modes import NoPrivacy
@@ -32,7 +33,6 @@ from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages
 from lit_dpret.tasks.variant_study import START
 from lit_dpret.tasks.variant_study_report import SETTINGS
-from lit_dpret.vision import train_second_task
 
 Labelled = tuple[Tensor, Tensor]
 

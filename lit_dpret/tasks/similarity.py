@@ -20,13 +20,13 @@ from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.encoders import Towers, load_towers
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.report.similarity_report import write_similarity
+from lit_dpret.synthesis.textsim import diversity
+from lit_dpret.synthesis.textsim.bleu import corpus_bleu, references_by_passage
+from lit_dpret.synthesis.textsim.extra import need
+from lit_dpret.synthesis.textsim.mauve import mauve
+from lit_dpret.synthesis.textsim.overlap import overlap
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare, refuse_training_data
-from lit_dpret.textsim import diversity
-from lit_dpret.textsim.bleu import corpus_bleu, references_by_passage
-from lit_dpret.textsim.extra import need
-from lit_dpret.textsim.mauve import mauve
-from lit_dpret.textsim.overlap import overlap
 
 Qrels = Mapping[str, Mapping[str, int]]
 Measure = Literal["bleu", "mauve", "diversity", "overlap"]

@@ -10,8 +10,8 @@ from typing import Any
 
 from lit_dpret.cards.file import CARD_NAME, read_card
 from lit_dpret.errors import ResumeError
-from lit_dpret.privacy.ledger import LEDGER_NAME
-from lit_dpret.whole_file import write_whole
+from lit_dpret.files import write_whole
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 
 DONE = "stage.json"
 MARK = "pipeline.fingerprint"

@@ -17,7 +17,7 @@ from typing import Any
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.errors import ConfigurationError, LitDpretError, ResumeError
-from lit_dpret.privacy.ledger import LEDGER_NAME
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.report.papers import paper_of
 from lit_dpret.report.reproduction import PartTold, write_reproduction
 from lit_dpret.tasks.parts import Parts, check_run_dir

@@ -13,11 +13,11 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.errors import ConfigurationError, LedgerError, LitDpretError, WorkerError
 from lit_dpret.privacy.budget import PrivacyBudget, require_choice
-from lit_dpret.privacy.dataset_charge import Charge, composed
-from lit_dpret.privacy.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.dataset_total import Total, compose_across_runs
+from lit_dpret.privacy.ledger.dataset_charge import Charge, composed
+from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.ledger.dataset_total import Total, compose_across_runs
+from lit_dpret.privacy.ledger.run_lock import RunLock
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.run_lock import RunLock
 from lit_dpret.sweeps import SweepFile, SweepFolder, Trial, run_trials
 from lit_dpret.sweeps.folder import SWEEP
 from lit_dpret.sweeps.report import write_report

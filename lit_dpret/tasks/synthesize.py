@@ -9,10 +9,10 @@ from typing import Any, get_args
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.tuning import TuningData
-from lit_dpret.crew import Crew, crew_here
+from lit_dpret.distributed.crew import Crew, crew_here
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.generation.writer import synthesize
 from lit_dpret.privacy.budget import require_choice
+from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
 SYNTHETIC = "synthetic"

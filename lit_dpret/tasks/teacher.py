@@ -9,11 +9,11 @@ from typing import Any
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.modules import FrozenDualEncoder
-from lit_dpret.postprocessing import ReleasedQueries
-from lit_dpret.postprocessing.cross_encoder import CrossEncoder
-from lit_dpret.postprocessing.pseudo_labels import label
-from lit_dpret.postprocessing.released import require_covered
 from lit_dpret.retrieval.runs import Ranking
+from lit_dpret.synthesis.filters import ReleasedQueries
+from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
+from lit_dpret.synthesis.filters.pseudo_labels import label
+from lit_dpret.synthesis.filters.released import require_covered
 from lit_dpret.tasks.scoring import rank_embeddings
 
 

@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard, ProgressLine, StepProgress
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import ImagesDataModule
+from lit_dpret.encoders.vision import KnnResult, evaluate_knn
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
 from lit_dpret.privacy.modes import NoPrivacy
@@ -35,7 +36,6 @@ from lit_dpret.tasks.retriever_stage import is_begun
 from lit_dpret.tasks.stages import Stages
 from lit_dpret.tasks.variant import Variant, shared_settings
 from lit_dpret.tasks.variant_study_report import Finished, write_study
-from lit_dpret.vision import KnnResult, evaluate_knn
 
 START = "untrained"
 # Settings of a command that change nothing about what it makes.

@@ -10,8 +10,8 @@ from pathlib import Path
 from lit_dpret.cards.signature import sign_card
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import VerificationError
+from lit_dpret.files import write_whole
 from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.whole_file import write_whole
 
 REPORT = "verify.json"
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.accounting import epsilon
-from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
+from lit_dpret.privacy.accounting.accountant import epsilon
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 
 N = 397
 DECLARED: dict[str, Any] = {"sampling": "poisson", "sample_rate": 0.05, "expected_batch_size": 16}

@@ -26,8 +26,8 @@ from lit_dpret.cards.card import read_card, verify_card
 from lit_dpret.cli import explain
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, LitDpretError
-from lit_dpret.privacy import gate as gate_module
-from lit_dpret.privacy import run as run_module
+from lit_dpret.privacy.ledger import gate as gate_module
+from lit_dpret.privacy.ledger import run as run_module
 
 DECAY = 0.6
 

@@ -20,16 +20,16 @@ from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.text import card_markdown
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, PrivacyViolation, ResumeError
-from lit_dpret.privacy.accounting import epsilon
+from lit_dpret.privacy.accounting.accountant import epsilon
+from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, merge
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.charges import counted_in
-from lit_dpret.privacy.dataset_account import DatasetAccount
-from lit_dpret.privacy.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases, noise_keys
+from lit_dpret.privacy.ledger.charges import counted_in
+from lit_dpret.privacy.ledger.dataset_account import DatasetAccount
+from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.ledger.owed import owed_releases
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, noise_keys
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.owed import owed_releases
-from lit_dpret.privacy.releases import GaussianRelease, Release, merge
 
 DELTA = 1 / 400
 ALONE: dict[str, Any] = {"dataset_ledger": None, "total_eps": None}
@@ -459,6 +459,6 @@ def test_a_run_whose_ledger_refutes_its_claim_leaves_no_finite_total(
     refuted = owed_releases([{**record, "log_private_loss": True} if record["kind"] == "plan" else record
                              for record in records(tmp_path / "one")])  # fmt: skip
     assert epsilon(refuted, delta=DELTA, neighbours="zero_out") == math.inf
-    monkeypatch.setattr("lit_dpret.privacy.dataset_account.owed_releases", lambda _: refuted)
+    monkeypatch.setattr("lit_dpret.privacy.ledger.dataset_account.owed_releases", lambda _: refuted)
     with pytest.raises(BudgetExceededError):
         train(tmp_path / "two", module(tmp_path))

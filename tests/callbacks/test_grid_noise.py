@@ -15,7 +15,7 @@ from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cards.card import read_card, verify_card
 from lit_dpret.errors import ResumeError
 from lit_dpret.privacy.budget import ROUNDING_SHARE
-from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.noise import KeyedStream
 
 

@@ -19,8 +19,8 @@ from lit_dpret.cards.notes import note_not_covered
 from lit_dpret.cards.start import read_start
 from lit_dpret.cli import build_parts, run
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, ResumeError
-from lit_dpret.privacy.accounting import epsilon
-from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
+from lit_dpret.privacy.accounting.accountant import epsilon
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 
 
 class StopAfter(L.Callback):

@@ -18,7 +18,7 @@ from lit_dpret.cards.card import verify_card
 from lit_dpret.cards.claimed_curve import claimed_curve
 from lit_dpret.cards.file import read_card
 from lit_dpret.errors import ConfigurationError, PrivacyViolation, ResumeError
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
 
 slow = pytest.mark.slow

@@ -16,7 +16,7 @@ from tiny_generator import generator
 from tiny_models import WORDS, tiny_bert, tiny_tokenizer
 from tiny_tasks import retriever
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "canaries"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "audit" / "canaries"))
 from conftest import digit_module, digit_tokenizer
 
 from lit_dpret.callbacks import OneRunAudit
@@ -24,10 +24,10 @@ from lit_dpret.cards.file import read_card
 from lit_dpret.datamodules import ImagesDataModule
 from lit_dpret.datamodules.records import Row
 from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.encoders.vision import EmbeddingNet
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import DualEncoder, EmbeddingTrainer, OptimizerSpec
 from lit_dpret.privacy.modes import DPSGD, BatchClip, LogitDP, NoPrivacy, PerExampleDuplicated, PublicPassages
-from lit_dpret.vision import EmbeddingNet
 
 NOISE: dict[str, Any] = {"eps": 50.0, "delta": 1e-5, "noise_multiplier": 20.0}
 ADAM = OptimizerSpec(lr=0.01)

@@ -27,11 +27,11 @@ from lit_dpret.errors import (
     ResumeError,
     UnsupportedModelError,
 )
-from lit_dpret.privacy.accounting import epsilon
-from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases, check_no_key_reuse, noise_keys
+from lit_dpret.privacy.accounting.accountant import epsilon
+from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, check_no_key_reuse, noise_keys
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.releases import GaussianRelease, Poisson
 from lit_dpret.privacy.sampling import PrivateBatchSampler
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from lit_dpret.callbacks import PrivacyCard, RetrievalEvaluation, examine
 from lit_dpret.cards.card import read_card, subject_of, verify_card, write_card
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
-from lit_dpret.privacy.ledger import PrivacyLedger, charged_releases
+from lit_dpret.privacy.accounting.releases import NonPrivateRelease, release_from_dict
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
-from lit_dpret.privacy.releases import NonPrivateRelease, release_from_dict
 
 LETTERS = "abcdefgh"
 

@@ -24,7 +24,7 @@ from lit_dpret.callbacks import privacy_accountant as accountant_file
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import LitDpretError
-from lit_dpret.privacy import trained
+from lit_dpret.privacy.ledger import trained
 from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
 
 

@@ -20,7 +20,7 @@ from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import LitDpretError
 from lit_dpret.modules import DualEncoder, EmbeddingTrainer, FrozenDualEncoder, OptimizerSpec
 from lit_dpret.negatives import StaticNegatives
-from lit_dpret.privacy import trained
+from lit_dpret.privacy.ledger import trained
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PublicPassages
 
 

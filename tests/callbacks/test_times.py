@@ -27,9 +27,9 @@ from stand_ins import Numbers, Regression, dp, fit
 from torch import Tensor
 
 from lit_dpret.callbacks import MetricsFile, PrivacyCard, PublicWandbLogger, log_gate
-from lit_dpret.configuration import CONFIG_MODULE
+from lit_dpret.config import CONFIG_MODULE
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.chain import ChainedFile
+from lit_dpret.privacy.ledger.chain import ChainedFile
 from lit_dpret.privacy.sampling import UnitBatch
 
 STEPS, LONG, SHORT = 60, 120, 6
@@ -229,7 +229,9 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def slow_and_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[dict[str, bytes]]:
     """The files of two runs in one place that differ in nothing but how long a long text takes."""
-    monkeypatch.setattr("lit_dpret.privacy.run.random_secrets", SimpleNamespace(token_hex=lambda size: "ab" * size))
+    monkeypatch.setattr(
+        "lit_dpret.privacy.ledger.run.random_secrets", SimpleNamespace(token_hex=lambda size: "ab" * size)
+    )
     found = []
     for seconds in (SECONDS_PER_TOKEN, 0.0):
         run = tmp_path / "run"

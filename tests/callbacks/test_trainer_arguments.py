@@ -22,10 +22,10 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from lit_dpret.callbacks import refusals
 from lit_dpret.callbacks.strategies import refuse_unsupported
+from lit_dpret.distributed.strategies import STRATEGIES, Supported
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PrivacyMode
-from lit_dpret.privacy.strategies import STRATEGIES, Supported
 
 WORKS = "works"  # the run makes the two steps that were planned, and its ledger holds them
 

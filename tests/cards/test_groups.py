@@ -12,12 +12,9 @@ from cards import CHILD, DELTA, LAW, NOISE, Run, forge, make_plan
 from lit_dpret.cards.card import Assumption, inherit_card, read_card, verify_card, write_card
 from lit_dpret.cards.text import card_html, card_markdown, show_epsilon
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.privacy.accounting import epsilon
-from lit_dpret.privacy.budget import Neighbours
-from lit_dpret.privacy.groups import group_epsilon
-from lit_dpret.privacy.modes import DPSGD
-from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.releases import (
+from lit_dpret.privacy.accounting.accountant import epsilon
+from lit_dpret.privacy.accounting.groups import group_epsilon
+from lit_dpret.privacy.accounting.releases import (
     FixedSize,
     FullBatch,
     GaussianRelease,
@@ -26,6 +23,9 @@ from lit_dpret.privacy.releases import (
     Shuffle,
     TruncatedPoisson,
 )
+from lit_dpret.privacy.budget import Neighbours
+from lit_dpret.privacy.modes import DPSGD
+from lit_dpret.privacy.plan import PrivacyPlan
 
 RELEASES = [GaussianRelease(noise_multiplier=NOISE, law=LAW, count=10)]
 

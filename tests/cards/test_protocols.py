@@ -17,7 +17,7 @@ from lit_dpret.cards.file import checksum, file_sha256
 from lit_dpret.cards.protocols import PROTOCOL_EVENT, note_protocols, registered
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, ResumeError
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
 
 

@@ -16,9 +16,9 @@ from lit_dpret.cards.card import SCHEMA, Assumption, inherit_card, read_card, wr
 from lit_dpret.cards.notes import note_not_covered
 from lit_dpret.cards.protocols import note_protocols
 from lit_dpret.cards.start import note_start, read_start
-from lit_dpret.privacy.coupling import Coupling
-from lit_dpret.privacy.dataset_total import TOTAL_EVENT
-from lit_dpret.privacy.releases import FixedSize, FullBatch, Shuffle, TruncatedPoisson
+from lit_dpret.privacy.accounting.coupling import Coupling
+from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Shuffle, TruncatedPoisson
+from lit_dpret.privacy.ledger.dataset_total import TOTAL_EVENT
 
 jsonschema = pytest.importorskip("jsonschema", reason="the schema is held against cards by a validator")
 

@@ -14,9 +14,9 @@ from lit_dpret.cards.card import Assumption, inherit_card, verify_card, write_ca
 from lit_dpret.cards.file import checksum
 from lit_dpret.cards.text import card_html, card_markdown, show_epsilon
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, GaussianRelease, SamplingLaw, TruncatedPoisson
+from lit_dpret.privacy.accounting.selection import RandomStopping, selection_epsilon
 from lit_dpret.privacy.budget import Neighbours
-from lit_dpret.privacy.releases import FixedSize, FullBatch, GaussianRelease, SamplingLaw, TruncatedPoisson
-from lit_dpret.privacy.selection import RandomStopping, selection_epsilon
 
 SEARCH: dict[str, Any] = {"data": "private", "method": "random_stopping", "mean_runs": 10, "runs_law": "geometric"}
 

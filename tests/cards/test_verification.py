@@ -24,7 +24,7 @@ from lit_dpret.cards.notes import note_not_covered
 from lit_dpret.cards.start import note_start, read_start
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, DataError, VerificationError
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.tasks import Verify
 from lit_dpret.tasks.parts import Parts

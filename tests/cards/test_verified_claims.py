@@ -24,9 +24,9 @@ from lit_dpret.cards.notes import note_not_covered
 from lit_dpret.cards.start import note_start, read_start
 from lit_dpret.cards.text import card_html, card_markdown, statement
 from lit_dpret.cards.verification import verify_chain
-from lit_dpret.privacy import accounting
-from lit_dpret.privacy.leaks import leaks
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.accounting import accountant as accounting
+from lit_dpret.privacy.ledger.leaks import leaks
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.tasks import Fit
 
 COMMIT = "a" * 40

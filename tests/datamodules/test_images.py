@@ -16,8 +16,8 @@ import torch
 
 from lit_dpret.datamodules import ImagesDataModule
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.accounting.releases import TruncatedPoisson
 from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.releases import TruncatedPoisson
 from lit_dpret.privacy.sampling import PrivateBatchSampler, UnitBatch, UnitCollator
 
 KEY = bytes(range(32))

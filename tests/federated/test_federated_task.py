@@ -33,8 +33,8 @@ from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.systems import SYSTEMS, SystemResult, SystemRunner, check_systems
 from lit_dpret.federated.transport import run_federation
 from lit_dpret.federated.trust import trust_table
+from lit_dpret.privacy.ledger.trained import noted_in
 from lit_dpret.privacy.modes import NoPrivacy
-from lit_dpret.privacy.trained import noted_in
 from lit_dpret.report import paper_004
 from lit_dpret.tasks import Federated, FederatedStudy
 from lit_dpret.tasks.parts import Parts

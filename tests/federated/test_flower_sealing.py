@@ -33,7 +33,7 @@ DIM = 16
 @pytest.fixture(autouse=True)
 def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """No power fails in these tests."""
-    monkeypatch.setattr("lit_dpret.whole_file.os.fsync", lambda _: None)
+    monkeypatch.setattr("lit_dpret.files.os.fsync", lambda _: None)
 
 
 def coins(name: str, what: int, rows: int) -> torch.Tensor:

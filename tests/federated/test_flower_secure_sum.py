@@ -28,7 +28,7 @@ CAPPED = replace(MASKED, stage1=replace(MASKED.stage1, weighting="capped", n_hat
 @pytest.fixture(autouse=True)
 def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """No power fails in these tests."""
-    monkeypatch.setattr("lit_dpret.whole_file.os.fsync", lambda _: None)
+    monkeypatch.setattr("lit_dpret.files.os.fsync", lambda _: None)
 
 
 def plain(run: Masked, names: Iterable[str], number: int = 0, start: Weights | None = None) -> Weights:

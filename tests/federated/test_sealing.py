@@ -21,7 +21,7 @@ TEXT = b"rows of private queries" * 50
 
 @pytest.fixture(autouse=True)
 def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_dpret.whole_file.os.fsync", lambda _: None)
+    monkeypatch.setattr("lit_dpret.files.os.fsync", lambda _: None)
 
 
 def three(root: Path, refresh: Refresh = NOW) -> tuple[dict[int, Sealer], dict[int, bytes]]:

@@ -12,12 +12,12 @@ from stand_ins import Numbers, Regression, fit
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError
 from lit_dpret.federated.centroids import CentroidPlan, dp_centroids
 from lit_dpret.federated.silo_ledger import SiloLedger, silo_budget, split_budget
-from lit_dpret.privacy.accounting import epsilon
+from lit_dpret.privacy.accounting.accountant import epsilon
+from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease, Poisson
 from lit_dpret.privacy.budget import ROUNDING_SHARE, PrivacyBudget
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.noise_source import grid_bits
-from lit_dpret.privacy.releases import FullBatch, GaussianRelease, Poisson
 
 BUDGET = PrivacyBudget(eps=4.0, delta=1e-3)
 TERMS = {"delta": BUDGET.delta, "neighbours": BUDGET.neighbours, "accountant": "rdp"}

@@ -20,9 +20,9 @@ from lit_dpret.cards.card import read_card
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules import coupling_check, kept_state
 from lit_dpret.modules.coupling_check import CouplingCheck, Looks, _Passes
-from lit_dpret.privacy.charges import charged_releases
-from lit_dpret.privacy.ledger import PrivacyLedger
-from lit_dpret.privacy.releases import NonPrivateRelease
+from lit_dpret.privacy.accounting.releases import NonPrivateRelease
+from lit_dpret.privacy.ledger.charges import charged_releases
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 
 Patch = pytest.MonkeyPatch
 GLOBAL: list[Tensor] = []

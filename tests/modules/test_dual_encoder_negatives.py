@@ -35,7 +35,7 @@ from lit_dpret.negatives import (
     RandomNegatives,
     StaticNegatives,
 )
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import (
     DPSGD,
     BatchClip,

@@ -18,11 +18,11 @@ from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import ImagesDataModule, PairsDataModule
 from lit_dpret.encoders import Contract, TextEncoder, load_towers
+from lit_dpret.encoders.vision import EmbeddingNet
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.losses import InBatchSoftmaxLoss, SoftmaxPairLoss
 from lit_dpret.modules import DualEncoder, EmbeddingTrainer, OptimizerSpec
 from lit_dpret.privacy.modes import DPSGD, BatchClip, LogitDP, NoPrivacy, PerExampleDuplicated, PublicPassages
-from lit_dpret.vision import EmbeddingNet
 
 DP: dict[str, Any] = {"eps": 50.0, "delta": 1e-3, "unit": "pair", "noise_multiplier": 2.0}
 MODES: dict[str, Any] = {

@@ -13,6 +13,7 @@ from pair_stand_ins import batch_of, data_module
 from stand_ins import fit
 from torch import Tensor
 
+from lit_dpret.audit.testing import assert_private
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.losses import MarginMSELoss
 from lit_dpret.modules import FrozenDualEncoder
@@ -21,7 +22,6 @@ from lit_dpret.negatives.labels import LabelledNegative
 from lit_dpret.privacy.clipping import ENGINES, make_engine
 from lit_dpret.privacy.clipping.base import room_for_rounding
 from lit_dpret.privacy.modes import DPSGD, BatchClip, NoPrivacy, PublicPassages, SyntheticData
-from lit_dpret.testing import assert_private
 
 #: Query i is told from two passages; query 3 has no label.
 LABELS = [

@@ -14,7 +14,7 @@ from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules.generator_folder import GeneratorContract, TextCodec
 from lit_dpret.modules.query_generator import QueryGenerator
 from lit_dpret.privacy.clipping import make_engine
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import NoPrivacy
 
 # -- the loss --------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 from scipy.stats import chi2
 from stand_ins import KillAt, Killed, Line, Numbers, Regression, Words, dp, fit
 
+from lit_dpret.audit.testing import assert_private
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.callbacks.throughput import Throughput
 from lit_dpret.cards.check import verify_card
@@ -25,7 +26,6 @@ from lit_dpret.privacy.modes import DPSGD, PublicPassages, StepCounts, Update
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan, describe_plan, format_plan
 from lit_dpret.privacy.sampling import Draw, UnitCollator
-from lit_dpret.testing import assert_private
 
 SHARE = 0.1
 

@@ -18,16 +18,16 @@ from stand_ins import Regression
 from tiny_generator import generator
 
 from lit_dpret.callbacks.fixed_shapes import rests_on_shapes
+from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import FrozenDualEncoder
 from lit_dpret.modules.physical_batches import pieces_of
 from lit_dpret.negatives import BM25Negatives, DynamicNegatives, NegativeSource, RandomNegatives, StaticNegatives
+from lit_dpret.privacy.accounting.releases import Poisson
 from lit_dpret.privacy.clipping import GhostClipping
 from lit_dpret.privacy.fixed_shape import FixedShape
 from lit_dpret.privacy.modes import DPSGD, BatchClip, LogitDP, PerExampleDuplicated, PublicPassages
 from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.ranks import Ranks
-from lit_dpret.privacy.releases import Poisson
 from lit_dpret.privacy.sampling import PADDING, Draw, PrivateBatchSampler, UnitCollator
 
 PRECISIONS = ["32-true", "bf16-mixed", "bf16-true"]

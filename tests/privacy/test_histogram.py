@@ -13,10 +13,9 @@ import pytest
 from cards import rewrite_chain
 
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError
-from lit_dpret.privacy.accounting import epsilon
-from lit_dpret.privacy.assumptions import plan_of
+from lit_dpret.privacy.accounting.accountant import epsilon
+from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease, Poisson
 from lit_dpret.privacy.budget import Neighbours, PrivacyBudget
-from lit_dpret.privacy.charges import charged_releases
 from lit_dpret.privacy.histogram import (
     ReleasedHistogram,
     histogram_plan,
@@ -24,10 +23,11 @@ from lit_dpret.privacy.histogram import (
     release_histogram,
     shares,
 )
+from lit_dpret.privacy.ledger.charges import charged_releases
+from lit_dpret.privacy.ledger.facts import plan_of
+from lit_dpret.privacy.ledger.run import PrivateRun
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.releases import FullBatch, GaussianRelease, Poisson
-from lit_dpret.privacy.run import PrivateRun
 
 PAPER = {3: 0.7296, 8: 0.5541, 16: 0.4659}
 UNITS, BATCH, STEPS, DELTA = 532_000, 1024, 15_586, 9.398e-7

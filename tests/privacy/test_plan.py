@@ -9,11 +9,18 @@ from typing import Any
 import pytest
 
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
-from lit_dpret.privacy import forecast
-from lit_dpret.privacy.accounting import Accountant, epsilon
+from lit_dpret.privacy.accounting import forecast
+from lit_dpret.privacy.accounting.accountant import Accountant, epsilon
+from lit_dpret.privacy.accounting.releases import (
+    FixedSize,
+    FullBatch,
+    GaussianRelease,
+    Poisson,
+    Shuffle,
+    TruncatedPoisson,
+)
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.plan import SAMPLINGS, PrivacyPlan, describe_plan, format_plan
-from lit_dpret.privacy.releases import FixedSize, FullBatch, GaussianRelease, Poisson, Shuffle, TruncatedPoisson
 
 N = 2000
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
 from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
 from lit_dpret.privacy.sampling import PADDING, Draw, PrivateBatchSampler, UnitCollator
 
 SECRET = b"s" * 32

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.coupling import Coupling, change_of_a_sub_batch, resolve_n_max
+from lit_dpret.privacy.accounting.coupling import Coupling, change_of_a_sub_batch, resolve_n_max
+from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
 from lit_dpret.privacy.sampling import PADDING, PrivateBatchSampler
 
 LAWS: list[SamplingLaw] = [

@@ -10,10 +10,10 @@ import pytest
 from lit_dpret.cards.card import build_card
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.errors import StorageError
+from lit_dpret.privacy.accounting.releases import NonPrivateRelease, Poisson
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.releases import NonPrivateRelease, Poisson
 from lit_dpret.report.html import MAX_SAMPLES, Artefact, RoundTrip, Sample, write_report
 from lit_dpret.report.table import RowResult
 from lit_dpret.retrieval.statistics import Interval

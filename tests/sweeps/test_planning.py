@@ -21,20 +21,20 @@ from planned_sweeps import begun, joined, planned, trial_parts
 from tiny_generator import WORDS, generator
 
 from lit_dpret import cli
+from lit_dpret.audit.canaries import CanarySuite
 from lit_dpret.callbacks import OneRunAudit, PrivacyCard, RetrievalEvaluation
-from lit_dpret.canaries import CanarySuite
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.check import verify_card
 from lit_dpret.cards.start import read_start
 from lit_dpret.cli import run
 from lit_dpret.errors import BudgetExceededError, ConfigurationError
+from lit_dpret.privacy.accounting.releases import Release, merge
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.dataset_total import compose_across_runs
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.ledger.dataset_total import compose_across_runs
+from lit_dpret.privacy.ledger.owed import owed_releases
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
-from lit_dpret.privacy.owed import owed_releases
-from lit_dpret.privacy.releases import Release, merge
 from lit_dpret.sweeps import SweepFolder
 from lit_dpret.sweeps.report import write_report
 from lit_dpret.tasks import Ablate, Fit, FitScored, Pipeline

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from lit_dpret.cards.card import read_card
-from lit_dpret.privacy.accounting import epsilon
-from lit_dpret.privacy.charges import charged_releases
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.accounting.accountant import epsilon
+from lit_dpret.privacy.ledger.charges import charged_releases
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECRETS = ("PLANTEDQUERY", "PLANTEDPASSAGE", "PLANTEDFOLDER", "PLANTEDSECRET")

@@ -22,10 +22,10 @@ from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, PrivateDataError, ResumeError, UnsupportedModelError
 from lit_dpret.modules import OptimizerSpec
 from lit_dpret.negatives.labels import read_labels
-from lit_dpret.postprocessing import load_released
-from lit_dpret.postprocessing.cross_encoder import CrossEncoder
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PublicPassages, SyntheticData
+from lit_dpret.synthesis.filters import load_released
+from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
 from lit_dpret.tasks import Ablate
 from lit_dpret.tasks.recipe import GeneratorRecipe, Recipe
 from lit_dpret.tasks.teacher import Teacher

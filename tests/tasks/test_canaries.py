@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from tiny_tasks import parts
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "canaries"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "audit" / "canaries"))
 from conftest import digit_module
 
-from lit_dpret.canaries import CANARIES, CanarySuite, read_canaries, write_canaries
+from lit_dpret.audit.canaries import CANARIES, CanarySuite, read_canaries, write_canaries
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.datamodules import PairsDataModule

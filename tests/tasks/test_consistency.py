@@ -14,8 +14,8 @@ from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import PrivateDataError
-from lit_dpret.postprocessing import load_released
 from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.synthesis.filters import load_released
 from lit_dpret.tasks.consistency import KEPT, check_round_trip
 
 

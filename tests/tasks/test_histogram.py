@@ -23,15 +23,15 @@ from lit_dpret.cards.file import checksum, write_card
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, PrivateDataError, ResumeError
-from lit_dpret.generation.writer import synthesize
-from lit_dpret.postprocessing import HistogramMatch, LabelBins, LengthBins, apply_filters, load_released
-from lit_dpret.postprocessing.histogram_match import quotas
-from lit_dpret.privacy.accounting import epsilon
-from lit_dpret.privacy.charges import charged_releases, claimed_releases
-from lit_dpret.privacy.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.accounting.accountant import epsilon
 from lit_dpret.privacy.histogram import ReleasedHistogram
-from lit_dpret.privacy.ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.charges import charged_releases, claimed_releases
+from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
+from lit_dpret.synthesis.filters import HistogramMatch, LabelBins, LengthBins, apply_filters, load_released
+from lit_dpret.synthesis.filters.histogram_match import quotas
+from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks import Filter, Histogram
 from lit_dpret.tasks.histogram import contributed
 

@@ -18,7 +18,7 @@ from tiny_generator import WORDS, generator
 from tiny_models import tiny_bert, tiny_tokenizer, words_tokenizer
 from tiny_tasks import parts, trainer
 
-from lit_dpret.attacks.coins import COINS_NAME, Coins
+from lit_dpret.audit.attacks.coins import COINS_NAME, Coins
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.encoders import Contract, TextEncoder, Towers

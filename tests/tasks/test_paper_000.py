@@ -20,12 +20,12 @@ from tiny_tasks import parts, retriever, trainer
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
-from lit_dpret.generation.shrink import shrink_generator
 from lit_dpret.modules import OptimizerSpec, QueryGenerator
-from lit_dpret.privacy.ledger import LEDGER_NAME, PrivacyLedger, noise_keys
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, noise_keys
 from lit_dpret.privacy.modes import DPSGD, SyntheticData
 from lit_dpret.report.table import RowResult, write_json
 from lit_dpret.retrieval.statistics import Interval
+from lit_dpret.synthesis.shrink import shrink_generator
 from lit_dpret.tasks import CanaryStudy, Paper000, Pipeline, PretrainingOverlap, Similarity, ZeroShot
 from lit_dpret.tasks.paper_000.grid import Grid
 from lit_dpret.tasks.paper_000.kept import Kept

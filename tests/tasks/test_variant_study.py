@@ -15,6 +15,7 @@ import torch
 
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import ImagesDataModule
+from lit_dpret.encoders.vision import EmbeddingNet
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.losses import SigmoidPairLoss
 from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
@@ -25,7 +26,6 @@ from lit_dpret.tasks import SecondTask, Variant, VariantStudy
 from lit_dpret.tasks.curve_recorder import HeldOutLoss, read_curve
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.second_task import fitted
-from lit_dpret.vision import EmbeddingNet
 
 STEPS = 3
 # Noise is declared, not calibrated: that takes longer than the runs themselves.

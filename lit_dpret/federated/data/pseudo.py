@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery
-from lit_dpret.generation.pseudo_queries import pseudo_queries
-from lit_dpret.textsim.words import words
+from lit_dpret.synthesis.pseudo_queries import pseudo_queries
+from lit_dpret.synthesis.textsim.words import words
 
 TRAIN = "train"
 

@@ -36,8 +36,8 @@ from lit_dpret.federated.robust import check_enough, next_weights
 from lit_dpret.federated.selection import Site
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.storage import keep_facts, save_tensors
+from lit_dpret.files import write_whole
 from lit_dpret.progress import ProgressLine
-from lit_dpret.whole_file import write_whole
 
 PHASES = {
     "train.stage1": "stage 1",

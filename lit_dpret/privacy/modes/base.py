@@ -17,12 +17,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from lit_dpret.distributed.strategies import ONE_DEVICE, Supported
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.budget import Neighbours, PrivacyBudget, Unit
-from lit_dpret.privacy.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.strategies import ONE_DEVICE, Supported
 from lit_dpret.privacy.training_data import SamplingRequest
 
 Guarantee = Literal["dp", "inherited", "none"]
@@ -67,7 +67,7 @@ class PrivacyMode(ABC):
         candidates: What a row's loss may be made of, for a module that contrasts pairs: ``rows`` (its
             own row and public data), ``batch`` (the other rows as they are), ``copies`` (copies of
             them that belong to the row) or ``pool`` (public passages).
-        strategies: Those of `lit_dpret.privacy.strategies` under which the claim holds; one that is not declared is
+        strategies: Those of `lit_dpret.distributed.strategies` under which the claim holds; one that is not declared is
             refused.
         clips_whole_batch: Whether one bound is put on the gradient of a whole sub-batch, not on that of each unit.
         calibrated_to_loss: Whether the noise depends on the module's loss, so that a plan needs the module.

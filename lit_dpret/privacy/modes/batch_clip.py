@@ -12,13 +12,13 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
+from lit_dpret.distributed.strategies import SUMS_ADD_UP, Supported
+from lit_dpret.privacy.accounting.coupling import Bounded, Change
 from lit_dpret.privacy.clipping.base import LEAST_FACTOR, refuse_batch_mixing, room_for_rounding
-from lit_dpret.privacy.coupling import Bounded, Change
 from lit_dpret.privacy.modes.base import trainable
 from lit_dpret.privacy.modes.coupled import CoupledMode, GaussianSettings, bounds_of, check_bounds
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.strategies import SUMS_ADD_UP, Supported
 
 
 class BatchClip(CoupledMode):

@@ -13,8 +13,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, TypedDict, Unpack
 
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
-from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, Unit, charged
-from lit_dpret.privacy.coupling import (
+from lit_dpret.privacy.accounting.coupling import (
     Bounded,
     Change,
     Coupling,
@@ -23,10 +22,11 @@ from lit_dpret.privacy.coupling import (
     least_n_max,
     resolve_n_max,
 )
+from lit_dpret.privacy.accounting.releases import FullBatch, Shuffle
+from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, Unit, charged
 from lit_dpret.privacy.modes.base import Candidates
 from lit_dpret.privacy.modes.gaussian import GaussianMode
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.releases import FullBatch, Shuffle
 from lit_dpret.privacy.training_data import SamplingRequest
 
 
@@ -62,7 +62,7 @@ class CoupledMode(GaussianMode):
         sub_batches: Into how many parts a logical batch falls; negatives come from the own part.
         n_max: Most units of a part, public; null for one that is hardly ever reached. Units beyond it
             are left out of the step, uniformly. Where batches are drawn by coins, that must be next to impossible,
-            but under ``add_or_remove`` (`lit_dpret.privacy.coupling.least_n_max`).
+            but under ``add_or_remove`` (`lit_dpret.privacy.accounting.coupling.least_n_max`).
         **common: The arguments of `GaussianMode`.
 
     Raises:

@@ -14,6 +14,8 @@ from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor, nn
 
+from lit_dpret.distributed.strategies import Supported, on_xla
+from lit_dpret.distributed.xla import read
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, Unit, require_choice
@@ -21,9 +23,7 @@ from lit_dpret.privacy.clipping import ClipGroups, ClipStats, make_engine
 from lit_dpret.privacy.modes.gaussian import GaussianMode
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.strategies import Supported, on_xla
 from lit_dpret.privacy.training_data import SamplingRequest
-from lit_dpret.privacy.xla import read
 
 Engine = Literal["ghost", "vmap", "opacus", "loop"]
 Clip = Literal["abadi", "automatic"]

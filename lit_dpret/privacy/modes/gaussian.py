@@ -16,19 +16,19 @@ from typing import Any, ClassVar, get_args
 import torch
 from torch import Tensor, nn
 
+from lit_dpret.distributed.placement import like, place_of
+from lit_dpret.distributed.xla import cut
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy import clip_fraction
+from lit_dpret.privacy.accounting.groups import check_max_units
 from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, Unit, require_choice
-from lit_dpret.privacy.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.groups import check_max_units
+from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.modes.base import Guarantee, PrivacyMode, StepCounts, Update, trainable
 from lit_dpret.privacy.modes.state_watch import StateWatch
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.noise_source import noise_source
-from lit_dpret.privacy.placement import like, place_of
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.training_data import SamplingRequest
-from lit_dpret.privacy.xla import cut
 
 
 class GaussianMode(PrivacyMode):

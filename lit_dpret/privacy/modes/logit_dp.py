@@ -24,8 +24,10 @@ from typing import Any, ClassVar, Literal, Protocol, Unpack, get_args
 import torch
 from torch import Tensor, nn
 
+from lit_dpret.distributed.strategies import SUMS_ADD_UP, Supported
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.evaluation_mode import evaluation_mode
+from lit_dpret.privacy.accounting.coupling import Bounded, Change, LossClaim
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.clipping.base import room_for_rounding
 from lit_dpret.privacy.clipping.pairs import (
@@ -36,12 +38,10 @@ from lit_dpret.privacy.clipping.pairs import (
     make_pair_norms,
     weighted_backward,
 )
-from lit_dpret.privacy.coupling import Bounded, Change, LossClaim
 from lit_dpret.privacy.modes.base import trainable
 from lit_dpret.privacy.modes.coupled import CoupledMode, GaussianSettings, bounds_of, check_bounds, named
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.strategies import SUMS_ADD_UP, Supported
 
 SensitivityRule = Literal["proof", "paper"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from lit_dpret.distributed.strategies import Supported, on_xla
 from lit_dpret.privacy.modes.base import Guarantee, PlainGradients
-from lit_dpret.privacy.strategies import Supported, on_xla
 
 
 class NoPrivacy(PlainGradients):

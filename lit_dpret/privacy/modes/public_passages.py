@@ -16,6 +16,7 @@ from typing import Any, ClassVar, get_args
 
 from torch import nn
 
+from lit_dpret.distributed.strategies import SUMS_ADD_UP, Supported
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes.base import Candidates, PassageGradient
@@ -23,7 +24,6 @@ from lit_dpret.privacy.modes.dp_sgd import DPSGD
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import parts_of
-from lit_dpret.privacy.strategies import SUMS_ADD_UP, Supported
 
 
 class PublicPassages(DPSGD):

@@ -13,9 +13,9 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
+from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.checksums import bits_of, checksum, checksums, has_memory
-from lit_dpret.privacy.xla import is_lazy
 
 #: Buffers up to this many bytes are compared by value in every batch.
 SMALL = 1 << 16

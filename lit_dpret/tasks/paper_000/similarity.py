@@ -12,10 +12,10 @@ from lit_dpret.report.paper_000 import TABLE_6, TABLE_6_FOOTNOTE
 from lit_dpret.report.paper_table import PaperRow, PaperTable
 from lit_dpret.report.paper_table_figure import PUBLIC_ONLY
 from lit_dpret.retrieval.statistics import Interval
+from lit_dpret.synthesis.textsim.extra import need
 from lit_dpret.tasks.paper_000.retrieval import named, sizes_note
 from lit_dpret.tasks.paper_000.study import BASELINES, LeftOut, Study, shown
 from lit_dpret.tasks.parts import Parts
-from lit_dpret.textsim.extra import need
 
 COLUMNS = {"bleu": "BLEU", "mauve": "MAUVE"}
 _CAPTION = (

@@ -86,7 +86,7 @@ class Study:
         kept: Where results are.
         choices: What is varied.
         make_pipeline: Makes `Pipeline`, given ``only``, ``embeddings`` and, for a size, ``generator``.
-        shrink: Makes the smaller generator: `lit_dpret.generation.shrink.shrink_generator` with its settings.
+        shrink: Makes the smaller generator: `lit_dpret.synthesis.shrink.shrink_generator` with its settings.
         shrink_passages: How many public passages it learns from.
     """
 

@@ -1,0 +1,86 @@
+"""A fair coin for each query decides whether it is trained on: the only way to members and others of one law.
+
+A membership attack is measured on queries that were trained on and on queries that were not. Where these come from
+another split, from later weeks say, the attack may tell weeks apart instead of members. So the target of an honest
+attack is trained on the queries whose coin showed heads (``task=fit task.membership_coins=true``), and the file of
+coins lies beside the run.
+
+The coins come from the operating system, and are no function of the data: removing one query moves no other query's
+coin, and the guarantee of the run is the one that it has for the queries that it was given. Whoever has the file knows
+who was trained on. It is its owner's alone, and belongs where the queries are.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lit_dpret.errors import DataError, schema_problem
+from lit_dpret.files import write_whole
+
+COINS_NAME = "membership_coins.json"
+SCHEMA = "lit-dpret/membership-coins/1"
+
+
+@dataclass(frozen=True, repr=False)
+class Coins:
+    """Which queries were trained on, by id.
+
+    Args:
+        heads: Whether, for every query that there was a coin for.
+    """
+
+    heads: Mapping[str, bool]
+
+    def __repr__(self) -> str:
+        return f"Coins({len(self.heads)} queries)"
+
+    @classmethod
+    def toss(cls, query_ids: Iterable[str]) -> Coins:
+        """A fair coin for each, from the operating system.
+
+        Raises:
+            DataError: All coins fell on one side: there are too few queries to hold any out.
+        """
+        heads = {query: bool(secrets.randbits(1)) for query in query_ids}
+        if len(set(heads.values())) < 2:
+            raise DataError(f"{len(heads)} queries are too few to hold some of them out by coins.")
+        return cls(heads)
+
+    @property
+    def trained_on(self) -> frozenset[str]:
+        """Ids of the queries whose coin showed heads."""
+        return frozenset(query for query, head in self.heads.items() if head)
+
+    def write(self, folder: Path) -> Path:
+        """Write ``membership_coins.json``, whole or not at all, readable for its owner alone.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        return write_whole(
+            folder / COINS_NAME, json.dumps({"schema": SCHEMA, "heads": dict(self.heads)}) + "\n", owner_only=True
+        )
+
+    @classmethod
+    def read(cls, folder: Path) -> Coins:
+        """The coins of a run.
+
+        Raises:
+            DataError: There are none, or they cannot be read.
+        """
+        path = folder / COINS_NAME
+        try:
+            facts = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} is no readable file of coins ({type(error).__name__}).") from error
+        found = facts.get("schema") if isinstance(facts, dict) else None
+        if problem := schema_problem(found, SCHEMA):
+            raise DataError(f"{path} cannot be read: {problem}")
+        heads = facts.get("heads")
+        if not isinstance(heads, dict) or not heads or not all(isinstance(head, bool) for head in heads.values()):
+            raise DataError(f"{path} does not tell of each query whether it was trained on.")
+        return cls(heads)

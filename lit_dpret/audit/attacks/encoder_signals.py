@@ -1,0 +1,142 @@
+"""Signals of membership from a dual encoder: how near a query is to its own passage, among public ones.
+
+Training pulls a query to its passage and away from others. Whoever holds query and passage sees how far that went,
+by comparing with a fixed pool of public passages. The pool is the attacker's choice and is drawn once for all models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import logsumexp
+
+from lit_dpret.audit.attacks.unit_rows import unit_rows
+from lit_dpret.encoders import Side, TextEncoder, Towers
+from lit_dpret.errors import ConfigurationError, DataError
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class EncodedPairs:
+    """Pairs and a public pool under one encoder, before normalisation.
+
+    Attributes:
+        queries: Shape ``(pairs, dim)``.
+        passages: Of the same shape.
+        pool: Shape ``(public passages, dim)``.
+        own: Pairs by pool, true where the pool's text is the pair's own passage and therefore no negative.
+        normalise: Whether the encoder compares by cosine; otherwise by dot product.
+    """
+
+    queries: Floats
+    passages: Floats
+    pool: Floats
+    own: NDArray[np.bool_]
+    normalise: bool
+
+    def __repr__(self) -> str:
+        return f"EncodedPairs({len(self.queries)} pairs, {len(self.pool)} public passages)"
+
+
+def encode_pairs(
+    towers: Towers,
+    queries: Sequence[str],
+    passages: Sequence[str],
+    pool: Sequence[str],
+    *,
+    batch_size: int = 64,
+    device: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> EncodedPairs:
+    """Embed pairs and pool as the encoder does, but for the normalisation.
+
+    Raises:
+        DataError: Not as many passages as queries, none of them, or a pool of fewer than two texts.
+    """
+    if len(queries) != len(passages) or not queries or len(pool) < 2:
+        raise DataError(
+            f"{len(queries)} queries, {len(passages)} passages and a pool of {len(pool)}: give a passage for each "
+            "query, and two public ones at least."
+        )
+
+    def embed(encoder: TextEncoder, texts: Sequence[str], side: Side) -> Floats:
+        contract = replace(encoder.contract, normalise=False)
+        raw = TextEncoder(encoder.backbone, encoder.tokenizer, contract, encoder.projection)
+        found = raw.encode(texts, side, batch_size=batch_size, device=device, progress=progress)
+        return np.asarray(found.double().numpy())
+
+    return EncodedPairs(
+        queries=embed(towers.query_encoder, queries, "query"),
+        passages=embed(towers.passage_encoder, passages, "passage"),
+        pool=embed(towers.passage_encoder, pool, "passage"),
+        own=np.array([[text == passage for text in pool] for passage in passages]),
+        normalise=towers.query_encoder.contract.normalise,
+    )
+
+
+def encoder_signals(
+    pairs: EncodedPairs, *, temperature: float = 0.05, reference: EncodedPairs | None = None
+) -> dict[str, Floats]:
+    """Signals of each pair, shape ``(pairs,)``; the higher, the likelier a member.
+
+    * ``logit``: ln(p / (1 - p)), p the softmax of the pair's similarity over its passage and the pool: for an
+      in-batch softmax what the logit of the loss is to a classifier, and ready for shadow models.
+    * ``margin``: cosine of the pair minus the pool's mean cosine with the query.
+    * ``rank``: minus the logarithm of the passage's place among passage and pool, ties counting against it.
+    * ``norm``: length of the query's embedding before normalisation, which the loss does not see and training moves.
+    * With a reference, an encoder that never saw private data: ``shift``, how far the query's embedding is from
+      the one there, and each of the four minus the same under the reference, as ``logit_reference`` and so on.
+
+    No published attack on dual encoders is repeated here; they are the text-embedding attacks of Song and Raghunathan
+    (2020, arXiv 2004.00053, section 5) with a public pool in place of a context window.
+
+    Args:
+        pairs: Under the attacked encoder.
+        temperature: Divides the similarity in the softmax; that of training, where it is known.
+        reference: The same pairs and pool under the reference.
+
+    Raises:
+        ConfigurationError: ``temperature`` is not above 0.
+        DataError: The reference holds other pairs.
+    """
+    if not temperature > 0:
+        raise ConfigurationError(f"temperature={temperature} must be above 0.")
+    found = _signals(pairs, temperature)
+    if reference is None:
+        return found
+    if reference.own.shape != pairs.own.shape or (reference.own != pairs.own).any():
+        raise DataError("The reference encoder was given other pairs, or another pool.")
+    other = _signals(reference, temperature)
+    if reference.queries.shape == pairs.queries.shape:  # distance has a meaning within one space only
+        found["shift"] = np.linalg.norm(unit_rows(pairs.queries) - unit_rows(reference.queries), axis=1)
+    return found | {f"{name}_reference": found[name] - value for name, value in other.items()}
+
+
+def mean_by_query(signals: dict[str, Floats], query_of_row: Any, queries: int) -> dict[str, Floats]:
+    """Signals of rows as signals of queries: the mean over a query's rows, shape ``(queries,)``."""
+    counts = np.bincount(query_of_row, minlength=queries)
+    return {name: np.bincount(query_of_row, value, minlength=queries) / counts for name, value in signals.items()}
+
+
+def _signals(pairs: EncodedPairs, temperature: float) -> dict[str, Floats]:
+    queries, passages, pool = map(unit_rows, (pairs.queries, pairs.passages, pairs.pool))
+    own, others = (queries * passages).sum(axis=1), queries @ pool.T
+    similarity, negatives = own, others
+    if not pairs.normalise:
+        similarity, negatives = (pairs.queries * pairs.passages).sum(axis=1), pairs.queries @ pairs.pool.T
+    masked = np.where(pairs.own, -np.inf, negatives)
+    if np.isneginf(masked).all(axis=1).any():
+        raise DataError("The pool holds nothing but the passage of a pair: take another pool.")
+    counted = (~pairs.own).sum(axis=1)
+    ahead = (masked >= similarity[:, None]).sum(axis=1)
+    return {
+        "logit": np.asarray(similarity / temperature - logsumexp(masked / temperature, axis=1)),
+        "margin": np.asarray(own - np.where(pairs.own, 0.0, others).sum(axis=1) / counted),
+        "rank": np.asarray(-np.log(1.0 + ahead)),
+        "norm": np.asarray(np.linalg.norm(pairs.queries, axis=1)),
+    }

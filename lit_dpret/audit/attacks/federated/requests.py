@@ -1,0 +1,226 @@
+"""A curious silo: whose questions are these rows that others ask it for negatives with?
+
+Paper 004 sends the embedding of every train query to the clients that are asked (section 2.2) and leaves open what they
+make of it. A silo holds the same encoder, so it embeds texts that it suspects and compares. Two scores, by what the
+rows are: embeddings of queries are matched by *nearness*, means of many are *traced*, which finds a text in a mean that
+it is not near to at all (Dwork et al. 2015, "Robust Traceability from Trace Amounts").
+
+The suspects are drawn from queries of the *same* silo, which were sent and which were not. Told from queries of other
+silos a text gives away its domain already, and that would be counted as its identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lit_dpret.audit.attacks.federated.rates import Rate, rate
+from lit_dpret.audit.attacks.inversion.quality import token_set_f1
+from lit_dpret.audit.statistics.metrics import auc
+from lit_dpret.audit.statistics.scores import CanaryScores
+from lit_dpret.errors import ConfigurationError, DataError
+
+Floats = NDArray[np.float64]
+
+
+def nearness(rows: Floats, suspects: Floats) -> Floats:
+    """The cosine of each suspect with the row that is nearest to it; zeros where there is no row.
+
+    Args:
+        rows: What was asked with, ``(rows, dim)``.
+        suspects: Embeddings of texts by the shared encoder, ``(suspects, dim)``.
+
+    Raises:
+        DataError: The two are of different spaces.
+    """
+    if rows.ndim != 2 or suspects.ndim != 2 or rows.shape[1] != suspects.shape[1]:
+        raise DataError(f"Rows of shape {rows.shape} and suspects of {suspects.shape} cannot be compared.")
+    if not len(rows):
+        return np.zeros(len(suspects))
+    return np.asarray((_unit(suspects) @ _unit(rows).T).max(axis=1))
+
+
+def traces(rows: Floats, suspects: Floats) -> Floats:
+    """How much more of a suspect is in the mean nearest to it than in the other suspects that are nearest to that mean.
+
+    A mean of k unit vectors holds 1/k of each of them and, of a text that is not in it, what all such texts have in
+    common. The second part is estimated from the suspects themselves.
+
+    Args:
+        rows: Means of embeddings that were scaled to length 1, ``(rows, dim)``.
+        suspects: As for `nearness`.
+
+    Returns:
+        ``<x, row - mean of the other suspects there>`` of each suspect x, shape ``(suspects,)``; zeros where there is
+        no row.
+
+    Raises:
+        DataError: The two are of different spaces.
+    """
+    if not len(nearness(rows, suspects)) or not len(rows):
+        return np.zeros(len(suspects))
+    unit = _unit(suspects)
+    place = (unit @ _unit(rows).T).argmax(axis=1)
+    sums, counts = np.zeros_like(rows), np.bincount(place, minlength=len(rows))
+    np.add.at(sums, place, unit)
+    others = np.maximum(counts[place] - 1, 1)[:, None]
+    expected = (sums[place] - unit) / others
+    return np.asarray(np.einsum("ij,ij->i", unit, rows[place] - expected))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identified:
+    """What a silo's rows tell of which of its queries they were made of.
+
+    Attributes:
+        rows: How many there were.
+        named: By number of guesses, how often a query that was sent is among the so many nearest of its candidates.
+        control: The same of queries that were not sent; more than chance is the domain's doing, not the rows'.
+        nearness: The probability that a query that was sent comes nearer to a row than one that was not (AUC).
+        traced: The same by `traces`, where rows are means; else None. Where it is there, queries are named by it.
+        candidates: Texts to choose from, for each.
+    """
+
+    rows: int
+    named: dict[int, Rate]
+    control: dict[int, Rate]
+    nearness: float
+    traced: float | None
+    candidates: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return {
+            "rows": self.rows, "candidates": self.candidates, "nearness": self.nearness, "traced": self.traced,
+            "named": {str(top): one.to_dict() for top, one in self.named.items()},
+            "control": {str(top): one.to_dict() for top, one in self.control.items()},
+        }  # fmt: skip
+
+
+def identify_requests(
+    rows: Floats,
+    sent: Floats,
+    unsent: Floats,
+    *,
+    means: bool = False,
+    candidates: int = 100,
+    tops: Sequence[int] = (1, 10),
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> Identified:
+    """Find each query that was sent among others of its silo that were not.
+
+    Half of the unsent queries are what everything is told from; the other half are the control, in the place of the
+    sent ones.
+
+    Guarantees:
+        - A tie with another candidate counts against the attack, so rows that say nothing name nobody.
+        - The control differs from the attack in nothing but that its queries are not in the rows.
+
+    Args:
+        rows: What the silo asked with, ``(rows, dim)``; there may be none.
+        sent: Embeddings of its queries that the rows were made of, ``(queries, dim)``.
+        unsent: Of others of the same silo, none of them equal in text to a sent one.
+        means: The rows are means of many embeddings of length 1, as centroids are.
+        candidates: The query itself and so many less one others, drawn for each without replacement.
+        tops: Numbers of guesses.
+        confidence: Of the intervals, which take queries for independent.
+        seed: Of the draws.
+
+    Raises:
+        DataError: Nothing was sent, or there are too few others.
+        ConfigurationError: A number is out of range.
+    """
+    if candidates < 2 or any(not 1 <= top < candidates for top in tops):
+        raise ConfigurationError(
+            f"task.candidates={candidates} must be at least 2 and more than each of the guesses {list(tops)}."
+        )
+    half = len(unsent) // 2
+    if not len(sent) or half < candidates - 1 or half < 1:
+        raise DataError(
+            f"{len(sent)} queries that were sent and {len(unsent)} others of the silo are too few for "
+            f"task.candidates={candidates}: it takes one, and {2 * (candidates - 1)} others. Lower task.candidates."
+        )
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(unsent))
+    scores = nearness(rows, sent), nearness(rows, unsent)
+    by_nearness, by_trace = auc(CanaryScores(*scores)), None
+    if means:
+        traced = traces(rows, np.concatenate([sent, unsent]))
+        scores = traced[: len(sent)], traced[len(sent) :]
+        by_trace = auc(CanaryScores(*scores))
+    near, far = scores
+    held, pool = far[order[:half]], far[order[half:]]
+
+    def named(victims: Floats) -> dict[int, Rate]:
+        draws = np.stack([rng.choice(pool, candidates - 1, replace=False) for _ in victims])
+        before = (draws >= victims[:, None]).sum(axis=1)
+        return {
+            top: rate(int((before < top).sum()), len(victims), chance=top / candidates, confidence=confidence)
+            for top in tops
+        }
+
+    return Identified(
+        rows=len(rows), named=named(near), control=named(held), nearness=by_nearness, traced=by_trace,
+        candidates=candidates,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnTexts:
+    """How well a silo's own queries stand in for those of another, found by the rows.
+
+    Attributes:
+        similarity: F1 of the sets of words of the own query nearest to a row and of the victim's query nearest to
+            it, mean over rows.
+        control: The same with an own query drawn at random.
+        equal: The share of rows whose victim's query the silo has word for word, and finds.
+    """
+
+    similarity: float
+    control: float
+    equal: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return asdict(self)
+
+
+def own_texts(
+    rows: Floats,
+    victims: tuple[Sequence[str], Floats],
+    own: tuple[Sequence[str], Floats],
+    *,
+    seed: int = 0,
+) -> OwnTexts | None:
+    """Guess for each row the own query that is nearest to it; None where there is no row.
+
+    Args:
+        rows: What another silo asked with, ``(rows, dim)``.
+        victims: Its queries' texts, and their embeddings, ``(queries, dim)``.
+        own: The curious silo's.
+        seed: Of the control.
+
+    Raises:
+        DataError: A side has no text, or not one for each embedding.
+    """
+    for texts, embeddings in (victims, own):
+        if not len(texts) or len(texts) != len(embeddings):
+            raise DataError(f"{len(texts)} texts do not go with {len(embeddings)} embeddings.")
+    if not len(rows):
+        return None
+    unit = _unit(rows)
+    theirs = [victims[0][place] for place in (unit @ _unit(victims[1]).T).argmax(axis=1)]
+    guessed = [own[0][place] for place in (unit @ _unit(own[1]).T).argmax(axis=1)]
+    drawn = np.random.default_rng(seed).integers(len(own[0]), size=len(rows))
+    found = np.array([token_set_f1(a, b) for a, b in zip(guessed, theirs, strict=True)])
+    blind = [token_set_f1(own[0][place], text) for place, text in zip(drawn, theirs, strict=True)]
+    return OwnTexts(similarity=float(found.mean()), control=float(np.mean(blind)), equal=float((found == 1.0).mean()))
+
+
+def _unit(vectors: Floats) -> Floats:
+    return np.asarray(vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12))

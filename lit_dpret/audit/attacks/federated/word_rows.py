@@ -1,0 +1,156 @@
+"""A curious server: which words stood in a silo's batches, read off the rows of the word-embedding table.
+
+The gradient of a row is zero where its token is in no text of the batch, so an update names the tokens of all its
+texts (Melis et al. 2019, "Exploiting Unintended Feature Leakage in Collaborative Learning", 1805.04049).
+Paper 004 shares such updates every round and leaves the question open.
+
+Tokens of *sentences* move rows as well, those of positives and of negatives. What says something about the queries is
+therefore the difference between tokens of train queries and tokens that stand in the collection alone; and among
+tokens that the collection does not have, which of them the queries do.
+
+Weight decay moves every row. With AdamW and a constant learning rate it multiplies all of them by one factor, which
+the server does not need to be told: it is the median over the table of how much of a row is left, since most rows of a
+vocabulary are touched by nothing. What is left after it is subtracted is the evidence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lit_dpret.audit.attacks.federated.rates import Rate, rate
+from lit_dpret.audit.statistics.metrics import auc
+from lit_dpret.audit.statistics.scores import CanaryScores
+from lit_dpret.errors import DataError
+
+Floats = NDArray[np.float64]
+Ids = NDArray[np.int64]
+
+_ROUNDING = 1e-6
+"""How far a row moves by the rounding of float32 alone, in units of the median row."""
+_DEVIATIONS = 6.0
+_TO_SIGMA = 1.4826
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MovedRows:
+    """How far each row of a word-embedding table moved beyond what moves all of them.
+
+    Attributes:
+        moved: L2 norms, ``(vocabulary,)``; 0 where it is no more than float32 rounds, which is more for longer rows and
+            would tell frequent words from rare ones without any update.
+        kept: The factor by which decay multiplied every row, as the update shows it; 1 without decay.
+        threshold: From where on a row counts as touched: six robust deviations above the median row, and more than
+            rounding.
+    """
+
+    moved: Floats
+    kept: float
+    threshold: float
+
+    def __repr__(self) -> str:
+        return f"MovedRows({len(self.moved)} rows, {int(self.touched.sum())} touched)"
+
+    @property
+    def touched(self) -> NDArray[np.bool_]:
+        """Which rows stand out, ``(vocabulary,)``."""
+        return np.asarray(self.moved > self.threshold)
+
+
+def moved_rows(before: Floats, after: Floats) -> MovedRows:
+    """What an update did to the rows of a table, decay taken off.
+
+    It supposes that most rows of the vocabulary are touched by no text, as with any vocabulary that was not made
+    from the silo's own texts.
+
+    Args:
+        before: The table that the server sent, ``(vocabulary, dim)``.
+        after: The table that came back.
+
+    Raises:
+        DataError: They are not two states of one table.
+    """
+    if before.shape != after.shape or before.ndim != 2 or not before.size:
+        raise DataError(f"Tables of shapes {before.shape} and {after.shape} are not two states of one.")
+    squares = np.einsum("ij,ij->i", before, before)
+    rows = squares > 0
+    if not rows.any():
+        raise DataError("Every row of the table is zero, so there is nothing to compare an update with.")
+    kept = float(np.median(np.einsum("ij,ij->i", after[rows], before[rows]) / squares[rows]))
+    least = _ROUNDING * float(np.median(np.sqrt(squares[rows])))
+    moved = np.linalg.norm(after - kept * before, axis=1)
+    moved[moved <= least] = 0.0
+    middle = float(np.median(moved))
+    spread = _TO_SIGMA * float(np.median(np.abs(moved - middle)))
+    return MovedRows(moved, kept, max(least, middle + _DEVIATIONS * spread))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """How well an update tells some tokens from others.
+
+    Attributes:
+        tokens: How many there are to find.
+        others: How many there are that must not be named.
+        auc: The probability that one of the first moved further than one of the others.
+        recall: The share of the first that stand out.
+        precision: The share of the first among all that stand out; None where nothing does.
+        prevalence: The share of the first among both: the precision of a guess that knows nothing.
+    """
+
+    tokens: int
+    others: int
+    auc: float
+    recall: Rate
+    precision: Rate | None
+
+    @property
+    def prevalence(self) -> float:
+        """See above."""
+        return self.tokens / (self.tokens + self.others)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return {
+            "tokens": self.tokens, "others": self.others, "prevalence": self.prevalence, "auc": self.auc,
+            "recall": self.recall.to_dict(), "precision": None if self.precision is None else self.precision.to_dict(),
+        }  # fmt: skip
+
+
+def tell_tokens(
+    rows: MovedRows, tokens: Ids, others: Ids, *, touched_alone: bool = False, confidence: float = 0.95
+) -> Told | None:
+    """Tell tokens from others by how far their rows moved; None where there are none of one kind.
+
+    Args:
+        rows: What the update did.
+        tokens: Ids to find, without repetition.
+        others: Ids that must not be named; none of them among ``tokens``.
+        touched_alone: Ask about rows that stand out alone: whether how far they moved tells more than that they did.
+        confidence: Of the intervals, which take tokens for independent.
+
+    Raises:
+        DataError: A token is in both lists, or in no row.
+    """
+    if len(np.intersect1d(tokens, others)):
+        raise DataError("A token is both to be found and not to be named, so nothing can be measured.")
+    for ids in (tokens, others):
+        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < len(rows.moved)):
+            raise DataError("A token has no row in the table that was attacked: it is of another tokenizer.")
+    if touched_alone:
+        tokens, others = tokens[rows.touched[tokens]], others[rows.touched[others]]
+    if not len(tokens) or not len(others):
+        return None
+    right, wrong = int(rows.touched[tokens].sum()), int(rows.touched[others].sum())
+    base = len(tokens) / (len(tokens) + len(others))
+    scores = CanaryScores(rows.moved[tokens], rows.moved[others])
+    return Told(
+        tokens=len(tokens),
+        others=len(others),
+        auc=auc(scores),
+        recall=rate(right, len(tokens), confidence=confidence),
+        precision=rate(right, right + wrong, chance=base, confidence=confidence) if right + wrong else None,
+    )

@@ -1,0 +1,200 @@
+"""How well an attack told members from others, and whether it did better than the accountant allows.
+
+Three readings of the same scores, and none replaces another:
+
+* AUC, accuracy and true positives at few false ones, with bootstrap intervals: what the attacker gets.
+* Exact lower bounds (Clopper and Pearson) on true positives, held against the accountant's ceiling at an exact upper
+  bound on the false ones. An attack above its ceiling has found a bug, or an assumption that does not hold.
+* A one-run audit, where a coin decided for each query: a lower bound on epsilon, free of the assumption that queries
+  do not touch each other in one training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from lit_dpret.audit.statistics.binomial import rate_at_least, rate_at_most
+from lit_dpret.audit.statistics.checks import check_confidence
+from lit_dpret.audit.statistics.evidence import Evidence
+from lit_dpret.audit.statistics.metrics import Interval, accuracy_at_least, auc, bootstrap_all, tpr_at_fpr
+from lit_dpret.audit.statistics.one_run import one_run_audit
+from lit_dpret.audit.statistics.scores import CanaryScores
+
+RATES = (0.1, 0.01, 0.001)
+Ceilings = Callable[[Sequence[float]], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exceeded:
+    """An attack above what the claim allows.
+
+    Attributes:
+        what: Which number.
+        at_least: The attack's lower bound.
+        ceiling: What no attack can exceed if the claim holds.
+    """
+
+    what: str
+    at_least: float
+    ceiling: float
+
+    def __str__(self) -> str:
+        return f"{self.what} is at least {self.at_least:.4g}, above the ceiling {self.ceiling:.4g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttackResult:
+    """One attack on one model.
+
+    Attributes:
+        attack: Its name.
+        members: Queries that the model was trained on.
+        others: Queries that it was not.
+        auc: Area under the ROC curve.
+        tpr: True positive rate by false positive rate, as decimal text.
+        accuracy: Balanced accuracy where the higher half of all scores is taken for members: a threshold that
+            knows no member.
+        exceeded: What is above its ceiling with the confidence that was asked for.
+        evidence: Of a one-run audit; None where members were not chosen by fair coins.
+    """
+
+    attack: str
+    members: int
+    others: int
+    auc: Interval
+    tpr: Mapping[str, Interval]
+    accuracy: Interval
+    exceeded: tuple[Exceeded, ...] = ()
+    evidence: Evidence | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        interval = _interval_dict
+        return {
+            "attack": self.attack,
+            "members": self.members,
+            "others": self.others,
+            "auc": interval(self.auc),
+            "tpr_at_fpr": {rate: interval(value) for rate, value in self.tpr.items()},
+            "balanced_accuracy": interval(self.accuracy),
+            "exceeded": [vars(one) for one in self.exceeded],
+            "evidence": None if self.evidence is None else self.evidence.to_dict(),
+        }
+
+
+def measure(
+    attack: str,
+    scores: CanaryScores,
+    *,
+    ceilings: Ceilings | None = None,
+    delta: float | None = None,
+    claimed: float | None = None,
+    confidence: float = 0.95,
+    alarm: float = 0.9999,
+    attacks: int = 1,
+    resamples: int = 1000,
+) -> AttackResult:
+    """AUC, accuracy and true positive rates of an attack, and what they contradict.
+
+    Args:
+        attack: Its name.
+        scores: Of members and others.
+        ceilings: Upper bounds by false positive rate (``attack_ceilings`` of the accountant, with the releases
+            given); None where nothing was promised.
+        delta: Of the claim, where a fair coin decided about each query: a one-run audit is then made too.
+        claimed: The epsilon of the claim.
+        confidence: Of intervals, and of the evidence, whose allowed error is divided among ``attacks``.
+        alarm: With which confidence something has to be above its ceiling, or the evidence above ``claimed``, to
+            be called so in any of the attacks.
+        attacks: How many attacks were made on the same model.
+        resamples: Of the bootstrap.
+
+    Raises:
+        ConfigurationError: A number is out of its range.
+    """
+    error, least = (check_confidence(level) / max(1, attacks) for level in (confidence, alarm))
+    above = [] if ceilings is None else list(exceeded(scores, ceilings, error=least))
+    if delta is not None and claimed is not None:
+        proved = one_run_audit(scores, delta=delta, confidence=1 - least).eps_lower
+        if proved > claimed:
+            above.append(Exceeded(what=f"epsilon at delta={delta:.3g}", at_least=proved, ceiling=claimed))
+    rates = {f"{rate:g}": partial(tpr_at_fpr, fpr=rate) for rate in RATES}
+    intervals = bootstrap_all(
+        {"auc": auc, "accuracy": half_accuracy, **rates}, scores, confidence=confidence, resamples=resamples
+    )
+    return AttackResult(
+        attack=attack,
+        members=len(scores.in_scores),
+        others=len(scores.out_scores),
+        auc=intervals["auc"],
+        tpr={rate: intervals[rate] for rate in rates},
+        accuracy=intervals["accuracy"],
+        exceeded=tuple(above),
+        evidence=None if delta is None else one_run_audit(scores, delta=delta, confidence=1 - error),
+    )
+
+
+def half_accuracy(scores: CanaryScores) -> float:
+    """Balanced accuracy of taking the scores above the median of all of them for members, ties counting half."""
+    middle = float(np.median(scores.pooled))
+
+    def above(values: np.ndarray) -> float:
+        return float((values > middle).mean() + (values == middle).mean() / 2)
+
+    return (1 + above(scores.in_scores) - above(scores.out_scores)) / 2
+
+
+def exceeded(scores: CanaryScores, ceilings: Ceilings, *, error: float) -> tuple[Exceeded, ...]:
+    """What of the attack's rates is above its ceiling, but for probability ``error`` of being wrong about any.
+
+    For each rate f of `RATES` the threshold is the score of the others that f allows. The share of the population
+    beyond that score has a Beta distribution, whose quantiles are Clopper and Pearson's, so the threshold may well
+    come from the same scores. It takes for granted that scores are independent of each other, which those of one
+    training are not quite; the one-run audit does not need that.
+
+    Args:
+        scores: Of members and others.
+        ceilings: From false positive rates to ``tpr_at_fpr`` by rate, and ``membership_accuracy``.
+        error: Allowed probability of a false alarm.
+    """
+    members, others = len(scores.in_scores), len(scores.out_scores)
+    share = error / (len(RATES) + 1)
+    bounds: dict[float, tuple[str, float]] = {}
+    for rate in RATES:
+        allowed = int(np.floor(rate * others + 1e-9))
+        if allowed >= others:
+            continue
+        threshold = scores.out_scores[others - 1 - allowed]
+        wrong = float(rate_at_most(allowed, others, share / 2))
+        right = float(rate_at_least(int((scores.in_scores > threshold).sum()), members, share / 2))
+        bounds[wrong] = (f"the true positive rate at a false positive rate of at most {wrong:.4g}", right)
+    known = ceilings(sorted(bounds))
+    found = [
+        Exceeded(what=what, at_least=right, ceiling=known["tpr_at_fpr"][f"{wrong:g}"])
+        for wrong, (what, right) in bounds.items()
+        if right > known["tpr_at_fpr"][f"{wrong:g}"]
+    ]
+    accuracy = _accuracy_at_least(scores, share)
+    if accuracy > known["membership_accuracy"]:
+        found.append(Exceeded(what="the balanced accuracy", at_least=accuracy, ceiling=known["membership_accuracy"]))
+    return tuple(found)
+
+
+def _accuracy_at_least(scores: CanaryScores, error: float) -> float:
+    """A bound for the median of a random half as threshold, judged by the other half; 0 where there are too few."""
+    rng = np.random.default_rng(len(scores))
+    sides = [rng.permutation(side) for side in (scores.in_scores, scores.out_scores)]
+    if min(map(len, sides)) < 2:
+        return 0.0
+    middle = float(np.median(np.concatenate([side[::2] for side in sides])))
+    rest = CanaryScores(*(side[1::2] for side in sides))
+    return accuracy_at_least(rest.counts(middle), confidence=1 - error)
+
+
+def _interval_dict(interval: Interval) -> dict[str, float]:
+    return {"value": interval.value, "low": interval.low, "high": interval.high, "confidence": interval.confidence}

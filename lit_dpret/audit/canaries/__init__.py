@@ -1,0 +1,30 @@
+"""Canaries: secrets that are planted in the training data of a run, to see what becomes of them.
+
+`CanarySuite` makes them, `plant` puts them into a DataModule as private units of their own, and
+`lit_dpret.audit.statistics` says what their ranks and scores prove. ``docs/canaries.md`` tells which to choose.
+"""
+
+from typing import TYPE_CHECKING
+
+from lit_dpret.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from lit_dpret.audit.canaries.canary import Canary, CanarySet
+    from lit_dpret.audit.canaries.files import CANARIES, read_canaries, write_canaries
+    from lit_dpret.audit.canaries.planting import plant
+    from lit_dpret.audit.canaries.suite import CanarySuite
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "Canary": "canary",
+            "CanarySet": "canary",
+            "CANARIES": "files",
+            "read_canaries": "files",
+            "write_canaries": "files",
+            "plant": "planting",
+            "CanarySuite": "suite",
+        },
+    )
+
+__all__ = ["CANARIES", "Canary", "CanarySet", "CanarySuite", "plant", "read_canaries", "write_canaries"]

@@ -1,0 +1,364 @@
+"""From scores and leaks of planted secrets to a table: ranks, leaked shares, bounds on epsilon, and their ceilings.
+
+What may be concluded depends on who shares a model. Canaries of one training touch each other, so a cell with several
+of them is bounded by `top_rank_one_training` (any dependence inside a training; the bound in the table is for pure DP,
+what is held against a claim has the claim's delta); one with a single canary in
+each training has independent ranks, and `top_rank_bound` and `mean_rank_bound` hold. Intervals of shares count
+trainings and not canaries, as if those of one training rose and fell together. Ceilings are checked on one canary of
+each training, the first: those are independent, and Clopper and Pearson's bound is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.stats import t
+
+from lit_dpret.audit.statistics.binomial import rate_at_least, rate_at_most
+from lit_dpret.audit.statistics.evidence import Evidence
+from lit_dpret.audit.statistics.rank_epsilon import (
+    mean_rank_bound,
+    mean_rank_point,
+    top_rank_bound,
+    top_rank_one_training,
+)
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.accounting.secret_ceiling import SecretCeiling
+from lit_dpret.privacy.budget import Neighbours
+
+POOLED = "three kinds"
+"""The canaries of the papers together."""
+
+PAPER_KINDS = ("digits", "own_passage", "random_passage")
+
+ALARM = 1e-4
+"""The error of all contradictions of one budget's cells together."""
+
+_STATEMENTS = 4
+"""Of a cell, that may contradict a claim: its two shares, and two bounds at most."""
+
+_DIGITS = 10
+_CHARACTERS_PER_TOKEN = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one canary.
+
+    Args:
+        training: Which training it stood in.
+        kind, side, copies: Of the canary.
+        rank: Among the candidates.
+        exposure: In bits.
+        draws: Queries that were drawn for it.
+        found: In how many of them the secret stood.
+        chance: Probability that one draw begins with its query and secret; None where that says nothing.
+    """
+
+    training: int
+    kind: str
+    side: str
+    copies: int
+    rank: int
+    exposure: float
+    draws: int
+    found: int
+    chance: float | None
+
+    @classmethod
+    def of(cls, training: int, score: Mapping[str, Any], leak: Mapping[str, Any]) -> Outcome:
+        """From what ``SecretScore.to_dict`` and ``Leak.to_dict`` wrote for one canary."""
+        if score["name"] != leak["name"]:
+            raise DataError(f"The score of canary {score['name']} stands beside what was drawn for {leak['name']}.")
+        log = score["log_probability"]
+        chance = 0.0 if score["never_drawn"] else None if log is None else math.exp(log)
+        fields = {name: score[name] for name in ("kind", "side", "copies", "rank", "exposure")}
+        return cls(training=training, draws=leak["draws"], found=leak["found"], chance=chance, **fields)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its interval; the bounds are NaN where nothing is known of the spread."""
+
+    mean: float
+    low: float
+    high: float
+
+    def to_dict(self) -> dict[str, float | None]:
+        """As JSON values."""
+        return {name: None if math.isnan(value) else value for name, value in vars(self).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the accounting allows for secrets of one number of copies; all trivial where nothing is claimed.
+
+    Attributes:
+        top: Probability of rank 1.
+        mean_rank: Expected rank, at least.
+        leak: Probability that a secret of ten digits stands in any of the draws.
+        eps: The claim for one unit.
+        delta: Of the claim.
+        group_eps: What the mixture accounting gives for so many units together, at the same delta.
+    """
+
+    top: float = 1.0
+    mean_rank: float = 1.0
+    leak: float = 1.0
+    eps: float | None = None
+    delta: float | None = None
+    group_eps: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Excess:
+    """What was measured above what the accounting allows.
+
+    Attributes:
+        what: The share or the bound.
+        estimate: As it was measured.
+        at_least: Its lower bound.
+        ceiling: What is allowed.
+        confidence: Of the lower bound.
+        evidence: The bound on epsilon, where it is one.
+    """
+
+    what: str
+    estimate: float
+    at_least: float
+    ceiling: float
+    confidence: float
+    evidence: Evidence | None = None
+
+    def __str__(self) -> str:
+        if self.evidence is not None:
+            return f"CONTRADICTION: the claim is epsilon = {self.ceiling:.4g}, and there is {self.evidence}"
+        return (
+            f"CONTRADICTION: {self.what} is at least {self.at_least:.4g} with confidence "
+            f"1 - {1 - self.confidence:.1g}, and the accounting allows {self.ceiling:.4g}."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One row of the table.
+
+    Attributes:
+        side, kind, copies: Which canaries; the kind is `POOLED` for those of the papers together.
+        trainings, canaries, draws: How many; draws are of each canary.
+        mean_rank: Over canaries, its interval over trainings (Student's t).
+        top: Share with rank 1.
+        leaked: Share whose secret stood in a draw; NaN where the model draws nothing.
+        exposure: Mean bits.
+        chance: Mean probability that one draw begins with query and secret; None where that says nothing.
+        bounds: Lower bounds on epsilon at 95 %, the first one chosen beforehand for the table.
+        alarms: The same estimators at the claim's delta and with the confidence of a contradiction.
+        limits: What the accounting allows.
+        excesses: What was measured above it.
+    """
+
+    side: str
+    kind: str
+    copies: int
+    trainings: int
+    canaries: int
+    draws: int
+    mean_rank: Estimate
+    top: Estimate
+    leaked: Estimate
+    exposure: float
+    chance: float | None
+    bounds: tuple[Evidence, ...]
+    alarms: tuple[Evidence, ...]
+    limits: Limits
+    excesses: tuple[Excess, ...]
+
+    @property
+    def contradictions(self) -> tuple[str, ...]:
+        """What was measured above the accounting, in sentences."""
+        return tuple(map(str, self.excesses))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The cell as JSON values."""
+        facts = {name: value for name, value in vars(self).items() if name != "excesses"}
+        facts["contradictions"] = list(self.contradictions)
+        for name in ("mean_rank", "top", "leaked"):
+            facts[name] = facts[name].to_dict()
+        facts["limits"] = vars(self.limits)
+        facts["bounds"] = [bound.to_dict() for bound in self.bounds]
+        facts["alarms"] = [bound.to_dict() for bound in self.alarms]
+        return facts
+
+
+def secret_limits(ceiling: SecretCeiling, *, candidates: int, draws: int, tokens: int, **claim: float | None) -> Limits:
+    """The ceilings of secrets with these copies.
+
+    Args:
+        ceiling: Of the releases, for so many copies.
+        candidates: R.
+        draws: Queries drawn for a canary.
+        tokens: The longest of them.
+        claim: ``eps``, ``delta`` and ``group_eps`` of `Limits`.
+    """
+    # Ten digits at random stand in a text with at most 1e-10 for each place where they could begin.
+    prior = min(1.0, draws * tokens * _CHARACTERS_PER_TOKEN * 10.0**-_DIGITS)
+    return Limits(
+        top=ceiling.success(1 / candidates),
+        mean_rank=ceiling.mean_rank(candidates),
+        leak=ceiling.success(prior),
+        **claim,
+    )
+
+
+def cells_of(
+    outcomes: Sequence[Outcome],
+    *,
+    candidates: int,
+    limits: Mapping[int, Limits],
+    delta: float = 0.0,
+    neighbours: Neighbours = "zero_out",
+    cells: int | None = None,
+    tables: int = 1,
+) -> list[Cell]:
+    """Rows for each side and number of copies: the papers' kinds together, and each kind.
+
+    Args:
+        outcomes: Of all canaries of all trainings with the same settings.
+        candidates: R of every canary.
+        limits: By number of copies; trivial ones where it is missing.
+        delta: Of the claim; 0 where there is none.
+        neighbours: What the absence of a unit means.
+        cells: Among how many rows the error of a contradiction is divided, and among the statements of each; None for
+            those returned.
+        tables: How many calls share that error.
+
+    Raises:
+        DataError: There is no outcome.
+    """
+    if not outcomes:
+        raise DataError("There is no canary to make a table of.")
+    groups: dict[tuple[str, int, str], list[Outcome]] = {}
+    pools = len({outcome.kind for outcome in outcomes} & set(PAPER_KINDS)) > 1
+    for outcome in outcomes:
+        for kind in (outcome.kind, *((POOLED,) if pools and outcome.kind in PAPER_KINDS else ())):
+            groups.setdefault((outcome.side, outcome.copies, kind), []).append(outcome)
+    statements = (cells or len(groups)) * tables * _STATEMENTS
+    order = sorted(groups, key=lambda key: (key[0] != "query", key[0], key[1], key[2] != POOLED, key[2]))
+    return [
+        _cell(groups[key], key, candidates, limits.get(key[1], Limits()), delta, neighbours, ALARM / statements)
+        for key in order
+    ]
+
+
+def _cell(
+    found: Sequence[Outcome],
+    key: tuple[str, int, str],
+    candidates: int,
+    limits: Limits,
+    delta: float,
+    neighbours: Neighbours,
+    alarm: float,
+) -> Cell:
+    side, copies, kind = key
+    trainings = sorted({one.training for one in found})
+    ranks = [one.rank for one in found]
+    by_training = [[one for one in found if one.training == training] for training in trainings]
+    tops = [float(np.mean([one.rank == 1 for one in group])) for group in by_training]
+    leaks = [float(np.mean([one.found > 0 for one in group])) for group in by_training]
+    first = [group[0] for group in by_training]
+    chances = [one.chance for one in found if one.chance is not None]
+    top, leaked, draws = share(tops), share(leaks), found[0].draws
+    shared = len(found) > len(trainings)
+
+    def bounds(confidence: float, of_shared: float) -> tuple[Evidence, ...]:
+        return _bounds(ranks, shared, candidates, copies, delta, of_shared, neighbours, confidence)
+
+    alarms = bounds(1 - alarm, delta)  # a claim with a delta is contradicted by what holds with that delta alone
+    return Cell(
+        side=side,
+        kind=kind,
+        copies=copies,
+        trainings=len(trainings),
+        canaries=len(found),
+        draws=draws,
+        mean_rank=_mean([float(np.mean([one.rank for one in group])) for group in by_training], 1, candidates),
+        top=top,
+        leaked=leaked if draws else Estimate(math.nan, math.nan, math.nan),
+        exposure=float(np.mean([one.exposure for one in found])),
+        chance=float(np.mean(chances)) if chances else None,
+        bounds=bounds(0.95, 0.0),
+        alarms=alarms,
+        limits=limits,
+        excesses=tuple(_excesses(first, alarms, limits, alarm)),
+    )
+
+
+def _bounds(
+    ranks: Sequence[int],
+    shared: bool,
+    candidates: int,
+    copies: int,
+    delta: float,
+    delta_of_shared: float,
+    neighbours: Neighbours,
+    confidence: float,
+) -> tuple[Evidence, ...]:
+    hits = sum(rank == 1 for rank in ranks)
+    point = mean_rank_point(float(np.mean(ranks)), candidates=candidates, copies=copies, delta=delta)
+    together = top_rank_one_training(
+        hits, len(ranks), candidates=candidates, copies=copies, delta=delta_of_shared, neighbours=neighbours,
+        confidence=confidence,
+    )  # fmt: skip
+    if shared or neighbours == "replace_one":
+        return together, point
+    alone: dict[str, Any] = {"candidates": candidates, "copies": copies, "delta": delta, "confidence": confidence}
+    return top_rank_bound(hits, len(ranks), **alone), mean_rank_bound(ranks, **alone), point
+
+
+def _excesses(first: Sequence[Outcome], alarms: Sequence[Evidence], limits: Limits, alarm: float) -> Iterator[Excess]:
+    """What was measured above its ceiling, with an error of ``alarm`` for each statement."""
+    digits = all(one.kind in PAPER_KINDS for one in first)  # whose prior the ceiling of leaks has
+    for what, hits, ceiling in (
+        ("the share of rank 1", sum(one.rank == 1 for one in first), limits.top),
+        ("the leaked share", sum(one.found > 0 for one in first), limits.leak if digits else None),
+    ):
+        at_least = float(rate_at_least(hits, len(first), alarm))
+        if ceiling is not None and at_least > ceiling:
+            yield Excess(
+                what=what, estimate=hits / len(first), at_least=at_least, ceiling=ceiling, confidence=1 - alarm
+            )
+    for one in alarms:
+        if one.confidence is not None and limits.eps is not None and one.eps_lower > limits.eps:
+            yield Excess(
+                what=one.method, estimate=one.eps_lower, at_least=one.eps_lower, ceiling=limits.eps,
+                confidence=one.confidence, evidence=one,
+            )  # fmt: skip
+
+
+def share(shares: Sequence[float]) -> Estimate:
+    """The mean share with Clopper and Pearson's interval, each training counted as one observation.
+
+    Exact where a share is 0 or 1; parts of a training are rounded to the wider side.
+
+    Raises:
+        ConfigurationError: There is no share.
+    """
+    if not shares:
+        raise ConfigurationError("A share needs at least one training.")
+    hits, trials = math.fsum(shares), len(shares)
+    low = float(rate_at_least(math.floor(hits + 1e-9), trials, 0.025))
+    high = float(rate_at_most(math.ceil(hits - 1e-9), trials, 0.025))
+    return Estimate(hits / trials, low, high)
+
+
+def _mean(values: Sequence[float], low: float, high: float) -> Estimate:
+    """The mean with its t-interval over trainings, inside what is possible; NaN bounds where they do not differ."""
+    mean = float(np.mean(values))
+    if len(set(values)) < 2:  # no spread was seen, which says little of how much there is
+        return Estimate(mean, math.nan, math.nan)
+    reach = float(t.ppf(0.975, len(values) - 1)) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return Estimate(mean, max(low, mean - reach), min(high, mean + reach))

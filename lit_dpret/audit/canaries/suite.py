@@ -1,0 +1,327 @@
+"""Which canaries a run gets: kinds, repetitions, sides, and where their words come from.
+
+**Whose words.** A canary must be made without reading the records that the claim is about: a canary with a copy of a
+private query in it would train on that query again, in units that stay when its owner's record is taken out. So
+queries come from public passages alone (``pseudo``), from a file that is declared public, or from a split that the
+run does not train on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, Protocol, get_args
+
+import numpy as np
+
+from lit_dpret.audit.canaries.canary import OWN_ID, Canary, CanarySet, Kind, Side
+from lit_dpret.audit.canaries.lengths import check_all_fit, check_sentinels, cut_side
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.synthesis.pseudo_queries import pseudo_queries
+
+QUERY_SIDE_ONLY = ("echo", "new_token")
+EVALUATION_SPLITS = ("dev", "test")
+_PSEUDO_PASSAGES = 2000
+_VOCABULARY_PASSAGES = 2000
+
+
+class Sources(Protocol):
+    """What canaries are made from: the public side of a DataModule, and its evaluation queries."""
+
+    def public_passages(self) -> Mapping[str, str]: ...
+    def evaluation_set(self, split: str = ...) -> tuple[dict[str, str], dict[str, dict[str, int]]]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanarySuite:
+    """Canaries of every combination of kind, side and repetitions.
+
+    The kinds, with the secret on the query's side:
+
+    ========================  =========================================  =================================
+    kind                      query                                      passage
+    ========================  =========================================  =================================
+    ``digits``                a query and ten digits                     ten other digits, another number
+    ``own_passage``           a query and ten digits                     the query's own
+    ``random_passage``        a query and ten digits                     another one
+    ``echo``                  the beginning of a query and rare words    the query's own
+    ``new_token``             a query and two unused tokens              the query's own
+    ========================  =========================================  =================================
+
+    The first three are those of the synthetic-query papers (000, section 6.3). There the digits are described as
+    standing in the document, and the leak as that of "the secret part of each canary query": ``query`` is what
+    query-level privacy protects, ``passage`` the papers' letter, where the passage of ``digits`` is the secret alone.
+    ``echo`` follows Meeus et al. 2025 ("The Canary's Echo", arXiv 2502.14921), ``new_token`` Panda et al. 2025
+    ("Privacy auditing of large language models"); both have their secret in the query only.
+
+    Args:
+        kinds: Which of them.
+        repetitions: How often each canary is planted; there are canaries for every number given.
+        sides: Where the secret stands; canaries for every side given.
+        count: Canaries of each combination.
+        candidates: Secrets that each canary's is drawn from, and ranked among.
+        include: 1 plants all; 0.5 tosses a fair coin for each, as one-run audits need it.
+        queries: ``pseudo``, ``dev``, ``test``, or a file of public queries, one in a line. Queries of a split are
+            trained on as canaries: do not judge the model by that split.
+        query_words: Words of a query that are kept before the secret, so that a model's longest query holds it.
+        passage_words: The same, where the secret stands in a passage.
+        suffix_words: Rare words of an ``echo``.
+        new_tokens: How many of ``<extra_id_0>``, ``<extra_id_1>``, ... the model has.
+        seed: Of texts, secrets and coins; null takes one from the operating system. It is no seed of noise, of
+            batches or of the model, and whoever knows it knows the secrets.
+
+    Raises:
+        ConfigurationError: A setting is out of range.
+    """
+
+    kinds: Sequence[Kind] = ("digits", "own_passage", "random_passage")
+    repetitions: Sequence[int] = (1, 10, 100)
+    sides: Sequence[Side] = ("query",)
+    count: int = 1
+    candidates: int = 100
+    include: float = 1.0
+    queries: str = "pseudo"
+    query_words: int = 12
+    passage_words: int = 30
+    suffix_words: int = 5
+    new_tokens: int = 16
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, chosen, known in (("kinds", self.kinds, get_args(Kind)), ("sides", self.sides, get_args(Side))):
+            if not chosen or len(set(chosen)) < len(chosen) or set(chosen) - set(known):
+                raise ConfigurationError(
+                    f"canaries.{name}={list(chosen)} must be some of {', '.join(known)}, each once."
+                )
+        if not self.repetitions or len(set(self.repetitions)) < len(self.repetitions) or min(self.repetitions) < 1:
+            raise ConfigurationError(
+                f"canaries.repetitions={list(self.repetitions)} must be whole numbers from 1, each once."
+            )
+        least = {"count": 1, "candidates": 2, "query_words": 1, "passage_words": 1, "suffix_words": 1, "new_tokens": 2}
+        for name, lowest in least.items():
+            if getattr(self, name) < lowest:
+                raise ConfigurationError(f"canaries.{name}={getattr(self, name)} must be at least {lowest}.")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
+            raise ConfigurationError(f"canaries.seed={self.seed!r} must be a whole number from 0, or null.")
+        if self.include not in (0.5, 1.0):
+            raise ConfigurationError(
+                f"canaries.include={self.include:g} must be 1, or 0.5: a one-run audit takes fair coins."
+            )
+        if "new_token" in self.kinds and self.new_tokens**2 < self.candidates:
+            raise ConfigurationError(
+                f"canaries.new_tokens={self.new_tokens} make {self.new_tokens**2} pairs, fewer than "
+                f"canaries.candidates={self.candidates}. Lower the second."
+            )
+        if not list(self._combinations()):
+            raise ConfigurationError(
+                f"canaries.kinds={list(self.kinds)} with canaries.sides={list(self.sides)} make no canary: "
+                f"{' and '.join(QUERY_SIDE_ONLY)} have their secret in the query."
+            )
+
+    def settings(self) -> dict[str, Any]:
+        """Every setting as JSON values."""
+        return {
+            name: list(value) if isinstance(value, (list, tuple)) or _is_sequence(value) else value
+            for name, value in vars(self).items()
+        }
+
+    @property
+    def units(self) -> int:
+        """How many units the canaries are."""
+        return self.count * sum(copies for _, _, copies in self._combinations())
+
+    def make(self, data: Sources, reader: object = None, *, shorter: str | None = None) -> CanarySet:
+        """The canaries for a data set; the same for the same seed, the same public texts and the same reader.
+
+        Guarantees:
+            - No training query is read.
+            - Each secret is drawn uniformly from its candidates, by coins that nothing else uses.
+            - No two canaries share a query.
+            - A query whose words leave a model no room for a secret is passed over for another, whichever was drawn.
+
+        Args:
+            data: The public side of a DataModule.
+            reader: The model that will be trained on them, where it has a say in tokens (``token_ids``).
+            shorter: What an error advises about texts that are too long, beside raising the length.
+
+        Raises:
+            ConfigurationError: The data have no public list of passages, or no such split; or too few of the queries
+                leave room for a secret, or two secrets are one to the tokenizer.
+            DataError: There are too few queries to make so many canaries.
+        """
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        passages = data.public_passages()
+        ids = sorted(passages)
+        known = self._known_queries(data, passages, ids, seed)
+        planned = [(*each, number) for each in self._combinations() for number in range(self.count)]
+        if len(known) < len(planned):
+            raise DataError(
+                f"canaries.queries={self.queries} gives {len(known)} queries for {len(planned)} canaries. Lower "
+                "canaries.count, or take another source."
+            )
+        words = _vocabulary(passages, ids, seed) if "echo" in self.kinds else []
+        order = iter(_coins(seed, "queries").permutation(len(known)))
+        canaries: list[Canary] = []
+        for kind, side, copies, number in planned:
+            for place in order:
+                made = self._canary(kind, side, copies, number, known[place], passages, ids, words, seed)
+                check_sentinels(reader, made)
+                if not _another_would_help(reader, made):
+                    check_all_fit(reader, [made], shorter=shorter)
+                    canaries.append(made)
+                    break
+            else:
+                raise ConfigurationError(
+                    f"{len(canaries)} of the {len(known)} queries of canaries.queries={self.queries} leave room for a "
+                    f"secret, {len(planned)} are needed: with the others a text is longer than "
+                    "model.max_query_length or model.max_passage_length, so the secret would be cut. Raise it, or "
+                    f"{shorter or 'lower canaries.query_words or canaries.passage_words'}."
+                )
+        return CanarySet(tuple(canaries), self.settings(), secrets.token_hex(16))
+
+    def _canary(
+        self,
+        kind: Kind,
+        side: Side,
+        copies: int,
+        number: int,
+        known: tuple[str, str],
+        passages: Mapping[str, str],
+        ids: Sequence[str],
+        words: Sequence[str],
+        seed: int,
+    ) -> Canary:
+        """One canary with a known query; its secret and its coin do not depend on which query it is."""
+        query, own = known
+        name = f"{kind}-{side}-{copies}-{number}"
+        coins = _coins(seed, name)
+        candidates = self._candidates(kind, coins, words)
+        passage_id, passage = self._passage(kind, side, name, own, passages, ids, coins)
+        short = query.split()[: max(1, self.query_words // 2) if kind == "echo" else None]
+        return Canary(
+            name=name,
+            kind=kind,
+            side=side,
+            query=" ".join(short),
+            passage_id=passage_id,
+            passage=passage,
+            candidates=candidates,
+            secret=candidates[int(coins.integers(len(candidates)))],
+            copies=copies,
+            included=bool(coins.random() < self.include),
+        )
+
+    def _combinations(self) -> Iterator[tuple[Kind, Side, int]]:
+        for kind, side, copies in product(self.kinds, self.sides, self.repetitions):
+            if side == "query" or kind not in QUERY_SIDE_ONLY:
+                yield kind, side, copies
+
+    def _known_queries(
+        self, data: Sources, passages: Mapping[str, str], ids: Sequence[str], seed: int
+    ) -> list[tuple[str, str]]:
+        """Different queries, cut to their length, each with the id of its passage."""
+        found: dict[str, str] = {}
+        for query, own in _queries(self.queries, data, passages, ids, seed):
+            found.setdefault(" ".join(query.split()[: self.query_words]), own)
+        return list(found.items())
+
+    def _candidates(self, kind: Kind, coins: np.random.Generator, words: Sequence[str]) -> tuple[str, ...]:
+        """Different secrets of the kind's alphabet, each uniform."""
+        found: dict[str, None] = {}
+        if kind == "new_token":
+            for pair in coins.permutation(self.new_tokens**2)[: self.candidates]:
+                found[f"<extra_id_{pair // self.new_tokens}><extra_id_{pair % self.new_tokens}>"] = None
+        while len(found) < self.candidates:
+            if kind == "echo":
+                found[" ".join(words[place] for place in coins.integers(len(words), size=self.suffix_words))] = None
+            else:
+                found[_number(coins)] = None
+        return tuple(found)
+
+    def _passage(
+        self,
+        kind: Kind,
+        side: Side,
+        name: str,
+        own: str,
+        passages: Mapping[str, str],
+        ids: Sequence[str],
+        coins: np.random.Generator,
+    ) -> tuple[str, str]:
+        """Id and text of the passage, without the secret."""
+        if kind == "digits":
+            return OWN_ID + name, _number(coins) if side == "query" else ""
+        chosen = own
+        if kind == "random_passage":
+            others = [each for each in (ids[int(place)] for place in coins.integers(len(ids), size=8)) if each != own]
+            chosen = others[0] if others else own
+        if side == "query":
+            return chosen, passages[chosen]
+        return OWN_ID + name, " ".join(passages[chosen].split()[: self.passage_words])
+
+
+def _another_would_help(reader: object, made: Canary) -> bool:
+    """Whether a text is too long because of the words that come with its query, and would not be by the secret alone.
+
+    With ``own_passage`` another query brings another passage as well.
+    """
+    side = cut_side(reader, made)
+    if side == "query":
+        return cut_side(reader, replace(made, query="")) != "query"
+    return side == "passage" and made.kind == "own_passage" and cut_side(reader, replace(made, passage="")) is None
+
+
+def _number(coins: np.random.Generator) -> str:
+    return f"{int(coins.integers(10**10)):010d}"
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _coins(seed: int, purpose: str) -> np.random.Generator:
+    """A stream of its own for each purpose; the label keeps it apart from every other seed of the project."""
+    digest = hashlib.blake2b(f"lit-dpret/canaries\x1f{seed}\x1f{purpose}".encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+
+
+def _queries(
+    source: str, data: Sources, passages: Mapping[str, str], ids: Sequence[str], seed: int
+) -> list[tuple[str, str]]:
+    """Queries with the id of the passage that belongs to each."""
+    if source == "pseudo":
+        some = _coins(seed, "passages").permutation(len(ids))[:_PSEUDO_PASSAGES]
+        made = pseudo_queries({ids[int(place)]: passages[ids[int(place)]] for place in some})
+        return [(one.text, one.passage_id) for one in made if one.text]
+    if source in EVALUATION_SPLITS:
+        queries, qrels = data.evaluation_set(source)
+        best = {query: max(judged, key=lambda passage: judged[passage]) for query, judged in qrels.items() if judged}
+        return [(queries[query], best[query]) for query in sorted(best) if qrels[query][best[query]] > 0]
+    if source == "train":
+        raise ConfigurationError(
+            "canaries.queries=train: a copy of a private query in a canary would be trained on even where its owner's "
+            "record is taken out, and the claim would not cover it. Take pseudo, dev, test, or a file of public ones."
+        )
+    path = Path(source)
+    if not path.is_file():
+        raise ConfigurationError(f"canaries.queries={source} is neither pseudo, dev or test, nor a file.")
+    try:
+        lines = dict.fromkeys(" ".join(line.split()) for line in path.read_text(encoding="utf-8").splitlines())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise DataError(f"canaries.queries={source} cannot be read: {reason}.", kind="unreadable file") from error
+    owners = _coins(seed, "owners").integers(len(ids), size=len(lines))
+    return [(line, ids[int(owner)]) for line, owner in zip(lines, owners, strict=True) if line]
+
+
+def _vocabulary(passages: Mapping[str, str], ids: Sequence[str], seed: int) -> list[str]:
+    """Different words of some public passages: drawn uniformly from, they are rare ones that make no sense together."""
+    some = _coins(seed, "vocabulary").permutation(len(ids))[:_VOCABULARY_PASSAGES]
+    words = {word for place in some for word in passages[ids[int(place)]].lower().split() if word.isalpha()}
+    if len(words) < 2:
+        raise DataError("The public passages have too few words to make an echo canary from.")
+    return sorted(words)

@@ -1,0 +1,158 @@
+"""How far a planted secret stands out among secrets that were not planted.
+
+Carlini et al. 2019, "The Secret Sharer", arXiv 1802.08232: the exposure of a secret is the logarithm of how much
+faster it is guessed with the model than without. Perplexities here are in any unit; a lower one is a likelier text.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.integrate import quad
+from scipy.stats import skewnorm
+
+from lit_dpret.audit.statistics.checks import check_count
+from lit_dpret.errors import ConfigurationError, DataError
+
+
+def rank(secret: float, references: ArrayLike) -> int:
+    """1 and the number of references that are no less likely; ties count against the finding.
+
+    >>> rank(3.5, [1, 2, 3, 4]), rank(1, [1, 2, 3, 4])
+    (4, 2)
+
+    Args:
+        secret: Perplexity of the planted secret.
+        references: Those of secrets that could have been planted as well and were not, shape ``(references,)``.
+
+    Raises:
+        DataError: There is no reference, or a value is no number.
+    """
+    values = _references(references)
+    return 1 + int((values <= _number(secret)).sum())
+
+
+def exposure_of_rank(rank: float, candidates: int) -> float:
+    """log2(candidates / rank) bits: from 0 to log2(candidates) where the secret is one of the candidates.
+
+    At random it is not 0 but log2(e) = 1.44 on average for many candidates, and 1.396 for 100.
+
+    Raises:
+        ConfigurationError: ``rank`` is below 1.
+    """
+    check_count("candidates", candidates, least=1)
+    if not rank >= 1:
+        raise ConfigurationError(f"rank={rank} must be at least 1.")
+    return math.log2(candidates) - math.log2(rank)
+
+
+def exposure(secret: float, references: ArrayLike) -> float:
+    """By rank: log2(references) - log2(rank), at most log2(references).
+
+    Divides by the number of references, as TensorFlow Privacy does, so that a secret that is less likely than all
+    of them is slightly below 0.
+
+    >>> [round(exposure(x, range(1, 17)), 6) for x in (0, 0.1, 3.5, 20)]
+    [4.0, 4.0, 2.0, -0.087463]
+
+    Args:
+        secret: Perplexity of the planted secret.
+        references: Those of secrets that were not planted, shape ``(references,)``.
+
+    Raises:
+        DataError: There is no reference, or a value is no number.
+    """
+    values = _references(references)
+    return exposure_of_rank(rank(secret, values), len(values))
+
+
+def extrapolated_exposure(secret: float, references: ArrayLike) -> float:
+    """By a skew-normal that is fitted to the references: -log2 of its distribution function at the secret.
+
+    Not bounded by their number, and no better than the fit: far out it states what the references never showed, and
+    where the fitted curve has no mass that floats can tell it is infinite.
+    The paper (section 4.3) finds that perplexities follow it; a Kolmogorov-Smirnov test on your own tells whether
+    they do.
+
+    Args:
+        secret: Perplexity of the planted secret.
+        references: Those of secrets that were not planted, shape ``(references,)``; two different ones at least.
+
+    Raises:
+        DataError: There are fewer references, or a value is no number.
+    """
+    values = _references(references)
+    if np.ptp(values) == 0:
+        raise DataError("A distribution cannot be fitted to references that are all equal.")
+    shape, location, scale = skewnorm.fit(values)
+    return -_log_cdf(_number(secret), shape, location, scale) / math.log(2)
+
+
+def leak_probability(log_probability: float, draws: int) -> float:
+    """The probability that a text is generated at least once in ``draws`` independent draws.
+
+    1 - (1 - p)^G: the (n, p)-discoverable extraction of Hayes et al. 2024, arXiv 2410.19482. Exact where p is the
+    product over the text's tokens under the distribution that is really sampled from (after temperature and top-p),
+    and needs no draw at all.
+
+    >>> leak_probability(-50.0, 10**6) < 1e-15
+    True
+
+    Args:
+        log_probability: Natural logarithm of p.
+        draws: G.
+
+    Raises:
+        ConfigurationError: ``log_probability`` is above 0, or ``draws`` is negative.
+    """
+    check_count("draws", draws)
+    if not log_probability <= 0:
+        raise ConfigurationError(f"log_probability={log_probability} must be at most 0.")
+    if log_probability == 0:
+        return float(draws > 0)
+    return -math.expm1(draws * math.log1p(-math.exp(log_probability)))
+
+
+def mean_rank(ranks: ArrayLike, candidates: int) -> float:
+    """The mean of ranks among ``candidates``, each from 1 to their number.
+
+    Raises:
+        DataError: There is no rank, or one is out of its range.
+    """
+    check_count("candidates", candidates, least=1)
+    values = _references(ranks)
+    worst = values[(values < 1) | (values > candidates) | (values != np.round(values))]
+    if worst.size:
+        raise DataError(f"{worst.size} ranks, {worst[0]:g} for one, are no whole numbers from 1 to {candidates}.")
+    return float(values.mean())
+
+
+def _log_cdf(x: float, shape: float, location: float, scale: float) -> float:
+    direct = float(skewnorm.cdf(x, shape, location, scale))
+    if direct > 1e-8:
+        return math.log(direct)
+    # SciPy's tail has an absolute error; here the density is integrated relative to its value at x.
+    at = float(skewnorm.logpdf(x, shape, location, scale))
+
+    def relative(step: float) -> float:
+        return math.exp(float(skewnorm.logpdf(x - step * scale, shape, location, scale)) - at)
+
+    mass = scale * quad(relative, 0, math.inf)[0]
+    return at + math.log(mass) if mass > 0 else -math.inf
+
+
+def _references(values: ArrayLike) -> NDArray[np.float64]:
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or array.size == 0:
+        raise DataError(f"One row of values is needed, not an array of shape {array.shape}.")
+    if not np.isfinite(array).all():
+        raise DataError(f"{int((~np.isfinite(array)).sum())} of {array.size} values are NaN or infinite.")
+    return array
+
+
+def _number(value: float) -> float:
+    if math.isnan(value):
+        raise DataError("The secret's perplexity is NaN.")
+    return float(value)

@@ -1,0 +1,104 @@
+"""How much an audit of a given size could ever prove, so that one that cannot fail is not run, or not believed.
+
+Every number is the bound of an attack that makes no mistake. `lit_dpret.privacy.accounting.audit_power` has the same
+for a one-run audit of a claim, as ``task=plan`` prints it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lit_dpret.audit.statistics.checks import check_confidence, check_copies, check_count, check_delta
+from lit_dpret.audit.statistics.clopper_pearson import clopper_pearson_counts
+from lit_dpret.audit.statistics.group import group_delta
+from lit_dpret.audit.statistics.one_run import one_run_counts
+from lit_dpret.audit.statistics.rank_epsilon import top_rank_bound, top_rank_one_training
+from lit_dpret.audit.statistics.scores import Counts
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.accounting.audit_power import one_run_p_value
+
+MOST_CANARIES = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Power:
+    """What ``canaries`` canaries could certify at best, each method with its threshold chosen beforehand.
+
+    Attributes:
+        canaries: How many.
+        one_run: With a coin for each, all guessed right.
+        error_rates: Half of them members, all told apart (`clopper_pearson_counts`), each in a training of its own or
+            not touching each other.
+        ranks: All first among the candidates, each in a training of its own.
+        ranks_one_training: The same in one training, for delta = 0.
+    """
+
+    canaries: int
+    one_run: float
+    error_rates: float
+    ranks: float
+    ranks_one_training: float
+
+
+def most_certifiable(
+    canaries: int, *, delta: float, candidates: int = 100, copies: int = 1, confidence: float = 0.95
+) -> Power:
+    """What an attack without a mistake would prove, by each method.
+
+    >>> power = most_certifiable(1000, delta=0.0)
+    >>> round(power.one_run, 4), round(power.ranks, 4)
+    (5.8091, 4.6022)
+
+    Raises:
+        ConfigurationError: Fewer than two canaries, or a number is out of its range.
+    """
+    check_count("canaries", canaries, least=2)
+    half = canaries // 2
+    perfect = Counts(tp=half, fn=0, fp=0, tn=canaries - half)
+    one_run = one_run_counts(
+        canaries=canaries, guesses=canaries, correct=canaries, delta=delta, confidence=confidence, copies=copies
+    )
+    rates = clopper_pearson_counts(perfect, delta=delta, confidence=confidence, copies=copies)
+    ranks = top_rank_bound(canaries, canaries, candidates=candidates, copies=copies, delta=delta, confidence=confidence)
+    together = top_rank_one_training(canaries, canaries, candidates=candidates, copies=copies, confidence=confidence)
+    return Power(
+        canaries=canaries,
+        one_run=one_run.eps_lower,
+        error_rates=rates.eps_lower,
+        ranks=ranks.eps_lower,
+        ranks_one_training=together.eps_lower,
+    )
+
+
+def canaries_needed(eps: float, *, delta: float, copies: int = 1, confidence: float = 0.95) -> int:
+    """The fewest canaries with which a one-run audit that guesses them all, and all rightly, contradicts ``eps``.
+
+    >>> canaries_needed(3.0, delta=0.0)
+    62
+
+    Raises:
+        ConfigurationError: More than a million would be needed, or a number is out of its range.
+    """
+    if not eps >= 0:
+        raise ConfigurationError(f"eps={eps} must be at least 0.")
+
+    check_delta(delta)
+    check_copies(copies)
+    error, group = check_confidence(confidence), group_delta(eps, delta, copies)
+
+    def enough(canaries: int) -> bool:
+        all_right = {"canaries": canaries, "guesses": canaries, "correct": canaries}
+        return one_run_p_value(copies * eps, **all_right, delta=group) < error
+
+    high = 1
+    while not enough(high):
+        high *= 2
+        if high > MOST_CANARIES:
+            raise ConfigurationError(
+                f"No one-run audit of up to {MOST_CANARIES:,} canaries contradicts eps={eps:g} at delta={delta:g}."
+            )
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high

@@ -1,0 +1,236 @@
+"""From the ranks of planted secrets to a bound on epsilon, four ways that differ in what they grant.
+
+A secret is drawn at random from R candidates, planted k times, and ranked among them by the trained model. Had it
+not been planted, its rank would be uniform on 1..R. Under (eps, delta)-DP for one unit, no event becomes likelier by
+planting than e^(k eps) times that and delta_k (`lit_dpret.audit.statistics.group`). The fifth way, by Renyi divergence,
+is `lit_dpret.audit.statistics.renyi`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.fft import next_fast_len
+from scipy.stats import binom
+
+from lit_dpret.audit.statistics.binomial import rate_at_least
+from lit_dpret.audit.statistics.checks import check_confidence, check_copies, check_count, check_delta, check_hits
+from lit_dpret.audit.statistics.evidence import Evidence
+from lit_dpret.audit.statistics.exposure import mean_rank
+from lit_dpret.audit.statistics.group import group_delta, least_epsilon, least_where
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.accounting.audit_power import largest_contradicted
+
+RANDOM = "each secret was drawn uniformly from its candidates, and ranked among them all with ties against it"
+TAKEN_OUT = "a unit is taken out (zero_out or add_or_remove)"
+APART = f"{RANDOM}; {TAKEN_OUT}; every canary had a training of its own, so that their ranks are independent."
+TOGETHER = f"{RANDOM}; the candidates were fixed before training. The canaries may share one training."
+
+
+def mean_rank_point(
+    mean: float, *, candidates: int, copies: int = 1, delta: float = 0.0, chance: float | None = None
+) -> Evidence:
+    """The papers' number: the smallest epsilon that lets the *expected* rank fall so low. It has no confidence.
+
+    E[rank | planted] + delta_k R >= e^(-k eps) E[rank | not planted], so for pure DP
+    ln(((R + 1) / 2) / mean) / k. The observed mean stands in for the expected one, with nothing said about luck.
+
+    >>> paper = mean_rank_point(43, candidates=100, copies=10, chance=50)
+    >>> round(paper.eps_lower, 6), paper.confidence
+    (0.015082, None)
+
+    Args:
+        mean: Of the observed ranks.
+        candidates: R.
+        copies: k.
+        delta: For one unit.
+        chance: The expected rank of a secret that was not planted; (R + 1) / 2 unless something else is said. The
+            papers' 0.015 has R / 2.
+
+    Raises:
+        ConfigurationError: ``mean`` is not from 1 to R, or another number is out of its range.
+    """
+    check_delta(delta)
+    check_copies(copies)
+    check_count("candidates", candidates, least=2)
+    if not 1 <= mean <= candidates:
+        raise ConfigurationError(f"mean={mean} of ranks among {candidates} candidates must lie from 1 to {candidates}.")
+    expected = (candidates + 1) / 2 if chance is None else chance
+
+    def allowed(eps: float) -> bool:
+        reached = math.exp(min(700.0, copies * eps)) * mean + group_delta(eps, delta, copies) * candidates
+        return reached >= expected
+
+    eps = 0.0 if allowed(0.0) else math.log(expected / mean) / copies
+    if eps > 0 and delta > 0:
+        eps = least_where(allowed, eps)
+    assumption = f"{RANDOM}; {TAKEN_OUT}; and the mean of the observed ranks is the expected rank, without any luck."
+    return Evidence(
+        method="mean rank, point value", eps_lower=eps, delta=delta, confidence=None, assumption=assumption,
+        copies=copies,
+    )  # fmt: skip
+
+
+def mean_rank_bound(
+    ranks: ArrayLike, *, candidates: int, copies: int = 1, delta: float = 0.0, confidence: float = 0.95
+) -> Evidence:
+    """What the mean of ranks proves, with confidence, where every canary had a training of its own.
+
+    Under (eps, delta)-DP a rank is at least, in distribution, one with P[rank <= r] = min(1, e^(k eps) r / R +
+    delta_k). The p-value is the probability that so many of those have a sum as low, by exact convolution;
+    it rises with epsilon, since each such rank falls, so that the bisection finds the largest refuted epsilon.
+
+    Args:
+        ranks: One for each training, whole numbers from 1 to R.
+        candidates: R.
+        copies: k.
+        delta: For one unit.
+        confidence: That the bound is true.
+
+    Raises:
+        DataError: There is no rank, or one is out of its range.
+        ConfigurationError: A number is out of its range.
+    """
+    error = _check(candidates, copies, delta, confidence)
+    trainings = len(np.atleast_1d(np.asarray(ranks)))
+    total = round(mean_rank(ranks, candidates) * trainings)
+
+    def contradicted(eps: float) -> bool:
+        return _chance_of_sum(eps, total, trainings, candidates, copies, delta) < error
+
+    return Evidence(
+        method="mean rank, independent trainings", eps_lower=largest_contradicted(contradicted), delta=delta,
+        confidence=confidence, assumption=APART, copies=copies,
+    )  # fmt: skip
+
+
+def top_rank_bound(
+    hits: int,
+    trials: int,
+    *,
+    candidates: int,
+    top: int = 1,
+    copies: int = 1,
+    delta: float = 0.0,
+    confidence: float = 0.95,
+) -> Evidence:
+    """What it proves that ``hits`` of ``trials`` secrets came out among the first ``top``, each by its own training.
+
+    The smallest epsilon with e^(k eps) top / R + delta_k >= L, where L is Clopper and Pearson's lower bound
+    on the rate. "Leaked", where a leak is a guess among R, is ``top=1``. For canaries that share a training use
+    `top_rank_one_training`.
+
+    >>> round(top_rank_bound(67, 100, candidates=100, copies=10).eps_lower, 4)
+    0.4068
+
+    Raises:
+        ConfigurationError: More hits than trials, ``top`` not from 1 to R - 1, or a number out of its range.
+    """
+    error = _check(candidates, copies, delta, confidence)
+    check_hits(hits, trials)
+    _check_top(top, candidates)
+    rate = float(rate_at_least(hits, trials, error))
+    eps = least_epsilon(rate, top / candidates, delta=delta, copies=copies)
+    return Evidence(
+        method=f"rank {top} or better, independent trainings", eps_lower=eps, delta=delta, confidence=confidence,
+        assumption=APART, copies=copies,
+    )  # fmt: skip
+
+
+def top_rank_one_training(
+    hits: int,
+    canaries: int,
+    *,
+    candidates: int,
+    top: int = 1,
+    copies: int = 1,
+    delta: float = 0.0,
+    neighbours: Literal["zero_out", "add_or_remove", "replace_one"] = "zero_out",
+    confidence: float = 0.95,
+) -> Evidence:
+    """The same where all canaries stood in one training.
+
+    Pure DP (``delta=0``). Given the model and all other secrets, the odds of two candidates differ from their prior
+    odds by at most e^(2 k eps) (one secret out, the other in; e^(k eps) under ``replace_one``), so that any ``top`` of
+    them hold the secret with probability at most p = top e^(2 k eps) / (top e^(2 k eps) + R - top). Revealed one after
+    the other, the hits are at most Binomial(canaries, p) in distribution, as in the one-run audit, which has two
+    candidates. The tail rises with p and so with epsilon, which the bisection rests on.
+
+    With a delta, what may be told beyond that is a second count. Let t be the delta of the exchange of two secrets:
+    delta_k (1 + e^(k eps)), or delta_k under ``replace_one``. Let h be the probability, given the model and the secrets
+    before, that the guesses hold the next one. In E[(h - p)+] every ordered pair of candidates a, b stands with
+    P_a - e^(2 k eps) P_b over the outputs that guess a and not b, at most t; so it is at most
+    u = (R - 1) t / (top e^(2 k eps) + R - top). Each hit is thus one of the Binomial's or one of a count with an
+    expectation of at most canaries * u, and nothing is known of how the two hang together: the p-value is the largest
+    probability of so many hits that any such pair has. It rises with epsilon, too: u is t (1 - p) times a constant, t
+    rises, and a share of misses 1 - p that falls is made up for by the misses that a larger p turns into hits. (An
+    argument of our own, for more than two candidates.)
+
+    >>> round(top_rank_one_training(67, 100, candidates=100, copies=10).eps_lower, 4)
+    0.2468
+
+    Raises:
+        ConfigurationError: More hits than canaries, ``top`` not from 1 to R - 1, or a number out of its range.
+    """
+    error = _check(candidates, copies, delta, confidence)
+    check_hits(hits, canaries, names=("hits", "canaries"))
+    _check_top(top, candidates)
+    if neighbours not in ("zero_out", "add_or_remove", "replace_one"):
+        raise ConfigurationError(f"neighbours={neighbours!r} must be zero_out, add_or_remove or replace_one.")
+    steps = copies if neighbours == "replace_one" else 2 * copies
+
+    def contradicted(eps: float) -> bool:
+        odds = math.exp(min(700.0, steps * eps))
+        rate = top / (top + (candidates - top) / odds)
+        if delta == 0:
+            return float(binom.sf(hits - 1, canaries, rate)) < error
+        one_way = group_delta(eps, delta, copies)
+        swap = one_way if neighbours == "replace_one" else one_way * (1 + math.exp(min(700.0, copies * eps)))
+        beyond = (candidates - 1) * min(1.0, swap) / (top * odds + candidates - top)
+        return _chance_of_hits(hits, canaries, rate, canaries * beyond) < error
+
+    about = "pure DP, with delta=0," if delta == 0 else f"delta={delta:.3g}"
+    return Evidence(
+        method=f"rank {top} or better, one training", eps_lower=largest_contradicted(contradicted), delta=delta,
+        confidence=confidence, assumption=f"{TOGETHER} The bound is for {about} under {neighbours}.", copies=copies,
+    )  # fmt: skip
+
+
+def _check(candidates: int, copies: int, delta: float, confidence: float) -> float:
+    check_count("candidates", candidates, least=2)
+    check_copies(copies)
+    check_delta(delta)
+    return check_confidence(confidence)
+
+
+def _check_top(top: int, candidates: int) -> None:
+    check_count("top", top, least=1)
+    if top >= candidates:
+        raise ConfigurationError(f"top={top} of candidates={candidates}: every secret is among those.")
+
+
+def _chance_of_hits(hits: int, canaries: int, rate: float, beyond: float) -> float:
+    """The largest P[B + G >= hits] of B ~ Bin(canaries, rate) and any count G with an expectation of ``beyond``.
+
+    Where B is j short, G must be j: those outcomes are bought with the expectation, the cheapest first.
+    """
+    chance = float(binom.sf(hits - 1, canaries, rate))
+    for short in range(1, hits + 1):
+        bought = min(float(binom.pmf(hits - short, canaries, rate)), beyond / short)
+        chance, beyond = chance + bought, beyond - short * bought
+    return min(1.0, chance)
+
+
+def _chance_of_sum(eps: float, total: int, trainings: int, candidates: int, copies: int, delta: float) -> float:
+    """The probability that the sum of the lowest ranks that (eps, delta)-DP allows is at most ``total``."""
+    odds = math.exp(min(700.0, copies * eps))
+    reached = np.minimum(1.0, odds * np.arange(1, candidates + 1) / candidates + group_delta(eps, delta, copies))
+    chances = np.diff(reached, prepend=0.0)
+    # Ranks from 0, so that the sum of N has N (R - 1) + 1 values, and a transform of that length wraps nothing round.
+    length = next_fast_len(trainings * (candidates - 1) + 1, real=True)
+    spectrum = np.fft.rfft(chances, length)
+    sums = np.fft.irfft(spectrum**trainings, length)
+    return float(np.clip(sums[: total - trainings + 1].sum(), 0.0, 1.0))

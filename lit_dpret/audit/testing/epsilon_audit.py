@@ -1,0 +1,116 @@
+"""How much epsilon can be seen? A lower bound from repeating the release on two neighbouring inputs.
+
+If an event has probability p on one input and q on its neighbour, (eps, delta)-DP says
+p <= exp(eps) q + delta. Counting the event on both sides gives confidence bounds on p and q (Clopper and
+Pearson, 1934), and so a lower bound on eps that holds whatever the mechanism is (Jagielski et al.,
+"Auditing differentially private machine learning", 2020, section 4; Nasr et al., 2021).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import beta
+
+from lit_dpret.audit.testing.probe import Probe
+from lit_dpret.audit.testing.sum_checks import LOUD, norm
+from lit_dpret.errors import ConfigurationError, PrivacyViolation
+
+CONFIDENCE = 1 - 1e-4
+#: The share of the trials by which the threshold is chosen; the rest is what is counted.
+CHOOSING = 0.25
+
+#: Which quantiles of all values together are tried as a threshold.
+CANDIDATES = np.concatenate([np.linspace(0.002, 0.04, 8), np.linspace(0.05, 0.95, 37), np.linspace(0.96, 0.998, 8)])
+
+Values = NDArray[np.float64]
+
+
+def epsilon_lower_bound(p: Values, q: Values, delta: float, confidence: float = CONFIDENCE) -> float:
+    """A lower bound on epsilon from a statistic's values on two neighbouring inputs.
+
+    The threshold, and which side of it counts, are chosen by the first quarter of the values and applied
+    to the rest, so that the bound holds at the stated confidence.
+
+    Args:
+        p: Values on one input, ``(trials,)``.
+        q: Values on its neighbour, ``(trials,)``.
+        delta: The delta of the claim.
+        confidence: That the bound is true.
+
+    Returns:
+        The bound; at least 0.
+    """
+    first_p, first_q = p[: int(len(p) * CHOOSING)], q[: int(len(q) * CHOOSING)]
+    best, threshold, sign, swapped = -math.inf, 0.0, 1, False
+    for candidate in np.unique(np.quantile(np.concatenate([first_p, first_q]), CANDIDATES)):
+        for s in (1, -1):
+            for swap in (False, True):
+                a, b = (first_q, first_p) if swap else (first_p, first_q)
+                found = _bound(s * a, s * b, s * candidate, delta, confidence)
+                if found > best:
+                    best, threshold, sign, swapped = found, float(candidate), s, swap
+    rest_p, rest_q = p[len(first_p) :], q[len(first_q) :]
+    a, b = (rest_q, rest_p) if swapped else (rest_p, rest_q)
+    return max(0.0, _bound(sign * a, sign * b, sign * threshold, delta, confidence))
+
+
+def most_that_can_be_shown(trials: int, delta: float, confidence: float = CONFIDENCE) -> float:
+    """The bound that a mechanism without any noise would get from ``trials`` releases of each input."""
+    counted = trials - int(trials * CHOOSING)
+    return _epsilon(counted, 0, counted, counted, delta, confidence)
+
+
+def check_epsilon(probe: Probe, unit: int, weight: float, eps: float, delta: float, trials: int) -> float:
+    """Repeat the release of ``unit`` alone and of nothing, and hold what can be told apart against the claim.
+
+    The two inputs are neighbours; company changes nothing, which ``check_independence`` has shown. The
+    statistic is the projection of the release on the direction in which the unit moves it.
+
+    Returns:
+        The lower bound on epsilon.
+
+    Raises:
+        PrivacyViolation: It exceeds ``eps``.
+        ConfigurationError: ``trials`` releases cannot show more than ``eps`` whatever the mechanism does.
+    """
+    can = most_that_can_be_shown(trials, delta)
+    if can <= eps:
+        raise ConfigurationError(
+            f"trials={trials} releases can show an epsilon of {can:.3g} at most, so they could not refute eps={eps:g}. "
+            "Raise trials, or test with a smaller eps: the noise is calibrated to it, and the code is the same."
+        )
+    probe.weights = {unit: LOUD * weight}
+    direction = probe.step([unit]).sums
+    size = norm(direction)
+
+    def value(units: list[int], step: int) -> float:
+        released = probe.step(units, step=step).noised_sums()
+        return sum(float((released[name] * direction[name].double()).sum()) for name in released) / size
+
+    p = np.array([value([unit], step) for step in range(trials)])
+    q = np.array([value([], step) for step in range(trials, 2 * trials)])
+    probe.weights = {}
+    found = epsilon_lower_bound(p, q, delta)
+    if found > eps:
+        raise PrivacyViolation(
+            f"epsilon: {trials} releases of two neighbouring batches can be told apart so well that epsilon is over "
+            f"{found:.3g} at delta={delta:g} (confidence {CONFIDENCE:.4f}), more than the claimed {eps:g}."
+        )
+    return found
+
+
+def _bound(a: Values, b: Values, threshold: float, delta: float, confidence: float) -> float:
+    return _epsilon(int((a > threshold).sum()), int((b > threshold).sum()), len(a), len(b), delta, confidence)
+
+
+def _epsilon(hits_a: int, hits_b: int, size_a: int, size_b: int, delta: float, confidence: float) -> float:
+    """From event counts on either side; minus infinity where they show nothing."""
+    if hits_a == 0:
+        return -math.inf
+    alpha = (1 - confidence) / 2
+    least = float(beta.ppf(alpha, hits_a, size_a - hits_a + 1))
+    most = float(beta.isf(alpha, hits_b + 1, size_b - hits_b)) if hits_b < size_b else 1.0
+    return math.log((least - delta) / most) if least > delta else -math.inf

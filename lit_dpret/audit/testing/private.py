@@ -1,0 +1,164 @@
+"""``assert_private``: does this training step do what a claim of (eps, delta) rests on?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from lit_dpret.audit.testing.epsilon_audit import check_epsilon
+from lit_dpret.audit.testing.noise_checks import check_noise_of_empty_steps, check_noise_of_full_steps
+from lit_dpret.audit.testing.probe import Inputs, probing
+from lit_dpret.audit.testing.sum_checks import check_independence, check_sensitivity, quiet_weights
+from lit_dpret.errors import ConfigurationError, PrivacyViolation
+from lit_dpret.modules.optimizers import OptimizerSpec
+from lit_dpret.modules.private_module import PrivateModule
+from lit_dpret.privacy.budget import PrivacyBudget
+from lit_dpret.privacy.modes import DPSGD
+from lit_dpret.privacy.plan import PrivacyPlan
+
+
+@dataclass(frozen=True)
+class PrivacyReport:
+    """What ``assert_private`` measured on a module that passed.
+
+    Attributes:
+        sensitivity: The most that one unit moved the sum, over the bound; at most 1 up to rounding.
+        noise: The measured standard deviation of the noise over the planned one.
+        eps_lower_bound: What the statistical audit could show; at most ``eps``.
+        eps: The claim.
+        delta: The claim.
+    """
+
+    sensitivity: float
+    noise: float
+    eps_lower_bound: float
+    eps: float
+    delta: float
+
+
+def assert_private(
+    module: nn.Module,
+    batch: Any,
+    eps: float,
+    delta: float,
+    *,
+    per_row_loss: Callable[[Any], Tensor] | None = None,
+    privacy: DPSGD | None = None,
+    unit_ids: Tensor | None = None,
+    max_units: int = 8,
+    trials: int = 500,
+    seed: int = 0,
+) -> PrivacyReport:
+    """Put the training step of a module to the test, as it is, on a few rows of data.
+
+    What is tested is one logical step over the whole batch, its noise calibrated so that this one step
+    is (eps, delta)-DP:
+
+    * *noise*: with no data at all, each coordinate of each trainable parameter gets noise of the
+      planned deviation, new in each step, attempt and parameter; with data, the same, once per step.
+    * *independence*: what a unit adds to the sum is the same alone, in company, in any physical batch size and
+      beside padding.
+    * *sensitivity*: two batches that differ in one unit, run with the same randomness, move the sum,
+      and what the optimizer gets, by at most the clipping bound (twice that for a replaced unit).
+    * *epsilon*: repeated on two neighbouring batches, the releases cannot be told apart better than
+      (eps, delta) allows.
+
+    What is not tested: how batches are drawn, the accountant's number over many steps, and whatever a
+    run lets out beside its updates. The weights of the module are not changed.
+
+    Args:
+        module: A ``PrivateModule``, whose ``privacy`` mode is put to the test; or any module, with
+            ``per_row_loss``.
+        batch: A dict of tensors whose first axis is the rows, what ``per_row_loss`` takes; or a list of rows
+            for the module's ``collate_rows``, which then also tests padding that depends on the batch.
+        eps: The claim for one step; the audit can refute values up to 3.6 with the default ``trials``.
+        delta: The claim.
+        per_row_loss: For a module that is no ``PrivateModule``: the loss of each row, ``(rows,)``.
+        privacy: With ``per_row_loss``: the mode; ``DPSGD(eps=eps)`` if left out.
+        unit_ids: The unit of each row, ``(rows,)``, from 0 without gaps; each row its own if left out.
+        max_units: How many units are tried one by one.
+        trials: Releases of each of two neighbouring inputs in the statistical audit.
+        seed: Keys all randomness: the same seed gives the same result.
+
+    Returns:
+        What was measured.
+
+    Raises:
+        PrivacyViolation: An ``AssertionError`` whose first word is the property that does not hold.
+        ConfigurationError: The test could not fail (too few units, rows without a gradient, too few trials), or
+            something is missing or no tensor.
+
+    Example:
+        >>> import torch
+        >>> net = torch.nn.Linear(3, 1)
+        >>> rows = {"x": torch.randn(6, 3), "y": torch.randn(6)}
+        >>> report = assert_private(
+        ...     net, rows, 1.0, 1e-5, per_row_loss=lambda r: (net(r["x"]).squeeze(-1) - r["y"]) ** 2
+        ... )
+        >>> report.eps_lower_bound <= 1.0
+        True
+    """
+    tested = _private_module(module, per_row_loss, privacy, eps)
+    mode: Any = tested.privacy
+    if mode.guarantee != "dp":
+        raise PrivacyViolation(f"mode: privacy={mode.name} adds no noise and promises nothing about a step.")
+    if mode.candidates != "rows":
+        raise ConfigurationError(
+            f"assert_private tests losses that are a sum over units, under privacy=dp_sgd; privacy={mode.name} bounds "
+            "something else, and lit_dpret.losses.check_declared_bounds tests a loss of pairs."
+        )
+    inputs = Inputs.build(batch, unit_ids)
+    plan = PrivacyPlan.build(
+        PrivacyBudget(eps=eps, delta=delta, unit=mode.unit, neighbours=mode.neighbours),
+        sampling="full_batch",
+        steps=1,
+        max_grad_norm=mode.max_grad_norm,
+        n_public=None,
+        expected_batch_size=inputs.units,
+        clip=mode.clip,
+        clip_groups=mode.clip_groups,
+        clip_fraction_budget=mode.clip_fraction_budget or 0.0,
+        engine=mode.engine,
+        mode=mode.name,
+    )
+    with probing(tested, inputs, plan, seed) as probe:
+        tested.eval()  # dropout would make two runs differ; training mode has its own check
+        noise = check_noise_of_empty_steps(probe)
+        check_noise_of_full_steps(probe, (None, 2))
+        quiet = quiet_weights(probe, range(min(max_units, inputs.units)))
+        check_independence(probe, quiet)
+        sensitivity, unit = check_sensitivity(probe, quiet)
+        found = check_epsilon(probe, unit, quiet[unit], eps, delta, trials)
+    return PrivacyReport(sensitivity, noise, found, float(eps), float(delta))
+
+
+class _Wrapped(PrivateModule):
+    """Somebody's module with somebody's loss, as a ``PrivateModule``."""
+
+    def __init__(self, inner: nn.Module, loss: Callable[[Any], Tensor], privacy: DPSGD) -> None:
+        super().__init__(privacy=privacy, optimizer=OptimizerSpec())
+        self.inner = inner
+        self._loss = loss
+        if (parameter := next(inner.parameters(), None)) is not None:
+            self.to(parameter.device)  # moves nothing: tells Lightning where the parameters are
+
+    def per_row_loss(self, rows: Any) -> Tensor:
+        return self._loss(rows)
+
+
+def _private_module(
+    module: nn.Module, loss: Callable[[Any], Tensor] | None, privacy: DPSGD | None, eps: float
+) -> PrivateModule:
+    if isinstance(module, PrivateModule):
+        if loss is not None or privacy is not None:
+            raise ConfigurationError(
+                f"{type(module).__name__} is a PrivateModule and brings its loss and its privacy mode along; leave out "
+                "per_row_loss and privacy."
+            )
+        return module
+    if loss is None:
+        raise ConfigurationError(f"{type(module).__name__} is no PrivateModule: give its loss as per_row_loss.")
+    return _Wrapped(module, loss, privacy or DPSGD(eps=eps))

@@ -1,0 +1,187 @@
+"""Processes that share out a list of work: groups of passages to draw queries for, or of texts to embed.
+
+Training needs every rank at every step. Here the ranks need each other only to agree on what there is to do, and
+to say when it is done: in between, each takes the next piece off one common list whenever it is free. So a slow
+rank delays nobody, and a rank that dies takes with it the one piece that it was at. What a piece is must not depend
+on who takes it; then neither do the files.
+
+The ranks are those of ``torchrun`` (``RANK``, ``WORLD_SIZE``) or of SLURM (``SLURM_PROCID``, ``SLURM_NTASKS``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from lit_dpret.distributed.ranks import Ranks
+from lit_dpret.errors import ConfigurationError, LitDpretError, WorkerError
+
+T = TypeVar("T")
+
+TOGETHER = timedelta(minutes=10)
+"""How long the ranks have to find each other, and to answer a question about the common list."""
+
+_GONE = (
+    ", so this one ends too; what that one said stands above or in its own log. What is finished is kept: the same "
+    "command goes on from there, with as many processes as you like."
+)
+_SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The ranks of one job, seen from one of them.
+
+    Guarantees:
+        - Each piece of a list is taken by one rank, and none is left out while a rank is alive.
+        - Where there is one rank, nothing is sent.
+
+    Args:
+        ranks: Who is there.
+        store: Counts what was taken; None where there is one rank.
+        local_rank: The place of this rank among those of its machine.
+    """
+
+    ranks: Ranks = field(default_factory=Ranks)
+    store: Any = None
+    local_rank: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank merges what all have made, and writes the card."""
+        return self.ranks.is_first
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.ranks.world_size
+
+    def deal(self, name: str, pieces: Sequence[int]) -> Iterator[int]:
+        """The pieces that fall to this rank, the next one whenever it asks.
+
+        Args:
+            name: Of the list; one that no other list of the job has.
+            pieces: The same on every rank.
+
+        Raises:
+            WorkerError: The process that keeps the list is gone.
+        """
+        if self.store is None:
+            yield from pieces
+            return
+        while (place := self.add(f"{name}/taken", 1) - 1) < len(pieces):
+            yield pieces[place]
+
+    def share(self, work: Callable[[], T]) -> T:
+        """Let the first rank do ``work``; all get its result, or raise its error."""
+        with _in_these_words():
+            return self.ranks.share(work)
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Let every rank do ``work``; where it fails on one, all raise its error when they are done."""
+        with _in_these_words():
+            return self.ranks.together(work)
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank gave, by rank, on every rank."""
+        with _in_these_words():
+            return self.ranks.gather(value)
+
+    def add(self, name: str, amount: int) -> int:
+        """Add to a number that all ranks see, and read it."""
+        if self.store is None:
+            raise ConfigurationError("A crew of one has nobody to count with.")
+        try:
+            return int(self.store.add(name, amount))
+        except RuntimeError as error:
+            raise WorkerError(f"The process that keeps the list of this job's work is gone{_GONE}") from error
+
+    def place(self, device: torch.device) -> torch.device:
+        """The device of this rank: with several of a kind on its machine, the ranks take turns."""
+        if self.size > 1 and device.type == "cuda" and device.index is None:
+            return torch.device("cuda", self.local_rank % torch.cuda.device_count())
+        return device
+
+    def require_same(self, what: str, value: str) -> None:
+        """Refuse a job whose ranks were not called alike.
+
+        Raises:
+            ConfigurationError: On every rank, where ``value`` differs between two.
+        """
+        told = self.gather(value)
+        if len(set(told)) > 1:
+            raise ConfigurationError(
+                f"The processes of this job differ in {what}: {', '.join(sorted(set(map(str, told)))[:2])}. Start all "
+                f"with the same settings, and name {what} instead of leaving it to the clock."
+            )
+
+
+@contextmanager
+def _in_these_words() -> Iterator[None]:
+    """What a broken connection means here, where there is no ledger and no checkpoint."""
+    try:
+        yield
+    except WorkerError as error:
+        if isinstance(error.__cause__, RuntimeError) and not isinstance(error.__cause__, LitDpretError):
+            raise WorkerError(f"Another process of this job ended or stopped answering{_GONE}") from error
+        raise
+
+
+@contextmanager
+def crew_here(environment: Mapping[str, str] | None = None) -> Iterator[Crew]:
+    """The crew that this process was started in; of one where it was started alone.
+
+    Args:
+        environment: Where to look; null for that of the process.
+
+    Raises:
+        ConfigurationError: The environment is incomplete.
+        WorkerError: The other processes did not come in time.
+    """
+    given = dict(os.environ if environment is None else environment)
+    world = _number(given, "WORLD_SIZE")
+    if world is None or world == 1:
+        yield Crew()
+        return
+    if dist.is_initialized():
+        raise ConfigurationError("The processes of this job are connected already; start this task on its own.")
+    rank, local = _number(given, "RANK"), _number(given, "LOCAL_RANK")
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in given]
+    if rank is None or missing:
+        raise ConfigurationError(
+            f"{world} processes were started, and this one lacks {', '.join(missing) or 'RANK'}: start them by "
+            "torchrun, or under SLURM export MASTER_ADDR (a node that all reach) and MASTER_PORT."
+        )
+    try:
+        store, _, _ = next(rendezvous("env://", rank, world, timeout=TOGETHER))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TOGETHER)
+    except (RuntimeError, ValueError, TimeoutError) as error:
+        raise WorkerError(
+            f"Rank {rank} of {world} did not find the others within {TOGETHER.seconds // 60} minutes at "
+            f"{given['MASTER_ADDR']}:{given['MASTER_PORT']}. Start all of them, or none. ({error})"
+        ) from error
+    try:
+        yield Crew(
+            Ranks(rank, world), torch.distributed.distributed_c10d.PrefixStore("lit-dpret/crew", store), local or 0
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    """A number of torchrun's, or SLURM's word for it where this is a step of several tasks."""
+    text = environment.get(name)
+    if text is None and environment.get("SLURM_STEP_ID") is not None:  # set by srun, not in a shell of the allocation
+        text = environment.get(_SLURM[name])
+    try:
+        return None if text is None else int(text)
+    except ValueError as error:
+        raise ConfigurationError(f"{name}={text!r} in the environment is no number.") from error

@@ -1,0 +1,159 @@
+"""Sums over several ranks of which each rank gets a part: for whoever keeps a part of every parameter.
+
+ZeRO and its kin cut the flat parameters into pieces and give each rank some of them, with the optimizer's state and
+the master weights. Of a clipped sum a rank then needs its own pieces alone. They are added up in float32 or wider,
+once, and every coordinate gets to exactly one rank: the rank that adds its noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from lit_dpret.distributed.ranks import BUCKET, Ranks
+from lit_dpret.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Coordinates ``start`` to ``start + count`` of a parameter, by flat index."""
+
+    name: str
+    start: int
+    count: int
+
+
+class Pieces:
+    """Which rank has which piece of which parameter.
+
+    Guarantees:
+        - Every coordinate of every parameter belongs to exactly one rank, so noise that each rank adds to its own
+          pieces covers everything, and nothing twice.
+        - The sum of a coordinate is formed in float32 or wider.
+
+    Args:
+        layout: The pieces of each rank, by rank; at most one of a parameter on a rank.
+        sizes: How many coordinates each parameter has.
+        ranks: Who takes part.
+
+    Raises:
+        UnsupportedModelError: A coordinate belongs to no rank, or to several.
+    """
+
+    def __init__(self, layout: Sequence[Sequence[Piece]], sizes: Mapping[str, int], ranks: Ranks) -> None:
+        self.ranks, self.sizes = ranks, dict(sizes)
+        self._layout = [[piece for piece in pieces if piece.count] for pieces in layout]
+        self._refuse_holes(sizes)
+        self.own = {piece.name: piece for piece in self._layout[ranks.rank]}
+        self.starts = {name: piece.start for name, piece in self.own.items()}
+
+    @classmethod
+    def agree(cls, own: Sequence[Piece], sizes: Mapping[str, int], ranks: Ranks) -> Pieces:
+        """Tell the others what this rank has; called by all ranks.
+
+        Raises:
+            UnsupportedModelError: Together they do not have every coordinate once.
+        """
+        return cls(ranks.gather(list(own)), sizes, ranks)
+
+    def add_up(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Add whole tensors up over all ranks, and keep the own pieces of the totals.
+
+        One message per bucket; of each coordinate the total is sent to its rank alone.
+
+        Args:
+            sums: By name; the same names, shapes and types on every rank, which all call this.
+
+        Returns:
+            The own pieces, flat, by name.
+
+        Raises:
+            WorkerError: Another rank is gone.
+        """
+        wide = torch.float32
+        for tensor in sums.values():
+            wide = torch.promote_types(wide, tensor.dtype)
+        device = next(iter(sums.values())).device
+        flat = {name: tensor.detach().reshape(-1) for name, tensor in sums.items()}
+        world = self.ranks.world_size
+        longest = max(sum(piece.count for piece in pieces) for pieces in self._layout)
+        width = max(1, BUCKET // world)
+        own = torch.empty(sum(piece.count for piece in self.own.values()), dtype=wide, device=device)
+        for first in range(0, longest, width):
+            count = min(width, longest - first)
+            sent = torch.zeros(world, count, dtype=wide, device=device)
+            for row, pieces in zip(sent, self._layout, strict=True):
+                for place, name, part in _between(pieces, first, first + count):
+                    row[place : place + part.stop - part.start] = flat[name][part].to(wide)
+            kept = own[first : first + count]
+            kept.copy_(self.ranks.sum_rows(sent)[: len(kept)])
+        ends = accumulate(piece.count for piece in self.own.values())
+        return {name: own[end - piece.count : end] for end, (name, piece) in zip(ends, self.own.items(), strict=True)}
+
+    def collect(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Bring what each rank has of some flat tensors together on rank 0; the reverse of `take`.
+
+        Args:
+            own: The own pieces, flat, by name, all of one type; called by all ranks.
+
+        Returns:
+            Whole flat tensors by name, on the CPU, on rank 0; nothing on the others.
+
+        Raises:
+            WorkerError: Another rank is gone.
+        """
+        kinds = set().union(*self.ranks.gather({tensor.dtype for tensor in own.values()}))
+        dtype = next(iter(kinds)) if len(kinds) == 1 else torch.float32
+        row = torch.cat([torch.empty(0, dtype=dtype), *(own[name].detach().cpu().to(dtype) for name in self.own)])
+        longest = max(sum(piece.count for piece in pieces) for pieces in self._layout)
+        width = max(1, BUCKET // self.ranks.world_size)
+        whole = (
+            {name: torch.empty(size, dtype=dtype) for name, size in self.sizes.items()} if self.ranks.is_first else {}
+        )
+        for first in range(0, longest, width):
+            part = row[first : first + width]
+            count = min(width, longest - first)
+            told = self.ranks.gather_rows(torch.cat([part, part.new_zeros(count - len(part))]))
+            for pieces, line in zip(self._layout, [] if told is None else told, strict=False):
+                for place, name, where in _between(pieces, first, first + count):
+                    whole[name][where] = line[place : place + where.stop - where.start]
+        return whole
+
+    def take(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The own pieces of whole tensors, flat, by name."""
+        return {
+            name: whole[name].reshape(-1)[piece.start : piece.start + piece.count] for name, piece in self.own.items()
+        }
+
+    def _refuse_holes(self, sizes: Mapping[str, int]) -> None:
+        found: dict[str, list[Piece]] = {name: [] for name in sizes}
+        for rank, pieces in enumerate(self._layout):
+            for piece in pieces:
+                if piece.name not in found:
+                    raise UnsupportedModelError(f"Rank {rank} has a piece of {piece.name}, which is not trained.")
+                found[piece.name].append(piece)
+        for name, parts in found.items():
+            end = 0
+            for piece in sorted(parts, key=lambda piece: piece.start):
+                if piece.start != end:
+                    break
+                end += piece.count
+            if end != sizes[name] or sum(piece.count for piece in parts) != end:
+                raise UnsupportedModelError(
+                    f"The ranks do not have each of the {sizes[name]} coordinates of {name} exactly once, so noise "
+                    "would be missing or added twice. Choose a strategy that cuts the parameters without overlap "
+                    "(trainer=ddp cuts none)."
+                )
+
+
+def _between(pieces: Sequence[Piece], first: int, last: int) -> Iterator[tuple[int, str, slice]]:
+    """What lies at flat places ``first`` to ``last`` of some pieces in a row: place behind first, name, coordinates."""
+    for end, piece in zip(accumulate(piece.count for piece in pieces), pieces, strict=True):
+        begin = end - piece.count
+        low, high = max(begin, first), min(end, last)
+        if low < high:
+            yield low - first, piece.name, slice(piece.start + low - begin, piece.start + high - begin)

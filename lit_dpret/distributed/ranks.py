@@ -1,0 +1,312 @@
+"""The processes of one job: what they add up, what the first of them decides, and how they fail together.
+
+A run on several processes (*ranks*) is still one run: one draw per logical step, one sum, one noise, one ledger.
+Rank 0 holds what there is only one of (ledger, card, checkpoints) and the others follow it. Two things pass between
+them: sums, before the noise, and what rank 0 found or refused. What is passed is private, and so is the network
+that it passes through.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lit_dpret.distributed.xla import is_lazy
+from lit_dpret.errors import WorkerError
+
+T = TypeVar("T")
+
+#: Elements that are added up by one message: 100 MB in float32.
+BUCKET = 25_000_000
+#: How long a rank waits for what another one decides or writes (an export, a card); a dead process is noticed at once.
+PATIENCE = timedelta(hours=2)
+
+# What gloo and NCCL say of a peer that is gone or too late; gloo raises it as a bare RuntimeError.
+_BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "TCPStore",
+           "Broken pipe")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Process groups beside the default one.
+
+    On a SIGTERM Lightning broadcasts in the default group from within its signal handler, at any moment: that must
+    not be taken for a part of a sum.
+    """
+
+    sums: Any
+    quick: Any
+    patient: Any
+
+
+_made: dict[Any, _Groups] = {}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that train together, seen from one of them.
+
+    Guarantees:
+        - Where there is one rank, nothing is sent and ``torch.distributed`` is not touched.
+        - Every method but ``here`` and ``is_first`` is called by all ranks, in the same order.
+        - An error inside ``share`` or ``together`` is raised on every rank, so that none waits for ever.
+
+    Args:
+        rank: Of this process, from 0.
+        world_size: How many there are.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+
+    @classmethod
+    def here(cls) -> Ranks:
+        """This process among those of ``torch.distributed``; one rank where nothing is initialised."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls()
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank holds the ledger."""
+        return self.rank == 0
+
+    def sum_(self, tensors: Mapping[str, Tensor], counts: Tensor | None = None) -> None:
+        """Add tensors up over all ranks, in place.
+
+        Guarantees:
+            - Sums are formed in float32 or wider, whatever the tensors are kept in.
+            - Every rank holds the same bits afterwards.
+
+        Args:
+            tensors: By name; the same names, shapes and types on every rank.
+            counts: A vector of numbers that is added up too, on the CPU.
+
+        Raises:
+            WorkerError: Another rank is gone.
+        """
+        if self.world_size == 1:
+            return
+        with noticing_death():
+            groups = _groups()
+            for bucket in _buckets([tensors[name] for name in sorted(tensors)]):
+                wide = torch.promote_types(bucket[0].dtype, torch.float32)
+                flat = torch.cat([tensor.detach().reshape(-1).to(wide) for tensor in bucket])
+                flat = flat.cpu() if is_lazy(flat.device) else flat  # gloo knows no XLA device
+                dist.all_reduce(flat, group=groups.sums)
+                totals = torch.split(flat, [tensor.numel() for tensor in bucket])
+                for tensor, total in zip(bucket, totals, strict=True):
+                    tensor.detach().copy_(total.view_as(tensor))
+            if counts is not None:
+                dist.all_reduce(counts, group=groups.quick)
+
+    def sum_rows(self, rows: Tensor) -> Tensor:
+        """Add matrices up over all ranks; each rank gets its own row of the total.
+
+        Args:
+            rows: ``(world size, n)``; the same shape and type on every rank.
+
+        Returns:
+            Row ``rank`` of the sum, ``(n,)``.
+
+        Raises:
+            WorkerError: Another rank is gone.
+        """
+        if self.world_size == 1:
+            return rows[0]
+        total = torch.empty_like(rows[0])
+        with noticing_death():
+            dist.reduce_scatter(total, list(rows), group=_groups().sums)
+        return total
+
+    def gather_rows(self, row: Tensor) -> Tensor | None:
+        """What each rank gave, by rank, on rank 0; None on the others.
+
+        Args:
+            row: ``(n,)``; the same length and type on every rank.
+
+        Returns:
+            ``(world size, n)``, on the CPU.
+
+        Raises:
+            WorkerError: Another rank is gone.
+        """
+        if self.world_size == 1:
+            return row.detach().cpu()[None]
+        with noticing_death():
+            group = _groups().sums
+            sent = row.detach().to(torch.device("cuda")) if dist.get_backend(group) == "nccl" else row.detach().cpu()
+            told = [torch.empty_like(sent) for _ in range(self.world_size)] if self.is_first else None
+            dist.gather(sent, told, dst=0, group=group)
+        return None if told is None else torch.stack([each.cpu() for each in told])
+
+    def share(self, work: Callable[[], T], *, quick: bool = False) -> T:
+        """Let rank 0 do ``work`` and hand every rank its result, or its error.
+
+        Guarantees:
+            - ``work`` runs on rank 0 alone.
+            - What it raises is raised on every rank, of the same class and with the same message.
+
+        Args:
+            work: Its result is pickled; it may be secret within the job.
+            quick: Whether the others wait no longer for it than for a sum; else they wait for an export, say.
+
+        Raises:
+            WorkerError: Another rank is gone or stuck, or the error cannot be sent as it is.
+        """
+        if self.world_size == 1:
+            return work()
+        answer: list[Any] = [None]
+        own: BaseException | None = None
+        if self.is_first:
+            try:
+                answer = [(True, work())]
+            except BaseException as error:
+                own = error
+                answer = [(False, sendable(error))]
+        with noticing_death():
+            groups = _groups()
+            dist.broadcast_object_list(answer, src=0, group=groups.quick if quick else groups.patient)
+        if own is not None:
+            raise own
+        done, result = answer[0]
+        if not done:
+            result.told_by_rank = 0
+            raise result
+        found: T = result
+        return found
+
+    def together(self, work: Callable[[], T], *, quick: bool = False) -> T:
+        """Let every rank do ``work``; where it fails on one of them, all raise the error of the lowest such rank.
+
+        Args:
+            work: What each rank does.
+            quick: As in `share`.
+
+        Returns:
+            What it gave on this rank.
+        """
+        if self.world_size == 1:
+            return work()
+        result: Any = None
+        own: BaseException | None = None
+        try:
+            result = work()
+        except BaseException as error:
+            own = error
+        told = self.gather(None if own is None else sendable(own), quick=quick)
+        if own is not None and not any(told[: self.rank]):
+            raise own
+        for rank, failure in enumerate(told):
+            if failure is not None:
+                failure.told_by_rank = rank
+                raise failure
+        found: T = result
+        return found
+
+    def in_turn(self, work: Callable[[], T]) -> T:
+        """Let rank 0 do ``work``, and then the others, who find what it left on the disk."""
+        if self.world_size == 1:
+            return work()
+        own: list[T] = []
+        self.share(lambda: own.append(work()))
+        return own[0] if self.is_first else work()
+
+    def gather(self, value: Any, *, quick: bool = False) -> list[Any]:
+        """What each rank gave, by rank, on every rank; ``quick`` as in `share`."""
+        if self.world_size == 1:
+            return [value]
+        told: list[Any] = [None] * self.world_size
+        with noticing_death():
+            groups = _groups()
+            dist.all_gather_object(told, value, group=groups.quick if quick else groups.patient)
+        return told
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.gather(None)
+
+
+def sendable(error: BaseException) -> BaseException:
+    """The error itself where another process can rebuild it, else a `WorkerError` in its words."""
+    try:
+        again = pickle.loads(pickle.dumps(error))
+    except Exception:
+        again = None
+    if type(again) is type(error) and str(again) == str(error):
+        return error
+    return WorkerError(f"{type(error).__name__}: {error}")
+
+
+def lost_rank(error: BaseException) -> WorkerError | None:
+    """What a broken connection between ranks means, in words; None for any other error."""
+    if not isinstance(error, RuntimeError) or isinstance(error, WorkerError):
+        return None
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if not (isinstance(error, dist.DistError) or any(word in reason for word in _BROKEN)):
+        return None
+    return WorkerError(
+        "Another process of this job ended or stopped answering, so this one ends too; what that one said stands "
+        "above or in its own log. The ledger holds every step that was granted: the same command with resume=true "
+        f"goes on from the last checkpoint. ({reason})"
+    )
+
+
+@contextmanager
+def noticing_death() -> Iterator[None]:
+    """Say in words what a broken connection to another rank means."""
+    try:
+        yield
+    except RuntimeError as error:
+        lost = lost_rank(error)
+        if lost is None:
+            raise
+        raise lost from error
+
+
+def _groups() -> _Groups:
+    """The process groups of this job, made at the first word that ranks exchange."""
+    world = dist.group.WORLD
+    if world not in _made:
+        _made.clear()
+        timeout = _timeout_of(world)
+        _made[world] = _Groups(
+            sums=dist.new_group(timeout=timeout),
+            quick=dist.new_group(backend="gloo", timeout=timeout),
+            patient=dist.new_group(backend="gloo", timeout=PATIENCE),
+        )
+    return _made[world]
+
+
+def _timeout_of(group: Any) -> timedelta | None:
+    """How long a collective of a group may take; None where it does not tell."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    try:
+        found: timedelta | None = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return found
+
+
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one kind and device at a time, together no larger than one message unless one alone is."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same in kinds.values():
+        bucket: list[Tensor] = []
+        for tensor in same:
+            if bucket and sum(t.numel() for t in bucket) + tensor.numel() > BUCKET:
+                yield bucket
+                bucket = []
+            bucket.append(tensor)
+        if bucket:
+            yield bucket

@@ -1,0 +1,183 @@
+"""Random crops, flips and colours for images, as tensor operations on a whole batch.
+
+The randomness comes in as numbers, not from a generator: `Augmentation` is a pure function of the
+images and of `UNIFORMS` uniform numbers per image. Whoever calls it decides how the numbers are
+keyed (`lit_dpret.encoders.vision.views` keys them per example).
+
+The steps and their strengths are those of SimCLR on CIFAR-10 (Chen et al. 2020, appendix B.9:
+crop and resize, flip, colour jitter of strength 0.5, grey, no blur). Paper 002 builds its pairs
+from one image too, but does not say how. Two details are ours. The colour steps run in one fixed
+order (brightness, contrast, saturation, hue). Hue turns the colour plane of YIQ instead of the
+hexagon of HSV, so that saturation and hue together are one 3 x 3 matrix per image.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lit_dpret.errors import ConfigurationError, DataError
+
+_CROP_TRIES = 10
+UNIFORMS = 2 * _CROP_TRIES + 9
+"""How many uniform numbers one augmented image takes."""
+
+_GREY = (0.299, 0.587, 0.114)  # ITU-R BT.601
+_YIQ = ((0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augmentation:
+    """A random view of each image.
+
+    Guarantees:
+        - A view depends on its own image and its own uniform numbers alone: contrast is stretched
+          around the mean of the one image, and nothing is normalised over the batch.
+        - The same numbers give the same view; torch's global random state is neither read nor moved.
+        - Views have the size of the images, and values between 0 and 1.
+
+    Args:
+        crop_scale: Share of the image's area that a crop keeps, drawn uniformly between the two.
+        crop_ratio: Width over height of a crop, drawn uniformly in its logarithm. Of ten drawn shapes the
+            first that fits is taken; where none does, the whole image.
+        flip: Probability of a left-right flip.
+        jitter: Strength s of the colour jitter: brightness, contrast and saturation are scaled by a factor
+            between 1 - 0.8 s and 1 + 0.8 s (never below 0), and hue is turned by up to 0.2 s of the circle.
+        jitter_probability: Probability of any colour jitter.
+        grey: Probability of dropping all colour.
+
+    Raises:
+        ConfigurationError: A number is out of range; the message names it.
+    """
+
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: float = 0.5
+    jitter: float = 0.5
+    jitter_probability: float = 0.8
+    grey: float = 0.2
+
+    def __post_init__(self) -> None:
+        low, high = self.crop_scale
+        if not 0 < low <= high <= 1:
+            raise ConfigurationError(
+                f"crop_scale={self.crop_scale} must be two shares of the area, 0 < low <= high <= 1."
+            )
+        low, high = self.crop_ratio
+        if not 0 < low <= high < math.inf:
+            raise ConfigurationError(f"crop_ratio={self.crop_ratio} must be two positive ratios, the lower one first.")
+        for name in ("flip", "jitter_probability", "grey"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigurationError(f"{name}={getattr(self, name)} is no probability.")
+        if not 0 <= self.jitter <= 2.5:
+            raise ConfigurationError(f"jitter={self.jitter} must lie between 0 and 2.5, where hue turns all the way.")
+
+    def __call__(self, images: Tensor, uniforms: Tensor) -> Tensor:
+        """One view of each image.
+
+        Args:
+            images: uint8, or float between 0 and 1; shape (n, 1 or 3, height, width).
+            uniforms: Numbers between 0 and 1, shape (n, `UNIFORMS`).
+
+        Returns:
+            float32 between 0 and 1, of the shape of ``images``.
+
+        Raises:
+            DataError: A shape does not fit.
+        """
+        if images.ndim != 4 or images.shape[1] not in (1, 3) or uniforms.shape != (len(images), UNIFORMS):
+            raise DataError(
+                f"Augmentation needs images of shape (n, 1 or 3, height, width) and {UNIFORMS} numbers for each; "
+                f"got {tuple(images.shape)} and {tuple(uniforms.shape)}."
+            )
+        numbers = uniforms.to(images.device, torch.float32)
+        shapes, rest = numbers[:, : 2 * _CROP_TRIES], numbers[:, 2 * _CROP_TRIES :].unbind(dim=1)
+        place, flip, jittered, colours, grey = rest[:2], rest[2], rest[3], rest[4:8], rest[8]
+        views = self._crop(_unit_range(images), shapes, place, flipped=flip < self.flip)
+        coloured = self._recolour(views, colours)
+        views = torch.where(_each(jittered < self.jitter_probability), coloured, views)
+        return torch.where(_each(grey < self.grey), _grey(views).expand_as(views), views)
+
+    def _crop(self, images: Tensor, shapes: Tensor, place: tuple[Tensor, ...], *, flipped: Tensor) -> Tensor:
+        """A box of each image, resized to the whole by bilinear interpolation, and mirrored where ``flipped``."""
+        height, width = images.shape[-2:]
+        scale_low, scale_high = self.crop_scale
+        area = height * width * (scale_low + (scale_high - scale_low) * shapes[:, :_CROP_TRIES])
+        ratio_low, ratio_high = math.log(self.crop_ratio[0]), math.log(self.crop_ratio[1])
+        ratio = torch.exp(ratio_low + (ratio_high - ratio_low) * shapes[:, _CROP_TRIES:])
+        wide, high = torch.sqrt(area * ratio) / width, torch.sqrt(area / ratio) / height  # (n, tries), shares
+        fits = (wide <= 1) & (high <= 1)
+        first = fits.int().argmax(dim=1, keepdim=True)  # the first of the largest
+        any_fits = fits.any(dim=1)
+        box_wide = torch.where(any_fits, wide.gather(1, first)[:, 0], 1.0)
+        box_high = torch.where(any_fits, high.gather(1, first)[:, 0], 1.0)
+        # Output coordinate u in [-1, 1] reads input coordinate scale * u + shift.
+        shift_x, shift_y = (1 - box_wide) * (2 * place[0] - 1), (1 - box_high) * (2 * place[1] - 1)
+        zero = torch.zeros_like(box_wide)
+        across = torch.stack([torch.where(flipped, -box_wide, box_wide), zero, shift_x], dim=1)
+        down = torch.stack([zero, box_high, shift_y], dim=1)
+        grid = F.affine_grid(torch.stack([across, down], dim=1), list(images.shape), align_corners=False)
+        return F.grid_sample(images, grid, padding_mode="border", align_corners=False).clamp(0, 1)
+
+    def _recolour(self, images: Tensor, numbers: tuple[Tensor, ...]) -> Tensor:
+        """Brightness, contrast, saturation and hue, each of its own strength, one after the other."""
+        spread = 0.8 * self.jitter
+        brightness, contrast, saturation = ((1 + spread * (2 * u - 1)).clamp(min=0) for u in numbers[:3])
+        images = (images * _each(brightness)).clamp_(0, 1)
+        mean = _each(_grey(images.mean(dim=(2, 3), keepdim=True))[:, 0, 0, 0])
+        images = torch.lerp(mean, images, _each(contrast)).clamp_(0, 1)
+        if images.shape[1] == 1:
+            return images
+        angle = 2 * math.pi * 0.2 * self.jitter * (2 * numbers[3] - 1)
+        colours = _hue_turns(angle) @ _saturations(saturation)
+        return torch.bmm(colours, images.flatten(2)).clamp_(0, 1).reshape(images.shape)
+
+
+def as_input(images: Tensor) -> Tensor:
+    """Images as the encoders of this package read them: float32 between -1 and 1.
+
+    The shift and the scale are public constants. The mean and deviation of a private train split would
+    be two more releases.
+
+    Args:
+        images: uint8, or float between 0 and 1.
+    """
+    return _unit_range(images) * 2 - 1
+
+
+def _unit_range(images: Tensor) -> Tensor:
+    return images.float() / 255 if images.dtype == torch.uint8 else images.float()
+
+
+def _each(numbers: Tensor) -> Tensor:
+    """One number per image, shaped to stand beside the images: (n, 1, 1, 1)."""
+    return numbers[:, None, None, None]
+
+
+def _grey(images: Tensor) -> Tensor:
+    """Luma, shape (n, 1, height, width); a grey image is its own."""
+    if images.shape[1] == 1:
+        return images
+    red, green, blue = images.split(1, dim=1)  # type: ignore[no-untyped-call]
+    grey: Tensor = _GREY[0] * red + _GREY[1] * green + _GREY[2] * blue
+    return grey
+
+
+def _saturations(factors: Tensor) -> Tensor:
+    """For each factor (shape (n,)) the RGB matrix that scales the distance to grey by it, (n, 3, 3)."""
+    to_grey = torch.tensor(_GREY, device=factors.device).expand(3, 3)
+    return torch.lerp(to_grey, torch.eye(3, device=factors.device), factors[:, None, None])
+
+
+def _hue_turns(angle: Tensor) -> Tensor:
+    """For each angle (radians, shape (n,)) the RGB matrix that turns the colour plane of YIQ by it, (n, 3, 3)."""
+    to_yiq = torch.tensor(_YIQ, device=angle.device)
+    one, zero = torch.ones_like(angle), torch.zeros_like(angle)
+    cos, sin = torch.cos(angle), torch.sin(angle)
+    rows = [torch.stack(row, dim=1) for row in ((one, zero, zero), (zero, cos, -sin), (zero, sin, cos))]
+    turns: Tensor = torch.linalg.inv(to_yiq) @ torch.stack(rows, dim=1) @ to_yiq
+    return turns

@@ -1,0 +1,135 @@
+"""How good an embedding is, asked of its nearest neighbours: exact k-NN with cosine similarity.
+
+Paper 002 scores its encoders by k-NN with k = 3 (section 5.1). The classifier keeps the train
+embeddings: its scores, like any number computed from a private train split, are not covered by the
+privacy claim of the encoder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_dpret.encoders.vision.nets import embed
+from lit_dpret.encoders.vision.scores import ClassificationScores, confusion_matrix
+from lit_dpret.errors import ConfigurationError, DataError
+
+_DECIMALS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnnResult:
+    """What k-NN reached on one split.
+
+    Attributes:
+        scores: Accuracy, recall, precision, F-beta.
+        confusion: Counts, shape (classes, classes); row: true, column: predicted.
+        k: How many neighbours voted.
+    """
+
+    scores: ClassificationScores
+    confusion: Tensor
+    k: int
+
+
+def nearest(train: Tensor, queries: Tensor, *, k: int, chunk_size: int = 256) -> Tensor:
+    """The ``k`` train embeddings of highest cosine similarity to each query.
+
+    Similarities are computed in float64 and compared after rounding to 12 decimals; equal ones are
+    taken in the order of ``train``. An embedding of zero has similarity 0 to all.
+
+    Args:
+        train: Embeddings, shape (n, dim).
+        queries: Embeddings, shape (m, dim).
+        k: How many.
+        chunk_size: Queries at a time; memory is chunk_size * n * 8 bytes, a few times over.
+
+    Returns:
+        Indices into ``train``, nearest first, shape (m, k).
+
+    Raises:
+        ConfigurationError: ``k`` is not between 1 and n.
+        DataError: The widths differ, or a value is not finite.
+    """
+    if not 1 <= k <= len(train):
+        raise ConfigurationError(f"k={k} neighbours cannot be found among {len(train)} train embeddings.")
+    if train.ndim != 2 or queries.ndim != 2 or train.shape[1] != queries.shape[1]:
+        raise DataError(f"Embeddings of shapes {tuple(train.shape)} and {tuple(queries.shape)} cannot be compared.")
+    if not (torch.isfinite(train).all() and torch.isfinite(queries).all()):
+        raise DataError("An embedding is not finite: the encoder has diverged.")
+    keys = F.normalize(train.double(), dim=1).T
+    found = [_nearest_of(F.normalize(part.double(), dim=1) @ keys, k) for part in torch.split(queries, chunk_size)]
+    return torch.cat(found) if found else torch.empty((0, k), dtype=torch.long)
+
+
+def _nearest_of(similarities: Tensor, k: int) -> Tensor:
+    """Indices of the ``k`` highest similarities of each row; equal ones in index order."""
+    similarities = similarities.round(decimals=_DECIMALS)
+    indices = similarities.topk(k, dim=1).indices
+    # Which of several equal last neighbours `topk` takes is not defined: those rows are sorted in full.
+    last = similarities.gather(1, indices[:, -1:])
+    tied = ((similarities >= last).sum(dim=1) > k).nonzero()[:, 0]
+    indices[tied] = similarities[tied].sort(dim=1, descending=True, stable=True).indices[:, :k]
+    indices = indices.sort(dim=1).values
+    order = similarities.gather(1, indices).sort(dim=1, descending=True, stable=True).indices
+    return indices.gather(1, order)
+
+
+def knn_predict(
+    train: Tensor, labels: Tensor, queries: Tensor, *, classes: int, k: int = 3, chunk_size: int = 256
+) -> Tensor:
+    """The label that most of the ``k`` nearest train embeddings have; of equally many the lowest, as scikit-learn does.
+
+    Args:
+        train: Embeddings, shape (n, dim).
+        labels: Their labels, int64, shape (n,).
+        queries: Embeddings, shape (m, dim).
+        classes: How many classes there are.
+        k: How many neighbours vote.
+        chunk_size: Queries at a time.
+
+    Returns:
+        Predicted labels, int64, shape (m,).
+
+    Raises:
+        ConfigurationError: ``k`` is not between 1 and n.
+        DataError: Shapes differ, or a value is not finite.
+    """
+    if labels.shape != train.shape[:1]:
+        raise DataError(f"{len(train)} train embeddings have labels of shape {tuple(labels.shape)}.")
+    votes = F.one_hot(labels[nearest(train, queries, k=k, chunk_size=chunk_size)], classes).sum(dim=1)
+    return votes.argmax(dim=1)
+
+
+def evaluate_knn(
+    net: nn.Module,
+    *,
+    train: tuple[Tensor, Tensor],
+    test: tuple[Tensor, Tensor],
+    classes: int,
+    k: int = 3,
+    beta: float = 1.0,
+    batch_size: int = 512,
+) -> KnnResult:
+    """Embed both splits and classify the test images by their neighbours.
+
+    Args:
+        net: An encoder; set to evaluation mode meanwhile.
+        train: Images and labels, as ``datamodule.labelled("train")`` gives them.
+        test: The same of the test split.
+        classes: How many classes there are.
+        k: How many neighbours vote; 3 in the paper.
+        beta: Of F-beta.
+        batch_size: Images to a forward pass.
+
+    Raises:
+        ConfigurationError: ``k`` or ``beta`` is out of range.
+        DataError: Shapes differ, or an embedding is not finite.
+    """
+    keys, queries = (embed(net, images, batch_size=batch_size) for images, _ in (train, test))
+    predictions = knn_predict(keys, train[1], queries, classes=classes, k=k)
+    confusion = confusion_matrix(test[1], predictions, classes=classes)
+    return KnnResult(scores=ClassificationScores.of(confusion, beta=beta), confusion=confusion, k=k)

@@ -1,0 +1,317 @@
+"""How much privacy a list of releases has cost, and how much noise a budget asks for.
+
+Whatever is asked here, be it the claim on the card, the step at which a run must stop, or the noise
+that a budget calls for, is answered by one function, `epsilon`, at one discretisation. One
+accountant never stands in for another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from scipy import stats
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.accounting.ceilings import attack_ceilings
+from lit_dpret.privacy.accounting.claims import (
+    delta_at,
+    epsilon,
+    epsilon_curve,
+    epsilon_without_amplification,
+    rough_epsilon,
+    underreported_epsilon,
+)
+from lit_dpret.privacy.accounting.composition import LARGEST_EPSILON, SUPPORTED, check_supported, plain
+from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson, Release, SamplingLaw, TruncatedPoisson
+from lit_dpret.privacy.accounting.search import DecimalGrid, least
+from lit_dpret.privacy.budget import AccountantName, Neighbours
+
+__all__ = [
+    "LARGEST_EPSILON",
+    "SUPPORTED",
+    "Accountant",
+    "attack_ceilings",
+    "calibrate_noise",
+    "cap_for_copies",
+    "check_supported",
+    "choose_cap",
+    "delta_at",
+    "epsilon",
+    "epsilon_curve",
+    "epsilon_without_amplification",
+    "truncation_delta",
+    "underreported_epsilon",
+]
+
+MOST_NOISE = 1e5
+MOST_STEPS = 10_000_000
+
+COPIES = (10, 5, 2)
+"""Numbers of units whose epsilon together a chosen cap keeps finite, the first of them that it can."""
+
+MOST_FOR_COPIES = 0.01
+"""How much larger a cap may be for their sake, relative."""
+
+
+@dataclass(frozen=True)
+class Accountant:
+    """One way of counting, fixed for a run: delta, relation and library.
+
+    Args:
+        delta: The delta of every epsilon it states.
+        neighbours: The relation of every epsilon it states.
+        name: ``pld``, ``rdp`` or ``prv``.
+    """
+
+    delta: float
+    neighbours: Neighbours
+    name: AccountantName = "pld"
+
+    def epsilon(self, releases: Iterable[Release]) -> float:
+        """The epsilon of all ``releases`` together; see the function of that name."""
+        return epsilon(releases, delta=self.delta, neighbours=self.neighbours, accountant=self.name)
+
+    def max_steps(
+        self,
+        release: Release,
+        eps: float,
+        *,
+        already: Iterable[Release] = (),
+        at_most: int = MOST_STEPS,
+    ) -> int:
+        """How many more times ``release`` can be made before epsilon passes ``eps``.
+
+        Guarantees:
+            - ``epsilon`` of what was made already plus the answer is at most ``eps``, by the same
+              function at the same discretisation, and one release more would pass ``eps`` unless
+              the answer is ``at_most``.
+            - One evaluation where ``at_most`` releases fit.
+
+        Args:
+            release: What one step lets out; its ``count`` is ignored.
+            eps: The budget.
+            already: What was let out before.
+            at_most: The steps that are planned; more are not looked for.
+        """
+        already = list(already)
+
+        # Counts are searched downwards, as negative integers: epsilon then falls as the index rises.
+        def made(index: int) -> list[Release]:
+            return [*already, replace(release, count=-index)]
+
+        def spent(index: int) -> float:
+            return math.inf if -index > at_most else self.epsilon(made(index))
+
+        def rough(index: int) -> float:
+            return math.inf if -index > at_most else rough_epsilon(made(index), self.delta, self.neighbours)
+
+        if at_most < 1:
+            return 0
+        if at_most < MOST_STEPS and spent(-at_most) <= eps:
+            return at_most
+        start = _aim(rough, spent, eps, start=-1, most=-1, stride=1, place=_share) if self.name != "rdp" else -1
+        found = least(spent, eps, start=-1 if start is None else start, most=-1, stride=1, place=_share)
+        return 0 if found is None else -found
+
+
+def _share(index: int) -> float:
+    """One over a count that is held as a negative integer; beyond all counts, next to nothing."""
+    return -1 / index
+
+
+def _aim(
+    rough: Callable[[int], float],
+    exact: Callable[[int], float],
+    eps: float,
+    *,
+    start: int,
+    most: int,
+    stride: int,
+    place: Callable[[int], float],
+) -> int | None:
+    """Where ``exact`` is about to fall to ``eps``, by one evaluation of it and many of ``rough``.
+
+    A coarse distribution overstates epsilon by a nearly constant factor, which one comparison shows.
+    """
+    guess = least(rough, eps, start=start, most=most, stride=stride, place=place)
+    if guess is None or not 0 < exact(guess) < math.inf:
+        return guess
+    corrected = eps * rough(guess) / exact(guess)
+    return least(rough, corrected, start=guess, most=most, stride=4, place=place)
+
+
+def calibrate_noise(
+    *,
+    eps: float,
+    delta: float,
+    neighbours: Neighbours,
+    law: SamplingLaw,
+    steps: int,
+    accountant: AccountantName = "pld",
+    tolerance: float = 1e-3,
+    already: Iterable[Release] = (),
+) -> float:
+    """The least noise multiplier with which ``steps`` releases by ``law`` stay within ``eps``.
+
+    Guarantees:
+        - ``epsilon`` of the result, with ``already`` composed in, is at most ``eps``.
+        - It is a decimal of as few digits as ``tolerance`` allows, rounded up: at most ``tolerance``
+          above the least noise that would do, and printed in full.
+
+    Raises:
+        UnsupportedAccountingError: The accountant does not judge this law under ``neighbours``.
+        ConfigurationError: No noise meets the budget; the message says what epsilon is left.
+    """
+    already = list(already)
+    if not eps > 0:
+        raise ConfigurationError(f"privacy.eps={eps} is not a positive number.")
+    check_supported(law, accountant, neighbours)
+    law = plain(law)
+    digits = math.ceil(-math.log10(tolerance) - 1e-9)
+    grid = DecimalGrid(digits=digits)
+    most = grid.index(MOST_NOISE)
+    start, stride = 0, int(2 * 10**digits)
+
+    def trial(index: int) -> list[Release]:
+        return [*already, GaussianRelease(noise_multiplier=grid[index], law=law, count=steps)]
+
+    def spent(index: int) -> float:
+        return epsilon(trial(index), delta=delta, neighbours=neighbours, accountant=accountant)
+
+    def rough(index: int) -> float:
+        return rough_epsilon(trial(index), delta, neighbours)
+
+    if isinstance(law, TruncatedPoisson):
+        # Truncation can only add loss, so the noise of the plain law is where to start, and nearly always the answer.
+        uncapped = calibrate_noise(
+            eps=eps,
+            delta=delta,
+            neighbours=neighbours,
+            law=Poisson(sample_rate=law.sample_rate),
+            steps=steps,
+            tolerance=tolerance,
+            already=already,
+        )
+        start, stride = grid.index(uncapped), 1
+        if spent(start) <= eps:
+            return uncapped
+        corrected = eps * rough(start) / spent(start)
+        start = least(rough, corrected, start=start, most=most, stride=4, place=grid.__getitem__) or start
+    elif accountant != "rdp":
+        guess = _aim(rough, spent, eps, start=0, most=most, stride=stride, place=grid.__getitem__)
+        start, stride = (most, stride) if guess is None else (guess, 1)
+    found = least(spent, eps, start=start, most=most, stride=stride, place=grid.__getitem__)
+    if found is None:
+        raise ConfigurationError(
+            f"privacy.eps={eps:g} cannot be met by any noise: at a noise multiplier of {MOST_NOISE:g} the "
+            f"{accountant} accountant still finds epsilon={spent(most):.3g} at delta={delta:.3g} for {steps} steps"
+            + (" and what was released before" if already else "")
+            + ". Raise privacy.eps or privacy.delta, plan fewer steps, or choose another privacy.accountant."
+        )
+    return grid[found]
+
+
+def truncation_delta(law: TruncatedPoisson, steps: int) -> float:
+    """An upper bound on what truncation adds to delta over ``steps`` steps.
+
+    A step in which the batch was cut and the unit in question was left in it can at worst give that
+    unit away, and in every other step the unit is as hidden as by plain Poisson sampling or better.
+    Such a step has probability P[Binomial(n, q) > cap] * cap / n (the mixture of Ganesh et al. 2025,
+    arXiv 2508.15089, which dp-accounting composes step by step).
+    """
+    return float(steps * stats.binom.sf(law.cap, law.n, law.sample_rate) * law.cap / law.n)
+
+
+def cap_for_copies(law: TruncatedPoisson, *, steps: int, delta: float, copies: int) -> int:
+    """Return the least cap, not below that of ``law``, with which truncation leaves ``copies`` units half of delta."""
+
+    def leaves_half(cap: int) -> bool:
+        return copies * truncation_delta(replace(law, cap=cap), steps) <= delta / 2
+
+    return _first(leaves_half, law.cap, law.n)
+
+
+def choose_cap(
+    *,
+    n: int,
+    sample_rate: float,
+    steps: int,
+    eps: float,
+    delta: float,
+    neighbours: Neighbours,
+    max_increase: float = 0.005,
+    noise_multiplier: float | None = None,
+) -> int:
+    """The cap of a truncated Poisson law that costs next to nothing and pads as little as that allows.
+
+    `truncation_delta` says which cap is certainly enough; from there the search goes down on a coarse
+    distribution, in steps of an eighth of the batch's standard deviation, and the result is held
+    against the bound by `epsilon` itself. A text that stands in the data several times loses more to truncation: where
+    up to a hundredth more gives `COPIES` units together a finite epsilon, the cap is that much larger.
+
+    Guarantees:
+        - At the noise calibrated for plain Poisson sampling, epsilon under the cap is at most
+          ``1 + max_increase`` times epsilon without it, under the same relation.
+        - Never above n; n itself, which cuts nothing, where no smaller cap will do.
+
+    Args:
+        n: Units in the data set.
+        sample_rate: Probability of one unit being drawn.
+        steps: Releases planned.
+        eps: Budget that the noise is calibrated for.
+        delta: Its delta.
+        neighbours: Its relation.
+        max_increase: How much larger epsilon may become, relative.
+        noise_multiplier: The noise, where it is given and not calibrated.
+    """
+    law = Poisson(sample_rate=sample_rate)
+    if noise_multiplier is None:
+        noise_multiplier = calibrate_noise(eps=eps, delta=delta, neighbours=neighbours, law=law, steps=steps)
+
+    def released(cap: int | None) -> list[Release]:
+        chosen = law if cap is None else TruncatedPoisson(sample_rate=sample_rate, cap=cap, n=n)
+        return [GaussianRelease(noise_multiplier=noise_multiplier, law=chosen, count=steps)]
+
+    allowed = (1 + max_increase) * epsilon(released(None), delta=delta, neighbours=neighbours)
+    if not math.isfinite(allowed):
+        return n
+    spare = delta - delta_at([allowed], released(None), neighbours=neighbours)[0]
+    least_cap = max(1, math.ceil(sample_rate * n))
+
+    def surely(cap: int) -> bool:
+        return truncation_delta(TruncatedPoisson(sample_rate=sample_rate, cap=cap, n=n), steps) <= spare
+
+    enough = _first(surely, least_cap, n)
+    stride = max(1, math.ceil(math.sqrt(sample_rate * (1 - sample_rate) * n) / 8))
+    rough_allowed = (1 + max_increase) * rough_epsilon(released(None), delta, neighbours)
+
+    def cap_at(index: int) -> int:
+        return min(enough, least_cap + index * stride)
+
+    def roughly(index: int) -> bool:
+        return rough_epsilon(released(cap_at(index)), delta, neighbours) <= rough_allowed
+
+    index = _first(roughly, 0, math.ceil((enough - least_cap) / stride))
+    while cap_at(index) < enough and epsilon(released(cap_at(index)), delta=delta, neighbours=neighbours) > allowed:
+        index += 1
+    chosen = TruncatedPoisson(sample_rate=sample_rate, cap=cap_at(index), n=n)
+    most = int(chosen.cap * (1 + MOST_FOR_COPIES))
+    # Only under zero_out is anything known of several units in truncated batches.
+    for copies in COPIES if neighbours == "zero_out" else ():
+        wider = replace(chosen, cap=min(most, cap_for_copies(chosen, steps=steps, delta=delta, copies=copies)))
+        if copies * truncation_delta(wider, steps) < delta:
+            return wider.cap
+    return chosen.cap
+
+
+def _first(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """The least integer from ``low`` to ``high`` for which ``holds``, which once true stays true; else ``high``."""
+    while low < high:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low

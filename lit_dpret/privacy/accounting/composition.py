@@ -1,0 +1,252 @@
+"""What the accounting libraries are asked, and what they must not be asked.
+
+The mathematics is theirs: dp-accounting for privacy loss distributions (``pld``) and Rényi
+divergences (``rdp``), Opacus for privacy random variables (``prv``). A combination of sampling law,
+accountant and neighbouring relation that none of them judges is refused by name.
+
+Three relations, three dominating pairs. Under ``zero_out`` and ``add_or_remove`` one unit moves the
+sum by C. Under ``replace_one`` it moves it by 2C; dp-accounting's PLD knows that, its RDP does not
+and is handed half the noise multiplier here.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, get_args
+
+import numpy as np
+from dp_accounting import dp_event
+from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
+from dp_accounting.privacy_accountant import NeighboringRelation
+from dp_accounting.rdp import RdpAccountant
+
+from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
+from lit_dpret.privacy.accounting.gaussian_loss import gaussian_pld, truncated_pld
+from lit_dpret.privacy.accounting.pld_arrays import compose_times, read_epsilon
+from lit_dpret.privacy.accounting.releases import (
+    FixedSize,
+    FullBatch,
+    NonPrivateRelease,
+    Poisson,
+    Release,
+    SamplingLaw,
+    Shuffle,
+    TruncatedPoisson,
+)
+from lit_dpret.privacy.budget import AccountantName, Neighbours, require_choice
+
+RELATIONS: dict[Neighbours, NeighboringRelation] = {
+    "zero_out": NeighboringRelation.REPLACE_SPECIAL,
+    "add_or_remove": NeighboringRelation.ADD_OR_REMOVE_ONE,
+    "replace_one": NeighboringRelation.REPLACE_ONE,
+}
+
+_ALL: frozenset[Neighbours] = frozenset(get_args(Neighbours))
+_ONE_BOUND: frozenset[Neighbours] = frozenset(("zero_out", "add_or_remove"))
+_SAME_N: frozenset[Neighbours] = frozenset(("zero_out", "replace_one"))
+
+SUPPORTED: dict[AccountantName, dict[type[SamplingLaw], frozenset[Neighbours]]] = {
+    "pld": {Poisson: _ALL, TruncatedPoisson: _ALL, Shuffle: _SAME_N, FullBatch: _ALL},
+    "rdp": {Poisson: _ONE_BOUND, FixedSize: frozenset(("replace_one",)), Shuffle: _SAME_N, FullBatch: _ALL},
+    "prv": {Poisson: _ONE_BOUND},
+}
+"""Which accountant judges which law under which relations; everything else is refused.
+
+``Shuffle`` is absent under ``add_or_remove``: taking one unit out of a shuffled epoch moves other
+units from batch to batch, so more than one batch changes and C is not the bound.
+"""
+
+LARGEST_EPSILON = 1000.0
+"""An epsilon beyond this is reported as infinite; it promises nothing, and would take gigabytes to compute."""
+
+FINE, COARSE = 1e-4, 1e-3
+"""Discretisation of the privacy loss: of every number that is stated, and of first guesses."""
+
+_LEAST_NOISE: dict[type[SamplingLaw], float] = {Poisson: 0.1, TruncatedPoisson: 0.2, FixedSize: 0.2}
+
+
+def plain(law: SamplingLaw) -> SamplingLaw:
+    """The simplest law that draws exactly as ``law`` does: a cap at n cuts nothing, a rate of 1 samples nothing."""
+    if isinstance(law, TruncatedPoisson) and law.cap == law.n:
+        law = Poisson(sample_rate=law.sample_rate)
+    everyone = isinstance(law, Poisson) and law.sample_rate == 1
+    everyone = everyone or (isinstance(law, (FixedSize, Shuffle)) and law.batch_size == law.n)
+    return FullBatch() if everyone else law
+
+
+def check_supported(law: SamplingLaw, accountant: AccountantName, neighbours: Neighbours) -> None:
+    """Refuse a combination outside `SUPPORTED`.
+
+    Raises:
+        UnsupportedAccountingError: Names the law, the accountant, the relation, and what would work.
+        ConfigurationError: ``accountant`` or ``neighbours`` is no known word.
+    """
+    require_choice("privacy.accountant", accountant, get_args(AccountantName))
+    require_choice("privacy.neighbours", neighbours, get_args(Neighbours))
+    law = plain(law)
+    if neighbours in SUPPORTED[accountant].get(type(law), ()):
+        return
+    ways = [
+        f"privacy.accountant={name} under {', '.join(r for r in get_args(Neighbours) if r in laws[type(law)])}"
+        for name, laws in SUPPORTED.items()
+        if type(law) in laws
+    ]
+    raise UnsupportedAccountingError(
+        f"datamodule.sampling={law.kind}, privacy.accountant={accountant} and privacy.neighbours={neighbours}: "
+        f"no library judges these three together. This sampling is judged by {'; by '.join(ways)}.",
+        trap="T6" if isinstance(law, TruncatedPoisson) else "T1",
+    )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Releases that a library judges in one call: ``count`` of them by one law at one noise level."""
+
+    law: SamplingLaw
+    noise_multiplier: float
+    count: int
+
+
+def parts_of(releases: Iterable[Release]) -> tuple[Part, ...] | None:
+    """The releases, labels dropped, in an order that does not depend on theirs; None when one is not private.
+
+    The shuffled steps of a release become the epochs they begin, and all unsampled Gaussians become
+    one: n of noise multiplier s are one of s / sqrt(n), and precisions add up.
+    """
+    counts: dict[tuple[SamplingLaw, float], int] = {}
+    for release in releases:
+        if isinstance(release, NonPrivateRelease) or release.noise_multiplier == 0:
+            return None
+        law, count = plain(release.law), release.count
+        if isinstance(law, Shuffle):
+            count, law = law.epochs(count), FullBatch()
+        key = (law, release.noise_multiplier)
+        counts[key] = counts.get(key, 0) + count
+    unsampled = [(noise, count) for (law, noise), count in counts.items() if isinstance(law, FullBatch)]
+    parts = [Part(law, noise, count) for (law, noise), count in counts.items() if not isinstance(law, FullBatch)]
+    if unsampled:
+        precision = math.fsum(count / noise**2 for noise, count in unsampled)
+        parts.append(Part(FullBatch(), precision**-0.5, 1))
+    return tuple(sorted(parts, key=repr))
+
+
+def _mean_loss(part: Part, neighbours: Neighbours) -> float:
+    """The average privacy loss of a part: its Kullback-Leibler divergence, by quadrature."""
+    shift = 2.0 if neighbours == "replace_one" else 1.0
+    mu = shift / part.noise_multiplier
+    if isinstance(part.law, FullBatch):
+        return mu**2 / 2
+    rate = part.law.batch_size / part.law.n if isinstance(part.law, FixedSize) else getattr(part.law, "sample_rate", 1)
+    x = np.linspace(-12, mu + 12, 20_001)
+    loss = np.logaddexp(math.log1p(-rate) if rate < 1 else -math.inf, math.log(rate) + mu * x - mu**2 / 2)
+    base = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+    return part.count * float(np.sum(base * np.exp(loss) * loss) * (x[1] - x[0]))
+
+
+def beyond_reach(parts: Sequence[Part], neighbours: Neighbours) -> bool:
+    """Whether epsilon is above `LARGEST_EPSILON`, or the noise too small for any accountant to tell."""
+    if any(part.noise_multiplier < _LEAST_NOISE.get(type(part.law), 0.0) for part in parts):
+        return True
+    return sum(_mean_loss(part, neighbours) for part in parts) > LARGEST_EPSILON
+
+
+# -- the three libraries -----------------------------------------------------------------------
+
+
+@lru_cache(maxsize=6)
+def _one_step_pld(law: SamplingLaw, noise: float, neighbours: Neighbours, interval: float) -> Any:
+    """The privacy loss distribution of one release; by far the slowest part, hence kept."""
+    relation = RELATIONS[neighbours]
+    if isinstance(law, TruncatedPoisson):
+        return truncated_pld(noise, law.sample_rate, law.cap, law.n, relation, interval)
+    return gaussian_pld(noise, law.sample_rate if isinstance(law, Poisson) else 1.0, relation, interval)
+
+
+@lru_cache(maxsize=4)
+def _part_pld(part: Part, neighbours: Neighbours, interval: float) -> Any:
+    single = _one_step_pld(part.law, part.noise_multiplier, neighbours, interval)
+    return single if part.count == 1 else compose_times(single, part.count)
+
+
+@lru_cache(maxsize=1)
+def composed_pld(parts: tuple[Part, ...], neighbours: Neighbours, interval: float = FINE) -> Any:
+    """The privacy loss distribution of at least one part, all of them composed."""
+    total = _part_pld(parts[0], neighbours, interval)
+    for part in parts[1:]:
+        total = total.compose(_part_pld(part, neighbours, interval))
+    return total
+
+
+def rdp_event(part: Part, neighbours: Neighbours) -> Any:
+    """One release of ``part`` as dp-accounting's Rényi accountant wants it."""
+    # RdpAccountant takes "standard deviation over the sensitivity of the sum" under every relation;
+    # replacing one unit moves a sum of terms bounded by C by up to 2C.
+    shrink = 0.5 if neighbours == "replace_one" else 1.0
+    event: Any = dp_event.GaussianDpEvent(part.noise_multiplier * shrink)
+    if isinstance(part.law, Poisson):
+        return dp_event.PoissonSampledDpEvent(part.law.sample_rate, event)
+    if isinstance(part.law, FixedSize):
+        return dp_event.SampledWithoutReplacementDpEvent(part.law.n, part.law.batch_size, event)
+    return event
+
+
+def composed_rdp(parts: tuple[Part, ...], neighbours: Neighbours) -> Any:
+    """dp-accounting's Rényi accountant with all parts composed."""
+    accountant = RdpAccountant(neighboring_relation=RELATIONS[neighbours])
+    for part in parts:
+        accountant.compose(rdp_event(part, neighbours), part.count)
+    return accountant
+
+
+def _prv_epsilon(parts: tuple[Part, ...], delta: float) -> float:
+    from opacus.accountants import PRVAccountant  # brings torch, which most who read a card do not need
+
+    accountant = PRVAccountant()
+    accountant.history = [(p.noise_multiplier, p.law.sample_rate, p.count) for p in parts if isinstance(p.law, Poisson)]
+    try:
+        with warnings.catch_warnings():
+            # Opacus bounds its domain by RDP and warns when an order at the edge is the best one; harmless here.
+            warnings.simplefilter("ignore", UserWarning)
+            return float(accountant.get_epsilon(delta))
+    except (ValueError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"privacy.accountant=prv cannot judge these releases at privacy.delta={delta:g} ({error}) "
+            "Choose privacy.accountant=pld."
+        ) from error
+
+
+def _gaussian_epsilon(noise: float, delta: float, neighbours: Neighbours) -> float:
+    """The exact epsilon of one unsampled Gaussian (Balle and Wang 2018, Theorem 8), plus the solver's tolerance."""
+    return float(get_epsilon_gaussian(noise / 2 if neighbours == "replace_one" else noise, delta)) + 1e-11
+
+
+@lru_cache(maxsize=4096)
+def epsilon_of(
+    parts: tuple[Part, ...],
+    delta: float,
+    neighbours: Neighbours,
+    accountant: AccountantName,
+    interval: float = FINE,
+) -> float:
+    """The epsilon of at least one part; infinite above `LARGEST_EPSILON`.
+
+    Only a first guess may use another ``interval`` than `FINE`, the discretisation of the PLD.
+    """
+    if accountant == "pld" and neighbours == "add_or_remove":
+        # A unit taken out and a unit blanked move the sum alike: the library's distributions are the same.
+        return epsilon_of(parts, delta, "zero_out", accountant, interval)
+    if beyond_reach(parts, neighbours):
+        return math.inf
+    if accountant == "pld" and len(parts) == 1 and isinstance(parts[0].law, FullBatch):
+        value = _gaussian_epsilon(parts[0].noise_multiplier, delta, neighbours)
+    elif accountant == "pld":
+        value = read_epsilon(composed_pld(parts, neighbours, interval), delta)
+    elif accountant == "rdp":
+        value = float(composed_rdp(parts, neighbours).get_epsilon(delta))
+    else:
+        value = _prv_epsilon(parts, delta)
+    return value if value <= LARGEST_EPSILON else math.inf

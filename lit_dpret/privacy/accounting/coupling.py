@@ -1,0 +1,229 @@
+r"""Losses that couple the units of a batch: who sees whom, and how far one unit then reaches.
+
+With in-batch negatives every row of a batch depends on every unit in it. A private mode for such a
+loss bounds something else than a unit's own gradient, and one unit moves more than its own term.
+Two public numbers keep that in hand: a logical batch falls into ``sub_batches`` parts whose units see
+only each other, and none of them holds more than ``n_max`` units.
+
+Each drawn unit goes to a sub-batch by a coin of its own, never by its position among the drawn: taking
+one out would shift every later one. Where more than ``n_max`` units meet in one, the surplus is left
+out, uniformly and without a look at the data:
+
+- under ``zero_out`` and ``replace_one`` an emptied or replaced unit keeps its slot, so who is left out
+  does not change, and neighbouring data differ in one unit of one sub-batch. But where the unit was not
+  drawn at all, somebody else may have the slot, and amplification by sampling compares with that: where
+  batches are drawn by coins, a cut that leaves the unit in must be next to impossible (`least_n_max`);
+- under ``add_or_remove`` taking a unit out may let in one that was left out, so the two sub-batches
+  differ by a replacement, and the sensitivity of a replacement is what counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from scipy import stats
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
+from lit_dpret.privacy.budget import Neighbours
+
+Bounded = Literal["sub_batch", "row", "pair"]
+Change = Literal["add_or_remove", "replace_one"]
+LossClaim = Literal["proved", "declared", "refuted"]
+
+BOUNDED_TEXTS: Mapping[Bounded, str] = {
+    "sub_batch": "the gradient of each sub-batch",
+    "row": "the gradient of each row",
+    "pair": "the gradient of each pair's similarity",
+}
+# What cuts may add to delta in all steps together, as a share of it: less than noise multipliers are rounded up by.
+_SHARE = 1e-6
+# Standard deviations above the mean size of a sub-batch at which the default n_max lies.
+_MARGIN = 6.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coupling:
+    """What a mode for coupled losses bounds, and where one unit reaches.
+
+    Args:
+        bounded: What is clipped to ``max_grad_norm``: a ``sub_batch``, a ``row``, or a ``pair``.
+        sub_batches: Parts of a logical batch.
+        n_max: Most units of a part.
+        expected: Units of a part on average; a public constant, for losses that are divided by it.
+        loss: The loss that the sensitivity was computed for, in a phrase; part of the plan.
+        claim: Where the sensitivity comes from: ``proved`` here, ``declared`` by the user for a loss of
+            their own, or ``refuted``, kept for comparison. Behind the last one nothing may be claimed.
+
+    Raises:
+        ConfigurationError: A value is out of range.
+    """
+
+    bounded: Bounded
+    sub_batches: int
+    n_max: int
+    expected: float
+    loss: str = ""
+    claim: LossClaim = "proved"
+
+    def __post_init__(self) -> None:
+        if self.bounded not in get_args(Bounded):
+            raise ConfigurationError(f"A coupling of kind {self.bounded!r} is not one of {get_args(Bounded)}.")
+        for name in ("sub_batches", "n_max"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"privacy.{name}={value!r} is not a whole number of at least 1.")
+
+    def describe(self, bound: float) -> str:
+        """What is clipped, and among how many units, as a phrase."""
+        parts = "one sub-batch" if self.sub_batches == 1 else f"{self.sub_batches} sub-batches"
+        loss = f", under {self.loss}" if self.loss else ""
+        return f"{BOUNDED_TEXTS[self.bounded]} is clipped to {bound:g}, in {parts} of at most {self.n_max} units{loss}"
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Coupling:
+        """What ``asdict`` wrote; refuses unknown fields."""
+        if unknown := sorted(set(data) - {field.name for field in fields(cls)}):
+            raise ConfigurationError(f"A recorded coupling has no field {', '.join(unknown)}.")
+        return cls(**data)
+
+
+def largest_batch(law: SamplingLaw, units: int | None = None) -> int | None:
+    """The most units that a logical batch of this law can hold; None where it has no bound.
+
+    Args:
+        law: The law.
+        units: How many units there are, where that is public.
+    """
+    if isinstance(law, TruncatedPoisson):
+        return law.cap
+    if isinstance(law, (FixedSize, Shuffle)):
+        return law.batch_size
+    return units if isinstance(law, FullBatch) else None
+
+
+def resolve_n_max(
+    n_max: int | None, *, law: SamplingLaw, sub_batches: int, expected: float, units: int | None = None
+) -> int:
+    """The bound on a sub-batch: as declared, or one that is hardly ever reached.
+
+    Guarantees:
+        - The number depends on public facts alone.
+        - A single sub-batch of a capped law is never cut.
+
+    Args:
+        n_max: As declared; None to choose it.
+        law: By which logical batches are drawn.
+        sub_batches: Parts of a logical batch.
+        expected: Units of a logical batch on average; public.
+        units: How many units there are, where that is public.
+
+    Raises:
+        ConfigurationError: The declared number is below what a sub-batch holds on average.
+    """
+    mean = expected / sub_batches
+    if n_max is not None:
+        if n_max < math.floor(mean):
+            raise ConfigurationError(
+                f"privacy.n_max={n_max} is below the {mean:.4g} units that a sub-batch holds on average: most of them "
+                "would be left out. Raise privacy.n_max or privacy.sub_batches, or lower "
+                "datamodule.expected_batch_size."
+            )
+        return n_max
+    largest = largest_batch(law, units)
+    if sub_batches == 1 and largest is not None:
+        return largest
+    likely = math.ceil(mean + _MARGIN * math.sqrt(mean) + _MARGIN)
+    return likely if largest is None else min(likely, largest)
+
+
+def least_n_max(law: SamplingLaw, *, sub_batches: int, steps: int, units: int, delta: float) -> int:
+    """The least bound on a sub-batch at which cuts do not touch amplification, under ``zero_out`` and ``replace_one``.
+
+    *Why.* Off the event that the unit is drawn into a sub-batch that is cut, a step is dominated by the pair of plain
+    sampling: either nobody was left out, or both neighbours show the batch without the unit. The event is one of
+    coins alone, with probability at most q P[Binomial(n - 1, q / k) >= n_max] in a step, and what happens on it adds
+    at most its probability to delta. Here ``steps`` times that is at most a millionth of delta.
+
+    Laws without coins for each unit need no bound: without amplification the batch without the unit is compared with
+    nothing, and in ``fixed_size`` batches a unit that is not drawn is replaced, in its slot, by one that is.
+
+    Args:
+        law: By which logical batches are drawn.
+        sub_batches: Parts k of a logical batch.
+        steps: Logical steps.
+        units: The public number n of units.
+        delta: Of the claim.
+    """
+    if not isinstance(law, (Poisson, TruncatedPoisson)) or law.sample_rate == 1:
+        return 1
+    allowed = _SHARE * delta / (steps * law.sample_rate)
+    low, high = 1, largest_batch(law) or units
+    while low < high:
+        middle = (low + high) // 2
+        if stats.binom.sf(middle - 1, units - 1, law.sample_rate / sub_batches) <= allowed:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def change_of_a_sub_batch(neighbours: Neighbours, law: SamplingLaw, *, n_max: int) -> Change:
+    """By what two sub-batches of neighbouring data differ at most, where one of them has the unit and one has not.
+
+    Args:
+        neighbours: Of the claim.
+        law: By which logical batches are drawn.
+        n_max: Most units of a sub-batch.
+
+    Returns:
+        ``replace_one`` where taking a unit out may let another one in, else ``add_or_remove``.
+    """
+    if neighbours != "add_or_remove":
+        return "add_or_remove"
+    largest = largest_batch(law)
+    cut = largest is None or largest > n_max
+    return "replace_one" if cut else "add_or_remove"
+
+
+def holds_under(
+    coupling: Coupling,
+    *,
+    planned: tuple[SamplingLaw, Neighbours],
+    read_as: tuple[SamplingLaw, Neighbours],
+    steps: int,
+    units: int | None,
+    delta: float,
+) -> bool:
+    """Whether the planned sensitivity of a coupled loss bounds what a unit does under another law and relation.
+
+    Without coupling it always does: one unit's own gradient is bounded, whoever else is there. Here it is that of
+    one change in a sub-batch of ``n_max`` units, and another law or relation may mean another change.
+
+    Args:
+        coupling: Of the plan.
+        planned: Its law and relation.
+        read_as: Those in question.
+        steps: Logical steps.
+        units: The number of units, where it is public.
+        delta: Of the claim.
+    """
+    (law, neighbours), (planned_law, planned_neighbours) = read_as, planned
+    if read_as == planned:
+        return True
+    if planned_neighbours == "replace_one" and isinstance(planned_law, (FullBatch, Shuffle)):
+        # Half a replacement, which is less than taking a unit out.
+        return neighbours == "replace_one" and isinstance(law, (FullBatch, Shuffle))
+    if neighbours == "add_or_remove":
+        counted = change_of_a_sub_batch(planned_neighbours, planned_law, n_max=coupling.n_max)
+        return counted in ("replace_one", change_of_a_sub_batch(neighbours, law, n_max=coupling.n_max))
+    largest = largest_batch(law, units)
+    if largest is not None and largest <= coupling.n_max:
+        return True
+    if units is None:
+        return False
+    parts = coupling.sub_batches
+    return coupling.n_max >= least_n_max(law, sub_batches=parts, steps=steps, units=units, delta=delta)

@@ -1,0 +1,269 @@
+"""What is left of a guarantee for one unit where somebody contributed several, or a text stands there often.
+
+Group privacy turns an epsilon for one unit into one for k units by counting k times, and loses nearly
+everything to amplification on the way. The mechanism itself is kinder: of a user's k units a
+Poisson batch holds Binomial(k, q), and j of them move the sum by at most j C. The pair (sum without
+them, sum with them) is dominated by a Gaussian against the mixture of Gaussians shifted by j
+(Choquette-Choo, Ganesh, Steinke and Thakurta 2024, "Privacy Amplification for Matrix Mechanisms",
+arXiv 2310.15526, Corollary 4.7), whose privacy loss distribution dp-accounting computes.
+
+A truncated batch is the same mechanism except where it was cut. That is decided by coins alone, and
+under ``zero_out`` by the same coins with and without the user. A step that was cut and left one of the
+k units in has probability at most k P[Binomial(n, q) > cap] cap / n, and is given up for lost. In
+every other step, whatever the coins of the others were, the user's units in the batch are either
+none or a Binomial(k, q) that is known to be small enough: never more, in distribution, than without
+a cap. So ``steps`` times that probability is taken from delta, and the rest is judged as plain
+Poisson sampling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from dp_accounting.pld import pld_pmf
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, MixtureGaussianPrivacyLoss
+from scipy import special, stats
+
+from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
+from lit_dpret.privacy.accounting.accountant import truncation_delta
+from lit_dpret.privacy.accounting.claims import check_delta, delta_at, epsilon
+from lit_dpret.privacy.accounting.composition import FINE, LARGEST_EPSILON, Part, beyond_reach, parts_of, plain
+from lit_dpret.privacy.accounting.pld_arrays import compose_times, read_deltas, read_epsilon
+from lit_dpret.privacy.accounting.releases import (
+    FixedSize,
+    FullBatch,
+    GaussianRelease,
+    Poisson,
+    Release,
+    SamplingLaw,
+    TruncatedPoisson,
+)
+from lit_dpret.privacy.budget import Neighbours
+
+MOST_UNITS = 1000
+
+# Values of the privacy loss that are told apart, at most, and those times the parts of the mixture.
+_MOST_BUCKETS = 200_000
+_MOST_TERMS = 4_000_000
+
+
+def group_epsilon(
+    releases: Iterable[Release], *, delta: float, max_units: int, neighbours: Neighbours = "zero_out"
+) -> float:
+    """The epsilon of all ``releases`` together for somebody who contributed up to ``max_units`` units.
+
+    Guarantees:
+        - An upper bound, discretised pessimistically.
+        - For one unit it is `epsilon` by ``pld``; it rises with ``max_units``.
+        - Under Poisson sampling never above what group privacy makes of the curve for one unit
+          (Vadhan 2017, "The Complexity of Differential Privacy", Lemma 2.2).
+        - Without sampling, and under ``shuffle``, that of a noise multiplier divided by ``max_units``.
+        - Infinite above `LARGEST_EPSILON`, where a release is not private, and where truncation alone
+          uses up ``delta``.
+
+    Args:
+        releases: What was let out.
+        delta: Of the statement.
+        max_units: The most units that one person contributed, or copies that one text has.
+        neighbours: ``zero_out`` blanks all of them at once, ``add_or_remove`` takes them out.
+
+    Raises:
+        UnsupportedAccountingError: Where several units together have no known bound: for sampled
+            batches under ``replace_one``, for ``fixed_size`` ones, and for ``truncated_poisson`` and
+            ``shuffle`` under ``add_or_remove``.
+        ConfigurationError: ``max_units`` is no whole number from 1 to 1000, or delta is out of range.
+    """
+    check_delta(delta)
+    check_max_units(max_units)
+    releases = list(releases)
+    if max_units == 1:
+        return epsilon(releases, delta=delta, neighbours=neighbours)
+    for release in releases:
+        if isinstance(release, GaussianRelease):
+            _check_law(release.law, neighbours)
+    parts = parts_of(releases)
+    if parts is None or beyond_reach(parts, neighbours):
+        return math.inf
+    if not parts:
+        return 0.0
+    if all(isinstance(part.law, FullBatch) for part in parts):
+        wider = [GaussianRelease(noise_multiplier=p.noise_multiplier / max_units, law=p.law) for p in parts]
+        return epsilon(wider, delta=delta, neighbours=neighbours)
+    lost = [truncation_delta(part.law, part.count) for part in parts if isinstance(part.law, TruncatedPoisson)]
+    spare = delta - max_units * math.fsum(lost)
+    return _composed_epsilon(parts, spare, max_units) if spare > 0 else math.inf
+
+
+def check_max_units(max_units: int) -> None:
+    """Refuse a number of units that is no whole number from 1 to `MOST_UNITS`."""
+    if isinstance(max_units, bool) or not isinstance(max_units, int) or not 1 <= max_units <= MOST_UNITS:
+        raise ConfigurationError(
+            f"privacy.max_units_per_user={max_units!r} is not a whole number from 1 to {MOST_UNITS}."
+        )
+
+
+def _check_law(law: SamplingLaw, neighbours: Neighbours) -> None:
+    kinds: dict[Neighbours, tuple[str, ...]] = {
+        "zero_out": ("poisson", "truncated_poisson", "shuffle", "full_batch"),
+        "add_or_remove": ("poisson", "full_batch"),
+        "replace_one": ("shuffle", "full_batch"),
+    }
+    law = plain(law)
+    if law.kind not in kinds[neighbours]:
+        raise UnsupportedAccountingError(
+            f"datamodule.sampling={law.kind} under privacy.neighbours={neighbours}: no epsilon for several units "
+            f"together is known. Under {neighbours} it is known for {' and '.join(kinds[neighbours])}"
+            + ("." if isinstance(law, FixedSize) else f", and {law.kind} is judged under zero_out.")
+        )
+
+
+def group_delta_at(
+    epsilons: Sequence[float], releases: Iterable[Release], *, max_units: int, neighbours: Neighbours = "zero_out"
+) -> list[float]:
+    """The delta of all ``releases`` together at each epsilon, for somebody who contributed up to ``max_units`` units.
+
+    The same mixture as in `group_epsilon`, read the other way round: an upper bound, 1 where none is known to be lower.
+
+    Args:
+        epsilons: In ascending order.
+        releases: What was let out.
+        max_units: The most units that one person contributed, or copies that one text has.
+        neighbours: As in `group_epsilon`.
+
+    Raises:
+        UnsupportedAccountingError: As `group_epsilon` does.
+        ConfigurationError: ``max_units`` is no whole number from 1 to 1000.
+    """
+    check_max_units(max_units)
+    releases = list(releases)
+    if max_units == 1:
+        return delta_at(epsilons, releases, neighbours=neighbours)
+    for release in releases:
+        if isinstance(release, GaussianRelease):
+            _check_law(release.law, neighbours)
+    parts = parts_of(releases)
+    if parts is None or beyond_reach(parts, neighbours):
+        return [1.0] * len(epsilons)
+    if not parts:
+        return [0.0] * len(epsilons)
+    if all(isinstance(part.law, FullBatch) for part in parts):
+        wider = [GaussianRelease(noise_multiplier=p.noise_multiplier / max_units, law=p.law)
+                 for p in parts for _ in range(p.count)]  # fmt: skip
+        return delta_at(epsilons, wider, neighbours=neighbours)
+    total = _composed(parts, max_units)
+    if total is None:
+        return [1.0] * len(epsilons)
+    lost = [truncation_delta(part.law, part.count) for part in parts if isinstance(part.law, TruncatedPoisson)]
+    extra = max_units * math.fsum(lost)
+    return [min(1.0, max(0.0, float(value)) + extra) for value in read_deltas(total, epsilons)]
+
+
+def _composed_epsilon(parts: tuple[Part, ...], delta: float, units: int) -> float:
+    total = _composed(parts, units)
+    if total is None:
+        return math.inf
+    value = read_epsilon(total, delta)
+    return value if value <= LARGEST_EPSILON else math.inf
+
+
+@lru_cache(maxsize=32)
+def _composed(parts: tuple[Part, ...], units: int) -> PrivacyLossDistribution | None:
+    """The privacy loss distribution of all parts; None where epsilon would be above what is told apart."""
+    if sum(part.count * _mean_loss(part, units) for part in parts) > LARGEST_EPSILON:
+        return None
+    # One width for all parts: distributions of different widths do not compose.
+    width = max(_width(part, units) for part in parts)
+    total: Any = None
+    for part in parts:
+        single = _mixture_pld(part, units, width)
+        composed = single if part.count == 1 else compose_times(single, part.count)
+        total = composed if total is None else total.compose(composed)
+    return total
+
+
+def _in_batch(part: Part, units: int) -> tuple[np.ndarray, np.ndarray]:
+    """How many of the user's units a batch can hold, and with what probabilities.
+
+    Numbers whose probability is no float above zero are left out: that is less than 1e-300 of delta.
+    """
+    rate = part.law.sample_rate if isinstance(part.law, (Poisson, TruncatedPoisson)) else 1.0
+    counts = np.arange(units + 1.0)
+    chances = stats.binom.pmf(counts, units, rate)
+    return counts[chances > 0], chances[chances > 0]
+
+
+class _MixtureLoss(MixtureGaussianPrivacyLoss):  # type: ignore[misc]
+    """dp-accounting's privacy loss of the mixture, its inverse found for all values at once.
+
+    The library bisects value by value in Python. An inverse that is off by h makes delta too small by
+    a share of the order of h squared, so the 1e-7 of Newton's method here are far below rounding.
+    """
+
+    def inverse_privacy_losses(self, privacy_losses: np.ndarray, precision: float = 1e-7) -> np.ndarray:
+        """The points at which the privacy loss has the given values, in the same order."""
+        reach = 40 * self._standard_deviation + 2 * self._max_sens
+        sign = 1.0 if self.adjacency_type == AdjacencyType.REMOVE else -1.0
+        # Both losses fall with x; as functions of y = -sign x their logarithmic sum rises and is convex.
+        grid = np.linspace(-reach, reach, 20_001)
+        wanted = sign * np.asarray(privacy_losses, dtype=float)
+        y = np.interp(wanted, self._log_sum(grid)[0], grid)
+        for _ in range(50):
+            value, slope = self._log_sum(y)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                step = np.nan_to_num((value - wanted) / slope, nan=0.0, posinf=0.0, neginf=0.0)
+            moved = np.clip(y - step, -reach, reach)
+            furthest = float(np.max(np.abs(moved - y), initial=0.0))
+            y = moved
+            if furthest <= precision * self._standard_deviation:
+                break
+        return np.asarray(-sign * y)
+
+    def _log_sum(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The logarithm of the mixture's density over the Gaussian's, ``y`` towards it, and its slope."""
+        scaled = self.sensitivities[:, None] / self._variance
+        terms = np.log(self.sampling_probs)[:, None] + scaled * (y[None, :] - self.sensitivities[:, None] / 2)
+        top = terms.max(axis=0)
+        weights = np.exp(terms - top)
+        mass = weights.sum(axis=0)
+        return top + np.log(mass), (scaled * weights).sum(axis=0) / mass
+
+
+def _mixture_pld(part: Part, units: int, width: float) -> PrivacyLossDistribution:
+    """The privacy loss distribution of one release: connect-the-dots, as the library does it."""
+    counts, chances = _in_batch(part, units)
+
+    def one_way(adjacency: AdjacencyType) -> Any:
+        loss = _MixtureLoss(part.noise_multiplier, counts, chances, adjacency_type=adjacency)
+        bounds = loss.connect_dots_bounds()
+        low, high = math.floor(bounds.epsilon_lower / width), math.ceil(bounds.epsilon_upper / width)
+        deltas = loss.get_delta_for_epsilon(np.arange(low, high + 1) * width)
+        return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(width, low, high, deltas)
+
+    return PrivacyLossDistribution(one_way(AdjacencyType.REMOVE), one_way(AdjacencyType.ADD))
+
+
+def _log_ratio(part: Part, units: int, x: np.ndarray) -> np.ndarray:
+    """The log of the mixture's density over the Gaussian's, at ``x`` noise deviations."""
+    counts, chances = (values[:, None] for values in _in_batch(part, units))
+    shift = counts / part.noise_multiplier
+    return np.asarray(special.logsumexp(np.log(chances) + shift * x[None, :] - shift**2 / 2, axis=0))
+
+
+def _mean_loss(part: Part, units: int) -> float:
+    """The average privacy loss of one release: its Kullback-Leibler divergence, by quadrature."""
+    x = np.linspace(-12, units / part.noise_multiplier + 12, 20_001)
+    loss = _log_ratio(part, units, x)
+    # The mixture's density is the Gaussian's times exp(loss), which on its own may overflow.
+    density = np.exp(loss - x**2 / 2) / math.sqrt(2 * math.pi)
+    return float(np.sum(density * loss) * (x[1] - x[0]))
+
+
+def _width(part: Part, units: int) -> float:
+    """The discretisation: as fine as everywhere else, or what keeps time and memory in bounds."""
+    furthest = float(_log_ratio(part, units, np.array([units / part.noise_multiplier + 10.0]))[0])
+    return max(FINE, furthest / min(_MOST_BUCKETS, _MOST_TERMS // (units + 1)))

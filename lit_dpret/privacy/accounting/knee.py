@@ -1,0 +1,214 @@
+"""How much a larger batch is worth: the ratio of noise to batch, over batch sizes and passes.
+
+What an optimizer sees of the noise is its multiplier over the expected batch size, and at a fixed
+epsilon a larger batch makes that ratio smaller. Up to a point: a small batch pays for sampling, because
+the amplification by Poisson sampling is at its best only where the noise is large. The same number of
+steps that each took every unit would need a ratio of sigma_T / n, with sigma_T the noise of T unsampled
+Gaussians, known in closed form. That is the floor of the ratio, and the *knee* is the smallest batch
+that comes within a quarter of it. Before the knee a larger batch is a gain at no cost, since passes over
+the data are the same work at every batch size; beyond it one only trades steps for less noise in each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dp_accounting.gaussian_mechanism import get_sigma_gaussian
+
+from lit_dpret.privacy.accounting.composition import FINE, epsilon_of, parts_of
+from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson
+from lit_dpret.privacy.budget import Neighbours
+
+KNEE_FACTOR = 1.25
+"""The knee is the smallest batch whose ratio is at most this many times the floor."""
+
+LOOSENESS = 0.03
+"""The noise of a cell is at most this share above the least noise that meets the budget; a test holds it to that."""
+
+_MOST_BATCHES = 9
+_CLOSE = 0.985
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One batch size for one number of passes.
+
+    Args:
+        batch: Units in a batch, on average.
+        epochs: Passes over the data, as the number of steps makes them.
+        steps: Logical steps; 0 where no whole number of them makes about so many passes.
+        noise_multiplier: Enough for the budget; None where there are no such steps, or no such noise.
+        floor: The ratio that as many steps would need if each of them took every unit.
+    """
+
+    batch: int
+    epochs: float
+    steps: int
+    noise_multiplier: float | None
+    floor: float
+
+    @property
+    def ratio(self) -> float | None:
+        """The noise multiplier over the expected batch size."""
+        return None if self.noise_multiplier is None else self.noise_multiplier / self.batch
+
+    def to_dict(self) -> dict[str, Any]:
+        """The cell as plain JSON values."""
+        over = None if self.ratio is None else self.ratio / self.floor
+        return {
+            "batch": self.batch,
+            "epochs": self.epochs,
+            "steps": self.steps,
+            "noise_multiplier": self.noise_multiplier,
+            "noise_to_batch": self.ratio,
+            "over_floor": over,
+        }
+
+
+def knee_table(
+    *,
+    n: int,
+    eps: float,
+    delta: float,
+    neighbours: Neighbours,
+    batch: int,
+    epochs: float,
+    heartbeat: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """The noise-to-batch ratio over batch sizes and passes at one budget, with the knee of each column.
+
+    By Poisson sampling and privacy loss distributions, whatever the plan's own law and accountant are.
+
+    Guarantees:
+        - The noise of every cell meets the budget: the discretisation is coarse, but pessimistic.
+        - It is at most `LOOSENESS` above what a calibration would find.
+
+    Args:
+        n: The number of units, where public, or the constant that stands for it.
+        eps: The budget.
+        delta: Its delta.
+        neighbours: Its relation.
+        batch: The planned batch, which is one of the rows.
+        epochs: The planned number of passes, which is one of the columns.
+        heartbeat: Called after every cell.
+
+    Returns:
+        ``cells`` of the grid, ``batches`` and ``epochs`` as its axes, and ``knees``: for each number of
+        passes the batch at the knee, or None where no batch of the grid reaches it.
+    """
+    batches, columns = batch_sizes(n, batch), _columns(epochs)
+    table: list[Cell] = []
+    knees: list[dict[str, Any]] = []
+    for passes in columns:
+        noises: list[float] = []
+        found: int | None = None
+        for size in reversed(batches):
+            cell = _cell(n, size, passes, eps, delta, neighbours, _aim(noises))
+            noises += [] if cell.noise_multiplier is None else [cell.noise_multiplier]
+            table.append(cell)
+            heartbeat()
+            if cell.ratio is not None and cell.ratio <= KNEE_FACTOR * cell.floor:
+                found = size
+        knees.append({"epochs": passes, "batch": found})
+    cells = sorted(table, key=lambda cell: (cell.batch, cell.epochs))
+    return {
+        "eps": eps,
+        "factor": KNEE_FACTOR,
+        "sampling": "poisson",
+        "batches": batches,
+        "epochs": columns,
+        "cells": [cell.to_dict() for cell in cells],
+        "knees": knees,
+    }
+
+
+def batch_sizes(n: int, batch: int) -> list[int]:
+    """The planned batch and its doublings, as many as a table holds, from some below it to half of the data."""
+    doubled = [batch * 2.0**k for k in range(-3, 20)]
+    sizes = [int(size) for size in doubled if 8 <= size <= n / 2 and size % 1 == 0]
+    below = sum(size < batch for size in sizes)
+    spare = max(0, len(sizes) - _MOST_BATCHES)
+    sizes = sizes[min(spare, max(0, below - 1)) :][:_MOST_BATCHES]
+    return sorted({batch, *sizes})
+
+
+def _columns(epochs: float) -> list[float]:
+    """The planned passes among fewer and more; where they are few already, among more."""
+    lowest = -2 if epochs >= 10 else -1 if epochs >= 3 else 0
+    factors = {-2: 0.1, -1: 1 / 3, 0: 1.0, 1: 3.0, 2: 10.0, 3: 30.0}
+    return [factors[k] * epochs for k in range(lowest, lowest + 4)]
+
+
+def _aim(noises: Sequence[float]) -> float | None:
+    """What the noise of the next batch may be, from those before it; each is half of the last."""
+    if len(noises) < 2:
+        return noises[-1] if noises else None
+    return noises[-1] * max(0.5, min(1.0, noises[-1] / noises[-2]))
+
+
+def _cell(
+    n: int, batch: int, epochs: float, eps: float, delta: float, neighbours: Neighbours, start: float | None
+) -> Cell:
+    steps = max(1, round(epochs * n / batch))
+    if not 0.75 < steps * batch / n / epochs < 1.34:
+        return Cell(batch, epochs, 0, None, math.inf)
+    floor = _floor(eps, delta, neighbours, steps) / n
+    noise = least_noise(
+        rate=min(1.0, batch / n), steps=steps, eps=eps, delta=delta, neighbours=neighbours, start=start or floor * batch
+    )
+    return Cell(batch, steps * batch / n, steps, noise, floor)
+
+
+def _floor(eps: float, delta: float, neighbours: Neighbours, steps: int) -> float:
+    """The noise multiplier of as many releases of everything (Balle and Wang 2018)."""
+    single = float(get_sigma_gaussian(eps, delta))
+    return single * math.sqrt(steps) * (2 if neighbours == "replace_one" else 1)
+
+
+def least_noise(
+    *, rate: float, steps: int, eps: float, delta: float, neighbours: Neighbours, start: float
+) -> float | None:
+    """A noise multiplier that meets the budget and is hardly above the least; None where none is found."""
+    law = Poisson(sample_rate=rate)
+
+    def spent(noise: float) -> float:
+        parts = parts_of([GaussianRelease(noise_multiplier=noise, law=law, count=steps)])
+        return epsilon_of(parts, delta, neighbours, "pld", _width(noise, rate, eps)) if parts else math.inf
+
+    noise = max(start, 0.2)
+    good: tuple[float, float] | None = None
+    bad: tuple[float, float] | None = None
+    for _ in range(40):
+        value = spent(noise)
+        if _CLOSE * eps <= value <= eps:
+            return noise
+        if value <= eps:
+            good = (noise, value)
+        else:
+            bad = (noise, value)
+        noise = _next(good, bad, eps)
+        if not 1e-3 < noise < 1e6:
+            break
+    return None if good is None else good[0]
+
+
+def _width(noise: float, rate: float, eps: float) -> float:
+    """A discretisation that is coarse beside the budget, and fine beside the loss of one step."""
+    one_step = rate * math.sqrt(math.expm1(min(noise**-2, 50.0)))
+    return max(FINE, min(eps / 3000, one_step / 5))
+
+
+def _next(good: tuple[float, float] | None, bad: tuple[float, float] | None, eps: float) -> float:
+    """Where to look next: between the two, on logarithms, or further out."""
+    if good is None or bad is None:
+        noise, value = good or bad or (1.0, eps)
+        step = 1.5 if value == math.inf or value <= 0 else min(2.0, max(1.02, abs(value / eps) ** 0.4))
+        return noise * (step if good is None else 1 / max(1.02, min(2.0, (eps / max(value, 1e-12)) ** 0.4)))
+    if not 0 < good[1] < bad[1] < math.inf:
+        return math.sqrt(good[0] * bad[0])
+    share = math.log(_CLOSE**0.5 * eps / good[1]) / math.log(bad[1] / good[1])
+    share = min(0.95, max(0.05, share))
+    return math.exp((1 - share) * math.log(good[0]) + share * math.log(bad[0]))

@@ -1,0 +1,236 @@
+"""The planned noise under every sampling law and relation, for several units, and step by step.
+
+An epsilon belongs to one law and one relation. Read under another, the same noise is worth more or
+less, and under some there is no proved number at all; a table of them says what a change of
+`datamodule.sampling` or `privacy.neighbours` would do to a claim, and what a wrong word in it hides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+from scipy import stats
+
+from lit_dpret.errors import UnsupportedAccountingError
+from lit_dpret.privacy.accounting.accountant import truncation_delta
+from lit_dpret.privacy.accounting.claims import epsilon, rough_epsilon
+from lit_dpret.privacy.accounting.composition import SUPPORTED, check_supported, plain
+from lit_dpret.privacy.accounting.groups import group_epsilon
+from lit_dpret.privacy.accounting.releases import (
+    FixedSize,
+    FullBatch,
+    GaussianRelease,
+    Poisson,
+    SamplingLaw,
+    Shuffle,
+    TruncatedPoisson,
+)
+from lit_dpret.privacy.budget import AccountantName, Neighbours
+
+OTHER_BOUND = "the loss couples units, and under this law and relation one of them moves the sum further than planned"
+"""Why the noise of a plan says nothing about a law or relation."""
+
+UNITS = (1, 2, 5, 10)
+"""How many units together the table of user levels has rows for."""
+
+# Passes make stairs, and cost nothing to compute.
+_CURVE_POINTS, _STAIRS = 14, 80
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The releases of a plan, whatever law they are read under.
+
+    Args:
+        law: The planned law.
+        noise_multiplier: Of each step.
+        steps: How many.
+        delta: Of every epsilon.
+        neighbours: The planned relation.
+        n: The number of units, or the constant that stands for it; None where there is none.
+        batch: The expected batch size.
+        holds: Whether the noise may be read under a law and a relation: not always, where a loss couples units.
+    """
+
+    law: SamplingLaw
+    noise_multiplier: float
+    steps: int
+    delta: float
+    neighbours: Neighbours
+    n: int | None
+    batch: float
+    holds: Callable[[SamplingLaw, Neighbours], bool] = lambda law, neighbours: True
+
+    def releases(self, law: SamplingLaw, steps: int | None = None) -> list[GaussianRelease]:
+        """The planned steps, or the first ``steps`` of them, as if drawn by ``law``."""
+        return [GaussianRelease(noise_multiplier=self.noise_multiplier, law=law, count=steps or self.steps)]
+
+    def laws(self) -> list[SamplingLaw]:
+        """The planned law, then the other ones with the same expected batch."""
+        law, found = plain(self.law), [self.law]
+        if isinstance(law, FullBatch) or self.n is None:
+            return found + ([Poisson(sample_rate=law.sample_rate)] if isinstance(law, TruncatedPoisson) else [])
+        rate = law.sample_rate if isinstance(law, (Poisson, TruncatedPoisson)) else self.batch / self.n
+        size = max(1, min(self.n, round(rate * self.n)))
+        # Six standard deviations above the mean: cut so seldom that it costs next to nothing.
+        cap = min(self.n, math.ceil(size + 6 * math.sqrt(size)))
+        found += [
+            Poisson(sample_rate=rate),
+            TruncatedPoisson(sample_rate=rate, cap=cap, n=self.n),
+            FixedSize(batch_size=size, n=self.n),
+            Shuffle(batch_size=size, n=self.n),
+        ]
+        first: dict[str, SamplingLaw] = {}
+        for other in found:
+            first.setdefault(other.kind, other)
+        return list(first.values())
+
+
+def epsilon_matrix(plan: Planned, heartbeat: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
+    """Epsilon of the planned noise for every law and relation, each by the tightest accountant that judges it.
+
+    Guarantees:
+        - The cell of the planned law and relation is the plan's epsilon by ``pld``, where that judges it.
+        - ``replace_one`` is the library's own pair at the same noise: one unit in, another one out.
+        - ``shuffle`` claims no amplification: every pass counts as a release that saw all units.
+        - A combination that no accountant judges, or for which a coupled loss has another sensitivity, has no
+          number, and says why.
+
+    Returns:
+        ``sampling``, ``law`` as a sentence, ``neighbours``, ``epsilon`` or None, ``accountant`` or None,
+        ``amplified``, and ``why`` where there is no number.
+    """
+    rows = []
+    for law in plan.laws():
+        for relation in get_args(Neighbours):
+            rows.append(
+                {
+                    "sampling": law.kind,
+                    "law": law.describe(),
+                    "neighbours": relation,
+                    "amplified": not isinstance(plain(law), (Shuffle, FullBatch)),
+                    **_cell(plan, law, relation),
+                }
+            )
+            heartbeat()
+    return rows
+
+
+def _cell(plan: Planned, law: SamplingLaw, relation: Neighbours) -> dict[str, Any]:
+    accountants: tuple[AccountantName, ...] = ("pld", "rdp", "prv")
+    judges = [name for name in accountants if relation in SUPPORTED[name].get(type(plain(law)), ())]
+    if not judges:
+        try:
+            check_supported(law, "pld", relation)
+        except UnsupportedAccountingError as error:
+            return {"epsilon": None, "accountant": None, "why": str(error)}
+    if not plan.holds(law, relation):
+        return {"epsilon": None, "accountant": None, "why": OTHER_BOUND}
+    value = epsilon(plan.releases(law), delta=plan.delta, neighbours=relation, accountant=judges[0])
+    return {"accountant": judges[0], **_number(value)}
+
+
+def user_levels(plan: Planned, heartbeat: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """What the planned noise promises to somebody with 1, 2, 5 or 10 units, by law under the planned relation.
+
+    A truncated law whose cap was chosen for one unit may promise nothing to several: a batch that was
+    cut can give all of them away. ``roomy_cap`` is then a cap that cuts so seldom that it does not
+    matter, and its column says what that would promise.
+
+    Returns:
+        ``neighbours``; ``columns`` of laws with ``rows`` of ``units`` and ``epsilon`` or None and ``why``;
+        ``roomy_cap``, or None where the planned law needs none.
+    """
+    laws = plan.laws()
+    roomy = _roomy(plan)
+    if roomy is not None:
+        # Cut so seldom, it is Poisson sampling for all that shows.
+        laws = [laws[0], roomy, *(law for law in laws[1:] if not isinstance(law, Poisson))]
+    columns = []
+    for law in laws:
+        rows = []
+        for units in UNITS:
+            rows.append({"units": units, **_level(plan, law, units)})
+            heartbeat()
+        columns.append(
+            {
+                "sampling": law.kind,
+                "law": law.describe(),
+                "cap": law.cap if isinstance(law, TruncatedPoisson) else None,
+                "amplified": not isinstance(plain(law), (Shuffle, FullBatch)),
+                "rows": rows,
+            }
+        )
+    return {"neighbours": plan.neighbours, "roomy_cap": None if roomy is None else roomy.cap, "columns": columns}
+
+
+def _level(plan: Planned, law: SamplingLaw, units: int) -> dict[str, Any]:
+    if units == 1:
+        return {key: value for key, value in _cell(plan, law, plan.neighbours).items() if key != "accountant"}
+    if not plan.holds(law, plan.neighbours):
+        return {"epsilon": None, "why": OTHER_BOUND}
+    try:
+        value = group_epsilon(plan.releases(law), delta=plan.delta, max_units=units, neighbours=plan.neighbours)
+    except UnsupportedAccountingError as error:
+        return {"epsilon": None, "why": str(error)}
+    lost = isinstance(law, TruncatedPoisson) and units * truncation_delta(law, plan.steps) >= plan.delta
+    return _number(value, "batches that are cut may give that many units away" if lost else "beyond all bounds")
+
+
+def _roomy(plan: Planned) -> TruncatedPoisson | None:
+    """The planned law with a cap that costs the largest group a thousandth of delta; None where it has one."""
+    law = plain(plan.law)
+    if not isinstance(law, TruncatedPoisson) or plan.neighbours != "zero_out":
+        return None
+    most = max(UNITS)
+    if most * truncation_delta(law, plan.steps) < plan.delta / 10:
+        return None
+    spare = plan.delta / 1000 / most / plan.steps
+    cap = min(law.n, int(stats.binom.isf(spare, law.n, law.sample_rate)) + 1)
+    return TruncatedPoisson(sample_rate=law.sample_rate, cap=cap, n=law.n)
+
+
+def epsilon_over_steps(plan: Planned) -> list[dict[str, Any]]:
+    """How epsilon grows on the way to the last step, for the laws and relations that are worth a line.
+
+    Drawn, not stated: the distributions of sampled laws are ten times as coarse as those of the claim,
+    and pessimistic, so that a line never runs below what is spent.
+
+    Returns:
+        ``sampling``, ``neighbours``, ``amplified`` and ``points`` of (step, epsilon).
+    """
+    lines = []
+    for law, relation in _lines(plan):
+        amplified = not isinstance(plain(law), (Shuffle, FullBatch))
+        shares = np.geomspace(1e-3, 1, _CURVE_POINTS if amplified else _STAIRS)
+        steps = sorted({max(1, round(plan.steps * share)) for share in shares})
+        values = [rough_epsilon(plan.releases(law, count), plan.delta, relation) for count in steps]
+        points = [[count, value] for count, value in zip(steps, values, strict=True) if math.isfinite(value)]
+        lines.append(
+            {
+                "sampling": law.kind,
+                "neighbours": relation,
+                "amplified": amplified,
+                "points": points,
+            }
+        )
+    return lines
+
+
+def _lines(plan: Planned) -> Iterator[tuple[SamplingLaw, Neighbours]]:
+    """Poisson sampling and shuffled passes under the planned relation, and Poisson sampling under ``replace_one``."""
+    laws = {law.kind: law for law in plan.laws()}
+    relations: Sequence[Neighbours] = tuple(dict.fromkeys((plan.neighbours, "replace_one")))
+    for kind in ("poisson", "shuffle", "full_batch"):
+        for relation in relations:
+            law = laws.get(kind)
+            if law is not None and plan.holds(law, relation) and relation in SUPPORTED["pld"].get(type(plain(law)), ()):
+                yield law, relation
+
+
+def _number(value: float, why: str = "beyond all bounds") -> dict[str, Any]:
+    return {"epsilon": value} if math.isfinite(value) else {"epsilon": None, "why": why}

@@ -1,0 +1,138 @@
+"""What it costs to train several times on private data and to keep the best run.
+
+A run that was chosen among others because of its score says more about the data than a run that was
+made alone. Where the number of runs is fixed, all of them compose. Where it is drawn at random and
+nothing but the best run is ever shown, the cost is far smaller (Papernot and Steinke 2022,
+"Hyperparameter Tuning with Renyi Differential Privacy", arXiv 2110.03620, Theorems 2 and 6). The
+formulas are dp-accounting's, ``RepeatAndSelectDpEvent``.
+
+The theorem holds for a search that is really done so: the number of runs is drawn from the declared
+law before the first one and is told to nobody; every run draws its settings anew from one list,
+fixed beforehand; none of them releases more than the one on the card did; and of the others
+nothing is shown, not even how many there were. It protects the units that were trained on. Scores are
+computed from the finished models, so the units that the runs were scored on are not covered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from dp_accounting import dp_event
+from dp_accounting.rdp import RdpAccountant
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.accounting.accountant import truncation_delta
+from lit_dpret.privacy.accounting.claims import check_delta
+from lit_dpret.privacy.accounting.composition import (
+    LARGEST_EPSILON,
+    RELATIONS,
+    Part,
+    beyond_reach,
+    check_supported,
+    parts_of,
+    plain,
+    rdp_event,
+)
+from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson, Release, TruncatedPoisson
+from lit_dpret.privacy.budget import Neighbours
+
+_SHAPES: dict[str, float] = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0}
+
+
+@dataclass(frozen=True)
+class RandomStopping:
+    """How the number of runs of a search is drawn.
+
+    Args:
+        mean_runs: The mean number of runs, at least 1.
+        law: ``poisson``, ``geometric``, ``logarithmic``, or the shape eta of a truncated negative
+            binomial as a number from 0 (0 is logarithmic, 1 geometric). Smaller shapes spread wider
+            and cost less.
+
+    Raises:
+        ConfigurationError: The mean or the law is out of range.
+    """
+
+    mean_runs: float
+    law: str | float = "geometric"
+
+    def __post_init__(self) -> None:
+        mean, law = self.mean_runs, self.law
+        if isinstance(mean, bool) or not isinstance(mean, (int, float)) or not 1 <= mean < math.inf:
+            raise ConfigurationError(f"tuning_mean_runs={mean!r} is not a number of runs, at least 1 on average.")
+        known = law in _SHAPES if isinstance(law, str) else not isinstance(law, bool) and isinstance(law, (int, float))
+        if not known or (not isinstance(law, str) and not 0 <= law < math.inf):
+            raise ConfigurationError(
+                f"tuning_runs_law={law!r} is not one of {', '.join(_SHAPES)}, nor a shape from 0 of a truncated "
+                "negative binomial distribution."
+            )
+
+    @property
+    def shape(self) -> float:
+        """The shape eta; infinite for the Poisson law."""
+        return _SHAPES[self.law] if isinstance(self.law, str) else float(self.law)
+
+    def describe(self) -> str:
+        """The law in a phrase."""
+        name = self.law if isinstance(self.law, str) else f"truncated negative binomial (shape {self.law:g})"
+        return f"{name} distribution of mean {self.mean_runs:g}"
+
+
+def selection_epsilon(
+    releases: Iterable[Release], stopping: RandomStopping, *, delta: float, neighbours: Neighbours
+) -> float:
+    """The epsilon of the best of a random number of runs, each with these ``releases``.
+
+    A truncated batch is judged as a plain Poisson one, and the chance that truncation gives a unit
+    away in any of the runs (`truncation_delta` times the mean number of runs) is taken from delta.
+    Truncation is decided by coins that are the same on both data sets, and given that it did not
+    happen the number of runs has the same law with a smaller mean.
+
+    Guarantees:
+        - By Renyi divergences, so never below ``epsilon(..., accountant="rdp")``.
+        - 0 for no release; infinite where one is not private, where epsilon is above `LARGEST_EPSILON`,
+          and where truncation alone uses up ``delta``.
+
+    Args:
+        releases: What one run lets out.
+        stopping: How the number of runs was drawn.
+        delta: Of the statement.
+        neighbours: The relation of the statement.
+
+    Raises:
+        UnsupportedAccountingError: A law that RDP does not judge under ``neighbours``.
+    """
+    check_delta(delta)
+    releases = list(releases)
+    for release in releases:
+        if isinstance(release, GaussianRelease):
+            law = plain(release.law)
+            cut = isinstance(law, TruncatedPoisson) and neighbours == "zero_out"
+            check_supported(Poisson(sample_rate=law.sample_rate) if cut else law, "rdp", neighbours)  # type: ignore[attr-defined]
+    parts = parts_of(releases)
+    if parts is None or beyond_reach(parts, neighbours):
+        return math.inf
+    if not parts:
+        return 0.0
+    lost = [truncation_delta(part.law, part.count) for part in parts if isinstance(part.law, TruncatedPoisson)]
+    spare = delta - stopping.mean_runs * math.fsum(lost)
+    if spare <= 0:
+        return math.inf
+    run = dp_event.ComposedDpEvent([_self_composed(_uncut(part), neighbours) for part in parts])
+    accountant = RdpAccountant(neighboring_relation=RELATIONS[neighbours])
+    accountant.compose(dp_event.RepeatAndSelectDpEvent(run, stopping.mean_runs, stopping.shape))
+    value = float(accountant.get_epsilon(spare))
+    return value if value <= LARGEST_EPSILON else math.inf
+
+
+def _self_composed(part: Part, neighbours: Neighbours) -> Any:
+    return dp_event.SelfComposedDpEvent(rdp_event(part, neighbours), part.count)
+
+
+def _uncut(part: Part) -> Part:
+    if isinstance(part.law, TruncatedPoisson):
+        return Part(Poisson(sample_rate=part.law.sample_rate), part.noise_multiplier, part.count)
+    return part

@@ -1,0 +1,165 @@
+"""A run's account with the ledger of its data set: opened before the first coin, settled at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.errors import BudgetExceededError
+from lit_dpret.privacy.accounting.releases import NonPrivateRelease, Release
+from lit_dpret.privacy.ledger.charges import NOISE_KINDS, NOT_COUNTED_EVENT, counted_in, forthcoming_releases
+from lit_dpret.privacy.ledger.dataset_charge import Charge, EarlierRun
+from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.ledger.dataset_total import TOTAL_EVENT, Total
+from lit_dpret.privacy.ledger.gate import ReleaseGate
+from lit_dpret.privacy.ledger.owed import owed_releases
+from lit_dpret.privacy.ledger.run import PrivateRun
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_lock import RunLock
+
+
+class DatasetAccount:
+    """Reserves for a run what its gate may still grant, and settles what it was charged with.
+
+    Guarantees:
+        - The gate grants no step that is not reserved.
+        - A run whose own ledger refutes its claim is counted without privacy (`owed_releases`), and a model that it
+          starts from is counted with it, once for all runs that do, unless that one's run was.
+        - A run whose steps cost more than it reserved (less noise, another law) reserves anew before
+          its next step, and is refused where the limit does not cover it.
+        - From the first reservation until it is settled or closed, no other object reserves for the same
+          run: a copy of the run folder cannot go on beside its original.
+
+    Args:
+        ledger: Of the data set.
+        gate: Of the run; its position is settled.
+        steps: The step that the run ends before.
+        name: Where the run lies, for messages.
+        earlier: The run whose model this one starts from, where no entry counts it.
+    """
+
+    def __init__(
+        self, ledger: DatasetLedger, gate: ReleaseGate, *, steps: int, name: str, earlier: Sequence[EarlierRun] = ()
+    ) -> None:
+        self._earlier = list(earlier)
+        self._ledger, self._gate, self._steps, self._name = ledger, gate, steps, name
+        self._lock = RunLock(ledger.path, gate.run.run_id)
+        self._held = False
+        self._departures = 0
+
+    def reserve(self) -> Total:
+        """Reserve all that is still to come.
+
+        Raises:
+            BudgetExceededError: The data set's limit does not cover it; no step may be made.
+            LedgerError: The run is going on elsewhere, or its own ledger is an older one.
+        """
+        run, gate = self._gate.run, self._gate
+        self._lock.take()
+        owed = self._owed()
+        refuted = [release for release in owed.own if isinstance(release, NonPrivateRelease)]
+        try:
+            total = self._ledger.reserve(
+                run.run_id,
+                spent=owed,
+                planned=Charge.of([*gate.forthcoming(self._steps), *refuted], self._earlier),
+                heads=self._heads(),
+                name=self._name,
+            )
+        except BaseException as error:
+            if isinstance(error, BudgetExceededError):
+                note_not_counted(run, self._ledger)
+            if not self._held:
+                self._lock.release()
+            raise
+        self._held = True
+        self._departures = gate.departures
+        gate.reserved_until = self._steps
+        return total
+
+    def keep_covered(self) -> None:
+        """Reserve anew if a step cost more than was reserved for it.
+
+        Raises:
+            BudgetExceededError: The data set's limit does not cover the rest of the run.
+        """
+        if self._gate.departures != self._departures:
+            self.reserve()
+
+    def settle(self) -> None:
+        """Give back what was reserved and not released, and note the total in the run's ledger; once."""
+        if not self._held:
+            return
+        run = self._gate.run
+        total = self._ledger.settle(run.run_id, spent=self._owed(), heads=self._heads(), name=self._name)
+        self._held = False
+        self._lock.release()
+        run.ledger.append("event", name=TOTAL_EVENT, **total.to_dict())
+
+    def close(self) -> None:
+        """Let another process go on with the run; what was reserved and not settled stays charged."""
+        self._lock.release()
+
+    def _owed(self) -> Charge:
+        return Charge.of(owed_releases(self._gate.run.ledger.records), self._earlier)
+
+    def _heads(self) -> list[str]:
+        return [str(record["hash"]) for record in self._gate.run.ledger.records]
+
+
+def require_room(
+    ledger: DatasetLedger, path: Path, step: Release, *, steps: int, earlier: Sequence[EarlierRun]
+) -> None:
+    """Refuse a run that the ledger of its data set does not cover, before anything is written.
+
+    A run that the ledger counts already is let through: its reservation is replaced when it goes on. So is one that
+    names this ledger and was killed before the reservation, which then decides.
+
+    Args:
+        ledger: Of the data set.
+        path: Of the run's own ledger; absent for a new run.
+        step: One step of it.
+        steps: How many it plans.
+        earlier: What the model that it starts from cost on the same data, where no entry counts it.
+
+    Raises:
+        BudgetExceededError: The data set's limit does not cover it.
+    """
+    records = PrivacyLedger.read(path).records if path.exists() else []
+    if ledger.path.exists():
+        known = ledger.run_ids() & {record["run_id"] for record in records if record["kind"] == "plan"}
+        if known or ledger.begin() in counted_in(records):
+            return
+    made = [int(record["step"]) for record in records if record["kind"] == "intent"]
+    attempts = [int(record["attempt"]) for record in records if record["kind"] == "intent"]
+    due = forthcoming_releases(
+        records, step, first=max(made, default=-1) + 1, until=steps, attempt=max(attempts, default=0)
+    )
+    refuted = [release for release in owed_releases(records) if isinstance(release, NonPrivateRelease)]
+    ledger.require(Charge.of([*due, *refuted], earlier))
+
+
+def note_not_counted(run: PrivateRun, ledger: DatasetLedger) -> None:
+    """Note in a run's ledger that its data set's ledger refused it, so that it may go on without; not if counted.
+
+    An older copy of that ledger does not know of a run that it has counted; the run's own ledger does.
+    """
+    identity = ledger.begin()
+    if ledger.charge_of(run.run_id) is None and not was_reserved(run.ledger.records, identity):
+        text = "privacy.dataset_ledger refused this run and counts nothing of it"
+        run.ledger.append("event", name=NOT_COUNTED_EVENT, dataset_ledger=identity, text=text)
+
+
+def was_reserved(records: Iterable[Mapping[str, Any]], identity: str) -> bool:
+    """Whether the records of a run show that the data set's ledger of this identity has counted it.
+
+    They do where a step was granted, or a total stated, while the run was with that ledger.
+    """
+    named = False
+    for record in records:
+        if record["kind"] == "plan":
+            named = record.get("dataset_ledger") == identity
+        elif named and (record["kind"] in NOISE_KINDS or record.get("name") == TOTAL_EVENT):
+            return True
+    return False

@@ -1,0 +1,347 @@
+"""What all runs on one data set have spent together, in one file that they share.
+
+A run that would bring the total past ``privacy.total_eps`` is refused before its first step. The
+file's path is the identity of the data set: it holds no name, size or fingerprint of the data, so
+it gives nothing away, and whoever points two runs at one file says that they use the same data.
+
+A run *reserves* what it plans to release, and when it ends it *settles* to what its own ledger was
+charged with. A killed run cannot settle; its reservation stays charged until a resume of that run
+takes it over. A *sweep* reserves all of its trials before the first one starts; each trial then takes
+one of these over (`lit_dpret.privacy.ledger.sweep_places`). All of this happens under a file lock, one
+transaction at a time, so that two runs never both take what is left. The lock is the operating
+system's (``flock``): it holds between the processes of one machine, and on a network file system as
+far as that supports it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError
+from lit_dpret.privacy.accounting.releases import Release
+from lit_dpret.privacy.budget import AccountantName, PrivacyBudget
+from lit_dpret.privacy.ledger.dataset_book import SCHEMA, DatasetBook, DatasetFile, Entry
+from lit_dpret.privacy.ledger.dataset_charge import Charge, composed
+from lit_dpret.privacy.ledger.dataset_total import Total, compose_across_runs
+from lit_dpret.privacy.ledger.sweep_places import choose_place, refusal_of_sweep
+
+
+class DatasetLedger:
+    """One run's way to the file that adds up what a data set has spent.
+
+    Guarantees:
+        - A reservation that would bring the total past the limit is refused, and changes nothing;
+          also when several processes reserve at once, their reservations together stay within it.
+        - A run is charged what it reserved until it settles, and then what its own ledger charges.
+        - Delta, unit, neighbours and limit are those that the file was begun with. Another unit or
+          relation, whose epsilons do not add up, and another limit, which would break an earlier
+          promise, are refused; another delta is not: the total is stated at the file's.
+        - A file that takes the place of the one that the run was begun under is refused.
+        - A run whose own ledger lacks what it had when it last reserved or settled (a copied or
+          restored run folder) is refused: its charges could shrink.
+
+    Args:
+        path: ``privacy.dataset_ledger``; made if absent.
+        total_eps: ``privacy.total_eps``; None takes the limit that the file was begun with.
+        budget: The run's budget: its delta, unit and neighbours.
+        accountant: The run's accountant; ``rdp`` composes the total by RDP where that can judge it.
+        sweep: The sweep that the run is a trial of; its first reservation takes one of the sweep's over.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        total_eps: float | None,
+        budget: PrivacyBudget,
+        accountant: AccountantName = "pld",
+        sweep: str | None = None,
+    ) -> None:
+        self.path = Path(path).expanduser()
+        self._total_eps, self._budget, self._accountant = total_eps, budget, accountant
+        self._sweep = sweep
+        self._identity: str | None = None
+
+    def begin(self) -> str:
+        """The identity of the file, random and fixed in its first record; begins the file where there is none.
+
+        Raises:
+            ConfigurationError: The file was begun for another unit, relation or limit.
+            LedgerError: The file is damaged, of an unknown schema, or not the one that this object knew.
+        """
+        with DatasetFile.open(self.path) as file:
+            terms = self._agreed(file.book)
+            if file.book.terms is None:
+                file.append("dataset", schema=SCHEMA, id=secrets.token_hex(16), **terms)
+            self._identity = str(file.book.identity)
+            return self._identity
+
+    def require(self, planned: Charge | Sequence[Release]) -> Total:
+        """The total with ``planned`` added, were it reserved now; takes no lock and writes nothing.
+
+        Raises:
+            BudgetExceededError: The total would pass the limit.
+            ConfigurationError: The file was begun for another unit, relation or limit.
+            LedgerError: The file is damaged, or of an unknown schema.
+        """
+        empty = not self.path.exists()
+        book = DatasetBook() if empty else DatasetFile.read(self.path).book
+        terms = self._agreed(book)
+        taken = self._place(book, "", Charge.of(planned))
+        return self._checked({**_without(book.entries, taken), "": _planned(planned)}, book, terms, "")
+
+    def terms(self) -> dict[str, Any]:
+        """Limit, delta, unit and neighbours that the file was begun with, or would be begun with now; writes nothing.
+
+        Raises:
+            ConfigurationError: The file was begun for another unit, relation or limit.
+            LedgerError: The file is damaged, or of an unknown schema.
+        """
+        return dict(self._agreed(DatasetFile.read(self.path).book if self.path.exists() else DatasetBook()))
+
+    def total(self) -> Total:
+        """What is spent and reserved now."""
+        book = DatasetFile.read(self.path).book
+        return self._total(book.entries, self._agreed(book))
+
+    def releases(self) -> dict[str, list[Release]]:
+        """What each run is charged with, by the name it gave; runs of one name together.
+
+        What several of them begin with is in each: `charged` has all of them together.
+        """
+        found: dict[str, list[Charge]] = {}
+        for entry in DatasetFile.read(self.path).book.entries.values():
+            found.setdefault(entry.name, []).append(entry.charge)
+        return {name: composed(charges) for name, charges in found.items()}
+
+    def charged(self) -> list[Release]:
+        """What all runs are charged with together."""
+        return composed(entry.charge for entry in DatasetFile.read(self.path).book.entries.values())
+
+    def run_ids(self) -> set[str]:
+        """The lasting identities of all runs that ever reserved something."""
+        return set(DatasetFile.read(self.path).book.entries)
+
+    def charge_of(self, run_id: str) -> tuple[list[Release], str] | None:
+        """What one run is charged with, and the last record of its own ledger that is known; None for a stranger."""
+        entry = DatasetFile.read(self.path).book.entries.get(run_id)
+        return None if entry is None else (entry.charge.releases, entry.head)
+
+    def reserve(
+        self,
+        run_id: str,
+        *,
+        spent: Charge | Sequence[Release],
+        planned: Charge | Sequence[Release],
+        heads: Sequence[str],
+        name: str,
+    ) -> Total:
+        """Charge the data set with all that a run has released and plans to; replaces what it reserved before.
+
+        Args:
+            run_id: The run's lasting identity.
+            spent: What its own ledger is charged with now. If the reservation is refused, a run that
+                had an earlier one settles to this.
+            planned: ``spent`` and all that is still to come.
+            heads: The hashes of all records of the run's own ledger, in order.
+            name: Where the run lies, for messages.
+
+        Returns:
+            The total with this reservation in it.
+
+        Raises:
+            BudgetExceededError: The total would pass the limit; nothing was reserved.
+            ConfigurationError: The file was begun for another unit, relation or limit.
+            LedgerError: The file is damaged, of an unknown schema, or knows more of the run than the
+                run's own ledger does.
+        """
+        with DatasetFile.open(self.path) as file:
+            book = file.book
+            terms = self._agreed(book)
+            _check_history(run_id, book, heads)
+            taken = self._place(book, run_id, Charge.of(planned))
+            try:
+                others = _without(book.entries, taken)
+                total = self._checked({**others, run_id: _planned(planned)}, book, terms, run_id)
+            except BudgetExceededError:
+                if run_id in book.entries:
+                    file.append("settle", **_facts(run_id, spent, heads, name))
+                raise
+            if book.terms is None:
+                file.append("dataset", schema=SCHEMA, id=secrets.token_hex(16), **terms)
+            over = {} if taken is None else {"takes": taken}
+            file.append("reserve", **_facts(run_id, planned, heads, name), **over)
+            return total
+
+    def settle(self, run_id: str, *, spent: Charge | Sequence[Release], heads: Sequence[str], name: str) -> Total:
+        """Replace a run's reservation by what its own ledger is charged with; never refused for what it costs.
+
+        Raises:
+            LedgerError: The run never reserved anything here, or its own ledger is an older one.
+        """
+        with DatasetFile.open(self.path) as file:
+            terms = self._agreed(file.book)
+            _check_history(run_id, file.book, heads)
+            file.append("settle", **_facts(run_id, spent, heads, name))
+            return self._total(file.book.entries, terms)
+
+    def hold(self, sweep: str, places: Sequence[Charge | Sequence[Release]], *, name: str) -> Total:
+        """Reserve all runs of a sweep before the first one starts; those that it has reserved already stay.
+
+        Args:
+            sweep: The sweep's lasting identity.
+            places: What each of its private runs plans to be charged with.
+            name: Where the sweep lies, for messages.
+
+        Returns:
+            The total with all of them in it.
+
+        Raises:
+            BudgetExceededError: The limit does not cover all of them; says how many it covers. Nothing was reserved.
+            ConfigurationError: The file was begun for another unit, relation or limit.
+        """
+        if not self.path.exists():
+            self._to_hold(DatasetBook(), sweep, places)  # what is refused leaves no file behind
+        with DatasetFile.open(self.path) as file:
+            terms, new, total = self._to_hold(file.book, sweep, places)
+            if file.book.terms is None:
+                file.append("dataset", schema=SCHEMA, id=secrets.token_hex(16), **terms)
+            for key, place in new.items():
+                file.append("reserve", **_facts(key, place, [], name), sweep=sweep)
+            return total
+
+    def _to_hold(
+        self, book: DatasetBook, sweep: str, places: Sequence[Charge | Sequence[Release]]
+    ) -> tuple[dict[str, Any], dict[str, Charge], Total]:
+        """The terms, the reservations of a sweep that are not there yet, and the total with them."""
+        terms = self._agreed(book)
+        given = {f"{sweep}/{number}": Charge.of(place) for number, place in enumerate(places)}
+        new = {key: place for key, place in given.items() if key not in book.entries and key not in book.taken}
+        held = {key: replace(_planned(place), sweep=sweep) for key, place in new.items()}
+        total = self._total({**book.entries, **held}, terms)
+        if total.epsilon > total.total_eps:
+
+            def cost(count: int) -> float:
+                return self._total({**book.entries, **dict(list(held.items())[:count])}, terms).epsilon
+
+            raise BudgetExceededError(refusal_of_sweep(total, len(new), cost, path=self.path, terms=terms))
+        return terms, new, total
+
+    def give_back(self, sweep: str) -> Total:
+        """Let go of what a sweep holds for trials that have not begun; they can be reserved no more."""
+        with DatasetFile.open(self.path) as file:
+            terms = self._agreed(file.book)
+            for key, entry in [item for item in file.book.entries.items() if item[1].sweep == sweep]:
+                file.append("settle", **_facts(key, [], [], entry.name))
+            return self._total(file.book.entries, terms)
+
+    def _place(self, book: DatasetBook, run_id: str, planned: Charge) -> str | None:
+        """The reservation of its sweep that a run takes over when it first reserves; None for a run of no sweep."""
+        if self._sweep is None or run_id in book.entries:
+            return None
+        places = {
+            key: entry.charge.own
+            for key, entry in book.entries.items()
+            if entry.sweep == self._sweep and entry.charge.earlier == planned.earlier
+        }
+        return choose_place(places, planned.own, sweep=self._sweep)
+
+    def _agreed(self, book: DatasetBook) -> dict[str, Any]:
+        """The terms of the file, or those that it is begun with now."""
+        budget = self._budget
+        if self._identity not in (None, book.identity):
+            raise LedgerError(
+                f"privacy.dataset_ledger={self.path} is another file than at the start of this run. Put that back: "
+                "what all runs have spent is in it."
+            )
+        if book.terms is None:
+            if self._total_eps is None:
+                raise ConfigurationError(
+                    f"privacy.dataset_ledger={self.path} is new and has no limit yet: set privacy.total_eps."
+                )
+            return {
+                "total_eps": float(self._total_eps),
+                "delta": budget.delta,
+                "unit": budget.unit,
+                "neighbours": budget.neighbours,
+            }
+        terms = book.terms
+        for knob, value in (("unit", budget.unit), ("neighbours", budget.neighbours)):
+            if terms[knob] != value:
+                raise ConfigurationError(
+                    f"privacy.{knob}={value}, but {self.path} counts under privacy.{knob}={terms[knob]}, and epsilons "
+                    "of different guarantees do not add up. Use the same, or another privacy.dataset_ledger."
+                )
+        if self._total_eps is not None and self._total_eps != terms["total_eps"]:
+            raise ConfigurationError(
+                f"privacy.total_eps={self._total_eps:g}, but {self.path} was begun with {terms['total_eps']:g}, and a "
+                "promise about a data set is not changed by a later run. State that, or null to take it from the file."
+            )
+        return terms
+
+    def _total(self, entries: Mapping[str, Entry], terms: Mapping[str, Any]) -> Total:
+        value, how = compose_across_runs(
+            composed(entry.charge for entry in entries.values()),
+            delta=terms["delta"],
+            neighbours=terms["neighbours"],
+            accountant=self._accountant,
+        )
+        return Total(
+            epsilon=value,
+            delta=terms["delta"],
+            accountant=how,
+            total_eps=terms["total_eps"],
+            runs=len(entries),
+            running=sum(not entry.settled for entry in entries.values()),
+        )
+
+    def _checked(self, entries: Mapping[str, Entry], book: DatasetBook, terms: Mapping[str, Any], run_id: str) -> Total:
+        """The total of ``entries``, refused where it passes the limit."""
+        total = self._total(entries, terms)
+        if total.epsilon <= total.total_eps:
+            return total
+        others = _without(book.entries, run_id)
+        before = self._total(others, terms)
+        held = [entry.name for entry in others.values() if not entry.settled]
+        waiting = "" if not held else (
+            f" {len(held)} of them still hold a reservation ({', '.join(held[:3])}{', …' if len(held) > 3 else ''}): "
+            "wait for them to end, or resume those that were killed."
+        )  # fmt: skip
+        raise BudgetExceededError(
+            f"privacy.total_eps={total.total_eps:g} does not cover this run: the {before.runs} other runs in "
+            f"privacy.dataset_ledger={self.path} hold epsilon {before.epsilon:.4g}, and with this one it would be "
+            f"{total.epsilon:.4g} (delta={total.delta:.3g}, unit={terms['unit']}, neighbours={terms['neighbours']}, "
+            f"composed by {total.accountant}).{waiting} Lower privacy.eps, or plan fewer steps."
+        )
+
+
+def _without(entries: Mapping[str, Entry], name: str | None) -> dict[str, Entry]:
+    return {key: entry for key, entry in entries.items() if key != name}
+
+
+def _planned(given: Charge | Sequence[Release]) -> Entry:
+    return Entry(Charge.of(given), "", False, "")
+
+
+def _facts(run_id: str, given: Charge | Sequence[Release], heads: Sequence[str], name: str) -> dict[str, Any]:
+    return {
+        "run_id": run_id,
+        "run": name,
+        "run_head": heads[-1] if heads else "",
+        **Charge.of(given).to_dict(),
+    }
+
+
+def _check_history(run_id: str, book: DatasetBook, heads: Sequence[str]) -> None:
+    """Refuse a run whose own ledger does not hold what it held at its last reservation or settlement."""
+    entry = book.entries.get(run_id)
+    if entry is not None and entry.head and entry.head not in heads:
+        raise LedgerError(
+            f"Run {run_id} ({entry.name}) has a ledger older than the one that privacy.dataset_ledger knows: its "
+            "folder was copied or restored, and what it spent since would be forgotten. Resume the newest copy."
+        )

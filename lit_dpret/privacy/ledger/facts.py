@@ -1,0 +1,431 @@
+"""From ledger records to the facts of a card: what ran, what it costs, which steps of the proof hold.
+
+Nothing here reads a configuration. The plan is the one that the ledger recorded before the first
+step; the noise, the sampling law and the number of steps are those that the steps stated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from typing import Any, Literal
+
+from lit_dpret.errors import LedgerError, UnsupportedAccountingError
+from lit_dpret.privacy import clip_fraction
+from lit_dpret.privacy.accounting import accountant as accounting
+from lit_dpret.privacy.accounting.ceilings import attack_ceilings
+from lit_dpret.privacy.accounting.composition import FINE
+from lit_dpret.privacy.accounting.releases import (
+    FullBatch,
+    GaussianRelease,
+    NonPrivateRelease,
+    Release,
+    SamplingLaw,
+    Shuffle,
+)
+from lit_dpret.privacy.budget import ROUNDING_SHARE, AccountantName
+from lit_dpret.privacy.ledger.charges import ROUNDING, departed_attempts, noise_keys
+from lit_dpret.privacy.ledger.dataset_total import noted_total
+from lit_dpret.privacy.ledger.run_ledger import GENESIS
+from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
+
+Record = Mapping[str, Any]
+Consequence = Literal["charged", "no_amplification", "no_guarantee"]
+
+# Distinct releases beyond this number are composed, but not priced one by one.
+PRICED_ALONE = 6
+
+
+RANDOM_WEIGHTS = "random weights"
+"""What a card names where training started from no model."""
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """A step of the argument from the mechanism to the claim.
+
+    Args:
+        text: The assumption as a statement.
+        holds: True, False, or ``"unverified"``.
+        consequence: What a False does to the claim: ``charged`` (epsilon already counts it),
+            ``no_amplification`` (every unit is charged for every step), or ``no_guarantee`` (no number
+            is printed: not proved).
+    """
+
+    text: str
+    holds: bool | Literal["unverified"]
+    consequence: Consequence = "no_guarantee"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What may be claimed: a finite epsilon with ``dp``, and no number with ``none`` or ``not_proved``."""
+
+    guarantee: Literal["dp", "none", "not_proved"]
+    epsilon: float | None
+    basis: Literal["as_charged", "no_amplification", "nothing"]
+
+
+def plan_of(records: Sequence[Record]) -> tuple[PrivacyPlan | None, dict[str, Any]]:
+    """The plan that the ledger holds, and its last ``plan`` record.
+
+    Raises:
+        LedgerError: There is none, or attempts were planned for different claims.
+    """
+    found = [dict(record) for record in records if record.get("kind") == "plan"]
+    if not found:
+        raise LedgerError("The ledger holds no plan record: nobody can say which claim its releases were made for.")
+    plans = [PrivacyPlan.from_dict(record["plan"]) if record.get("plan") else None for record in found]
+    claims = {None if p is None else (p.budget.delta, p.budget.unit, p.budget.neighbours, p.accountant) for p in plans}
+    if len(claims) > 1:
+        raise LedgerError("The ledger's plans differ in delta, unit, neighbours or accountant: they make no one claim.")
+    return plans[-1], found[-1]
+
+
+def derived_assumptions(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
+    """What the ledger itself can confirm or refute, then what it cannot."""
+    return [*_recorded(records, plan), *_declared(plan)]
+
+
+def _recorded(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
+    intents = set(noise_keys(records))
+    releases = [record for record in records if record.get("kind") == "release"]
+    confirmed = {(record["attempt"], record["step"]) for record in releases}
+    silent = len(intents - confirmed)
+    steps = max((int(record.get("steps") or 0) for record in records if record.get("kind") == "end"), default=0)
+    announced = len({step for _, step in intents})
+    found = [
+        Assumption(
+            "Every step was announced in the ledger before its noise was drawn."
+            if steps <= announced
+            else f"Every step was announced in the ledger before its noise was drawn: {steps} were made, "
+            f"{announced} announced.",
+            steps <= announced,
+        ),
+        Assumption("No noise was used for two different steps.", True),
+    ]
+    weak = [r for r in releases if _multiplier(r) < plan.noise_multiplier * (1 - ROUNDING)]
+    text = "Each confirmed step added at least the planned noise, once, to the sum over the batch."
+    if weak:
+        text += f" {len(weak)} of {len(releases)} added less; they are charged with what they added."
+    found.append(Assumption(text, not weak, "charged"))
+    found.append(_law_assumption(records, releases, plan))
+    if silent:
+        text = f"{silent} announced steps were never confirmed, because the run was interrupted; they are charged."
+        found.append(Assumption(text, "unverified", "charged"))
+    return found
+
+
+def _law_assumption(records: Sequence[Record], releases: Sequence[Record], plan: PrivacyPlan) -> Assumption:
+    text = "Batches were drawn by the planned law, as the sampler itself reports"
+    if departed := departed_attempts(records):
+        where = ", ".join(map(str, sorted(departed)))
+        why = f"in attempt {where} the draws departed from it; every unit is charged for every step of that attempt"
+        consequence: Consequence = "no_guarantee" if plan.budget.neighbours == "add_or_remove" else "charged"
+        return Assumption(f"{text}: {why}.", False, consequence)
+    stated = [record["law"] for record in releases if record.get("law") is not None]
+    planned = plan.law.to_dict()
+    other = sum(law != planned for law in stated)
+    if other:
+        laws = [SamplingLaw.from_dict(law) for law in stated]
+        if not all(plan.holds_under(law, plan.budget.neighbours) for law in laws):
+            return Assumption(f"{text}: {other} steps drew by another law, for which the noise was not planned.", False)
+        return Assumption(f"{text}: {other} steps drew by another law, which is charged.", False, "charged")
+    if isinstance(plan.law, Shuffle):
+        why = "they were shuffled instead, and for that no amplification is proved"
+        return Assumption(f"Batches were drawn by coins, so that sampling amplifies privacy: {why}.", False, "charged")
+    return Assumption(f"{text}.", True if len(stated) == len(releases) else "unverified", "charged")
+
+
+def _declared(plan: PrivacyPlan) -> list[Assumption]:
+    if plan.budget.neighbours == "add_or_remove":
+        public = (
+            "Delta, the sampling rate, the batch cap and the denominator were declared without looking at the data."
+        )
+    elif plan.budget.neighbours == "zero_out":
+        listed = "" if plan.budget.unit == "image" else " and the list of passages"
+        public = f"The number of units{listed} may be known to everybody."
+    else:
+        public = "The number of units may be known to everybody."
+    several = [] if plan.max_units_per_user is None else [
+        f"Nobody contributed more than {plan.max_units_per_user} units; only the user-level epsilon depends on this."
+    ]  # fmt: skip
+    return [
+        _bound_assumption(plan),
+        *([] if plan.noise != "discrete" else [_grid_assumption(plan)]),
+        *(Assumption(text, "unverified") for text in (
+            *several,
+            public,
+            "The noise is Gaussian and unpredictable to whoever does not hold its secret, and the secret stays secret.",
+            "Nothing else that was computed from the private data was let out: no loss, metric or chosen checkpoint.",
+        )),
+    ]  # fmt: skip
+
+
+def _grid_assumption(plan: PrivacyPlan) -> Assumption:
+    """That rounding is paid for, and what rounding does not pay for."""
+    bound = plan.sensitivity / (1 + ROUNDING_SHARE)
+    return Assumption(
+        f"The sum of a step as it was computed, its own additions in floating point included, moves by at most "
+        f"{bound:.8g}. What follows is integer arithmetic: the sum is rounded to a public grid and moves by at most "
+        f"{plan.sensitivity:.8g}, to which the noise multiplier refers, and the noise is a Gaussian rounded to that "
+        "grid, drawn exactly.",
+        "unverified",
+    )
+
+
+def _bound_assumption(plan: PrivacyPlan) -> Assumption:
+    """How far one unit moves the sum, and who says so."""
+    coupling = plan.coupling
+    if plan.mode == HISTOGRAM:
+        moved = plan.sensitivity * (2 if plan.budget.neighbours == "replace_one" else 1)
+        return Assumption(
+            f"The bins are public, and neighbours differ by at most {moved:.6g} in the counts.", "unverified"
+        )
+    if coupling is None:
+        bound = "the clipping bound"
+        if plan.clip_fraction_budget:
+            bound = f"{plan.sensitivity:g}, its clipped gradient and its place in the count of clipped units together"
+        return Assumption(f"One unit moves the sum of a step by at most {bound} (engine: {plan.engine}).", "unverified")
+    text = f"One unit moves the sum of a step by at most {plan.sensitivity:g}: {coupling.describe(plan.max_grad_norm)}"
+    if coupling.claim == "refuted":
+        return Assumption(f"{text}. That number is refuted: there are data that exceed it.", False)
+    if coupling.claim == "declared":
+        text += ". The number rests on bounds that were declared for this loss, and not proved here"
+    return Assumption(f"{text}.", "unverified")
+
+
+def judge(releases: Sequence[Release], plan: PrivacyPlan | None, assumptions: list[Assumption]) -> Verdict:
+    """What may be claimed for these releases if those assumptions are true, false or unverified.
+
+    Where amplification by sampling cannot be claimed, every unit is charged for every step. That
+    bound needs each unit to stand in a batch at most once and the batches of the others to stay as
+    they are, so it is no bound under ``add_or_remove``, where the number of units changes.
+
+    Appends to ``assumptions`` when no accountant can judge the sampling law that ran.
+    """
+    if plan is None or any(isinstance(release, NonPrivateRelease) for release in releases):
+        return Verdict("none", None, "nothing")
+    broken = {a.consequence for a in assumptions if a.holds is False}
+    amplified = "no_amplification" not in broken
+    if amplified:
+        try:
+            value = _epsilon(releases, plan, plan.accountant)
+        except UnsupportedAccountingError as error:
+            amplified = False
+            text = f"The {plan.accountant} accountant can judge the sampling that ran. It cannot: {error}"
+            assumptions.append(Assumption(text, False, "no_amplification"))
+    if "no_guarantee" in broken or (not amplified and plan.budget.neighbours == "add_or_remove"):
+        return Verdict("not_proved", None, "nothing")
+    if not amplified:
+        value = _epsilon(every_unit_in_every_step(releases), plan, "pld")
+    if not math.isfinite(value):
+        return Verdict("none", None, "nothing")
+    return Verdict("dp", value, "as_charged" if amplified else "no_amplification")
+
+
+def every_unit_in_every_step(releases: Sequence[Release]) -> list[Release]:
+    """The same releases for somebody who knows nothing of the sampling."""
+    return [replace(r, law=FullBatch()) if isinstance(r, GaussianRelease) else r for r in releases]
+
+
+def _epsilon(releases: Sequence[Release], plan: PrivacyPlan, accountant: AccountantName) -> float:
+    budget = plan.budget
+    return accounting.epsilon(releases, delta=budget.delta, neighbours=budget.neighbours, accountant=accountant)
+
+
+def _replace_one_epsilon(releases: Sequence[Release], plan: PrivacyPlan) -> float:
+    laws = {release.law for release in releases if isinstance(release, GaussianRelease)}
+    if not all(plan.holds_under(law, "replace_one") for law in laws):
+        raise UnsupportedAccountingError(
+            "The loss couples units, and a replacement moves the sum further than planned."
+        )
+    delta, accountant = plan.budget.delta, plan.accountant
+    return accounting.epsilon(releases, delta=delta, neighbours="replace_one", accountant=accountant)
+
+
+def accounting_facts(
+    records: Sequence[Record], releases: Sequence[Release], plan: PrivacyPlan, verdict: Verdict
+) -> dict[str, Any]:
+    """The accountant, its other answers to the same releases, the price of each part, and of all runs together."""
+    delta, neighbours = plan.budget.delta, plan.budget.neighbours
+    skipped: dict[str, str] = {}
+
+    def answer(name: str, compute: Callable[[], float]) -> float | None:
+        if verdict.guarantee != "dp":
+            skipped[name] = "not computed: no guarantee"
+            return None
+        try:
+            value = compute()
+        except UnsupportedAccountingError:
+            skipped[name] = "not proved: no accountant judges this"
+            return None
+        if math.isfinite(value):
+            return value
+        skipped[name] = "infinite"
+        return None
+
+    def alone(release: Release) -> float | None:
+        if len(releases) == 1 and verdict.basis == "as_charged":
+            return verdict.epsilon
+        if len(releases) > PRICED_ALONE or isinstance(release, NonPrivateRelease):
+            return None
+        return answer(
+            "epsilon_alone",
+            lambda: _epsilon([release], plan, plan.accountant),
+        )
+
+    facts: dict[str, Any] = {
+        "accountant": plan.accountant,
+        "library": "opacus" if plan.accountant == "prv" else "dp-accounting",
+        "version": metadata.version("opacus" if plan.accountant == "prv" else "dp-accounting"),
+        "basis": verdict.basis,
+        **_rounding("pld" if verdict.basis == "no_amplification" else plan.accountant),
+        "composition": [
+            {"release": r.to_dict(), "text": describe_release(r), "count": r.count, "epsilon_alone": alone(r)}
+            for r in releases
+        ],
+        "epsilon_if_no_amplification": answer(
+            "epsilon_if_no_amplification",
+            lambda: accounting.epsilon_without_amplification(releases, delta=delta, neighbours=neighbours),
+        ),
+        "epsilon_rdp": answer(
+            "epsilon_rdp",
+            lambda: _epsilon(releases, plan, "rdp"),
+        ),
+        "epsilon_replace_one": answer(
+            "epsilon_replace_one",
+            lambda: _replace_one_epsilon(releases, plan),
+        ),
+        "epsilon_underreported_by_gdp": answer(
+            "epsilon_underreported_by_gdp",
+            lambda: accounting.underreported_epsilon(releases, delta=delta, neighbours=neighbours),
+        ),
+    }
+    return {**facts, "dataset_total": noted_total(records), "not_computed": skipped}
+
+
+def _rounding(accountant: AccountantName) -> dict[str, Any]:
+    """How exact the number is: in each case it is an upper bound."""
+    errors = {
+        "pld": f"privacy losses are rounded up to multiples of {FINE:g}: never below the exact value",
+        "rdp": "the least bound over the orders of Renyi divergence: never below the exact value",
+        "prv": "the upper end of Opacus' interval",
+    }
+    return {"discretisation": FINE if accountant == "pld" else None, "error_bound": errors[accountant]}
+
+
+def ceilings_of(
+    releases: Sequence[Release], plan: PrivacyPlan | None, verdict: Verdict, **settings: Any
+) -> dict[str, Any] | None:
+    """What no attack on one unit can exceed, as the accountant's curve has it; None without a guarantee.
+
+    ``settings`` go to `attack_ceilings`.
+    """
+    if plan is None or verdict.guarantee != "dp":
+        return None
+    sampled = verdict.basis == "as_charged"
+    accountant: AccountantName = "rdp" if sampled and plan.accountant == "rdp" else "pld"
+    charged = releases if sampled else every_unit_in_every_step(releases)
+    try:
+        return attack_ceilings(
+            charged, delta=plan.budget.delta, neighbours=plan.budget.neighbours, accountant=accountant, **settings
+        )
+    except UnsupportedAccountingError:
+        return None
+
+
+def describe_release(release: Release) -> str:
+    """One release in a phrase."""
+    if isinstance(release, NonPrivateRelease):
+        return f"{release.label}: without protection"
+    return f"{release.label}: Gaussian noise of multiplier {release.noise_multiplier:.6g}, {release.law.describe()}"
+
+
+def mechanism_facts(records: Sequence[Record], plan: PrivacyPlan | None, releases: Sequence[Release]) -> dict[str, Any]:
+    """What the steps did, from their own records; a range where they did not all do the same."""
+    stated = [record for record in records if record.get("kind") == "release"]
+    last = plan_of(records)[1]
+    keys = noise_keys(records)
+    gaussian = [release for release in releases if isinstance(release, GaussianRelease)]
+    laws = list(dict.fromkeys(release.law for release in gaussian))
+    facts: dict[str, Any] = {
+        "kind": "gaussian_sum" if plan is not None else "no_noise",
+        "mode": last.get("mode") or (plan.mode if plan is not None else "none"),
+        "law": [law.to_dict() for law in laws],
+        "law_text": "; ".join(law.describe() for law in laws) or None,
+        "sample_rate": span(getattr(law, "sample_rate", None) for law in laws),
+        "expected_batch_size": span(law.expected_batch_size for law in laws),
+        "noise_multiplier": span(release.noise_multiplier for release in gaussian),
+        "noise_std": span(record.get("noise_std") for record in stated) if plan is not None else None,
+        "sensitivity": span(record.get("sensitivity") for record in stated),
+        "denominator": span(record.get("denominator") for record in stated),
+        "steps_planned": last.get("planned_steps") or (plan.steps if plan is not None else None),
+        "steps_done": len(keys),
+        "steps_unconfirmed": len(set(keys) - {(record["attempt"], record["step"]) for record in stated}),
+        "steps_replayed": sum(record.get("kind") == "replay" for record in records),
+        "attempts": len({attempt for attempt, _ in keys}),
+        "rows_per_unit": last.get("rows_per_unit"),
+        **({"mode_facts": dict(last["mode_facts"])} if last.get("mode_facts") else {}),
+    }
+    if plan is not None:
+        facts |= {
+            "max_grad_norm": plan.max_grad_norm,
+            "clip": plan.clip,
+            "clip_groups": plan.clip_groups,
+            "engine": plan.engine,
+            "physical_batch_size": plan.physical_batch_size,
+            "empty_batches": "add noise, take their step and are counted",
+            "n_public": plan.n_public,
+            "noise": plan.noise,
+        }
+        if plan.clip_fraction_budget:
+            facts["clip_fraction"] = {
+                "budget": plan.clip_fraction_budget,
+                "standard_deviation": span(
+                    clip_fraction.deviation(
+                        release.noise_multiplier, share=plan.clip_fraction_budget, denominator=plan.denominator
+                    )
+                    for release in gaussian
+                ),
+            }
+        if plan.coupling is not None:
+            facts["coupling"] = asdict(plan.coupling) | {
+                "text": plan.coupling.describe(plan.max_grad_norm),
+                "sensitivity_per_bound": plan.sensitivity / plan.max_grad_norm,
+            }
+    return facts
+
+
+def ledger_facts(records: Sequence[Record], releases: Sequence[Release], name: str) -> dict[str, Any]:
+    """Where the chain ended when the card was made; ``verify_card`` holds a ledger against it."""
+    return {
+        "name": name,
+        "head": str(records[-1]["hash"]) if records else GENESIS,
+        "records": len(records),
+        "releases": [release.to_dict() for release in releases],
+    }
+
+
+def span(values: Iterable[float | None]) -> float | dict[str, float] | None:
+    """The one value that all have, else the least and the greatest; None where there is none."""
+    known = sorted({value for value in values if value is not None})
+    if not known:
+        return None
+    return known[0] if len(known) == 1 else {"min": known[0], "max": known[-1]}
+
+
+def _multiplier(record: Record) -> float:
+    """The realised noise multiplier of a release record that the key book has passed."""
+    noise_std, sensitivity = record.get("noise_std"), record.get("sensitivity")
+    if noise_std is None:
+        return math.inf
+    if sensitivity is None:
+        return 0.0
+    return math.inf if sensitivity == 0 else float(noise_std) / float(sensitivity)

@@ -1,0 +1,292 @@
+"""Every release passes here: it is checked against the budget, written down, and only then made.
+
+The gate is the ``Guard`` of a training loop that draws logical batches. It knows neither Lightning
+nor the model: it sees sums, updates, a sampler and a ledger.
+"""
+
+from __future__ import annotations
+
+import secrets as random_secrets
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NoReturn
+
+from torch import Tensor
+
+from lit_dpret.errors import BudgetExceededError, LedgerError, ResumeError
+from lit_dpret.privacy.accounting.accountant import Accountant
+from lit_dpret.privacy.accounting.releases import (
+    GaussianRelease,
+    NonPrivateRelease,
+    Poisson,
+    Release,
+    Shuffle,
+    TruncatedPoisson,
+)
+from lit_dpret.privacy.ledger.charges import UNITS_UNKNOWN, Key, forthcoming_releases
+from lit_dpret.privacy.ledger.fingerprints import sum_tag, update_hash
+from lit_dpret.privacy.ledger.guard import Permit
+from lit_dpret.privacy.ledger.run import Position, PrivateRun
+from lit_dpret.privacy.ledger.run_ledger import charged_releases
+from lit_dpret.privacy.modes import PrivacyMode, Update
+from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.sampling import PrivateBatchSampler
+
+
+class ReleaseGate:
+    """Grants the steps of one run, in order, while the budget covers them.
+
+    Guarantees:
+        - No noise is drawn before the ledger on disk says so.
+        - A step that would overspend is refused before it runs.
+        - A step is repeated under its old noise only where the state before it and its clipped sum
+          are bit for bit the same.
+        - Batches that the sampler did not draw, or drew out of order, are refused; draws that hold
+          more units than the law allows are charged without amplification and end the run.
+
+    Args:
+        run: The ledger and streams.
+        plan: What was promised; None where nothing was (``privacy=none`` and ``synthetic``).
+        mode: The privacy mode that makes the updates.
+        sampler: Draws the logical batches.
+        reserved_until: See below; 0 until a reservation was made.
+
+    Attributes:
+        departures: Steps so far that cost more than planned: less noise, or another law.
+        reserved_until: The step before which the data set's ledger has everything reserved; None
+            where there is no such ledger.
+    """
+
+    def __init__(
+        self,
+        run: PrivateRun,
+        plan: PrivacyPlan | None,
+        mode: PrivacyMode,
+        sampler: PrivateBatchSampler,
+        *,
+        reserved_until: int | None = None,
+    ) -> None:
+        self.run, self.plan, self.sampler = run, plan, sampler
+        self.steps_done = 0
+        self.departures = 0
+        self.reserved_until = reserved_until
+        self._guarantee = mode.guarantee
+        self._state: Callable[[], str] | None = None
+        self._nonce = random_secrets.token_hex(16)
+        self._release: GaussianRelease | NonPrivateRelease = NonPrivateRelease(label="train")
+        self._seen, self._seen_steps = 0, 0
+        if plan is not None:
+            self._release = plan.release()
+            self._accountant = Accountant(
+                delta=plan.budget.delta, neighbours=plan.budget.neighbours, name=plan.accountant
+            )
+            self._allowance = self._affordable()
+
+    @property
+    def stream(self) -> KeyedStream:
+        """The keyed stream of the run."""
+        return self.run.stream
+
+    @property
+    def attempt(self) -> int:
+        """The attempt that the next step belongs to."""
+        return self.run.attempt
+
+    @property
+    def position(self) -> Position:
+        """What a checkpoint taken now has to carry."""
+        return Position(self.run.run_id, self.run.attempt, self.steps_done)
+
+    def begin(self, position: Position | None, state: Callable[[], str] | None) -> None:
+        """Settle where to go on and under which attempt, before the first coin is tossed.
+
+        Args:
+            position: Of the checkpoint that was restored, if any.
+            state: The hash of model and optimizer as they are; None where steps cannot be repeated
+                bit by bit.
+
+        Raises:
+            ResumeError: The checkpoint and the ledger do not belong together.
+        """
+        self._state = state
+        if position is not None:
+            self.run.go_on_from(position, must_be_known=self._guarantee != "inherited")
+            self.steps_done = position.steps_done
+        self.run.settle_attempt(self.steps_done, state)
+        self.sampler.next_step = self.steps_done
+        self.sampler.attempt = self.run.attempt
+
+    def require_budget(self, step: int) -> None:
+        """Refuse ``step`` now, before its forward pass, where the budget does not cover it.
+
+        Raises:
+            BudgetExceededError: Naming what is spent and what the step would bring it to.
+        """
+        key = (self.run.attempt, step)
+        self._require_reservation(step)
+        if self.plan is not None and key not in self.run.intents and not self._covers(key):
+            self._refuse_overspending()
+
+    def authorise(self, attempt: int, step: int, units: int, sums: dict[str, Tensor]) -> Permit:
+        """Grant one release, after writing it down.
+
+        Raises:
+            BudgetExceededError: The budget does not cover it.
+            ResumeError: A repeated step is not the same step, or a batch is not the one that is due.
+        """
+        if step != self.steps_done or attempt != self.run.attempt:
+            raise ResumeError(
+                f"A batch of step {step}, attempt {attempt}, arrived where step {self.steps_done}, attempt "
+                f"{self.run.attempt}, was due: the loader does not hand out the sampler's draws in order."
+            )
+        key = (attempt, step)
+        if self._guarantee == "inherited":
+            return Permit(*key)
+        tag = state = None
+        if self._state is not None:
+            tag, state = sum_tag(self.run.stream, sums), self._state()
+        # The noise of a step depends on what it is added to, or else on this process alone.
+        salt = tag or self._nonce
+        intent = self.run.intents.get(key)
+        if intent is not None:
+            if tag is None or intent.get("sum_tag") != tag or intent.get("state_hash") != state:
+                self.run.ledger.append("event", name="replay_failed", attempt=attempt, step=step)
+                raise ResumeError(
+                    f"Step {step} could not be repeated bit by bit on this machine, so its noise must not be "
+                    "used again. Run the same command once more: it will go on with fresh noise, and charge it."
+                )
+            self.run.ledger.append("replay", attempt=attempt, step=step)
+            return Permit(*key, salt, replay=self.run.releases.get(key) or {})
+        self._require_reservation(step)
+        if self.plan is not None and not self._covers(key):
+            self._refuse_overspending()
+        self._check_sampling(step, units)
+        self.run.intents[key] = self.run.ledger.append(
+            "intent", attempt=attempt, step=step, release=self._release.to_dict(), state_hash=state, sum_tag=tag
+        )
+        if self.plan is not None:
+            self._allowance -= 1
+        return Permit(*key, salt)
+
+    def record(self, permit: Permit, update: Update) -> None:
+        """Write down what the step did; a repeated step must have done the same.
+
+        Raises:
+            ResumeError: A repeated update differs from the recorded one.
+        """
+        self.steps_done = permit.step + 1
+        if self._guarantee == "inherited":
+            return
+        found = None if self._state is None else update_hash(update.gradients)
+        if permit.replay is not None:
+            known = permit.replay.get("update_hash")
+            if known is not None and known != found:
+                self.run.ledger.append("event", name="replay_failed", attempt=permit.attempt, step=permit.step)
+                raise ResumeError(f"The repeated update of step {permit.step} differs from the recorded one.")
+            if permit.replay:
+                return  # the first execution was confirmed already
+        self.run.ledger.append(
+            "release",
+            attempt=permit.attempt,
+            step=permit.step,
+            noise_std=update.noise_std,
+            sensitivity=None if update.sensitivity == float("inf") else update.sensitivity,
+            denominator=update.denominator,
+            law=self.sampler.law.to_dict(),
+            update_hash=found,
+        )
+        if self.plan is not None and update.noise_std < self.plan.noise_std:
+            self.departures += 1
+            self._allowance = self._affordable()
+
+    def forfeit(self) -> None:
+        """Charge every step of this attempt as one without noise: nobody knows how often a unit took part in it."""
+        self.run.ledger.append("event", name=UNITS_UNKNOWN, attempt=self.run.attempt, step=self.steps_done)
+
+    def epsilon(self) -> float:
+        """Epsilon spent so far, from the ledger; infinite where none may be stated."""
+        if self._guarantee == "none" or not (self.plan is None or self.plan.proved):
+            return float("inf")
+        if self.plan is None:
+            return 0.0
+        return self._accountant.epsilon(charged_releases(self.run.ledger.records))
+
+    def forthcoming(self, until: int) -> list[Release]:
+        """What the ledger will charge in all when the steps before ``until`` have been made as planned."""
+        first = self.steps_done
+        while (self.run.attempt, first) in self.run.intents:
+            first += 1
+        return forthcoming_releases(
+            self.run.ledger.records, self._release, first=first, until=until, attempt=self.run.attempt
+        )
+
+    def _require_reservation(self, step: int) -> None:
+        if self.reserved_until is not None and step >= self.reserved_until:
+            raise BudgetExceededError(
+                f"Step {step} was not reserved in privacy.dataset_ledger: the run reserved {self.reserved_until}. "
+                "It ends here; a longer one must be planned as such (trainer.max_steps)."
+            )
+
+    def _affordable(self) -> int:
+        """How many more steps like the due one the budget covers, the planned number at most."""
+        if self.plan is None or not isinstance(self._release, GaussianRelease):
+            return 0
+        already = charged_releases(self.run.ledger.records)
+        return self._accountant.max_steps(self._release, self.plan.budget.eps, already=already, at_most=self.plan.steps)
+
+    def _covers(self, key: Key) -> bool:
+        """Whether the budget covers one more release."""
+        if self.plan is None or not isinstance(self.plan.law, Shuffle):
+            return self._allowance > 0
+        # A shuffled epoch costs as a whole, so what a step adds depends on where in its epoch it is.
+        due = {"kind": "intent", "attempt": key[0], "step": key[1], "release": self._release.to_dict()}
+        return self._accountant.epsilon(charged_releases([*self.run.ledger.records, due])) <= self.plan.budget.eps
+
+    def _refuse_overspending(self) -> NoReturn:
+        if self.plan is None:
+            raise BudgetExceededError("A run without a plan has no budget to spend.")
+        if not self.plan.proved:
+            raise BudgetExceededError(
+                f"The noise was calibrated for the steps that were planned, and {self.steps_done} are made. The run "
+                "ends here. Plan more steps, or pay in advance with callbacks.accountant.resume_reserve."
+            )
+        releases = [*charged_releases(self.run.ledger.records), self.plan.release()]
+        after = self._accountant.epsilon(releases)
+        budget = self.plan.budget
+        raise BudgetExceededError(
+            f"The next step would bring epsilon to {after:.4g} at delta={budget.delta:.3g} "
+            f"(unit={budget.unit}, neighbours={budget.neighbours}), over the budget privacy.eps={budget.eps:g} "
+            f"(already spent: {self.epsilon():.4g} in {self.steps_done} steps). The run ends here. Raise "
+            "privacy.noise_multiplier, plan fewer steps, or pay in advance with callbacks.accountant.resume_reserve."
+        )
+
+    def _check_sampling(self, step: int, units: int) -> None:
+        """Hold the number of units that took part against the law; more than it allows is charged."""
+        self._seen += units
+        self._seen_steps += 1
+        law = self.sampler.law
+        if self.plan is None or not isinstance(self._release, GaussianRelease):
+            return
+        if law != self._release.law:
+            self.departures += 1
+            self._release = replace(self._release, law=law)
+            self._allowance = min(self._allowance, self._affordable())
+        if not isinstance(law, (Poisson, TruncatedPoisson)) or self.plan.budget.neighbours == "add_or_remove":
+            return
+        trials = self.sampler.units * self._seen_steps
+        rate = self._seen / trials
+        sd = (law.sample_rate * (1 - law.sample_rate) / trials) ** 0.5
+        if rate > law.sample_rate + 8 * sd + 1 / trials:
+            self.run.ledger.append(
+                "event",
+                name="sampling_departure",
+                attempt=self.run.attempt,
+                step=step,
+                law=Poisson(sample_rate=min(1.0, rate)).to_dict(),
+                text=f"{self._seen} units took part in {self._seen_steps} steps, more than the law allows",
+            )
+            raise LedgerError(
+                f"The loader draws {rate:.3g} of the units per step where the plan says {law.sample_rate:.3g}: "
+                "the claim would be false. The card charges what was drawn."
+            )

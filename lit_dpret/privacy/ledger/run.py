@@ -1,0 +1,293 @@
+"""One private run across its interruptions: its ledger, its streams, and the attempt that it is in.
+
+An *attempt* is a stretch of a run with its own noise and coins. A run that goes on after a crash
+stays in its attempt only where the step that is due can be repeated bit by bit; otherwise it starts
+the next one, and the steps that are executed again are charged again.
+"""
+
+from __future__ import annotations
+
+import secrets as random_secrets
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.errors import ResumeError, schema_problem
+from lit_dpret.privacy.ledger.charges import Key, counted_in
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, ledger_identity
+from lit_dpret.privacy.noise import NOISE_STREAM, KeyedStream
+
+POSITION_SCHEMA = "lit-dpret/accountant-state/1"
+
+# What the claim of a ledger was made for; a resume that differs in one of them is refused.
+_FIXED = ("mode", "unit", "neighbours", "plan", "law", "planned_steps", "rows_per_unit", "secure_rng")
+# How a sum of single units is cut into forward passes changes no claim; where units see each other, it does.
+_CUT = "physical_batch_size"
+# Said first, because the rest (the cap of the law, say) follows from them.
+_CAUSES = ("budget", "eps", "delta", "noise_multiplier", "max_grad_norm", "sample_rate", "n")
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a checkpoint was taken; what it carries so that it can be held against the ledger."""
+
+    run_id: str
+    attempt: int
+    steps_done: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for a checkpoint."""
+        return {"schema": POSITION_SCHEMA, **asdict(self)}
+
+    @classmethod
+    def among(cls, states: Mapping[str, Any], *, place: str) -> Position | None:
+        """Return what an accountant left among the callbacks' states of a checkpoint; None where there was none.
+
+        Raises:
+            ResumeError: As `from_dict`.
+        """
+        for state in states.values():
+            if isinstance(state, Mapping) and {"run_id", "attempt", "steps_done"} <= set(state):
+                return cls.from_dict(state, place=place)
+        return None
+
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Any], *, place: str) -> Position:
+        """Return what `to_dict` wrote; ``place`` is named in a refusal.
+
+        Raises:
+            ResumeError: It is of another schema, or a field is missing.
+        """
+        if problem := schema_problem(facts.get("schema"), POSITION_SCHEMA):
+            raise ResumeError(f"{place}: the accountant's state cannot be read: {problem}")
+        try:
+            return cls(str(facts["run_id"]), int(facts["attempt"]), int(facts["steps_done"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ResumeError(f"{place}: the accountant's state is malformed ({error}).") from error
+
+
+class PrivateRun:
+    """The ledger of a run, opened for writing, with what identifies the run.
+
+    Guarantees:
+        - An existing ledger is gone on with only on request, and only for the same mechanism, law,
+          length and data set.
+        - A run that was counted in a data set's ledger goes on in no other and not without one; one that
+          was in none yet may join one, which then counts all of it.
+        - With another secret than before, or after a version of this program that made other noise of
+          the same secret, nothing is repeated: a new attempt begins.
+        - With another ``physical_batch_size`` than before it goes on, except where the units of a physical batch
+          see each other; steps that were begun already are then executed under a new attempt.
+
+    Attributes:
+        ledger: Open for writing until ``close``.
+        stream: The keyed stream of the run; its id is that of the first attempt, its key the secret.
+        run_id: Fixed when the ledger was begun.
+        attempt: The attempt that the next step belongs to.
+    """
+
+    def __init__(self, ledger: PrivacyLedger, stream: KeyedStream, run_id: str) -> None:
+        self.ledger, self.stream, self.run_id = ledger, stream, run_id
+        self.intents = _by_key(ledger, "intent")
+        self.releases = _by_key(ledger, "release")
+        begun = [record["attempt"] for record in ledger.records if record["kind"] in ("plan", "intent")]
+        self.attempt = max(begun, default=0)
+        # At which step each later attempt began; an attempt that died before its first intent stands here alone.
+        self._begun = {
+            int(record.get("attempt", 0)): record.get("step")
+            for record in ledger.records
+            if record["kind"] == "event" and record.get("name") == "fresh_attempt"
+        }
+
+    @property
+    def identity(self) -> str:
+        """What no other ledger has: the run id, which a published seed shares with others, does not tell two apart."""
+        return ledger_identity(self.ledger.records)
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        *,
+        resume: bool,
+        secret: bytes,
+        secure_rng: bool,
+        described: Mapping[str, Any],
+        data_fingerprint: Callable[[bytes], str],
+        unplanted_fingerprint: Callable[[bytes], str] | None = None,
+        files_fingerprint: Callable[[bytes], str | None] | None = None,
+        run_id: str | None = None,
+    ) -> PrivateRun:
+        """Begin a ledger, or go on with the one at ``path``.
+
+        Args:
+            path: Of the ledger.
+            resume: Go on with the one that is there.
+            secret: Keys noise and coins.
+            secure_rng: Draw noise from SHAKE-256.
+            described: The mechanism as public JSON values; becomes the ``plan`` record.
+            data_fingerprint: Given a key, a keyed hash of the data set.
+            unplanted_fingerprint: The same without what was planted in it; None where nothing was.
+            files_fingerprint: The same of files that are read beside the data set; None of it where there are none.
+            run_id: Of a ledger that is begun; None for one that no other run has.
+
+        Raises:
+            ResumeError: There is a ledger and ``resume`` is false, or none and it is true, or the ledger is about
+                another mechanism or data set.
+            LedgerError: The ledger is damaged, or another run has it open.
+        """
+        if path.exists() and not resume:
+            raise ResumeError(
+                f"{path} already holds a ledger: a second run in this folder would hide what the first one "
+                "spent. Say resume=true to go on with it, or choose another hydra.run.dir."
+            )
+        if resume:
+            require_run(path)
+        ledger = PrivacyLedger.open(path)
+        try:
+            earlier = [record for record in ledger.records if record["kind"] == "plan"]
+            run_id = earlier[0]["run_id"] if earlier else run_id or random_secrets.token_hex(8)
+            stream = KeyedStream(secret, run_id, secure_rng=secure_rng)
+            run = cls(ledger, stream, run_id)
+            now = dict(described)
+            now["secret_tag"], now["noise_stream"] = stream.tag("secret"), NOISE_STREAM
+            key = bytes.fromhex(stream.tag("data-fingerprint"))
+            now["data_fingerprint"] = data_fingerprint(key)
+            if unplanted_fingerprint is not None:
+                now["unplanted_fingerprint"] = unplanted_fingerprint(key)
+            now["files_fingerprint"] = None if files_fingerprint is None else files_fingerprint(key)
+            if earlier:
+                if counted_in(ledger.records) - {now.get("dataset_ledger")}:
+                    raise ResumeError(
+                        "resume=true without the privacy.dataset_ledger that counts this run, or with another one: "
+                        "what it spends from here on would be missing there. Name that file, or start a new run in "
+                        "another hydra.run.dir."
+                    )
+                run._compare_with(earlier[-1], now)
+            # With a nonce, no two ledgers have equal heads, even if they were begun in one moment.
+            nonce = random_secrets.token_hex(16)
+            ledger.append("plan", run_id=run_id, attempt=run.attempt, nonce=nonce, **now)
+        except BaseException:
+            ledger.close()
+            raise
+        return run
+
+    def _compare_with(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        if before.get("plan") is not None:
+            plan = dict(before["plan"])
+            if plan["coupling"] is None and isinstance(now["plan"], dict) and plan[_CUT] != now["plan"].get(_CUT):
+                plan[_CUT] = now["plan"].get(_CUT)
+            before = {**before, "plan": plan}
+        for key in _FIXED:
+            if before.get(key) != now[key]:
+                raise ResumeError(
+                    f"resume=true with another {_difference(key, before.get(key), now[key])}. The ledger's claim "
+                    "was made for the first. Restore it, or start a new run in another hydra.run.dir."
+                )
+        if before["secret_tag"] != now["secret_tag"]:
+            self.ledger.append(
+                "event",
+                name="secret_changed",
+                text="privacy.secret_file is not the one of the earlier attempt: fresh noise and coins, and the data "
+                "set could not be compared",
+            )
+            self.attempt += 1
+        elif before["data_fingerprint"] != now["data_fingerprint"]:
+            raise ResumeError(
+                "resume=true with another data set than the ledger's: the claim is about one data set. "
+                "Restore it, or start a new run in another hydra.run.dir."
+            )
+        elif before.get("files_fingerprint", now["files_fingerprint"]) != now["files_fingerprint"]:
+            raise ResumeError(
+                "resume=true with another file of labels or negatives than the ledger's: what stands there was made of "
+                "private queries, and the claim is about one data set. Restore it, or start a new run in another "
+                "hydra.run.dir."
+            )
+        elif self.intents and before.get("noise_stream", 1) != NOISE_STREAM:
+            # The old noise under a sum and then the new one under the same sum would be two releases for one charge.
+            self.ledger.append(
+                "event",
+                name="noise_stream_changed",
+                text="another version of this program draws other noise from the same keys: no step is repeated",
+            )
+            self.attempt += 1
+
+    def go_on_from(self, position: Position, *, must_be_known: bool) -> None:
+        """Hold a checkpoint against the ledger.
+
+        The ledger must hold the checkpoint's last step. It does where that step was granted under the checkpoint's
+        attempt, and where that attempt began right after it: its weights are then those that an earlier attempt ended
+        with, which were held against the ledger before it wrote that the attempt begins.
+
+        Args:
+            position: Where the checkpoint was taken.
+            must_be_known: Whether the ledger must hold the checkpoint's last step.
+
+        Raises:
+            ResumeError: The two do not belong together, or the ledger is the older one.
+        """
+        if position.run_id != self.run_id:
+            raise ResumeError(
+                f"The checkpoint belongs to run {position.run_id}, the ledger to run {self.run_id}: "
+                "they must come from one run folder."
+            )
+        last = (position.attempt, position.steps_done - 1)
+        known = last in self.intents or self._begun.get(position.attempt) == position.steps_done
+        if must_be_known and position.steps_done > 0 and not known:
+            raise ResumeError(
+                f"The checkpoint was taken after step {position.steps_done} of attempt {position.attempt}, which the "
+                "ledger does not know: the ledger is older than the checkpoint. Restore both from one moment."
+            )
+
+    def settle_attempt(self, step: int, state: Callable[[], str] | None) -> None:
+        """Repeat the steps from ``step`` on where everything matches, else begin a fresh attempt.
+
+        Args:
+            step: The step that is due.
+            state: The hash of the state before it; None where steps cannot be repeated bit by bit.
+        """
+        steps = [known for attempt, known in self.intents if attempt == self.attempt]
+        ahead = [known for known in steps if known >= step]
+        if ahead:
+            known = self.intents.get((self.attempt, step), {}).get("state_hash")
+            failed = any(r["kind"] == "event" and r.get("name") == "replay_failed" for r in self.ledger.records)
+            if state is not None and known is not None and not failed and known == state():
+                return
+        elif (self.attempt, step - 1) in self.intents:
+            return
+        elif not steps and (self.attempt == 0 or self._begun.get(self.attempt) == step):
+            return  # it begins here, or did so before and released nothing
+        if ahead or self.attempt in self._begun:  # each attempt begins once, so its number tells where
+            self.attempt = max(self.attempt, *self._begun, 0) + 1
+        text = f"from step {step} on with fresh noise and coins"
+        if ahead:
+            text = f"{len(ahead)} steps from step {step} on are executed again with fresh noise and charged again"
+        # `go_on_from` knows a checkpoint by it that was taken before the attempt's first intent.
+        self._begun[self.attempt] = step
+        self.ledger.append("event", name="fresh_attempt", attempt=self.attempt, step=step, text=text)
+
+
+def require_run(path: Path) -> None:
+    """Refuse to go on with a run that there is not; ``path`` is of its ledger.
+
+    Raises:
+        ResumeError: There is no ledger.
+    """
+    if not path.exists():
+        raise ResumeError(
+            f"resume=true, and {path.parent} holds no {path.name}: a second run would begin there, on the same data. "
+            "Name the folder of the run in hydra.run.dir; where there is none yet, leave resume=true out."
+        )
+
+
+def _by_key(ledger: PrivacyLedger, kind: str) -> dict[Key, dict[str, Any]]:
+    return {(record["attempt"], record["step"]): record for record in ledger.records if record["kind"] == kind}
+
+
+def _difference(key: str, before: Any, now: Any) -> str:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in dict.fromkeys([*_CAUSES, *sorted(before), *sorted(now)]):
+            if before.get(name) != now.get(name):
+                return _difference(f"{key}.{name}", before.get(name), now.get(name))
+    return f"{key}: {before!r} before, {now!r} now"

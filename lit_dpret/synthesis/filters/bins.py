@@ -1,0 +1,243 @@
+"""Public bins: how a query is put into one of a few kinds, decided without looking at private queries.
+
+Three ways: by the number of words; by the nearest of some centroids of public passages; by a public label of the
+passage that the query belongs to. Whatever is fitted is fitted to public passages, and is stored with the
+histogram, so that synthetic queries are put into the very same bins.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lit_dpret.cards.card import CARD_NAME
+from lit_dpret.cards.subject import card_above
+from lit_dpret.encoders import load_towers
+from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
+from lit_dpret.synthesis.filters.released import shown
+
+
+class Bins(ABC):
+    """A partition of queries that is public."""
+
+    kind: str = ""
+
+    @abstractmethod
+    def fit(self, passages: Mapping[str, str]) -> None:
+        """Look at public passages, where the bins come from them."""
+
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """A name for each bin, in order."""
+
+    @abstractmethod
+    def assign(self, texts: Sequence[str], passage_ids: Sequence[str]) -> np.ndarray:
+        """The bin of each query, given with the passage it belongs to; integers, shape ``(texts,)``."""
+
+    @abstractmethod
+    def spec(self) -> dict[str, Any]:
+        """All that `bins_from_spec` needs to make them again; plain JSON values, public."""
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the spec."""
+        return sha256(json.dumps(self.spec(), sort_keys=True).encode()).hexdigest()
+
+
+class LengthBins(Bins):
+    """By the number of words.
+
+    Args:
+        edges: The least number of words of each bin but the first, rising.
+    """
+
+    kind = "length"
+
+    def __init__(self, *, edges: Sequence[int] = (4, 6, 8, 10, 13, 17)) -> None:
+        self.edges = [int(edge) for edge in edges]
+        if not self.edges or self.edges[0] < 1 or any(a >= b for a, b in zip(self.edges, self.edges[1:], strict=False)):
+            raise ConfigurationError(f"task.bins.edges={list(edges)} must be rising numbers of words from 1 on.")
+
+    def fit(self, passages: Mapping[str, str]) -> None:
+        """Nothing: lengths need no passages."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        lows = [0, *self.edges]
+        highs = [f" to {edge - 1}" for edge in self.edges] + [" or more"]
+        return tuple(f"{low}{high} words" for low, high in zip(lows, highs, strict=True))
+
+    def assign(self, texts: Sequence[str], passage_ids: Sequence[str]) -> np.ndarray:
+        return np.searchsorted(self.edges, [len(text.split()) for text in texts], side="right")
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": self.kind, "edges": self.edges}
+
+
+class LabelBins(Bins):
+    """By a public label of the passage.
+
+    Args:
+        labels: A file with a passage id and a label on each line, a tab between them.
+        mapping: Or the labels themselves.
+    """
+
+    kind = "label"
+    _NONE = "no label"
+
+    def __init__(self, *, labels: str | Path | None = None, mapping: Mapping[str, str] | None = None) -> None:
+        if (labels is None) == (mapping is None):
+            raise ConfigurationError("task.bins.labels: give a file of passage ids and labels.")
+        self.labels = dict(mapping) if mapping is not None else _read_labels(Path(str(labels)))
+
+    def fit(self, passages: Mapping[str, str]) -> None:
+        """Keep the labels of these passages."""
+        self.labels = {name: label for name, label in self.labels.items() if name in passages}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*sorted(set(self.labels.values())), self._NONE)
+
+    def assign(self, texts: Sequence[str], passage_ids: Sequence[str]) -> np.ndarray:
+        place = {name: i for i, name in enumerate(self.names)}
+        return np.array([place[self.labels.get(name, self._NONE)] for name in passage_ids], dtype=np.int64)
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": self.kind, "mapping": dict(sorted(self.labels.items()))}
+
+
+def _read_labels(path: Path) -> dict[str, str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"task.bins.labels={path} cannot be read: {error.strerror}.") from error
+    found = {}
+    for number, line in enumerate(lines, start=1):
+        name, tab, label = line.partition("\t")
+        if not (name and tab and label.strip()):
+            raise DataError(f"{path}, line {number}: not a passage id, a tab and a label.")
+        found[name] = label.strip()
+    return found
+
+
+class TopicBins(Bins):
+    """By the nearest centroid of public passages under a public encoder.
+
+    The centroids are those of spherical k-means (Dhillon and Modha 2001), fitted to a sample of the passages that
+    is chosen by a hash of their ids, from starting points chosen by the same.
+
+    Args:
+        topics: How many.
+        encoder: ``minilm``, a public encoder's folder, or a hub name.
+        encoder_is_public: Declares that nothing private went into another encoder than ``minilm``.
+        max_passages: Passages that are looked at.
+        rounds: Of k-means.
+        centroids: Given ones, shape ``(topics, dimension)``; nothing is fitted then.
+    """
+
+    kind = "topic"
+
+    def __init__(
+        self,
+        *,
+        topics: int = 20,
+        encoder: str = "minilm",
+        encoder_is_public: bool = False,
+        max_passages: int = 2000,
+        rounds: int = 20,
+        centroids: Sequence[Sequence[float]] | None = None,
+    ) -> None:
+        for knob, value in (("topics", topics), ("max_passages", max_passages), ("rounds", rounds)):
+            if value < 1:
+                raise ConfigurationError(f"task.bins.{knob}={value} must be at least 1.")
+        _require_public(encoder, encoder_is_public)
+        self.topics, self.encoder, self.max_passages, self.rounds = topics, str(encoder), max_passages, rounds
+        self._centroids = None if centroids is None else np.asarray(centroids, dtype=np.float32)
+
+    def fit(self, passages: Mapping[str, str]) -> None:
+        if self._centroids is not None:
+            return
+        chosen = sorted(passages, key=lambda name: sha256(name.encode("utf-8", "surrogatepass")).digest())
+        chosen = chosen[: self.max_passages]
+        if len(chosen) < self.topics:
+            raise ConfigurationError(f"task.bins.topics={self.topics} is more than the {len(chosen)} public passages.")
+        tower = load_towers(self.encoder).passage_encoder
+        vectors = tower.encode([passages[name] for name in chosen], "passage").float().numpy()
+        vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+        centroids = vectors[: self.topics].copy()
+        for _ in range(self.rounds):
+            nearest = (vectors @ centroids.T).argmax(axis=1)
+            for topic in range(self.topics):
+                mean = vectors[nearest == topic].sum(axis=0)
+                if (length := float(np.linalg.norm(mean))) > 0:  # a topic that lost all passages stays where it was
+                    centroids[topic] = mean / length
+        self._centroids = np.round(centroids, 5)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"topic {number}" for number in range(len(self._fitted())))
+
+    def assign(self, texts: Sequence[str], passage_ids: Sequence[str]) -> np.ndarray:
+        """As `Bins.assign`; of centroids that are equally near it is the first.
+
+        Each query is embedded and compared apart from all others: they would else decide by their number how its
+        scores are rounded, and so at a boundary its bin, which is more than a unit is charged for.
+        """
+        centroids = self._fitted().astype(np.float64)
+        vectors = load_towers(self.encoder).query_encoder.encode_apart(texts, "query").double().numpy()
+        return np.array([(centroids * vector).sum(axis=1).argmax() for vector in vectors], dtype=np.int64)
+
+    def spec(self) -> dict[str, Any]:
+        rounded = [[round(float(value), 5) for value in row] for row in self._fitted()]
+        return {"kind": self.kind, "encoder": shown(self.encoder), "centroids": rounded}
+
+    def _fitted(self) -> np.ndarray:
+        if self._centroids is None:
+            raise ConfigurationError("The topics were not fitted to public passages yet: call fit first.")
+        return self._centroids
+
+
+def _require_public(encoder: str, declared: bool) -> None:
+    folder = Path(str(encoder)).expanduser()
+    if (folder / CARD_NAME).is_file() or (folder.is_dir() and card_above(folder) is not None):
+        raise PrivateDataError(
+            f"task.bins.encoder={encoder} has a privacy card, or is a part of what one describes, so private queries "
+            "went into it, and bins that it makes would tell of them. Take minilm or another public encoder."
+        )
+    if (str(encoder) != "minilm" or folder.is_dir()) and not declared:
+        raise ConfigurationError(
+            f"task.bins.encoder={encoder} has no privacy card, so it may have been trained on anything. Declare by "
+            "task.bins.encoder_is_public=true that no private data went into it."
+        )
+
+
+def bins_from_spec(spec: Mapping[str, Any], *, encoder: str | None = None, encoder_is_public: bool = False) -> Bins:
+    """The bins that a histogram was made with.
+
+    Args:
+        spec: From `Bins.spec`.
+        encoder: Where the encoder of topics lies, if it is none that is known by name.
+        encoder_is_public: As for `TopicBins`.
+
+    Raises:
+        DataError: The spec is none of ours.
+    """
+    try:
+        if spec["kind"] == LengthBins.kind:
+            return LengthBins(edges=spec["edges"])
+        if spec["kind"] == LabelBins.kind:
+            return LabelBins(mapping=spec["mapping"])
+        if spec["kind"] == TopicBins.kind:
+            return TopicBins(
+                topics=len(spec["centroids"]), encoder=encoder or spec["encoder"], centroids=spec["centroids"],
+                encoder_is_public=encoder_is_public,
+            )  # fmt: skip
+    except (KeyError, TypeError) as error:
+        raise DataError(f"The bins of the histogram are malformed ({type(error).__name__}: {error}).") from error
+    raise DataError(f"The bins of the histogram are of kind {spec['kind']!r}, which this version does not know.")

@@ -1,0 +1,218 @@
+"""Choosing synthetic queries so that their kinds come as often as a private histogram says.
+
+A generator under much noise writes more of what is easy. A noised histogram of the private queries over public
+bins says what was really asked about, for a fraction of the privacy that training costs. Looking at it is
+post-processing of one more release: the queries that are chosen by it carry the claim that composes generator and
+histogram, which is the one on the histogram's card, and no longer that of the generator alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lit_dpret.cards.audit_text import contradicted
+from lit_dpret.cards.card import CARD_NAME, card_sha256, read_card, verify_card
+from lit_dpret.cards.history import names_before_evidence
+from lit_dpret.cards.lineage import Lineage
+from lit_dpret.errors import ConfigurationError, DataError, LedgerError, PrivateDataError
+from lit_dpret.privacy.accounting.releases import merge, release_from_dict
+from lit_dpret.privacy.histogram import ReleasedHistogram
+from lit_dpret.privacy.ledger.charges import start_of
+from lit_dpret.privacy.ledger.facts import every_unit_in_every_step
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
+from lit_dpret.synthesis.filters.bins import bins_from_spec
+from lit_dpret.synthesis.filters.filters import Progress, QueryFilter
+from lit_dpret.synthesis.filters.released import ReleasedQueries
+
+
+class HistogramMatch(QueryFilter):
+    """Keep a share of the queries, drawn so that their bins are distributed like a private histogram's.
+
+    Guarantees:
+        - What is kept is a function of the queries, the histogram, the settings and the public seed.
+        - Of each bin as many are kept as its share asks for, or all there are; what a bin lacks is made up by
+          the others in proportion.
+        - What is kept carries the claim of the histogram's card. A histogram whose card does not compose the claim of
+          these very queries is refused.
+
+    Args:
+        histogram: The run folder of ``task=histogram``.
+        keep_share: How many queries are kept, as a share in (0, 1]. The smaller, the closer they come to the
+            histogram; with 1 all are kept.
+        seed: Which queries of a bin are kept; public.
+        encoder: Where the encoder of topics lies, if it was a folder.
+        encoder_is_public: Declares that nothing private went into it.
+    """
+
+    name = "histogram_match"
+
+    def __init__(
+        self,
+        histogram: str | Path,
+        *,
+        keep_share: float = 0.5,
+        seed: int = 0,
+        encoder: str | None = None,
+        encoder_is_public: bool = False,
+    ) -> None:
+        if not 0 < keep_share <= 1:
+            raise ConfigurationError(f"keep_share={keep_share} of the filter {self.name} is not in (0, 1].")
+        self.folder, self.keep_share, self.seed = Path(histogram), keep_share, seed
+        self.encoder, self.encoder_is_public = encoder, encoder_is_public
+        self.distances: tuple[float, float] | None = None
+
+    def check(self, released: ReleasedQueries) -> None:
+        require_composed(self.folder, released)
+        histogram = ReleasedHistogram.read(self.folder)
+        if len(bins_from_spec(histogram.bins, **self._encoder()).names) != len(histogram.target):
+            raise DataError(f"{self.folder}: the histogram has another number of counts than of bins.")
+
+    def claim(self, released: ReleasedQueries) -> Path | None:
+        return self.folder
+
+    def score(self, released: ReleasedQueries, progress: Progress | None = None) -> np.ndarray:
+        """How many places before the end of its bin's quota a query stands; those above zero are kept."""
+        histogram = ReleasedHistogram.read(self.folder)
+        target = histogram.target
+        bins = bins_from_spec(histogram.bins, **self._encoder())
+        found = bins.assign([q.text for q in released], [q.passage_id for q in released])
+        there = np.bincount(found, minlength=len(target))
+        quota = quotas(target, there, max(1, round(self.keep_share * len(released))))
+        by_hash = sorted(range(len(released)), key=lambda i: self._draw(released.queries[i].query_id))
+        scores, taken = np.empty(len(released)), np.zeros(len(target), dtype=int)
+        for i in by_hash:
+            scores[i] = quota[found[i]] - taken[found[i]]
+            taken[found[i]] += 1
+        self.distances = (_distance(there, target), _distance(quota, target))
+        return scores
+
+    def keep(self, released: ReleasedQueries, scores: np.ndarray) -> np.ndarray:
+        kept: np.ndarray = scores > 0
+        return kept
+
+    def settings(self) -> dict[str, Any]:
+        before, after = self.distances or (None, None)
+        return {
+            "filter": self.name,
+            "uses_private_data": False,  # but a release of its own, which the claim of what is kept is charged with
+            "histogram": self.folder.resolve().name,
+            "histogram_card_sha256": card_sha256(self.folder),
+            "keep_share": self.keep_share,
+            "seed": self.seed,
+            "distance_before": before,
+            "distance_after": after,
+        }
+
+    def _encoder(self) -> dict[str, Any]:
+        return {"encoder": self.encoder, "encoder_is_public": self.encoder_is_public}
+
+    def _draw(self, query_id: str) -> bytes:
+        return sha256(f"{self.name}\x1f{self.seed}\x1f{query_id}".encode("utf-8", "surrogatepass")).digest()
+
+
+def quotas(target: np.ndarray, there: np.ndarray, wanted: int) -> np.ndarray:
+    """How many to take of each bin: by the target's shares, at most what is there, ``wanted`` in all.
+
+    Example:
+        >>> quotas(np.array([0.5, 0.5, 0.0]), np.array([100, 10, 50]), 60).tolist()
+        [50, 10, 0]
+
+    Args:
+        target: The wanted distribution, shape ``(bins,)``.
+        there: What there is of each, shape ``(bins,)``.
+        wanted: How many in all; where the bins with a share hold fewer, so many.
+    """
+    wanted = min(wanted, int(there[target > 0].sum()))
+    due, full = np.zeros(len(target)), (target <= 0) | (there == 0)
+    while True:  # a bin that runs short is taken whole, and its share falls to the others
+        due[full] = np.where(target > 0, there, 0)[full]
+        if full.all():
+            break
+        due[~full] = target[~full] * (wanted - due[full].sum()) / target[~full].sum()
+        short = ~full & (due > there)
+        if not short.any():
+            break
+        full |= short
+    quota = np.floor(due + 1e-9).astype(np.int64)
+    room = np.where(quota < there, due - quota, -1.0)  # the largest remainders get what rounding left
+    quota[np.argsort(-room, kind="stable")[: wanted - int(quota.sum())]] += 1
+    return quota
+
+
+def _distance(counts: np.ndarray, target: np.ndarray) -> float:
+    """Total variation between counts and a distribution, in [0, 1]."""
+    return round(float(np.abs(counts / counts.sum() - target).sum()) / 2, 6)
+
+
+def require_composed(folder: Path, released: ReleasedQueries) -> None:
+    """Refuse a histogram whose card does not compose the claim of these queries.
+
+    Guarantees, after it returns, that the card in ``folder`` agrees with its ledger and its files, and either is
+    named by the queries' own, or tells of a start that is an ancestor of the queries and was charged with the very
+    releases that their card states. A card to which an audit added results in between is the same ancestor, where
+    it lies within reach, gives back the one that was named when the results are taken off, and is not contradicted by
+    them.
+
+    Raises:
+        PrivateDataError: The queries' claim and the histogram's are not composed in one ledger.
+        DataError: The card is missing, or is not what lies there.
+    """
+    card = read_card(folder)
+    if problems := verify_card(card, folder / LEDGER_NAME, folder=folder):
+        raise DataError(f"{folder}: its card does not agree with what lies there: {problems[0]}")
+    if card["subject"]["artifact_type"] != "histogram":
+        raise DataError(f"{folder} holds the card of {card['subject']['artifact_type']}, not of a histogram.")
+    if names_before_evidence(card) & released.ancestors:
+        return
+    if released.provenance == "card" and released.folder is not None:
+        try:
+            start = start_of(PrivacyLedger.read(folder / LEDGER_NAME).records)
+        except LedgerError as error:
+            raise DataError(f"{folder}: {error}") from error
+        theirs = read_card(released.folder)
+        charged = _releases(theirs["ledger"]["releases"], theirs)
+        if start is not None and charged == _releases(start["releases"]):
+            named = str(start["card_sha256"])
+            if named in released.ancestors or _the_same_card(named, released, near=(folder, released.folder)):
+                return
+    raise PrivateDataError(
+        f"The histogram in {folder} was charged to another ledger than these queries: its card does not start from "
+        "the generator that wrote them, so no claim covers both, and choosing by it would spend more than any card "
+        "says. Make one with task=histogram task.generator=RUN, RUN being the run of their generator. (Where an audit "
+        "wrote on the generator's card in between, that card has to lie within three folders of either.)"
+    )
+
+
+def _the_same_card(named: str, released: ReleasedQueries, *, near: Sequence[Path]) -> bool:
+    """Whether the card ``named`` and an ancestor of the queries are one card with and without results of audits.
+
+    Run and model folder have a copy each, which an audit amends one after the other: two copies are one card where
+    both were the same before.
+    """
+    lineage = Lineage()
+    for folder in near:
+        lineage.look_near(folder / CARD_NAME)
+    start = lineage.card(named)
+    if start is None or contradicted(start.card) or named not in (names := names_before_evidence(start.card)):
+        return False
+    for ancestor in released.ancestors:
+        other = lineage.card(ancestor)
+        if other is not None and not contradicted(other.card):
+            theirs = names_before_evidence(other.card)
+            if ancestor in theirs and names & theirs:
+                return True
+    return False
+
+
+def _releases(facts: Any, card: Mapping[str, Any] | None = None) -> list[str]:
+    """Releases in an order of their own, without labels; as the card's accounting charges them."""
+    found = [release_from_dict(one) for one in facts]
+    if card is not None and (card["accounting"] or {}).get("basis") == "no_amplification":
+        found = every_unit_in_every_step(found)
+    bare = [release_from_dict({**release.to_dict(), "label": "any"}) for release in found]
+    return sorted(str(release.to_dict()) for release in merge(bare))

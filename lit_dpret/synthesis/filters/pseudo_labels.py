@@ -1,0 +1,165 @@
+"""How much more relevant a query's own passage is than another one, by a public cross-encoder.
+
+Generative pseudo-labelling (Wang et al., "GPL", NAACL 2022, section 3): for a synthetic query with its
+passage p+ and a passage p- that a retriever confuses with it, the label is the difference of the
+cross-encoder's logits, and a dual encoder is trained to have the same difference (`MarginMSELoss`). A
+synthetic query that fits its passage badly then teaches little, and a "negative" that answers it is no
+longer pushed away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.negatives.labels import LabelledNegative
+from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
+from lit_dpret.synthesis.filters.filters import Progress, Ranks
+from lit_dpret.synthesis.filters.released import ReleasedQueries, require_covered, require_released, shown
+from lit_dpret.synthesis.shards import ShardStore, json_line, write_whole
+
+LABELS = "gpl-training-data.tsv"
+NEGATIVES = "hard-negatives.jsonl"
+
+
+def mine(released: ReleasedQueries, ranker: Ranks, *, depth: int, per_query: int, seed: int) -> dict[str, list[str]]:
+    """For each query, ``per_query`` passages drawn uniformly from its first ``depth``, its own left out.
+
+    Guarantees:
+        - What is drawn for a query is a function of (``seed``, query id) and of its ranking.
+
+    Raises:
+        DataError: There are fewer than two passages.
+    """
+    if not 1 <= per_query <= depth:
+        raise ConfigurationError(f"per_query={per_query} is not between 1 and depth={depth}.")
+    if len(released.passages) < 2:
+        raise DataError("There is one passage only: no query has another one to be compared with.")
+    asked = {query.query_id: query.text for query in released}
+    ranking = ranker.rank(asked, released.passages, k=min(depth + 1, len(released.passages)))
+    names, found = ranking.passage_ids, dict[str, list[str]]()
+    for query, row in zip(released, ranking.top.indices.tolist(), strict=True):
+        others = [names[i] for i in row if i >= 0 and names[i] != query.passage_id][:depth]
+        key = hashlib.blake2b(f"{seed}\x1f{query.query_id}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        coins = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+        chosen = coins.permutation(len(others))[:per_query]
+        found[query.query_id] = [others[i] for i in sorted(chosen.tolist())]
+    return found
+
+
+def label(
+    released: ReleasedQueries,
+    out: str | Path,
+    *,
+    ranker: Ranks,
+    cross_encoder: str | Path,
+    cross_encoder_is_public: bool = False,
+    encoder_is_public: bool = False,
+    depth: int = 50,
+    per_query: int = 5,
+    seed: int = 0,
+    batch_size: int = 32,
+    max_length: int | None = None,
+    group_size: int = 256,
+    progress: Progress | None = None,
+) -> Path:
+    """Label released queries, in GPL's files.
+
+    Guarantees:
+        - Run again after an interruption, it goes on, and writes the same files.
+        - Nothing is read but released queries, public passages and models that their claim covers.
+
+    Args:
+        released: The queries.
+        out: The folder to write or to go on with.
+        ranker: Finds the passages that a query is confused with.
+        cross_encoder: A folder or a hub name.
+        cross_encoder_is_public: Declares that nothing private went into a model without card.
+        encoder_is_public: The same of the ranker's encoder.
+        depth: How far down the ranking negatives are drawn from.
+        per_query: How many for each query.
+        seed: Of those draws; public.
+        batch_size: Pairs per forward pass.
+        max_length: Tokens of a pair that are read; null for what the cross-encoder's folder says.
+        group_size: Queries that are finished, and safe, together.
+        progress: Called with (queries done, in all).
+
+    Returns:
+        ``out``, with `LABELS` and `NEGATIVES`.
+
+    Raises:
+        PrivateDataError: ``released`` is no `ReleasedQueries`, or a model is not covered by their claim.
+        DataError: A label is not a finite number.
+    """
+    require_released(released, "label")
+    require_covered(cross_encoder, released, declared_public=cross_encoder_is_public, knob="cross_encoder")
+    require_covered(ranker.encoder, released, declared_public=encoder_is_public, knob="encoder")
+    scorer = CrossEncoder.load(cross_encoder, max_length=max_length)
+    mined = mine(released, ranker, depth=depth, per_query=per_query, seed=seed)
+    folder = Path(out)
+    groups = [released.queries[start : start + group_size] for start in range(0, len(released), group_size)]
+    configuration = {
+        "labels": 1, "cross_encoder": shown(cross_encoder), "encoder": shown(ranker.encoder), "depth": depth,
+        "per_query": per_query, "seed": seed, "max_length": scorer.max_length, "group_size": group_size,
+        "sha256_of_work": _digest(released, mined), "sha256_of_cross_encoder": scorer.fingerprint(),
+    }  # fmt: skip
+    store = ShardStore(folder, configuration, len(groups))
+    missing = set(store.missing)
+    done = sum(len(group) for i, group in enumerate(groups) if i not in missing)
+    for index in store.missing:
+        store.add(index, (vars(one) for one in _labels(released, groups[index], mined, scorer, batch_size)))
+        done += len(groups[index])
+        if progress is not None:
+            progress(done, len(released))
+    store.seal()
+    records = [LabelledNegative(**record) for record in store.records()]
+    write_whole(folder / LABELS, (record.line() for record in records))
+    write_whole(folder / NEGATIVES, _by_query(released, mined, shown(ranker.encoder)))
+    return folder
+
+
+def _labels(
+    released: ReleasedQueries,
+    group: Sequence[Any],
+    mined: dict[str, list[str]],
+    scorer: CrossEncoder,
+    batch_size: int,
+) -> Iterator[LabelledNegative]:
+    asked, read = list[str](), list[str]()
+    for query in group:
+        for passage in (query.passage_id, *mined[query.query_id]):
+            asked.append(query.text)
+            read.append(released.passages[passage])
+    scores = scorer.score(asked, read, batch_size=batch_size)
+    if not np.isfinite(scores).all():
+        raise DataError("The cross-encoder gave scores that are not finite: its weights are broken.")
+    place = 0
+    for query in group:
+        others = mined[query.query_id]
+        own = scores[place]
+        for negative, score in zip(others, scores[place + 1 : place + 1 + len(others)], strict=True):
+            yield LabelledNegative(
+                query_id=query.query_id, passage_id=query.passage_id, negative_id=negative, margin=float(own - score)
+            )
+        place += 1 + len(others)
+
+
+def _by_query(released: ReleasedQueries, mined: dict[str, list[str]], name: str) -> Iterator[str]:
+    for query in released:
+        yield json_line({"qid": query.query_id, "pos": [query.passage_id], "neg": {name: mined[query.query_id]}})
+
+
+def _digest(released: ReleasedQueries, mined: dict[str, list[str]]) -> str:
+    """Of all that is scored; it changes with an encoder behind the same name."""
+    digest = hashlib.sha256()
+    for query in released:
+        names = [query.passage_id, *mined[query.query_id]]
+        record = [query.query_id, query.text, *((name, released.passages[name]) for name in names)]
+        digest.update(json.dumps(record).encode() + b"\n")
+    return digest.hexdigest()

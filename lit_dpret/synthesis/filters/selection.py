@@ -1,0 +1,184 @@
+"""A selection of released queries, written as a data set of its own with the claim of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.cards.card import inherit_card, read_card, write_card
+from lit_dpret.errors import DataError, StorageError
+from lit_dpret.synthesis.data_card import DataCard, terms_of, write_readme
+from lit_dpret.synthesis.dataset_folder import Counts, Entry, write_entries, write_summary
+from lit_dpret.synthesis.filters.filters import Progress, QueryFilter
+from lit_dpret.synthesis.filters.released import ReleasedQueries, require_of_its_folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """What one filter did.
+
+    Args:
+        settings: The filter's own.
+        asked: Queries that it scored.
+        kept: Queries that it kept.
+        lowest_kept: The lowest score of those; None where it kept none.
+        examples: Some queries that it kept and some that it did not, each as (score, query, passage id).
+    """
+
+    settings: Mapping[str, Any]
+    asked: int
+    kept: int
+    lowest_kept: float | None
+    examples: tuple[list[tuple[float, str, str]], list[tuple[float, str, str]]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The counts and settings as JSON values, without examples."""
+        # A filter gets released queries alone, so that it has nothing private to use.
+        return {
+            "uses_private_data": False,
+            **self.settings,
+            "asked": self.asked,
+            "kept": self.kept,
+            "lowest_kept": self.lowest_kept,
+        }
+
+
+def apply_filters(
+    released: ReleasedQueries,
+    filters: Sequence[QueryFilter],
+    progress: Callable[[str], Progress] | None = None,
+    *,
+    examples: int = 5,
+) -> tuple[ReleasedQueries, list[Applied]]:
+    """The queries that pass all filters, each asked only about those that passed the ones before it.
+
+    Every filter is checked before the first one scores.
+
+    Args:
+        released: The queries.
+        filters: In the order in which they are asked.
+        progress: Called with the name of each filter; what it returns is called with (queries done, in all).
+        examples: How many queries that were kept, and how many that were not, are shown for each.
+
+    Raises:
+        PrivateDataError: A filter would bring private data in.
+        DataError: No query is left.
+    """
+    for one in filters:
+        one.check(released)
+    done: list[Applied] = []
+    left = released
+    for one in filters:
+        scores, kept = one.choose(left, progress and progress(one.name))
+        if not kept.any():
+            raise DataError(
+                f"None of {len(left)} queries passes the filter {one.name} ({_shown(one.settings())}): nothing would "
+                "be left to train on. Ask for less, or look at the generator: its queries may say nothing about "
+                "their passages."
+            )
+        shown = tuple(
+            [(float(scores[i]), left.queries[i].text, left.queries[i].passage_id) for i in _spread(mask, examples)]
+            for mask in (kept, ~kept)
+        )
+        done.append(
+            Applied(
+                settings=one.settings(), asked=len(left), kept=int(kept.sum()), lowest_kept=float(scores[kept].min()),
+                examples=(shown[0], shown[1]),
+            )
+        )  # fmt: skip
+        left = left.only(kept.tolist()).under(one.claim(left))
+    return left, done
+
+
+def _spread(mask: Any, count: int) -> list[int]:
+    """Places of up to ``count`` true values, evenly over them."""
+    places = mask.nonzero()[0].tolist()
+    step = max(1, len(places) // count) if count else 1
+    return list(places[::step][:count])
+
+
+def write_selection(
+    kept: ReleasedQueries,
+    out: str | Path,
+    *,
+    applied: Sequence[Mapping[str, Any]],
+    tuning: Mapping[str, Any] | None = None,
+    environment: Mapping[str, Any] | None = None,
+    language: str | None = None,
+    license: str | None = None,
+) -> Path:
+    """Write the queries that were kept in BEIR's layout, ids and metadata as they were.
+
+    Guarantees:
+        - The privacy card claims what the card of the whole data set claims, and names it.
+        - The card lists every filter with its settings.
+        - No query gets a card but that of the folder in which it stands, word for word.
+
+    Args:
+        kept: The queries.
+        out: A new folder.
+        applied: Settings and counts of every filter, from `Applied.to_dict`.
+        tuning: On which data the filters' settings were chosen, as in ``build_card``.
+        environment: On which machine they scored, from `environment_facts`.
+        language: ISO codes for the data card; null for those of the whole set.
+        license: Licence for the data card; null for that of the whole set.
+
+    Raises:
+        StorageError: ``out`` holds something already.
+        PrivateDataError: A query is not one of the folder whose card it would get.
+    """
+    folder = Path(out)
+    check_is_new(folder)
+    require_of_its_folder(kept)
+    counts = Counts(queries=len(kept), passages=len({query.passage_id for query in kept}))
+    hashes = write_entries(folder, lambda: _entries(kept), kept.passages)
+    name, source = folder.resolve().name, kept.folder
+    card: dict[str, Any] | None = None
+    if kept.provenance == "card" and source is not None:
+        generation = dict(read_card(source)["generation"])
+        card = inherit_card(
+            kept.claim or source,
+            {"artifact_type": "dataset", "name": name, "sha256": hashes},
+            description="a selection of the queries by public means",
+            tuning=tuning,
+            environment=environment,
+            generation={**generation, "filters": [*generation.get("filters", []), *map(dict, applied)]},
+        )
+        write_card(card, folder)
+    origin = [
+        f"A selection of `{source.resolve().name if source else 'queries'}`, by "
+        + ("; then ".join(f"{_shown(one)} ({one['kept']} of {one['asked']} kept)" for one in applied) or "no filter")
+        + "."
+    ]
+    tags = ["synthetic", "query-generation", "beir"] + (["differential-privacy"] if card else [])
+    terms = {} if source is None else terms_of(source)
+    terms |= {key: value for key, value in (("language", language), ("license", license)) if value is not None}
+    about = DataCard(title=f"Synthetic queries: {name}", origin=origin, tags=tags, **terms)
+    made = {"selection_of": None if source is None else source.name, "filters": list(applied)}
+    write_summary(folder, made, counts, hashes, terms=about.terms)
+    write_readme(folder, about, counts, card)
+    return folder
+
+
+def check_is_new(folder: Path) -> None:
+    """Refuse a folder that holds something; `StorageError` names it."""
+    if folder.exists() and any(folder.iterdir()):
+        raise StorageError(f"{folder} holds something already, and will not be replaced. Choose another folder.")
+
+
+def _entries(kept: ReleasedQueries) -> Iterator[Entry]:
+    seen: set[str] = set()
+    for query in kept:
+        yield Entry(query.query_id, query.text, query.passage_id, query.metadata, query.passage_id not in seen)
+        seen.add(query.passage_id)
+
+
+def _shown(settings: Mapping[str, Any]) -> str:
+    more = ", ".join(
+        f"{key} {_shown(value) if isinstance(value, Mapping) else value}"
+        for key, value in settings.items()
+        if key not in ("filter", "asked", "kept", "lowest_kept", "uses_private_data") and value is not None
+    )
+    return f"{settings['filter']} ({more})" if more else str(settings["filter"])

@@ -1,0 +1,287 @@
+r"""Sampling whose every random number belongs to one query, and to no batch.
+
+A draw is made by inverting the distribution function of the nucleus at a number u in [0, 1). The
+numbers of query (passage, draw) are a stream of their own, keyed by a hash of (seed, passage id,
+draw); the t-th token takes the t-th number. So a query does not change when its neighbours do, when
+a run is interrupted, or when more draws are asked for. The seed is public: the model is already
+private, and what is drawn from it is post-processing.
+
+The nucleus (Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020, section 3.1) is
+the smallest set of most probable tokens whose mass is at least p; equal probabilities are ordered
+by token id. Probabilities are computed in float64 from the model's logits. What cannot be promised:
+the logits themselves depend, in their last bits, on the shape of the batch and the library; two runs
+agree to the byte where they compute the same shapes on the same machine, and ``lit_dpret.synthesis``
+fixes those shapes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.modules.padding import padded
+from lit_dpret.synthesis.nucleus import from_nucleus_unsorted
+
+HEADS = (256, 2048)  # so many of the largest scores are looked at before the whole vocabulary is
+ENCODED_AT_ONCE = 8  # rows that the encoder sees together on a CPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How queries are drawn.
+
+    Args:
+        top_p: Mass of the nucleus; 1 samples from the whole distribution.
+        temperature: Divides the logits before the nucleus is taken.
+        top_k: Keep this many tokens before the nucleus is taken; null keeps all.
+        max_new_tokens: Longest query, the end mark included.
+        min_new_tokens: Tokens before the end mark may come.
+    """
+
+    top_p: float = 0.8
+    temperature: float = 1.0
+    top_k: int | None = None
+    max_new_tokens: int = 128
+    min_new_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.top_p <= 1:
+            raise ConfigurationError(f"top_p={self.top_p} is not in (0, 1].")
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise ConfigurationError(f"temperature={self.temperature} is not a positive, finite number.")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigurationError(f"top_k={self.top_k} must be at least 1; leave it null to keep all tokens.")
+        if self.max_new_tokens < 1:
+            raise ConfigurationError(f"max_new_tokens={self.max_new_tokens} must be at least 1.")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ConfigurationError(
+                f"min_new_tokens={self.min_new_tokens} is not between 0 and max_new_tokens={self.max_new_tokens}."
+            )
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One drawn sequence.
+
+    Attributes:
+        tokens: Token ids, without the end mark.
+        log_prob: Log probability (nats) of all drawn tokens, the end mark included, under the
+            model itself: before temperature and truncation.
+        finished: Whether the end mark was drawn.
+    """
+
+    tokens: list[int]
+    log_prob: float
+    finished: bool
+
+
+def uniforms(seed: int, passage_id: str, draw: int, count: int) -> np.ndarray:
+    """The first ``count`` numbers in [0, 1) of one query's stream; a longer stream begins the same.
+
+    Example:
+        >>> uniforms(0, "p1", 0, 3).tolist() == uniforms(0, "p1", 0, 9)[:3].tolist()
+        True
+    """
+    message = f"lit-dpret/generation\x1f{seed}\x1f{draw}\x1f{passage_id}".encode("utf-8", "surrogatepass")
+    key = int.from_bytes(hashlib.blake2b(message, digest_size=16).digest(), "little")
+    return np.random.Generator(np.random.Philox(key=key)).random(count)
+
+
+def choose_tokens(
+    logits: Tensor, numbers: np.ndarray, decoding: Decoding, *, forbidden: Sequence[int] = ()
+) -> tuple[np.ndarray, np.ndarray]:
+    """One token per row, by inverting the distribution function of its nucleus.
+
+    Guarantees:
+        - The token depends on the row's logits and number alone.
+        - A token is chosen with its probability inside the nucleus, up to float64 rounding.
+
+    Args:
+        logits: Shape ``(rows, vocabulary)``.
+        numbers: Shape ``(rows,)``, in [0, 1).
+        decoding: Nucleus and temperature.
+        forbidden: Token ids that are not drawn.
+
+    Returns:
+        Token ids, and their log probabilities under the untouched logits, both ``(rows,)``.
+    """
+    log_mass = torch.logsumexp(logits.double(), dim=1)
+    if not bool(torch.isfinite(log_mass).all()):
+        raise UnsupportedModelError(
+            "The generator gives NaN or infinite scores: its weights are broken. Check the run that made it "
+            "(learning rate, noise, precision)."
+        )
+    scores, scaled_mass = logits, log_mass
+    if forbidden or decoding.temperature != 1:
+        scores = logits.clone()
+        scores[:, list(forbidden)] = -math.inf
+        scaled_mass = torch.logsumexp(scores.double() / decoding.temperature, dim=1)
+    mass = scaled_mass.cpu().numpy()
+    vocabulary = logits.shape[1]
+    tokens = np.full(len(logits), -1)
+    unsorted = scores.device.type == "cpu" and decoding.top_k is None  # a full sort is slow there
+    heads = [head for head in (HEADS[:1] if unsorted else HEADS) if head < vocabulary]
+    for width in (*heads, vocabulary):
+        rows = np.flatnonzero(tokens < 0)
+        if len(rows) == 0:
+            break
+        part = scores if len(rows) == len(scores) else scores[torch.from_numpy(rows).to(scores.device)]
+        if unsorted and width == vocabulary:
+            scaled = part.double().numpy() / decoding.temperature
+            for row, values, u in zip(rows, scaled, numbers[rows], strict=True):
+                tokens[row] = from_nucleus_unsorted(values, mass[row], u, decoding.top_p)
+            break
+        values, ids = _largest(part, width)
+        tokens[rows] = _from_nucleus(
+            values / decoding.temperature, ids, mass[rows], numbers[rows], decoding, whole=width == vocabulary
+        )
+    chosen = torch.from_numpy(tokens).to(logits.device)
+    log_probs = logits.gather(1, chosen[:, None])[:, 0].double() - log_mass
+    return tokens, log_probs.cpu().numpy()
+
+
+def _largest(scores: Tensor, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """The ``width`` largest scores of each row in float64, and their ids; equal scores by id."""
+    if width == scores.shape[1]:
+        ranked, order = torch.sort(scores, dim=1, descending=True, stable=True)
+        return ranked.double().cpu().numpy(), order.cpu().numpy()
+    top, places = torch.topk(scores, width, dim=1)
+    values, ids = top.double().cpu().numpy(), places.cpu().numpy()
+    tied = np.flatnonzero((values[:, 1:] == values[:, :-1]).any(axis=1))
+    if len(tied):
+        by_id = np.lexsort((ids[tied], -values[tied]), axis=-1)
+        ids[tied] = np.take_along_axis(ids[tied], by_id, 1)
+    return values, ids
+
+
+def _from_nucleus(
+    values: np.ndarray, ids: np.ndarray, mass: np.ndarray, numbers: np.ndarray, decoding: Decoding, *, whole: bool
+) -> np.ndarray:
+    """Tokens by row, or -1 where the ``values`` given, the largest ones in order, do not settle the nucleus.
+
+    Among values equal to the smallest one given, which ids were given is arbitrary (``topk`` breaks
+    ties as it likes), so a nucleus that reaches them is not settled unless ``whole``.
+    """
+    allowed = np.isfinite(values)
+    settled = np.ones(len(values), dtype=bool)
+    if decoding.top_k is not None:
+        kept = min(decoding.top_k, values.shape[1])
+        if not whole:
+            settled = values[:, kept - 1] > values[:, -1]
+        allowed &= np.arange(values.shape[1]) < kept
+        shifted = np.where(allowed, values - values[:, :1], -math.inf)
+        mass = values[:, 0] + np.log(np.exp(shifted).sum(axis=1))
+    probabilities = np.where(allowed, np.exp(values - mass[:, None]), 0.0)
+    cumulated = np.cumsum(probabilities, axis=1)
+    reached = cumulated >= decoding.top_p
+    size = np.where(reached.any(axis=1), reached.argmax(axis=1) + 1, allowed.sum(axis=1))
+    last = np.take_along_axis(values, size[:, None] - 1, 1)[:, 0]
+    if not whole:
+        settled &= last > values[:, -1]
+    total = np.take_along_axis(cumulated, size[:, None] - 1, 1)
+    index = (cumulated <= numbers[:, None] * total).sum(axis=1)
+    index = np.minimum(index, size - 1)  # rounding may carry u * total up to total
+    return np.where(settled, np.take_along_axis(ids, index[:, None], 1)[:, 0], -1)
+
+
+@dataclass
+class Encoded:
+    """Passages after the encoder: hidden states ``(rows, tokens, dim)`` and mask ``(rows, tokens)``."""
+
+    states: Tensor
+    mask: Tensor
+
+
+@torch.inference_mode()
+def encode(model: PreTrainedModel, passages: Sequence[Sequence[int]]) -> Encoded:
+    """Run the encoder once over passages; their draws share the result.
+
+    On a CPU a few rows at a time: each few are padded to their own longest, and their attention fits a cache.
+    """
+    device = model.device
+    at_once = ENCODED_AT_ONCE if device.type == "cpu" else len(passages)
+    width, pad = max(len(ids) for ids in passages), int(model.config.pad_token_id)
+    mask = padded([[1] * len(ids) for ids in passages], 0).to(device)
+    parts = []
+    for start in range(0, len(passages), at_once):
+        part = passages[start : start + at_once]
+        tokens = padded(part, pad).to(device)
+        longest = tokens.shape[1]
+        shown = mask[start : start + at_once, :longest]
+        states = model.get_encoder()(input_ids=tokens, attention_mask=shown).last_hidden_state
+        parts.append(functional.pad(states, (0, 0, 0, width - longest)))
+    return Encoded(torch.cat(parts), mask)
+
+
+@torch.inference_mode()
+def decode(model: PreTrainedModel, encoded: Encoded, numbers: np.ndarray, decoding: Decoding) -> list[Sampled]:
+    """Draw one sequence per row with a key-value cache; rows that have ended leave the batch.
+
+    Args:
+        model: The generator.
+        encoded: The passages after its encoder.
+        numbers: Uniform numbers, shape ``(rows, at least max_new_tokens)``.
+        decoding: Nucleus, temperature and lengths.
+    """
+    rows = len(encoded.states)
+    ends = end_marks(model)
+    sequences: list[list[int]] = [[] for _ in range(rows)]
+    log_probs = np.zeros(rows)
+    finished = np.zeros(rows, dtype=bool)
+    cache: Any = None
+    states, mask = encoded.states, encoded.mask
+    alive = np.arange(rows)  # the row that stands at each place of the shrinking batch
+    start = model.config.decoder_start_token_id
+    token = torch.full((rows, 1), int(start), dtype=torch.long, device=states.device)
+    for position in range(decoding.max_new_tokens):
+        output = model(
+            encoder_outputs=BaseModelOutput(last_hidden_state=states),
+            attention_mask=mask,
+            decoder_input_ids=token,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache = output.past_key_values
+        forbidden = ends if position < decoding.min_new_tokens else ()
+        tokens, gained = choose_tokens(output.logits[:, -1], numbers[alive, position], decoding, forbidden=forbidden)
+        going = ~np.isin(tokens, ends)
+        running = ~finished[alive]
+        log_probs[alive[running]] += gained[running]
+        finished[alive[running & ~going]] = True
+        for row, new in zip(alive[running & going], tokens[running & going], strict=True):
+            sequences[row].append(int(new))
+        going &= running
+        if not going.any():
+            break
+        if going.sum() <= 0.75 * len(alive):
+            keep = torch.from_numpy(np.flatnonzero(going)).to(states.device)
+            states, mask = states[keep], mask[keep]
+            cache.batch_select_indices(keep)
+            alive, tokens = alive[going], tokens[going]
+        token = torch.from_numpy(tokens)[:, None].to(states.device)
+    return [Sampled(s, float(p), bool(f)) for s, p, f in zip(sequences, log_probs, finished, strict=True)]
+
+
+def end_marks(model: PreTrainedModel) -> list[int]:
+    """Token ids that end a query.
+
+    Raises:
+        UnsupportedModelError: The model has none.
+    """
+    end = model.config.eos_token_id
+    if end is None:
+        raise UnsupportedModelError(
+            f"The config of {type(model).__name__} names no eos_token_id: no query would ever end."
+        )
+    return [int(mark) for mark in (end if isinstance(end, list | tuple) else [end])]

@@ -1,0 +1,253 @@
+"""Work that survives being killed: finished groups on disk, each provably whole.
+
+The state of a generation is a folder of shards and a manifest. A shard is written beside its name,
+synced and renamed, so a name never stands for half a file; its SHA-256 then goes into the manifest,
+one line per shard. Whoever comes back verifies every shard against that line, keeps the good ones
+and makes the others again. The first line of the manifest is the configuration; with another one the
+shards would be a mixture of two data sets that nobody asked for, so that is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.errors import DataError, ResumeError, StorageError, schema_problem
+from lit_dpret.privacy.ledger.chain import sync_folder
+
+MANIFEST_NAME = "manifest.jsonl"
+SHARDS_NAME = "shards"
+SCHEMA = "lit-dpret/synthetic-data/1"
+
+
+def json_line(value: object) -> str:
+    """``value`` as one line of JSON; keys keep their order, which readers take for the order of columns."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def write_whole(path: Path, chunks: Iterable[str]) -> str:
+    """Write a file so that it is there whole or not at all; returns its SHA-256.
+
+    Raises:
+        StorageError: The disk is full or the folder cannot be written; ``path`` is as it was.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    digest = hashlib.sha256()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as file:
+            for chunk in chunks:
+                data = chunk.encode("utf-8", "surrogatepass")
+                digest.update(data)
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise storage_error(path, error) from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return digest.hexdigest()
+
+
+def storage_error(path: Path, error: OSError) -> StorageError:
+    """An ``OSError`` in words that say which file, why, and what to do."""
+    return StorageError(
+        f"{path} could not be written: {error.strerror or error}. What is finished is kept: mend this (free some "
+        "space, or give another out folder) and run the same command again."
+    )
+
+
+class ShardStore:
+    """The shards of one generation and the manifest that vouches for them.
+
+    Guarantees:
+        - A shard that ``add`` has returned from is on the disk, whole.
+        - A shard whose bytes are not the recorded ones is never read as data; it is missing.
+        - Opening with another configuration raises ``ResumeError`` and names what differs.
+
+    Args:
+        folder: The output folder.
+        configuration: Everything that the content depends on, plain JSON values.
+        count: How many shards make the whole.
+    """
+
+    def __init__(self, folder: Path, configuration: Mapping[str, Any], count: int) -> None:
+        self.folder = folder
+        self.count = count
+        self._configuration = {"shards": count, **configuration}
+        self._manifest = folder / MANIFEST_NAME
+        self._known = self._read_manifest()
+        for journal in self._journals():
+            self._adopt_journal(journal)
+        for leftover in (folder / SHARDS_NAME).glob(".*.partial"):
+            leftover.unlink(missing_ok=True)
+        self.missing = [index for index in range(count) if not self._is_whole(index)]
+
+    def path(self, index: int) -> Path:
+        """Where shard ``index`` lies."""
+        return self.folder / SHARDS_NAME / f"{index:06d}.jsonl"
+
+    def add(self, index: int, records: Iterable[Mapping[str, Any]]) -> None:
+        """Write one shard and vouch for it."""
+        sha256 = write_whole(self.path(index), (json_line(record) for record in records))
+        self._append({"shard": index, "sha256": sha256})
+        self._known[index] = sha256
+
+    def adopt(self, made: Mapping[int, str]) -> None:
+        """Vouch for shards that other ranks wrote, by their SHA-256."""
+        for index, sha256 in sorted(made.items()):
+            if self._known.get(index) != sha256:
+                self._append({"shard": index, "sha256": sha256})
+                self._known[index] = sha256
+
+    def _adopt_journal(self, journal: Path) -> None:
+        """Vouch for what a rank's journal names, if it was of this very generation."""
+        facts = [fact for fact in map(_parsed, journal.read_bytes().splitlines()) if fact is not None]
+        if facts and facts[0].get("configuration") == configuration_hash(self._configuration):
+            self.adopt({int(fact["shard"]): str(fact["sha256"]) for fact in facts[1:] if "shard" in fact})
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """All records of all shards in order.
+
+        Raises:
+            DataError: A shard is missing or damaged.
+        """
+        for index in range(self.count):
+            if not self._is_whole(index):
+                raise DataError(
+                    f"{self.path(index)} is missing or damaged. Run the same command again to make it anew."
+                )
+            with open(self.path(index), encoding="utf-8", errors="surrogatepass") as file:
+                for line in file:
+                    yield json.loads(line)
+
+    def seal(self) -> None:
+        """Rewrite the manifest in order, so that its bytes do not tell how often work stopped."""
+        lines = [self._first_line()]
+        lines += [json_line({"shard": index, "sha256": self._known[index]}) for index in sorted(self._known)]
+        write_whole(self._manifest, lines)
+        for journal in self._journals():
+            journal.unlink(missing_ok=True)
+
+    def _journals(self) -> list[Path]:
+        """What other ranks vouch for, in this job or in one that was stopped."""
+        return sorted(self.folder.glob(f".{MANIFEST_NAME}.rank*"))
+
+    def _first_line(self) -> str:
+        return json_line({"schema": SCHEMA, "configuration": self._configuration})
+
+    def _is_whole(self, index: int) -> bool:
+        if index not in self._known:
+            return False
+        try:
+            with open(self.path(index), "rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest() == self._known[index]
+        except OSError:
+            return False
+
+    def _append(self, fact: Mapping[str, Any]) -> None:
+        try:
+            with open(self._manifest, "ab") as file:
+                file.write(json_line(fact).encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise storage_error(self._manifest, error) from error
+
+    def _read_manifest(self) -> dict[int, str]:
+        """SHA-256 by shard. Lines that a crash or a full disk tore are skipped: their shards count as missing."""
+        try:
+            lines = self._manifest.read_bytes().splitlines()
+        except FileNotFoundError:
+            if (self.folder / SHARDS_NAME).is_dir() and any((self.folder / SHARDS_NAME).iterdir()):
+                raise ResumeError(
+                    f"{self.folder / SHARDS_NAME} holds files, but there is no {MANIFEST_NAME} to say what they are. "
+                    "Give another out folder, or delete this one."
+                ) from None
+            write_whole(self._manifest, [self._first_line()])
+            return {}
+        except OSError as error:
+            raise storage_error(self._manifest, error) from error
+        facts = [fact for fact in map(_parsed, lines) if fact is not None]
+        first = next((fact for fact in facts if "configuration" in fact or "schema" in fact), {})
+        # The first manifests stated no schema; they are of the same form.
+        if problem := schema_problem(first.get("schema"), SCHEMA):
+            raise ResumeError(f"{self._manifest} cannot be gone on with: {problem}")
+        before = first.get("configuration")
+        if not isinstance(before, dict):
+            raise ResumeError(
+                f"{self._manifest} does not state its configuration. Give another out folder, or delete this one."
+            )
+        self._refuse_change(before)
+        if lines and not self._manifest.read_bytes().endswith(b"\n"):
+            self._append({})  # ends the torn line, so that the next fact stands on a line of its own
+        return {int(fact["shard"]): str(fact["sha256"]) for fact in facts if "shard" in fact}
+
+    def _refuse_change(self, before: dict[str, Any]) -> None:
+        for key in sorted(set(before) | set(self._configuration)):
+            if before.get(key) != self._configuration.get(key):
+                raise ResumeError(
+                    f"{self.folder} was begun with {key}={_short(before.get(key))} and cannot go on with "
+                    f"{key}={_short(self._configuration.get(key))}: it would become a mixture of two data sets. "
+                    "Restore it, or give another out folder."
+                )
+
+
+def configuration_hash(configuration: Mapping[str, Any]) -> str:
+    """Tells one generation from another."""
+    return hashlib.sha256(json_line(dict(configuration)).encode()).hexdigest()
+
+
+class RankShards:
+    """The shards that a rank other than the first one writes, beside a `ShardStore` that the first one holds.
+
+    Guarantees:
+        - A shard that ``add`` has returned from is on the disk, whole, and in a journal of this rank; the next
+          `ShardStore` in the folder takes it in, if nobody else has.
+
+    Args:
+        folder: The output folder.
+        configuration: That of the store, ``shards`` included.
+        rank: Of this process.
+        missing: What the store says is missing.
+    """
+
+    def __init__(self, folder: Path, configuration: Mapping[str, Any], rank: int, missing: list[int]) -> None:
+        self.folder, self.missing = folder, missing
+        self.made: dict[int, str] = {}
+        self._journal = folder / f".{MANIFEST_NAME}.rank{rank}"
+        self._configuration = configuration
+
+    def add(self, index: int, records: Iterable[Mapping[str, Any]]) -> None:
+        """Write one shard and vouch for it."""
+        sha256 = write_whole(
+            self.folder / SHARDS_NAME / f"{index:06d}.jsonl", (json_line(record) for record in records)
+        )
+        begun = "" if self.made else json_line({"configuration": configuration_hash(self._configuration)})
+        try:
+            with open(self._journal, "wb" if begun else "ab") as file:
+                file.write((begun + json_line({"shard": index, "sha256": sha256})).encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise storage_error(self._journal, error) from error
+        self.made[index] = sha256
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        fact = json.loads(line)
+    except ValueError:
+        return None
+    return fact if isinstance(fact, dict) else None
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

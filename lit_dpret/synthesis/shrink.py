@@ -1,0 +1,192 @@
+"""A smaller generator out of a public one: some of its layers, taught again by the whole of it.
+
+To see what the size of a generator does, one needs two sizes of the same public knowledge. The smaller one here
+copies layers of the larger one and is trained on what that writes for public passages ("shrink and fine-tune":
+Shleifer and Rush, "Pre-trained Summarization Distillation", 2020, 2010.13002; sequence-level distillation: Kim and
+Rush, 2016, 1606.07947). Passages and public weights go in, and no query: what comes out is as public as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
+
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.modules.generator_folder import (
+    GeneratorContract,
+    GeneratorModel,
+    TextCodec,
+    refuse_tuned_prompt,
+    save_generator,
+)
+from lit_dpret.modules.model_loading import load_seq2seq, load_tokenizer
+from lit_dpret.modules.padding import padded
+from lit_dpret.synthesis.groups import canonical_groups, draw_group
+from lit_dpret.synthesis.sampler import Decoding
+
+_IGNORED = -100
+Ids = list[int]
+
+
+def shrink_generator(
+    teacher: str | Path,
+    passages: Mapping[str, str],
+    folder: str | Path,
+    *,
+    contract: GeneratorContract,
+    layers: int = 1,
+    feed_forward: int | None = None,
+    epochs: int = 2,
+    batch: int = 32,
+    lr: float = 2e-3,
+    top_p: float = 0.8,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Write a generator with ``layers`` layers on each side, trained on what ``teacher`` writes for ``passages``.
+
+    Args:
+        teacher: Hub name, folder or ``public_t5``: a T5 that only public data went into.
+        passages: Public texts by id; the teacher draws one query for each.
+        folder: Where the smaller generator goes; it gets no privacy card, since nothing private went in.
+        contract: Prompt and lengths, for the teacher and for what is written.
+        layers: Encoder layers and decoder layers that are kept, spread evenly over the teacher's.
+        feed_forward: Hidden units of each feed-forward layer that are kept, those of the largest weights; null for all.
+        epochs: Passes over the pairs.
+        batch: Pairs of a step.
+        lr: Peak learning rate of AdamW, which falls to zero linearly.
+        top_p: Nucleus of the teacher's queries.
+        seed: Of the queries and of the order of the pairs.
+        progress: Called with (steps done, steps in all); drawing counts as one half.
+
+    Returns:
+        ``folder``.
+
+    Raises:
+        ConfigurationError: A number is out of range, or there are no passages.
+        UnsupportedModelError: The teacher is no T5.
+        StorageError: The folder cannot be written.
+    """
+    for knob, value in (("layers", layers), ("epochs", epochs), ("batch", batch)):
+        if value < 1:
+            raise ConfigurationError(f"{knob}={value} of the smaller generator must be at least 1.")
+    if not passages:
+        raise ConfigurationError("The smaller generator learns from passages, and there are none.")
+    refuse_tuned_prompt(teacher)
+    codec = TextCodec(load_tokenizer(teacher), replace(contract, virtual_ids=()))
+    large = load_seq2seq(teacher).eval()
+    small = _cut(large, layers, feed_forward)
+    pairs = _taught(GeneratorModel(large, codec, Path(teacher)), passages, top_p, seed, progress)
+    _train(small, codec, pairs, epochs=epochs, batch=batch, lr=lr, seed=seed, progress=progress)
+    return save_generator(folder, small.eval(), codec)
+
+
+def spread(layers: int, kept: int) -> list[int]:
+    """Which of ``layers`` layers are kept: as far from each other as they can be, the last one among them.
+
+    Example:
+        >>> spread(12, 4), spread(2, 1)
+        ([2, 5, 8, 11], [1])
+    """
+    return [round((i + 1) * layers / kept) - 1 for i in range(kept)]
+
+
+def _cut(large: PreTrainedModel, layers: int, feed_forward: int | None) -> PreTrainedModel:
+    """A T5 with some of the layers and hidden units of another, and its weights."""
+    config = large.config
+    if config.model_type != "t5":
+        raise UnsupportedModelError(f"A smaller generator is cut out of a T5, and this is a {config.model_type}.")
+    depths = {"encoder": config.num_layers, "decoder": config.num_decoder_layers}
+    width = config.d_ff if feed_forward is None else feed_forward
+    if layers > min(depths.values()) or not 1 <= width <= config.d_ff:
+        raise ConfigurationError(
+            f"layers={layers}, feed_forward={width} is not smaller than the teacher's {min(depths.values())} layers of "
+            f"{config.d_ff} hidden units."
+        )
+    facts = {**config.to_dict(), "num_layers": layers, "num_decoder_layers": layers, "d_ff": width}
+    small: PreTrainedModel = AutoModelForSeq2SeqLM.from_config(type(config)(**facts))
+    weights, found = large.state_dict(), {}
+    for name, value in small.state_dict().items():
+        source = name
+        for side, depth in depths.items():
+            for i, layer in enumerate(spread(depth, layers)):
+                if name.startswith(f"{side}.block.{i}."):
+                    source = name.replace(f"{side}.block.{i}.", f"{side}.block.{layer}.", 1)
+        if "relative_attention_bias" in name:  # T5 has it in the first layer alone
+            source = name
+        found[name] = _narrowed(weights, source, value.shape)
+    small.load_state_dict(found)
+    return small
+
+
+def _narrowed(weights: Mapping[str, torch.Tensor], name: str, shape: torch.Size) -> torch.Tensor:
+    """A weight of the teacher, without the hidden units that are not kept."""
+    weight = weights[name]
+    for axis, (have, want) in enumerate(zip(weight.shape, shape, strict=True)):
+        if have != want:
+            outer = weights[name.replace(".wi.", ".wo.")]  # (width, hidden units): how much a unit says
+            best = outer.norm(dim=0).topk(want).indices.sort().values
+            weight = weight.index_select(axis, best)
+    return weight
+
+
+def _taught(
+    teacher: GeneratorModel,
+    passages: Mapping[str, str],
+    top_p: float,
+    seed: int,
+    progress: Callable[[int, int], None] | None,
+) -> list[tuple[Ids, Ids]]:
+    """Token ids of each passage and of the query that the teacher draws for it."""
+    decoding = Decoding(
+        top_p=top_p, temperature=1.0, top_k=None, max_new_tokens=teacher.contract.max_query_length, min_new_tokens=1
+    )
+    pairs: list[tuple[Ids, Ids]] = []
+    with torch.no_grad():
+        for group in canonical_groups(teacher.codec, passages, 64):
+            drawn = draw_group(teacher, {name: passages[name] for name in group}, 1, seed, decoding)
+            texts = teacher.codec.passages([passages[query.passage_id] for query in drawn])
+            pairs += zip(texts, teacher.codec.queries([query.text for query in drawn]), strict=True)
+            if progress is not None:
+                progress(len(pairs), 2 * len(passages))
+    return pairs
+
+
+def _train(
+    model: PreTrainedModel,
+    codec: TextCodec,
+    pairs: Sequence[tuple[Ids, Ids]],
+    *,
+    epochs: int,
+    batch: int,
+    lr: float,
+    seed: int,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    pad = int(codec.tokenizer.pad_token_id)
+    steps = epochs * -(-len(pairs) // batch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 - step / steps)
+    order, done = torch.Generator().manual_seed(seed), 0
+    model.train()
+    for _ in range(epochs):
+        places = torch.randperm(len(pairs), generator=order).tolist()
+        for start in range(0, len(places), batch):
+            rows = [pairs[place] for place in places[start : start + batch]]
+            loss = model(
+                input_ids=padded([passage for passage, _ in rows], pad),
+                attention_mask=padded([[1] * len(passage) for passage, _ in rows], 0),
+                labels=padded([query for _, query in rows], _IGNORED),
+            ).loss
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            done += 1
+            if progress is not None:
+                progress(len(pairs) + round(len(pairs) * done / steps), 2 * len(pairs))

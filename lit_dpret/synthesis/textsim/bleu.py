@@ -1,0 +1,77 @@
+"""BLEU of synthetic queries against the original queries of the same passage, by sacrebleu.
+
+"Since the synthetic data is one-to-one generated from the original data", the synthetic-query paper (section
+6.2; 5.3.1 of its later version) holds each synthetic query against the one original query of its passage. A
+passage can have several original queries: all are references of the synthetic ones then, as BLEU is defined for
+(Papineni et al., 2002). With one each, it is the paper's number, which the paper writes as a share of 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from typing import Any
+
+from lit_dpret.errors import DataError
+from lit_dpret.synthesis.textsim.extra import need
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bleu:
+    """Corpus BLEU.
+
+    Attributes:
+        score: From 0 to 100, as sacrebleu prints it; the papers' tables show a hundredth of it.
+        signature: What sacrebleu computed, in its own words; a score without it means nothing (Post, 2018).
+        precisions: Of 1- to 4-grams, in percent.
+        brevity_penalty: 1 where the synthetic queries are together no shorter than their references.
+        scored: Synthetic queries with at least one original query of the same passage.
+        without_reference: Synthetic queries whose passage has no original query; not part of the score.
+    """
+
+    score: float
+    signature: str
+    precisions: tuple[float, ...]
+    brevity_penalty: float
+    scored: int
+    without_reference: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return {**asdict(self), "precisions": list(self.precisions), "as_in_the_papers": self.score / 100}
+
+
+def corpus_bleu(synthetic: Sequence[str], references: Sequence[Sequence[str]], *, lower_case: bool = False) -> Bleu:
+    """Corpus BLEU with the defaults of sacrebleu, and as many references for a text as it has.
+
+    Args:
+        synthetic: Texts.
+        references: For each of them its references, in any number; those without any are left out and counted.
+        lower_case: Compare without regard to case; the signature says so.
+
+    Raises:
+        ConfigurationError: sacrebleu is not installed.
+        DataError: The two differ in length, or no text has a reference.
+    """
+    if len(synthetic) != len(references):
+        raise DataError(f"{len(synthetic)} texts came with {len(references)} lists of references; give one list each.")
+    pairs = [(text, list(known)) for text, known in zip(synthetic, references, strict=True) if known]
+    if not pairs:
+        raise DataError("No synthetic query has an original query of the same passage, so there is nothing to score.")
+    metric = need("sacrebleu").BLEU(lowercase=lower_case)
+    streams = [list(stream) for stream in zip_longest(*(known for _, known in pairs))]
+    found = metric.corpus_score([text for text, _ in pairs], streams)
+    return Bleu(
+        score=float(found.score),
+        signature=str(metric.get_signature()),
+        precisions=tuple(float(p) for p in found.precisions),
+        brevity_penalty=float(found.bp),
+        scored=len(pairs),
+        without_reference=len(synthetic) - len(pairs),
+    )
+
+
+def references_by_passage(passage_ids: Sequence[str], originals: Mapping[str, Sequence[str]]) -> list[list[str]]:
+    """The original queries of each passage, in the order of ``passage_ids``; none where it has none."""
+    return [list(originals.get(name, ())) for name in passage_ids]

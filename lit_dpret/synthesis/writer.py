@@ -1,0 +1,316 @@
+"""From a private generator to a synthetic data set: restartable, and the same whoever restarts it.
+
+The passages are cut into *canonical groups*: sorted by token length and id, a fixed number at a time.
+The shapes that the model computes are then a function of the list of passages alone, so a run that was
+interrupted twenty times, or shared out among processes, writes the same bytes as one that was not, and
+little is padded.
+
+Which passages get queries must not depend on the private queries. "One query for each passage of the
+training data" tells everybody which passages people asked about, however private the generator is;
+so the caller has to say that the list is public, and is told why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lit_dpret.cards.card import CARD_NAME, inherit_card, read_card, write_card
+from lit_dpret.cards.environment import environment_facts, version_of
+from lit_dpret.cards.notes import with_notes
+from lit_dpret.distributed.crew import Crew
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.modules.generator_folder import load_generator, weights_hash
+from lit_dpret.privacy.ledger.facts import Assumption
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
+from lit_dpret.synthesis.data_card import DataCard, write_readme
+from lit_dpret.synthesis.dataset_folder import SyntheticQuery, check_passages, write_dataset, write_summary
+from lit_dpret.synthesis.groups import PRECISIONS, GroupSettings, canonical_groups
+from lit_dpret.synthesis.output_folder import check_disk, opened
+from lit_dpret.synthesis.passages import passages_hash
+from lit_dpret.synthesis.sampler import Decoding
+from lit_dpret.synthesis.shards import RankShards, ShardStore
+from lit_dpret.synthesis.workers import Drawn, draw_groups
+
+
+def synthesize(
+    generator_folder: str | Path,
+    passages: Mapping[str, str],
+    out: str | Path,
+    *,
+    passages_are_public: bool,
+    queries_per_passage: int = 1,
+    seed: int = 0,
+    top_p: float = 0.8,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    group_size: int = 64,
+    max_new_tokens: int | None = None,
+    min_new_tokens: int = 1,
+    device: str = "auto",
+    precision: str = "32-true",
+    threads: int = 1,
+    workers: int = 0,
+    groups_in_flight: int = 2,
+    language: str = "en",
+    license: str = "other",
+    tuning: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    crew: Crew | None = None,
+) -> Path:
+    """Write queries for public passages with a generator, as a data set in BEIR's layout.
+
+    Guarantees:
+        - Run again after any interruption, it goes on, and the data files have the same bytes as
+          those of a run that was never interrupted (same machine and library versions), with whatever
+          ``workers`` and ``groups_in_flight`` each part of it was made, and by however many ranks.
+        - The queries of a passage do not depend on ``queries_per_passage``, beyond how many there are.
+        - The data set's privacy card carries the generator's claim and names its card.
+        - Nothing is read but the generator and the passages.
+
+    Args:
+        generator_folder: What ``QueryGenerator.save_model`` wrote, with its privacy card.
+        passages: Text by id. Passages without text get no query.
+        out: The folder to write or to go on with.
+        passages_are_public: Must be true: the list of passages was fixed without looking at the
+            private queries, or the generator's claim treats it as public (``neighbours=zero_out``).
+        queries_per_passage: Draws for each passage.
+        seed: Public; an experiment's seed, not the noise secret.
+        top_p: Mass of the nucleus.
+        temperature: Divides the logits before the nucleus is taken.
+        top_k: Keep this many tokens before the nucleus is taken; null keeps all.
+        group_size: Passages decoded together.
+        max_new_tokens: Longest query; null for the query length of training.
+        min_new_tokens: Tokens before the end mark may come.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:0``.
+        precision: ``32-true`` or ``bf16-true``.
+        threads: Threads that PyTorch computes a group with; with another number the last bits differ, so it
+            belongs to what ``out`` was begun with.
+        workers: Processes that draw groups, each with the generator in memory; 0 draws in this one.
+        groups_in_flight: Groups that each worker holds at once, computed or waiting.
+        language: ISO codes of the texts for the data card, with commas between them.
+        license: Licence of the set for the data card, as the Hugging Face hub writes it.
+        tuning: On which data the settings above were chosen, as in ``build_card``.
+        progress: Called with (passages done, passages in all).
+        crew: The ranks that share the work, each calling this with the same arguments and a folder that all of
+            them see; the first one merges and writes the card, and the others return when they have nothing to do.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ConfigurationError: A setting is out of range, or the passages are not declared public.
+        DataError: The generator has no privacy card, or one that is not about these weights; or
+            the passages are malformed.
+        ResumeError: ``out`` was begun with another configuration, or other versions of torch or transformers.
+        StorageError: ``out`` cannot be written, is in use, or the disk is too small.
+        UnsupportedModelError: ``generator_folder`` is no generator.
+        WorkerError: A worker or another rank died.
+    """
+    crew = crew or Crew()
+    source, folder = Path(generator_folder), Path(out)
+    if passages_are_public is not True:
+        raise ConfigurationError(_why_public(source, passages_are_public))
+    about = DataCard(
+        title=f"Synthetic queries: {folder.resolve().name}",
+        tags=["synthetic", "differential-privacy", "query-generation", "beir"], language=language, license=license,
+    )  # fmt: skip
+    for name, value, least in (
+        ("queries_per_passage", queries_per_passage, 1),
+        ("group_size", group_size, 1),
+        ("threads", threads, 1),
+        ("workers", workers, 0),
+        ("groups_in_flight", groups_in_flight, 1),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigurationError(f"{name}={value} must be a whole number of at least {least}.")
+    if precision not in PRECISIONS:
+        raise ConfigurationError(
+            f"precision={precision!r} is not one of {', '.join(PRECISIONS)}: T5 overflows in float16."
+        )
+    place = crew.place(_device(device))
+    check_passages(passages)
+    if not (source / CARD_NAME).is_file():
+        raise DataError(
+            f"{source} holds no {CARD_NAME}, so nobody could say what the queries promise. Give the folder that a "
+            "generator run exported; a run with privacy=none has a card too, and it says so."
+        )
+    texts = {name: text for name, text in passages.items() if text.strip()}
+    if not texts:
+        raise DataError(f"None of the {len(passages)} passages has any text.")
+    promise = _Promise(source, folder, queries_per_passage, seed, tuning)
+    promise.card({}, {}, None)  # a card that cannot be inherited is refused before the work, not after it
+    generator = load_generator(source)
+    decoding = Decoding(
+        top_p=top_p,
+        temperature=temperature,
+        top_k=top_k,
+        max_new_tokens=generator.contract.max_query_length if max_new_tokens is None else max_new_tokens,
+        min_new_tokens=min_new_tokens,
+    )
+    configuration = {
+        "generator": weights_hash(source),
+        "passages": passages_hash(texts),
+        "queries_per_passage": queries_per_passage,
+        "seed": seed,
+        **asdict(decoding),
+        "group_size": group_size,
+        "device": place.type,
+        "precision": precision,
+        "threads": threads,
+        **{package: version_of(package) for package in ("torch", "transformers")},
+    }
+    settings = GroupSettings(
+        generator=source, draws=queries_per_passage, seed=seed, decoding=decoding, device=str(place),
+        precision=precision, threads=threads,
+    )  # fmt: skip
+    groups = canonical_groups(generator.codec, texts, group_size)
+    fits = partial(check_disk, folder, texts, draws=queries_per_passage, max_new_tokens=decoding.max_new_tokens)
+    with opened(folder, configuration, len(groups), crew=crew, check=fits) as store:
+        # The longest passages first: what does not fit into memory shows at once, not after hours.
+        mine = crew.deal("groups", [*reversed(store.missing)])
+        drawing = draw_groups(
+            ((index, {name: texts[name] for name in groups[index]}) for index in mine),
+            settings,
+            workers=min(workers, len(store.missing)),
+            groups_in_flight=groups_in_flight,
+            generator=None if workers else generator,
+        )
+        del generator  # with workers, each has its own
+        crew.together(lambda: _keep(drawing, store, [len(group) for group in groups], progress, crew))
+        made = crew.gather(store.made if isinstance(store, RankShards) else {})
+        if isinstance(store, RankShards):
+            return folder
+        for shards in made:
+            store.adopt(shards)
+        store.seal()
+        _assemble(folder, promise, store, texts, configuration, about)
+    return folder
+
+
+def _keep(
+    drawing: Generator[Drawn],
+    store: ShardStore | RankShards,
+    sizes: Sequence[int],
+    progress: Callable[[int, int], None] | None,
+    crew: Crew,
+) -> None:
+    """Write each group when it is there."""
+    total = sum(sizes)
+    done = before = total - sum(sizes[index] for index in store.missing)
+    if progress is not None:
+        progress(done, total)
+    if not store.missing:
+        return
+    with closing(drawing):
+        for index, records in drawing:
+            store.add(index, records)
+            done = before + crew.add("passages", sizes[index]) if crew.size > 1 else done + sizes[index]
+            if progress is not None:
+                progress(done, total)
+
+
+@dataclass(frozen=True)
+class _Promise:
+    """What the data set inherits from its generator."""
+
+    source: Path
+    folder: Path
+    draws: int
+    seed: int
+    tuning: Mapping[str, Any] | None
+
+    def card(
+        self, hashes: Mapping[str, str], decoding: Mapping[str, Any], environment: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        name = self.folder.resolve().name
+        above = self.source.resolve().parent / LEDGER_NAME  # a run folder holds its ledger beside model/
+        return inherit_card(
+            self.source / CARD_NAME,
+            {"artifact_type": "dataset", "name": name, "sha256": dict(hashes)},
+            description="queries drawn from the generator for a public list of passages",
+            parent_ledger=above if above.is_file() and not (self.source / LEDGER_NAME).exists() else None,
+            tuning=self.tuning,
+            environment=environment,
+            generation={
+                "doc_source": "declared_public",
+                "per_doc": self.draws,
+                "decoding": dict(decoding),
+                "filters": [],
+                "seeds": [self.seed],
+            },
+            assumptions=[Assumption(_list_assumption(read_card(self.source)["claim"]["neighbours"]), "unverified")],
+        )
+
+
+def _assemble(
+    folder: Path,
+    promise: _Promise,
+    store: ShardStore,
+    texts: Mapping[str, str],
+    configuration: dict[str, Any],
+    about: DataCard,
+) -> None:
+    counts, hashes = write_dataset(folder, lambda: (SyntheticQuery(**record) for record in store.records()), texts)
+    if counts.queries == 0:
+        raise DataError(
+            f"All {counts.drawn} queries were empty: the generator has learnt to say nothing. Train it longer, "
+            "with less noise, or raise min_new_tokens."
+        )
+    decoding = {field.name: configuration[field.name] for field in fields(Decoding)}
+    environment = environment_facts(device=configuration["device"], precision=configuration["precision"])
+    card = with_notes(promise.card(hashes, decoding, environment), folder)
+    write_card(card, folder)
+    origin = [
+        f"Generator: `{configuration['generator'][:16]}` (SHA-256 of its files), named in the privacy card.",
+        f"Passages: a list declared public. {_list_assumption(card['claim']['neighbours'])}",
+        f"Decoding: {', '.join(f'{key} {value}' for key, value in decoding.items() if value is not None)}; "
+        f"{promise.draws} per passage; seed {promise.seed}; precision {configuration['precision']}, on "
+        f"{configuration['device']}, {configuration['group_size']} passages at a time.",
+        "Filters: none.",
+    ]
+    write_summary(folder, configuration, counts, hashes, terms=about.terms)
+    write_readme(folder, replace(about, origin=origin), counts, card)
+
+
+def _list_assumption(neighbours: str | None) -> str:
+    """What has to be true of the list of passages for the generator's claim to cover the set."""
+    text = "The list of passages was fixed without looking at the private queries"
+    if neighbours == "zero_out":
+        return f"{text}, or is that of the training data, which the claim (zero-out) takes as known to everybody."
+    return f"{text}."
+
+
+def _why_public(source: Path, declared: object) -> str:
+    """Why nothing is generated for a list that was not declared public, as the generator's claim has it."""
+    given = f"passages_are_public={declared}: "
+    if not (source / CARD_NAME).is_file() or read_card(source)["claim"]["neighbours"] != "zero_out":
+        return given + (
+            "writing queries only for passages that had private queries tells everybody which ones those are, and the "
+            "privacy claim would not cover it: taking a query away, or replacing it, would change that list. Give a "
+            "list that was fixed without looking at the queries (the whole corpus, or a public sample of it) and set "
+            "passages_are_public=true."
+        )
+    return given + (
+        "the list of passages stands in the data set for everybody to read. If these are the passages that had private "
+        "queries, it tells which ones those are; the generator's claim (neighbours=zero_out) takes that as public, and "
+        "protects only what was asked about them. Set passages_are_public=true if that may be known, or if the list "
+        "was fixed without looking at the queries; else give the whole corpus, or a public sample of it."
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigurationError(f"device={name} cannot be used here. Choose auto or cpu.") from error
+    return device

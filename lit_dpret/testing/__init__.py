@@ -1,6 +1,0 @@
-"""Put a private training step to the test: ``assert_private`` for your own module, in your own tests."""
-
-from lit_dpret.errors import PrivacyViolation
-from lit_dpret.testing.private import PrivacyReport, assert_private
-
-__all__ = ["PrivacyReport", "PrivacyViolation", "assert_private"]

@@ -1,0 +1,129 @@
+"""Signals of membership from a dual encoder, on arithmetic and on an encoder that was overfitted."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import WORDS, tiny_bert, tiny_tokenizer
+
+from lit_dpret.audit.attacks.encoder_signals import EncodedPairs, encode_pairs, encoder_signals, mean_by_query
+from lit_dpret.audit.attacks.membership import measure
+from lit_dpret.audit.statistics.scores import CanaryScores
+from lit_dpret.encoders import Contract, TextEncoder, Towers
+from lit_dpret.errors import ConfigurationError, DataError
+
+DIAGONAL = math.sqrt(0.5)
+PAIRS = EncodedPairs(
+    queries=np.array([[2.0, 0.0], [0.0, 3.0]]),
+    passages=np.array([[1.0, 1.0], [0.0, 5.0]]),
+    pool=np.array([[1.0, 0.0], [0.0, 5.0], [-1.0, 0.0]]),
+    own=np.array([[False, False, False], [False, True, False]]),
+    normalise=True,
+)
+
+
+def test_signals_are_what_their_definitions_say() -> None:
+    found = encoder_signals(PAIRS, temperature=0.5)
+    first = DIAGONAL / 0.5 - math.log(math.exp(1 / 0.5) + 1 + math.exp(-1 / 0.5))
+    second = 1 / 0.5 - math.log(2.0)  # its own passage is no negative
+    np.testing.assert_allclose(found["logit"], [first, second])
+    np.testing.assert_allclose(found["margin"], [DIAGONAL, 1.0])
+    np.testing.assert_allclose(found["rank"], [-math.log(2), 0.0])
+    np.testing.assert_allclose(found["norm"], [2.0, 3.0])
+
+
+def test_the_logit_is_that_of_the_softmax_probability() -> None:
+    p = 1 / (1 + np.exp(-encoder_signals(PAIRS, temperature=0.5)["logit"]))
+    direct = math.exp(2.0) / (math.exp(2.0) + 2.0)
+    np.testing.assert_allclose(p[1], direct)
+
+
+def test_a_tie_counts_against_the_passage() -> None:
+    pairs = EncodedPairs(PAIRS.queries[:1], PAIRS.pool[:1], PAIRS.pool, np.zeros((1, 3), dtype=bool), True)
+    assert encoder_signals(pairs)["rank"].tolist() == [-math.log(2)]
+
+
+def test_a_dot_product_encoder_is_compared_by_dot_products() -> None:
+    pairs = EncodedPairs(PAIRS.queries, PAIRS.passages, PAIRS.pool, PAIRS.own, False)
+    np.testing.assert_allclose(encoder_signals(pairs, temperature=1.0)["logit"][1], 15.0 - math.log(2.0))
+
+
+def test_against_itself_a_reference_leaves_nothing() -> None:
+    found = encoder_signals(PAIRS, reference=PAIRS)
+    for name in ("shift", "logit_reference", "margin_reference", "rank_reference", "norm_reference"):
+        assert not found[name].any()
+
+
+def test_a_reference_with_other_pairs_or_a_temperature_of_zero_is_refused() -> None:
+    other = EncodedPairs(PAIRS.queries, PAIRS.passages, PAIRS.pool, ~PAIRS.own, True)
+    with pytest.raises(DataError, match="another pool"):
+        encoder_signals(PAIRS, reference=other)
+    with pytest.raises(ConfigurationError, match="temperature=0"):
+        encoder_signals(PAIRS, temperature=0)
+    with pytest.raises(DataError, match="nothing but the passage"):
+        encoder_signals(EncodedPairs(PAIRS.queries, PAIRS.passages, PAIRS.pool, np.ones((2, 3), dtype=bool), True))
+
+
+def test_rows_of_a_query_are_averaged() -> None:
+    found = mean_by_query({"x": np.array([1.0, 3.0, 5.0])}, [0, 0, 1], 2)
+    assert found["x"].tolist() == [2.0, 5.0]
+
+
+# -- a trained encoder ---------------------------------------------------------------------------
+
+
+def texts(count: int, words: int, seed: int) -> list[str]:
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=words)) for _ in range(count)]
+
+
+def encoder() -> TextEncoder:
+    settings = {"hidden_size": 32, "num_hidden_layers": 1, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    contract = Contract(query_max_length=10, passage_max_length=12)
+    return TextEncoder(tiny_bert(**settings), tiny_tokenizer(), contract)
+
+
+def overfitted(queries: list[str], passages: list[str], *, steps: int = 120) -> Towers:
+    model = encoder().train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    sides = [model.tokenize(queries, "query"), model.tokenize(passages, "passage")]
+    for _ in range(steps):
+        left, right = (model(side) for side in sides)
+        optimizer.zero_grad()
+        F.cross_entropy(left @ right.T / 0.05, torch.arange(len(queries))).backward()
+        optimizer.step()
+    return Towers(model.eval(), model)
+
+
+@pytest.fixture(scope="module")
+def signals_of_both() -> dict[str, dict[str, np.ndarray]]:
+    """Signals of 60 members and 60 others, under an encoder of the members and one of yet others."""
+    queries, passages, pool = texts(180, 6, 1), texts(180, 8, 2), texts(50, 8, 3)
+    reference = encode_pairs(Towers(encoder(), encoder()), queries[:120], passages[:120], pool)
+    found = {}
+    for name, rows in (("members", slice(0, 60)), ("strangers", slice(120, 180))):
+        towers = overfitted(queries[rows], passages[rows])
+        attacked = encode_pairs(towers, queries[:120], passages[:120], pool)
+        found[name] = encoder_signals(attacked, reference=reference)
+    return found
+
+
+def result_of(signals: np.ndarray) -> tuple[float, float, float]:
+    found = measure("x", CanaryScores(signals[:60], signals[60:]), resamples=300).auc
+    return found.low, found.value, found.high
+
+
+@pytest.mark.parametrize("name", ["logit", "margin", "rank", "logit_reference", "margin_reference"])
+def test_an_overfitted_encoder_gives_its_members_away(signals_of_both: dict[str, dict], name: str) -> None:
+    assert result_of(signals_of_both["members"][name])[1] > 0.8
+
+
+@pytest.mark.parametrize("name", ["logit", "margin", "rank", "logit_reference", "shift"])
+def test_an_encoder_trained_on_other_data_gives_nobody_away(signals_of_both: dict[str, dict], name: str) -> None:
+    low, _, high = result_of(signals_of_both["strangers"][name])
+    assert low <= 0.5 <= high

@@ -1,0 +1,110 @@
+"""How good an attack was, and when that is more than a claim allows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lit_dpret.audit.attacks.membership import RATES, exceeded, half_accuracy, measure
+from lit_dpret.audit.statistics.metrics import auc, bootstrap, bootstrap_all, max_accuracy
+from lit_dpret.audit.statistics.scores import CanaryScores
+from lit_dpret.privacy.accounting.ceilings import attack_ceilings
+from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease
+
+SHIFT = 0.8
+RELEASE = GaussianRelease(noise_multiplier=1 / SHIFT, law=FullBatch(), label="one Gaussian sum")
+
+
+def chance(rates: list[float]) -> dict:
+    """The ceilings of a release that tells nothing."""
+    return {"tpr_at_fpr": {f"{rate:g}": rate for rate in rates}, "membership_accuracy": 0.5}
+
+
+def certainty(rates: list[float]) -> dict:
+    return {"tpr_at_fpr": {f"{rate:g}": 1.0 for rate in rates}, "membership_accuracy": 1.0}
+
+
+def test_a_perfect_attack_exceeds_every_ceiling_but_certainty() -> None:
+    scores = CanaryScores(np.arange(2000) + 5000.0, np.arange(2000))
+    assert len(exceeded(scores, chance, error=0.01)) == len(RATES) + 1
+    assert exceeded(scores, certainty, error=0.01) == ()
+
+
+def test_an_attack_of_a_few_texts_exceeds_nothing() -> None:
+    assert exceeded(CanaryScores([1.0], [0.0]), chance, error=0.05) == ()
+
+
+def test_what_is_above_a_ceiling_says_so_in_numbers() -> None:
+    found = exceeded(CanaryScores(np.arange(2000) + 5000.0, np.arange(2000)), chance, error=0.01)
+    assert str(found[0]).startswith("the true positive rate at a false positive rate of at most 0.1")
+    assert "above the ceiling 0.1" in str(found[0])
+
+
+def test_the_higher_half_is_guessed_without_knowing_a_member() -> None:
+    assert half_accuracy(CanaryScores([3, 4], [1, 2])) == 1.0
+    assert half_accuracy(CanaryScores([1, 2], [3, 4])) == 0.0
+    assert half_accuracy(CanaryScores([1, 1], [1, 1])) == 0.5
+
+
+def test_evidence_is_asked_for_where_coins_were_tossed_and_divided_among_the_attacks() -> None:
+    scores = CanaryScores(np.arange(200) + 100.0, np.arange(200))
+    alone, one_of_ten = (measure("x", scores, delta=1e-6, attacks=count, resamples=10) for count in (1, 10))
+    assert alone.evidence is not None and one_of_ten.evidence is not None
+    assert alone.evidence.eps_lower > one_of_ten.evidence.eps_lower > 0
+    assert one_of_ten.evidence.confidence == pytest.approx(0.995)
+    assert measure("x", scores, resamples=10).evidence is None
+    assert set(measure("x", scores, resamples=10).to_dict()["tpr_at_fpr"]) == {"0.1", "0.01", "0.001"}
+
+
+# -- against the accountant ------------------------------------------------------------------------
+
+
+@lru_cache
+def ceilings_of_a_gaussian(rates: tuple[float, ...]) -> Mapping[str, Any]:
+    return attack_ceilings([RELEASE], neighbours="zero_out", false_positive_rates=rates)
+
+
+def by_the_accountant(rates: Sequence[float]) -> Mapping[str, Any]:
+    return ceilings_of_a_gaussian(tuple(rates))
+
+
+def test_ceilings_are_there_at_any_rate_and_rise_with_it() -> None:
+    known = by_the_accountant([0.01, 0.02, 0.1])["tpr_at_fpr"]
+    assert known["0.01"] < known["0.02"] < known["0.1"]
+    usual = attack_ceilings([RELEASE], neighbours="zero_out")["tpr_at_fpr"]
+    assert known["0.01"] == usual["0.01"] and known["0.1"] == usual["0.1"]
+
+
+def test_the_best_attack_on_a_gaussian_is_rarely_called_above_its_ceiling() -> None:
+    """The likelihood ratio is the best that the claim allows: at error 0.2, in 100 audits of 1,000 scores a side."""
+    wrong = 0
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        scores = CanaryScores(rng.normal(SHIFT, 1, 1000), rng.normal(0, 1, 1000))
+        wrong += bool(exceeded(scores, by_the_accountant, error=0.2))
+    assert wrong <= 20 + 3 * 4
+
+
+def test_an_attack_on_half_of_the_claimed_noise_is_called_above_its_ceiling() -> None:
+    rng = np.random.default_rng(0)
+    scores = CanaryScores(rng.normal(2 * SHIFT, 1, 1000), rng.normal(0, 1, 1000))
+    found = measure("x", scores, ceilings=by_the_accountant, alarm=0.9999, attacks=10, resamples=10)
+    assert "the balanced accuracy" in {one.what for one in found.exceeded}
+
+
+def test_evidence_above_the_claim_is_called_so() -> None:
+    scores = CanaryScores(np.arange(200) + 1000.0, np.arange(200))
+    found = measure("x", scores, delta=1e-9, claimed=1.0, resamples=10)
+    assert [one.what for one in found.exceeded] == ["epsilon at delta=1e-09"]
+    assert measure("x", scores, delta=1e-9, claimed=8.0, resamples=10).exceeded == ()
+
+
+def test_intervals_of_several_statistics_are_those_of_each_alone() -> None:
+    rng = np.random.default_rng(0)
+    scores = CanaryScores(rng.normal(1, 1, 50), rng.normal(0, 1, 60))
+    both = bootstrap_all({"a": auc, "b": max_accuracy}, scores, resamples=50)
+    assert both == {name: bootstrap(one, scores, resamples=50) for name, one in (("a", auc), ("b", max_accuracy))}

@@ -1,0 +1,160 @@
+"""Ranks and exposure of a secret by likelihood, and whether it stands in what is generated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lit_dpret.audit.canaries import Canary
+from lit_dpret.audit.canaries.leaks import draw_leaks, holds
+from lit_dpret.audit.canaries.lengths import check_fits
+from lit_dpret.audit.canaries.scores import prompt_without_secret, score_canaries
+from lit_dpret.audit.statistics.exposure import leak_probability
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.modules.generator_folder import GeneratorModel, TextCodec
+from lit_dpret.modules.query_generator import QueryGenerator
+from lit_dpret.synthesis.sampler import Decoding
+
+DECODING = Decoding(top_p=0.8, max_new_tokens=24)
+CANDIDATES = tuple(f"{number:010d}" for number in (4829137650, 11, 9876543210, 5551234567, 8080808080))
+
+
+def canary(**changes: Any) -> Canary:
+    facts: dict[str, Any] = {
+        "name": "c", "kind": "own_passage", "side": "query", "query": "bana delo", "passage_id": "p",
+        "passage": "fibi gomu", "candidates": CANDIDATES, "secret": CANDIDATES[0],
+    }  # fmt: skip
+    return Canary(**facts | changes)
+
+
+def remember(module: QueryGenerator, query: str, passage: str, steps: int = 100) -> None:
+    """Train on one pair until it is known by heart."""
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.02)
+    rows = module.collate_rows([next(canary(query=query, passage=passage, side="passage", secret="").units())[0]])
+    for _ in range(steps):
+        optimizer.zero_grad()
+        module.per_row_loss(rows).sum().backward()
+        optimizer.step()
+
+
+def test_a_secret_that_was_learnt_by_heart_has_rank_1_and_leaks(
+    module: QueryGenerator, generator: GeneratorModel
+) -> None:
+    one = canary()
+    before = score_canaries(generator, [one], decoding=DECODING)[0]
+    remember(module, one.query_with(one.secret), one.passage)
+    module.model.eval()
+    after = score_canaries(generator, [one], decoding=DECODING)[0]
+    assert after.rank == 1 and after.exposure == pytest.approx(math.log2(5))
+    assert after.bits < 1 < before.bits and after.margin > 10
+    assert after.log_probability is not None and after.log_probability > math.log(0.9)
+    leak = draw_leaks(generator, [one], decoding=DECODING, draws=4, seed=0)[0]
+    assert leak.found == 4 and leak.copied is None and any(holds(text, one.secret) for text in leak.sample)
+
+
+def test_the_perplexity_is_that_of_the_secret_alone_unless_the_query_is_asked_for(generator: GeneratorModel) -> None:
+    """By hand: the whole query's bits are the stem's, the secret's and the end mark's."""
+    one = canary()
+    model, codec = generator.model, generator.codec
+    ids = torch.tensor(codec.queries([one.query_with(one.secret)]))
+    passage = torch.tensor(codec.passages([one.passage]))
+    with torch.no_grad():
+        logits = model(input_ids=passage, labels=ids).logits[0].double()
+    by_hand = -logits.log_softmax(1).gather(1, ids[0][:, None])[:, 0] / math.log(2)
+    secret, query = (score_canaries(generator, [one], decoding=DECODING, span=s)[0].bits for s in ("secret", "query"))
+    assert secret == pytest.approx(float(by_hand[2:-1].sum()), rel=1e-5)
+    assert query == pytest.approx(float(by_hand.sum()), rel=1e-5)
+    assert ids.shape[1] == 2 + 10 + 1
+
+
+def test_a_secret_in_the_passage_is_judged_by_the_query_that_it_leads_to(generator: GeneratorModel) -> None:
+    one = canary(side="passage")
+    found = score_canaries(generator, [one], decoding=DECODING)[0]
+    model, codec = generator.model, generator.codec
+    labels = torch.tensor(codec.queries([one.query]))
+    bits = []
+    for secret in CANDIDATES:
+        with torch.no_grad():
+            out = model(input_ids=torch.tensor(codec.passages([f"fibi gomu {secret}"])), labels=labels)
+        bits.append(float(out.loss) * labels.shape[1] / math.log(2))
+    assert found.bits == pytest.approx(bits[0], rel=1e-4)
+    assert found.rank == 1 + sum(value <= bits[0] for value in bits[1:])
+    assert found.log_probability is None
+
+
+def test_ranks_of_secrets_that_were_never_planted_are_uniform(generator: GeneratorModel) -> None:
+    ranks = [score_canaries(generator, [canary(secret=secret)], decoding=DECODING)[0].rank for secret in CANDIDATES]
+    assert sorted(ranks) == [1, 2, 3, 4, 5]
+
+
+def test_the_probability_of_a_leak_is_the_frequency_of_leaks(module: QueryGenerator, generator: GeneratorModel) -> None:
+    one = canary(secret="0000000011")
+    remember(module, one.query_with(one.secret), one.passage, steps=25)
+    module.model.eval()
+    score = score_canaries(generator, [one], decoding=DECODING)[0]
+    assert score.log_probability is not None
+    chance, draws = math.exp(score.log_probability), 400
+    leak = draw_leaks(generator, [one], decoding=DECODING, draws=draws, seed=1)[0]
+    spread = math.sqrt(chance * (1 - chance) / draws)
+    assert leak.found / draws >= chance - 4 * spread - 1e-9
+    assert leak_probability(score.log_probability, draws) == pytest.approx(1 - (1 - chance) ** draws, abs=1e-9)
+
+
+def test_leaks_are_looked_for_without_giving_the_secret_away(generator: GeneratorModel) -> None:
+    for side in ("passage", "both"):
+        one = canary(side=side)
+        assert one.secret not in prompt_without_secret(one)
+        assert draw_leaks(generator, [one], decoding=DECODING, draws=2, seed=0)[0].copied is not None
+
+
+def test_what_is_drawn_for_a_canary_does_not_depend_on_the_others(generator: GeneratorModel) -> None:
+    pair = [canary(), canary(name="d", passage="kuri lana")]
+    alone = [draw_leaks(generator, [one], decoding=DECODING, draws=3, seed=4)[0] for one in pair]
+    assert draw_leaks(generator, pair, decoding=DECODING, draws=3, seed=4) == alone
+
+
+@pytest.mark.parametrize(
+    ("text", "secret", "found"),
+    [
+        ("call 482-913 7755 now", "4829137755", True), ("4 8 2 9 1 3 7 7 5 5", "4829137755", True),
+        ("482913775", "4829137755", False), ("Rare  Words", "rare words", True),
+        ("x<extra_id_3> <extra_id_4>", "<extra_id_3><extra_id_4>", True), ("<extra_id_4><extra_id_3>", "<extra_id_3><extra_id_4>", False),  # noqa: E501
+    ],
+)  # fmt: skip
+def test_white_space_case_and_marks_between_digits_do_not_hide_a_secret(text: str, secret: str, found: bool) -> None:
+    assert holds(text, secret) is found
+
+
+@pytest.mark.parametrize(
+    ("change", "limits", "reason"),
+    [
+        (lambda c: c, {"max_query_length": 8}, "max_query_length=8"),
+        (lambda c: replace(c, side="passage"), {"max_passage_length": 8}, "max_passage_length=8"),
+        (lambda c: replace(c, candidates=("strange", "stranger"), secret="strange"), {}, "same tokens"),
+    ],
+    ids=["query cut", "passage cut", "unknown to the tokenizer"],
+)
+def test_a_secret_that_the_model_does_not_see_whole_is_refused(
+    change: Callable[[Canary], Canary], limits: dict[str, int], reason: str, generator: GeneratorModel
+) -> None:
+    codec = TextCodec(generator.tokenizer, replace(generator.contract, **limits))
+    with pytest.raises(ConfigurationError, match=reason):
+        check_fits(codec, change(canary()))
+
+
+def test_tokens_that_no_text_shows_are_found_in_what_is_generated(
+    module: QueryGenerator, generator: GeneratorModel
+) -> None:
+    pairs = tuple(f"<extra_id_{i}><extra_id_{i + 1}>" for i in range(0, 10, 2))
+    one = canary(kind="new_token", candidates=pairs, secret=pairs[1])
+    check_fits(generator.codec, one)
+    remember(module, one.query_with(one.secret), one.passage)
+    module.model.eval()
+    assert draw_leaks(generator, [one], decoding=DECODING, draws=2, seed=0)[0].found == 2
+    assert np.isfinite(score_canaries(generator, [one], decoding=DECODING)[0].bits)

@@ -1,0 +1,146 @@
+"""What canaries are made of, and that their secrets are drawn by coins that nothing else uses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_tasks import write_log
+
+from lit_dpret.audit.canaries import CanarySuite
+from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.errors import ConfigurationError, DataError
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> PairsDataModule:
+    return PairsDataModule(folder=write_log(tmp_path / "log"), sampling="poisson")
+
+
+def test_the_papers_kinds_have_their_digits_in_the_query_and_a_passage_without_them(data: PairsDataModule) -> None:
+    passages = data.public_passages()
+    for canary in CanarySuite(seed=0).make(data).canaries:
+        assert len(canary.secret) == 10 and canary.secret.isdigit() and canary.secret in canary.candidates
+        assert canary.query_with(canary.secret) == f"{canary.query} {canary.secret}" and canary.query
+        assert canary.secret not in canary.passage_with(canary.secret)
+        if canary.kind == "digits":
+            assert canary.passage.isdigit() and canary.passage_id not in passages
+        else:
+            assert canary.passage == passages[canary.passage_id]
+
+
+def test_to_the_papers_letter_the_digits_stand_in_the_passage_and_the_first_kind_is_only_digits(
+    data: PairsDataModule,
+) -> None:
+    for canary in CanarySuite(sides=("passage",), seed=0).make(data).canaries:
+        assert canary.query_with(canary.secret) == canary.query and canary.secret not in canary.query
+        text = canary.passage_with(canary.secret)
+        assert text.endswith(canary.secret) and (text == canary.secret) == (canary.kind == "digits")
+        assert canary.passage_id not in data.public_passages()
+
+
+def test_own_and_random_passages_are_the_querys_own_and_another(data: PairsDataModule) -> None:
+    queries, qrels = data.evaluation_set("test")
+    own = {text: next(iter(qrels[query])) for query, text in queries.items()}
+    made = CanarySuite(repetitions=(1,), count=2, queries="test", seed=2).make(data)
+    for canary in made.canaries:
+        if canary.kind == "own_passage":
+            assert canary.passage_id == own[canary.query]
+        if canary.kind == "random_passage":
+            assert canary.passage_id != own[canary.query]
+
+
+def test_no_training_query_is_read(data: PairsDataModule) -> None:
+    """Made with the train split taken away, the canaries are the same."""
+    train = {data.collection.queries[query] for query in data.collection.qrels["train"]}
+    suite = CanarySuite(kinds=("digits", "own_passage", "random_passage", "echo", "new_token"), seed=4)
+    made = suite.make(data)
+
+    class PublicSide:
+        def public_passages(self) -> Any:
+            return data.public_passages()
+
+        def evaluation_set(self, split: str = "test") -> Any:
+            raise AssertionError("no queries are needed")
+
+    assert suite.make(PublicSide()).canaries == made.canaries
+    assert not {canary.query for canary in made.canaries} & train
+    with pytest.raises(ConfigurationError, match="would not cover it"):
+        CanarySuite(queries="train").make(data)
+
+
+def test_secrets_are_uniform_among_their_candidates(data: PairsDataModule) -> None:
+    places = Counter(
+        canary.candidates.index(canary.secret)
+        for seed in range(150)
+        for canary in CanarySuite(candidates=4, repetitions=(1,), seed=seed).make(data).canaries
+    )
+    assert sum(places.values()) == 450
+    assert all(abs(count - 112.5) < 4 * (450 * 0.25 * 0.75) ** 0.5 for count in places.values()) and len(places) == 4
+
+
+def test_coins_are_fair_and_every_canary_has_candidates_and_a_query_of_its_own(data: PairsDataModule) -> None:
+    made = CanarySuite(kinds=("own_passage",), repetitions=(1,), count=20, include=0.5, seed=1).make(data).canaries
+    included = sum(
+        canary.included
+        for seed in range(30)
+        for canary in CanarySuite(
+            kinds=("own_passage",), repetitions=(1,), count=20, include=0.5, candidates=2, seed=seed
+        )
+        .make(data)
+        .canaries
+    )
+    assert abs(included - 300) < 4 * 150**0.5
+    assert len({canary.query for canary in made}) == 20
+    assert len({secret for canary in made for secret in canary.candidates}) == 20 * 100
+
+
+def test_one_more_kind_changes_nothing_of_the_secrets_of_the_others(data: PairsDataModule) -> None:
+    few = CanarySuite(kinds=("digits",), seed=9).make(data).canaries
+    more = CanarySuite(kinds=("digits", "echo"), seed=9).make(data).canaries
+    assert {one.name: one.secret for one in few}.items() <= {one.name: one.secret for one in more}.items()
+
+
+def test_echo_and_new_token_canaries_have_their_secret_in_the_query(data: PairsDataModule) -> None:
+    made = CanarySuite(kinds=("echo", "new_token"), sides=("query", "passage"), seed=3).make(data).canaries
+    assert {canary.side for canary in made} == {"query"} and len(made) == 6
+    words = {word for text in data.public_passages().values() for word in text.lower().split()}
+    for canary in made:
+        assert len(set(canary.candidates)) == 100
+        if canary.kind == "echo":
+            assert all(set(secret.split()) <= words and len(secret.split()) == 5 for secret in canary.candidates)
+        else:
+            assert all(secret.count("<extra_id_") == 2 for secret in canary.candidates)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"kinds": ()}, "kinds"), ({"kinds": ("digit",)}, "kinds"), ({"sides": ("query", "query")}, "sides"),
+        ({"repetitions": (0,)}, "repetitions"), ({"count": 0}, "count=0"), ({"candidates": 1}, "candidates=1"),
+        ({"include": 0.3}, "fair coins"), ({"kinds": ("new_token",), "new_tokens": 5}, "25 pairs"),
+        ({"kinds": ("echo",), "sides": ("passage",)}, "no canary"), ({"seed": "abc"}, "seed='abc'"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_make_no_canaries_are_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        CanarySuite(**settings)
+
+
+def test_too_few_queries_and_unknown_sources_are_refused(data: PairsDataModule, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"8 queries for 300 canaries"):
+        CanarySuite(count=100, repetitions=(1,), queries="test").make(data)
+    with pytest.raises(ConfigurationError, match="neither pseudo"):
+        CanarySuite(queries=str(tmp_path / "none.txt")).make(data)
+    (tmp_path / "own.txt").write_text("\n".join(f"how do tides {i}" for i in range(12)), encoding="utf-8")
+    made = CanarySuite(queries=str(tmp_path / "own.txt"), seed=0).make(data)
+    assert all(canary.query.startswith("how do tides") for canary in made.canaries)
+
+
+def test_data_without_a_public_list_of_passages_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "pairs.tsv").write_text("query\tpassage\na\tb\nc\td\n", encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="public list of passages"):
+        CanarySuite().make(PairsDataModule(pairs=tmp_path / "pairs.tsv"))

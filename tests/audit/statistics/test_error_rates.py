@@ -1,0 +1,303 @@
+"""Bounds from error rates: Clopper and Pearson's, under a Gaussian curve, and Bayesian; and the plain measures."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from canary_samples import PUBLISHED, quantiles
+from scipy.spatial import ConvexHull
+from scipy.stats import beta, norm
+
+from lit_dpret.audit.statistics.bayesian import bayesian_audit, bayesian_interval, posterior_of_dp
+from lit_dpret.audit.statistics.binomial import rate_at_least, rate_at_most
+from lit_dpret.audit.statistics.clopper_pearson import (
+    clopper_pearson_audit,
+    clopper_pearson_counts,
+    error_rates_at_most,
+)
+from lit_dpret.audit.statistics.gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu
+from lit_dpret.audit.statistics.gdp import gdp_audit, mu_at_least
+from lit_dpret.audit.statistics.group import group_delta, least_epsilon
+from lit_dpret.audit.statistics.metrics import accuracy_at_least, auc, bootstrap, max_accuracy, raw_epsilon, tpr_at_fpr
+from lit_dpret.audit.statistics.scores import CanaryScores, Counts, roc_hull
+from lit_dpret.audit.statistics.thresholds import Bonferroni, Explicit, MultiSplit, Split, Strategy
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.accounting.ceilings import attack_ceilings
+from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease
+
+HULL = Bonferroni(over="hull")
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ((95, 5, 5, 95), 2.062105),
+        ((100, 0, 0, 100), 3.281346),
+        ((500, 500, 10, 990), 3.242017),
+        ((500, 500, 0, 1000), 4.846162),
+        ((1000, 0, 0, 1000), 5.600588),
+        ((60, 40, 40, 60), 0.0),
+    ],
+)
+def test_counts_give_the_published_bounds(counts: tuple[int, int, int, int], expected: float) -> None:
+    found = clopper_pearson_counts(Counts(**dict(zip(("tp", "fn", "fp", "tn"), counts, strict=True))))
+    assert found.eps_lower == pytest.approx(expected, abs=1e-6)
+
+
+def test_rates_are_bounded_by_the_quantiles_of_clopper_and_pearson() -> None:
+    assert float(rate_at_least(67, 100, 0.025)) == pytest.approx(0.568827, abs=1e-6)
+    assert float(rate_at_most(67, 100, 0.025)) == pytest.approx(0.760801, abs=1e-6)
+    assert float(rate_at_most(0, 100, 0.05)) == pytest.approx(0.029513, abs=1e-6)
+    hits = np.arange(0, 41)
+    assert rate_at_least(hits[1:], 40, 0.05) == pytest.approx(beta.ppf(0.05, hits[1:], 41 - hits[1:]))
+    assert rate_at_most(hits[:-1], 40, 1e-9) == pytest.approx(beta.isf(1e-9, hits[:-1] + 1, 40 - hits[:-1]))
+    assert float(rate_at_least(0, 40, 0.05)) == 0.0
+    assert float(rate_at_most(40, 40, 0.05)) == 1.0
+
+
+@pytest.mark.parametrize("shift", PUBLISHED)
+def test_scores_over_the_hull_give_the_values_of_jax_privacy(shift: float) -> None:
+    scores, published = quantiles(10_000, shift), PUBLISHED[shift]
+    found = {
+        "error rates": clopper_pearson_audit(scores, delta=1e-6, strategy=HULL).eps_lower,
+        "Gaussian": gdp_audit(scores, delta=1e-6, strategy=HULL).eps_lower,
+        "raw": raw_epsilon(scores, delta=1e-6),
+        "AUC": auc(scores, curve="hull"),
+        "TPR at 1 %": tpr_at_fpr(scores, 0.01, curve="hull"),
+        "TPR at 0.1 %": tpr_at_fpr(scores, 0.001, curve="hull"),
+        "accuracy": max_accuracy(scores),
+    }
+    assert found == pytest.approx({name: published[name] for name in found}, abs=2e-6)
+
+
+def test_smaller_audits_give_the_values_of_jax_privacy() -> None:
+    small, middle = quantiles(100, 2), quantiles(500, 1)
+    assert clopper_pearson_audit(small, delta=1e-5, strategy=HULL).eps_lower == pytest.approx(1.2673, abs=6e-5)
+    assert gdp_audit(small, delta=1e-5, strategy=HULL).eps_lower == pytest.approx(4.9976, abs=6e-5)
+    assert auc(small, curve="hull") == pytest.approx(0.9276, abs=6e-5)
+    assert tpr_at_fpr(small, 0.01) == pytest.approx(0.43)
+    assert clopper_pearson_audit(middle, delta=1e-5, strategy=HULL).eps_lower == pytest.approx(0.7915, abs=6e-5)
+    assert gdp_audit(middle, delta=1e-5, strategy=HULL).eps_lower == pytest.approx(2.4941, abs=6e-5)
+
+
+def test_one_threshold_gives_the_published_bound_in_its_direction_and_the_better_of_both() -> None:
+    scores = quantiles(1000, 1)
+    for threshold, one_way in ((0.0, 0.443986), (0.5, 0.690453), (1.0, 0.971338)):
+        wrong, missed = error_rates_at_most(scores.counts(threshold), 0.1)
+        assert least_epsilon(1 - missed, wrong) == pytest.approx(one_way, abs=1e-6)
+        both = clopper_pearson_audit(scores, confidence=0.9, strategy=Explicit(threshold=threshold)).eps_lower
+        assert both == pytest.approx(max(least_epsilon(1 - missed, wrong), least_epsilon(1 - wrong, missed)))
+
+
+def test_the_hull_is_the_published_one_and_scipys() -> None:
+    thresholds, alone, missed = roc_hull(CanaryScores([1.5, 2.5, 0.5, 3.5], [0, 3, 2, 1]))
+    assert thresholds.tolist() == [0, 0.5, 3.5, math.inf]
+    assert alone.tolist() == [0, 1, 4, 4]
+    assert missed.tolist() == [0, 0, 3, 4]
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        scores = CanaryScores(rng.integers(0, 30, 40), rng.integers(0, 25, 35))
+        every = np.append(np.unique(scores.pooled), np.inf)
+        points = np.stack([np.searchsorted(scores.in_scores, every), np.searchsorted(scores.out_scores, every)], 1)
+        area = ConvexHull(np.vstack([points, [[40, 0]]])).volume
+        assert auc(scores, curve="hull") * 40 * 35 == pytest.approx(area)
+
+
+def test_toy_scores_have_the_measures_that_are_counted_by_hand() -> None:
+    toy = CanaryScores([0, 4, 6, 7], [1, 2, 3, 5])
+    assert (auc(toy), auc(toy, curve="hull")) == (11 / 16, 13 / 16)
+    ladder = CanaryScores(np.arange(100) + 9.5, np.arange(100))
+    assert (auc(ladder), auc(ladder, curve="hull")) == (pytest.approx(0.5905), pytest.approx(0.595))
+    assert (tpr_at_fpr(ladder, 0.01), tpr_at_fpr(ladder, 0.01, curve="hull")) == (0.11, pytest.approx(0.11))
+    tied = CanaryScores([1, 1], [1, 0])
+    assert auc(tied) == 0.75
+    assert [tpr_at_fpr(tied, fpr) for fpr in (0, 0.5, 1)] == [0.0, 1.0, 1.0]
+
+
+def test_an_interval_holds_the_value_and_the_truth() -> None:
+    rng = np.random.default_rng(1)
+    scores = CanaryScores(rng.normal(1, 1, 400), rng.normal(0, 1, 400))
+    for statistic, truth in (
+        (auc, norm.cdf(1 / math.sqrt(2))),
+        (lambda s: tpr_at_fpr(s, 0.1), norm.cdf(1 + norm.ppf(0.1))),
+        (max_accuracy, norm.cdf(0.5)),
+    ):
+        found = bootstrap(statistic, scores, resamples=200, confidence=0.99)
+        assert found.low < found.value < found.high
+        assert found.low < truth < found.high
+
+
+def test_an_accuracy_above_the_ceiling_of_its_mechanism_is_seen_and_one_below_is_not() -> None:
+    release = GaussianRelease(noise_multiplier=1.0, law=FullBatch())
+    ceiling = attack_ceilings([release], neighbours="zero_out")["membership_accuracy"]
+    assert ceiling == pytest.approx(norm.cdf(0.5), abs=1e-3)
+    best, broken = (accuracy_at_least(quantiles(10_000, shift).counts(shift / 2)) for shift in (1.0, 1.2))
+    assert ceiling - 0.01 < best < ceiling < broken
+
+
+def test_rates_beyond_every_threshold_at_once_are_bounded_when_the_error_is_divided_by_all() -> None:
+    """What ``Bonferroni(over="all")`` rests on: of n uniform scores, some threshold's bound fails this rarely."""
+    n, error = 40, 0.2
+    beyond = 1 - np.sort(np.random.default_rng(4).random((4000, n)), axis=1)[:, ::-1]
+    # Just above the (k + 1)-th highest score, k are counted and a share of beyond[k] of the distribution is left.
+    bounds = rate_at_most(np.arange(n), n, error / n)
+    failed = (beyond > bounds).any(axis=1).mean()
+    assert 0.02 < failed <= error + 3 * math.sqrt(error / 4000)
+    one_by_one = (beyond > rate_at_most(np.arange(n), n, error)).mean(axis=0)
+    assert one_by_one == pytest.approx(error, abs=0.03)
+
+
+def test_mu_epsilon_and_delta_are_one_curve() -> None:
+    for mu in (0.05, 1.0, 6.0):
+        for eps in (0.0, 0.3, 5.0):
+            direct = norm.cdf(-eps / mu + mu / 2) - math.exp(eps) * norm.cdf(-eps / mu - mu / 2)
+            assert gaussian_delta(mu, eps) == pytest.approx(direct, abs=1e-15, rel=1e-9)
+            if direct > 1e-14:
+                assert gaussian_mu(eps, gaussian_delta(mu, eps)) == pytest.approx(mu, rel=1e-6)
+                assert gaussian_epsilon(mu, gaussian_delta(mu, eps)) == pytest.approx(eps, abs=1e-6)
+    assert gaussian_epsilon(1.0, 1e-6) == pytest.approx(4.887, abs=5e-4)
+    assert gaussian_epsilon(0.0, 1e-6) == 0.0
+
+
+def test_a_bound_under_a_gaussian_curve_is_below_the_truth_and_above_the_bound_without() -> None:
+    for shift in (1.0, 2.0, 4.0):
+        scores = quantiles(10_000, shift)
+        free, curve = (audit(scores, delta=1e-6).eps_lower for audit in (clopper_pearson_audit, gdp_audit))
+        assert free < curve < gaussian_epsilon(shift, 1e-6)
+
+
+def test_an_attack_that_is_worse_than_chance_proves_nothing_under_a_gaussian_curve() -> None:
+    assert mu_at_least(Counts(tp=5, fn=95, fp=95, tn=5)) == 0.0
+    assert gdp_audit(quantiles(500, -2), delta=1e-6).eps_lower == 0.0
+
+
+@pytest.mark.parametrize("copies", [2, 10])
+def test_copies_of_a_canary_are_a_group_of_units(copies: int) -> None:
+    counts = Counts(tp=95, fn=5, fp=5, tn=95)
+    wrong, missed = error_rates_at_most(counts, 0.05)
+    pure = clopper_pearson_counts(counts, copies=copies).eps_lower
+    assert pure == pytest.approx(clopper_pearson_counts(counts).eps_lower / copies)
+    eps = clopper_pearson_counts(counts, delta=1e-3, copies=copies).eps_lower
+    assert math.exp(copies * eps) * wrong + group_delta(eps, 1e-3, copies) == pytest.approx(1 - missed, rel=1e-6)
+    assert eps < pure
+    scores = quantiles(500, 2)
+    single, several = (gdp_audit(scores, delta=1e-6, copies=k).eps_lower for k in (1, copies))
+    assert copies * gaussian_mu(several, 1e-6) == pytest.approx(gaussian_mu(single, 1e-6), rel=1e-6)
+
+
+def test_a_group_of_units_does_not_overflow() -> None:
+    assert group_delta(50.0, 1e-6, 1000) == 1.0
+    assert group_delta(1e-9, 1e-6, 10) == pytest.approx(1e-5)
+    assert least_epsilon(1.0, 1e-300, delta=1e-9, copies=100) > 0
+
+
+def drawn(counts: Counts, delta: float, draws: int) -> tuple[np.ndarray, np.ndarray]:
+    """Posterior draws of epsilon, turned round where worse than chance and not."""
+    rng = np.random.default_rng(2)
+    x = rng.beta(0.5 + counts.fp, 0.5 + counts.tn, draws)
+    y = rng.beta(0.5 + counts.fn, 0.5 + counts.tp, draws)
+    values = []
+    for a, b in ((np.where(x + y > 1, 1 - x, x), np.where(x + y > 1, 1 - y, y)), (x, y)):
+        low, high = np.minimum(a, b), np.maximum(a, b)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            values.append(np.where(high >= 1 - delta - low, 0.0, np.log((1 - delta - high) / low)))
+    return values[0], values[1]
+
+
+@pytest.mark.parametrize(
+    ("counts", "delta"),
+    [((487, 0, 512, 1), 1e-5), ((60, 40, 45, 55), 0.0), ((95, 5, 5, 95), 0.01), ((20, 0, 0, 20), 1e-5)],
+)
+def test_the_posterior_is_that_of_draws(counts: tuple[int, int, int, int], delta: float) -> None:
+    outcome = Counts(**dict(zip(("tp", "fn", "fp", "tn"), counts, strict=True)))
+    turned, plain = drawn(outcome, delta, 400_000)
+    for eps in (0.0, 0.1, 1.0, 3.0):
+        assert posterior_of_dp(outcome, eps, delta) == pytest.approx((plain <= eps).mean(), abs=4e-3)
+        both = posterior_of_dp(outcome, eps, delta, turned_round=True)
+        assert both == pytest.approx((turned <= eps).mean(), abs=4e-3)
+
+
+def test_the_interval_of_the_authors_readme_is_found() -> None:
+    """Theirs is [0.145, 6.399]: of 40 million draws .05036 and .94956 lie below. Below ours, .05000 and .94997 do."""
+    low, high = bayesian_interval(Counts(tp=487, tn=1, fp=512, fn=0), delta=1e-5, confidence=0.9)
+    assert (low, high) == pytest.approx((0.145, 6.399), abs=0.02)
+    assert (low, high) == pytest.approx((0.143895, 6.415596), abs=3e-4)
+    assert clopper_pearson_counts(Counts(tp=487, tn=1, fp=512, fn=0), delta=1e-5, confidence=0.9).eps_lower == 0.0
+
+
+def test_a_posterior_is_of_one_threshold() -> None:
+    scores = quantiles(100, 2)
+    assert bayesian_audit(scores, strategy=Explicit(threshold=1.0)).eps_lower > 1
+    for strategy in (Bonferroni(), MultiSplit()):
+        with pytest.raises(ConfigurationError, match="one threshold"):
+            bayesian_audit(scores, strategy=strategy)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("strategy", [Split(), Split(share=0.3, seed=1), MultiSplit(splits=5), Bonferroni(), HULL])
+def test_every_strategy_finds_a_difference_and_repeats_itself(strategy: Strategy) -> None:
+    scores = quantiles(500, 2)
+    first, second = (clopper_pearson_audit(scores, delta=1e-6, strategy=strategy) for _ in range(2))
+    assert first == second
+    assert 1.5 < first.eps_lower < gaussian_epsilon(2.0, 1e-6)
+
+
+def test_a_result_says_what_it_takes_for_granted() -> None:
+    scores = quantiles(500, 2)
+    text = str(gdp_audit(scores, delta=1e-6))
+    assert "evidence of leakage at least" in text
+    assert "absence of evidence is no guarantee" in text
+    assert "assumption, not a theorem" in text
+    assert "no theorem covers" in clopper_pearson_audit(scores, strategy=HULL).assumption
+    assert "credibility" in bayesian_audit(scores).assumption
+    assert gdp_audit(scores, delta=1e-6).to_dict()["confidence"] == 0.95
+
+
+@pytest.mark.parametrize(
+    ("members", "others", "named"),
+    [
+        ([], [1.0], "in_scores is empty"),
+        ([1.0], [], "out_scores is empty"),
+        ([1.0, float("nan")], [1.0], "in_scores has 1 of 2"),
+        ([1.0], [float("inf")], "out_scores has 1 of 1"),
+        ([[1.0]], [1.0], "one row"),
+    ],
+)
+def test_scores_that_are_none_are_refused_by_name(members: Any, others: Any, named: str) -> None:
+    with pytest.raises(DataError, match=named):
+        CanaryScores(members, others)
+
+
+@pytest.mark.parametrize("change", [{"delta": 1.0}, {"delta": -0.1}, {"confidence": 1.0}, {"copies": 0}])
+def test_numbers_that_are_none_are_refused(change: dict[str, Any]) -> None:
+    [name] = change
+    settings: dict[str, Any] = {"delta": 1e-6} | change
+    for audit in (clopper_pearson_audit, gdp_audit, bayesian_audit):
+        with pytest.raises(ConfigurationError, match=name):
+            audit(quantiles(20, 1), **settings)
+
+
+def test_other_misuse_is_refused() -> None:
+    scores = quantiles(20, 1)
+    for strategy, named in (
+        (Bonferroni(over="doubling"), "over='all'"),
+        (Split(share=1.0), "share=1.0"),
+        (MultiSplit(splits=0), "splits=0"),
+        (Explicit(threshold=float("nan")), "nan"),
+    ):
+        with pytest.raises(ConfigurationError, match=named):
+            clopper_pearson_audit(scores, strategy=strategy)
+    with pytest.raises(DataError, match="add more"):
+        clopper_pearson_audit(CanaryScores([1.0], [0.0]), strategy=Split())
+    with pytest.raises(ConfigurationError, match="fpr=2"):
+        tpr_at_fpr(scores, 2)
+    with pytest.raises(ConfigurationError, match="min_count=0"):
+        raw_epsilon(scores, min_count=0)
+    with pytest.raises(ConfigurationError, match="resamples=0"):
+        bootstrap(auc, scores, resamples=0)
+    with pytest.raises(DataError, match="whole numbers"):
+        Counts(tp=-1, fn=1, fp=1, tn=1)
+    with pytest.raises(DataError, match="truth value"):
+        CanaryScores.of([1.0, 2.0], [0, 1])  # type: ignore[list-item]

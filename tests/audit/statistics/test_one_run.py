@@ -1,0 +1,309 @@
+"""One-run audits: published values, brute force, and mechanisms whose epsilon is known."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from canary_samples import PUBLISHED, quantiles
+from scipy.stats import binom, norm
+
+from lit_dpret.audit.statistics.gaussian import gaussian_epsilon, gaussian_mu
+from lit_dpret.audit.statistics.group import group_delta
+from lit_dpret.audit.statistics.one_run import guess_extremes, one_run_audit, one_run_counts
+from lit_dpret.audit.statistics.one_run_fdp import one_run_fdp_audit, one_run_fdp_counts, refutes_mu
+from lit_dpret.audit.statistics.scores import CanaryScores
+from lit_dpret.audit.statistics.thresholds import Bonferroni, Explicit, Strategy
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.accounting.audit_power import one_run_p_value, unplanned_p_value
+
+HULL = Bonferroni(over="hull")
+
+
+@pytest.mark.parametrize(
+    ("canaries", "guesses", "correct", "delta", "expected"),
+    [
+        # The table of the p-value itself is in tests/privacy/accounting/test_audit_power.py.
+        (10, 10, 10, 0.0, 1.051873),
+        (1000, 100, 90, 1e-5, 1.626143),
+        (1000, 100, 50, 0.0, 0.0),
+        # A disclosure audit: repeated rare queries, half of which were held out.
+        (20_000, 763, 492, 1e-6, 0.46894),
+        (10_000, 1000, 550, 1e-5, 0.0918),
+        (10_000, 1000, 600, 1e-5, 0.2950),
+        (10_000, 1000, 700, 1e-5, 0.7293),
+        (10_000, 1000, 900, 1e-5, 2.0152),
+    ],
+)
+def test_counts_certify_what_the_public_implementations_certify(
+    canaries: int, guesses: int, correct: int, delta: float, expected: float
+) -> None:
+    found = one_run_counts(canaries=canaries, guesses=guesses, correct=correct, delta=delta)
+    assert found.eps_lower == pytest.approx(expected, abs=2e-6 if expected != round(expected, 4) else 6e-5)
+
+
+@pytest.mark.parametrize(
+    ("canaries", "guesses", "correct", "eps", "delta", "expected"),
+    [
+        (100, 10, 9, 1.0, 0.0, 0.20401201),
+        (100, 10, 9, 1.0, 1e-3, 0.25712189),
+        (1000, 100, 90, 2.0, 1e-5, 0.34498683679),
+        (10, 10, 10, 0.0, 0.0, 2**-10),
+    ],
+)
+def test_p_values_are_the_published_ones(
+    canaries: int, guesses: int, correct: int, eps: float, delta: float, expected: float
+) -> None:
+    found = one_run_p_value(eps, canaries=canaries, guesses=guesses, correct=correct, delta=delta)
+    assert found == pytest.approx(expected, abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("eps", "correct", "expected"), [(0.5, 62_246, 0.48925), (1.0, 73_106, 0.98826), (2.0, 88_080, 1.98395)]
+)
+def test_randomised_response_is_certified_almost_to_its_epsilon(eps: float, correct: int, expected: float) -> None:
+    found = one_run_counts(canaries=100_000, guesses=100_000, correct=correct, delta=0.0).eps_lower
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert found < eps
+
+
+def direct_p_value(eps: float, canaries: int, guesses: int, correct: int, delta: float) -> float:
+    """The paper's sums term by term, without shortcuts."""
+    rate = 1 / (1 + math.exp(-eps))
+    mass = [math.comb(guesses, k) * rate**k * (1 - rate) ** (guesses - k) for k in range(guesses + 1)]
+    beta = sum(mass[correct:])
+    alpha = max((sum(mass[correct - i : correct]) / i for i in range(1, correct + 1)), default=0.0)
+    return min(1.0, beta + 2 * canaries * delta * alpha)
+
+
+@pytest.mark.parametrize("delta", [0.0, 1e-4, 0.02, 0.2])
+def test_the_p_value_is_the_papers_sum_and_rises_with_epsilon_where_it_can_refute(delta: float) -> None:
+    grid = np.linspace(0, 6, 61)
+    for guesses in (1, 2, 5, 9):
+        for correct in range(1, guesses + 1):
+            counts = {"canaries": 10, "guesses": guesses, "correct": correct, "delta": delta}
+            found = np.array([one_run_p_value(eps, **counts) for eps in grid])  # type: ignore[arg-type]
+            direct = [direct_p_value(eps, 10, guesses, correct, delta) for eps in grid]
+            assert found == pytest.approx(np.array(direct), abs=1e-12)
+            # Proved where 2 m delta <= 1; beyond, it is seen to rise up to levels at which anybody tests.
+            low = found[:-1] < 0.5
+            assert (np.diff(found)[low] >= -1e-12).all() or 2 * 10 * delta > 1
+            refuted = grid[found < 0.05]
+            bound = one_run_counts(**counts).eps_lower  # type: ignore[arg-type]
+            assert bound >= (refuted.max() if refuted.size else 0.0) - 1e-6
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.7, 2.0])
+@pytest.mark.parametrize("delta", [0.0, 1e-3, 0.05])
+def test_no_outcome_of_a_mechanism_that_spends_its_claim_is_likelier_than_its_p_value(eps: float, delta: float) -> None:
+    """Randomised response that tells all coins with probability delta: (eps, delta)-DP for each coin."""
+    rate = 1 / (1 + math.exp(-eps))
+    for canaries in range(1, 13):
+        for correct in range(1, canaries + 1):
+            chance = delta + (1 - delta) * float(binom.sf(correct - 1, canaries, rate))
+            bound = one_run_p_value(eps, canaries=canaries, guesses=canaries, correct=correct, delta=delta)
+            assert chance <= bound + 1e-12
+
+
+@pytest.mark.parametrize("strategy", [Bonferroni(), Bonferroni(over="doubling"), HULL])
+@pytest.mark.parametrize("eps", [0.0, 1.0])
+def test_choosing_among_thresholds_keeps_the_error_in_every_small_audit(strategy: Strategy, eps: float) -> None:
+    """All label sequences of nine canaries in the order of scores, each in with probability e^eps / (1 + e^eps)."""
+    rate, wrong = 1 / (1 + math.exp(-eps)), 0.0
+    for labels in itertools.product([True, False], repeat=9):
+        if 0 < sum(labels) < 9:
+            scores = CanaryScores.of(np.arange(9.0), labels)
+            if one_run_audit(scores, delta=0.0, confidence=0.8, strategy=strategy).eps_lower > eps:
+                wrong += rate ** sum(labels) * (1 - rate) ** (9 - sum(labels))
+    assert wrong <= 0.2
+
+
+@pytest.mark.slow
+def test_sixteen_canaries_without_leakage_are_contradicted_as_rarely_as_the_page_says() -> None:
+    """All 65,536 label sequences, by the tails of binomials alone; ``docs/audit.md`` has both numbers, rounded up."""
+    canaries, error = 16, 0.05
+    tails = np.array([[binom.sf(v - 1, k, 0.5) for v in range(canaries + 1)] for k in range(canaries + 1)])
+    hull_wrong = doubling_wrong = 0
+    for labels in itertools.product([0, 1], repeat=canaries):
+        right = np.concatenate([[0], np.cumsum(labels)])
+        if 0 < right[-1] < canaries:
+            corners = [0]
+            for k in range(1, canaries + 1):
+                while len(corners) > 1 and _slope(right, corners[-2], corners[-1]) <= _slope(right, corners[-1], k):
+                    corners.pop()
+                corners.append(k)
+            hull_wrong += any(tails[k, right[k]] < error / len(corners) for k in corners)
+            doubling_wrong += any(tails[k, right[k]] < error / 5 for k in (1, 2, 4, 8, 16))
+    assert hull_wrong / 2**canaries == pytest.approx(0.0229, abs=1e-4)
+    assert doubling_wrong / 2**canaries == pytest.approx(0.0054, abs=1e-4)
+
+
+def _slope(right: np.ndarray, start: int, end: int) -> float:
+    """Right over wrong among the guesses from ``start`` to ``end``."""
+    hits = right[end] - right[start]
+    return math.inf if hits == end - start else hits / (end - start - hits)
+
+
+@pytest.mark.parametrize("copies", [2, 10])
+def test_copies_of_a_canary_are_a_group_of_units(copies: int) -> None:
+    single = one_run_counts(canaries=100, guesses=100, correct=90, delta=0.0).eps_lower
+    assert one_run_counts(canaries=100, guesses=100, correct=90, delta=0.0, copies=copies).eps_lower == pytest.approx(
+        single / copies, rel=1e-6
+    )
+    eps = one_run_counts(canaries=100, guesses=100, correct=90, delta=1e-5, copies=copies).eps_lower
+    reached = one_run_p_value(copies * eps, canaries=100, guesses=100, correct=90, delta=group_delta(eps, 1e-5, copies))
+    assert reached == pytest.approx(0.05, abs=1e-6)
+    assert group_delta(eps, 1e-5, copies) == pytest.approx(1e-5 * math.expm1(copies * eps) / math.expm1(eps))
+
+
+@pytest.mark.parametrize("shift", PUBLISHED)
+def test_scores_over_the_hull_give_the_values_of_jax_privacy(shift: float) -> None:
+    scores, published = quantiles(10_000, shift), PUBLISHED[shift]
+    found = one_run_audit(scores, delta=1e-6, strategy=HULL).eps_lower
+    assert found == pytest.approx(published["one run"], abs=2e-6)
+    found = one_run_fdp_audit(scores, delta=1e-6, strategy=HULL).eps_lower
+    assert found == pytest.approx(published["f-DP"], abs=2e-6)
+
+
+def test_smaller_audits_and_explicit_thresholds_give_the_values_of_jax_privacy() -> None:
+    assert one_run_audit(quantiles(100, 2), delta=1e-5, strategy=HULL).eps_lower == pytest.approx(1.5642, abs=6e-5)
+    assert one_run_audit(quantiles(500, 1), delta=1e-5, strategy=HULL).eps_lower == pytest.approx(0.9214, abs=6e-5)
+    for threshold, expected in ((0.0, 0.445887), (0.5, 0.714651), (1.0, 1.024898)):
+        scores = quantiles(1000, 1)
+        counts = scores.counts(threshold)
+        planned = one_run_counts(
+            canaries=2000, guesses=counts.guesses, correct=counts.tp, delta=1e-5, confidence=0.9
+        ).eps_lower
+        assert planned == pytest.approx(expected, abs=2e-6)
+        found = one_run_audit(scores, delta=1e-5, confidence=0.9, strategy=Explicit(threshold=threshold))
+        assert planned - 0.02 < found.eps_lower < planned  # how many are above a threshold is not fixed by it
+        assert found.threshold == threshold
+
+
+def test_a_delta_that_decides_how_many_are_guessed_is_paid_for() -> None:
+    """Every coin is told with probability delta, else noised as eps allows; then the best number is guessed."""
+    for canaries, eps, delta, error in ((40, 0.0, 1e-3, 0.05), (40, 1.0, 0.01, 0.05), (20, 2.0, 0.05, 0.1)):
+        rate = 1 / (1 + math.exp(-eps))
+        enough: dict[int, int] = {}
+        for guesses in range(1, canaries + 1):
+            for right in range(guesses + 1):
+                p_value = unplanned_p_value(
+                    eps, canaries=canaries, guesses=guesses, correct=right, delta=delta, error=error
+                )
+                if p_value < error:
+                    enough[guesses] = right
+                    break
+        wrong = 0.0
+        for told in range(canaries + 1):
+            chances = [float(binom.sf(v - told - 1, r - told, rate)) for r, v in enough.items() if r >= told]
+            wrong += float(binom.pmf(told, canaries, delta)) * max(chances, default=0.0)
+        assert wrong <= error
+
+
+def test_without_a_delta_an_unplanned_number_of_guesses_costs_nothing_and_with_one_it_costs_something() -> None:
+    counts = {"canaries": 1000, "guesses": 100, "correct": 90}
+    free, planned = (one_run_counts(**counts, delta=0.0, planned=p).eps_lower for p in (False, True))
+    assert free == planned
+    dear, planned = (one_run_counts(**counts, delta=1e-5, planned=p).eps_lower for p in (False, True))
+    assert 0 < dear < planned
+    found = [one_run_counts(**counts, delta=1e-5, copies=k, planned=False).eps_lower for k in (1, 2, 5)]
+    assert found == sorted(found, reverse=True)
+
+
+def test_of_so_many_highest_scores_exactly_so_many_are_guessed_with_ties_against_the_finding() -> None:
+    scores = CanaryScores.of([3.0, 2.0, 2.0, 2.0, 1.0, 0.0], [True, True, False, True, False, True])
+    found = {count: (scores.highest(count).guesses, scores.highest(count).tp) for count in (1, 2, 3, 4, 5)}
+    assert found == {1: (1, 1), 2: (2, 1), 3: (3, 2), 4: (4, 3), 5: (5, 3)}
+
+
+def test_doubling_the_guesses_proves_about_what_the_hull_does_and_less_than_the_truth() -> None:
+    for shift in (1.0, 2.0, 4.0):
+        scores, truth = quantiles(2000, shift), gaussian_epsilon(shift, 1e-6)
+        for audit in (one_run_audit, one_run_fdp_audit):
+            hull, doubling = (audit(scores, delta=1e-6, strategy=s).eps_lower for s in (HULL, None))
+            assert 0.9 * hull < doubling < truth
+
+
+def test_the_curves_bound_holds_for_gaussians_guessed_at_best() -> None:
+    """Each coin moves a normal score by mu, and is guessed by its sign: right with probability Phi(mu / 2)."""
+    for mu in (0.0, 0.5, 1.5):
+        for canaries in (1, 2, 5, 12):
+            for correct in range(1, canaries + 1):
+                chance = float(binom.sf(correct - 1, canaries, norm.cdf(mu / 2)))
+                counts = {"canaries": canaries, "guesses": canaries, "correct": correct}
+                assert not refutes_mu(mu, **counts, error=chance * (1 - 1e-9))
+
+
+@pytest.mark.parametrize("canaries", [1, 3, 8])
+def test_without_any_privacy_loss_the_curves_bound_is_the_chance_of_guessing_all(canaries: int) -> None:
+    counts = {"canaries": canaries, "guesses": canaries, "correct": canaries}
+    assert not refutes_mu(0.0, **counts, error=0.999 * 2.0**-canaries)
+    assert refutes_mu(0.0, **counts, error=1.001 * 2.0**-canaries)
+
+
+def test_the_curves_refutation_is_monotone_in_mu_and_in_the_error() -> None:
+    for correct in range(1, 31):
+        counts = {"canaries": 40, "guesses": 30, "correct": correct}
+        for error in (0.001, 0.05, 0.3):
+            refuted = [refutes_mu(mu, **counts, error=error) for mu in np.linspace(0, 5, 26)]
+            assert refuted == sorted(refuted, reverse=True)
+        refuted = [refutes_mu(0.5, **counts, error=error) for error in np.linspace(0.001, 0.999, 26)]
+        assert refuted == sorted(refuted)
+
+
+def test_a_curve_of_k_copies_has_k_times_the_mu() -> None:
+    counts = {"canaries": 200, "guesses": 200, "correct": 180, "delta": 1e-6}
+    single = one_run_fdp_counts(**counts).eps_lower  # type: ignore[arg-type]
+    three = one_run_fdp_counts(**counts, copies=3).eps_lower  # type: ignore[arg-type]
+    assert 3 * gaussian_mu(three, 1e-6) == pytest.approx(gaussian_mu(single, 1e-6), rel=1e-5)
+
+
+def test_ties_never_help() -> None:
+    scores = CanaryScores([1.0, 1.0, 2.0], [1.0, 1.0, 0.0])
+    assert guess_extremes(scores, highest=1, lowest=1) == (2, 2)
+    # Of the four ties one is to be guessed in: an other. One is to be guessed out: a member.
+    assert guess_extremes(scores, highest=2, lowest=0) == (2, 1)
+    assert guess_extremes(scores, highest=0, lowest=2) == (2, 1)
+    assert guess_extremes(scores, highest=4, lowest=0) == (4, 2)
+    equal = CanaryScores(np.zeros(50), np.zeros(50))
+    assert guess_extremes(equal, highest=30, lowest=20) == (50, 0)
+    assert one_run_audit(equal, delta=0.0).eps_lower == 0.0
+
+
+def test_guessing_both_ways_counts_both_ways() -> None:
+    scores = CanaryScores([3.0, 4.0, 5.0, 0.5], [0.0, 1.0, 2.0, 4.5])
+    assert guess_extremes(scores, highest=3, lowest=2) == (5, 3)
+    assert guess_extremes(scores, highest=0, lowest=0) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"correct": 6}, "correct=6"),
+        ({"guesses": 11}, "guesses=11"),
+        ({"guesses": 0, "correct": 1}, "correct=1"),
+        ({"canaries": 0}, "canaries=0"),
+        ({"correct": -1}, "correct=-1"),
+        ({"delta": 1.0}, "delta=1.0"),
+        ({"delta": float("nan")}, "delta=nan"),
+        ({"confidence": 1.0}, "confidence=1.0"),
+        ({"confidence": 0.0}, "confidence=0.0"),
+        ({"copies": 0}, "copies=0"),
+        ({"copies": 1.5}, "copies=1.5"),
+    ],
+)
+def test_numbers_that_are_none_are_refused_by_name(change: dict[str, Any], named: str) -> None:
+    settings: dict[str, Any] = {"canaries": 10, "guesses": 5, "correct": 3, "delta": 1e-5} | change
+    for bound in (one_run_counts, one_run_fdp_counts):
+        with pytest.raises(ConfigurationError, match=named):
+            bound(**settings)
+
+
+def test_a_gaussian_curve_needs_a_delta_and_guesses_need_canaries() -> None:
+    with pytest.raises(ConfigurationError, match="delta=0"):
+        one_run_fdp_counts(canaries=10, guesses=5, correct=3, delta=0.0)
+    with pytest.raises(ConfigurationError, match="more than 4 canaries"):
+        guess_extremes(CanaryScores([1, 2], [3, 4]), highest=3, lowest=2)

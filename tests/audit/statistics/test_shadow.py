@@ -1,0 +1,128 @@
+"""Membership scores from a matrix of shadow signals: by hand, and on models that leak by a known amount."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import norm
+
+from lit_dpret.audit.statistics.metrics import auc
+from lit_dpret.audit.statistics.scores import CanaryScores
+from lit_dpret.audit.statistics.shadow import (
+    counterfactual_memorisation,
+    deviations,
+    lira_offline,
+    lira_online,
+    logit,
+    rmia,
+)
+from lit_dpret.errors import ConfigurationError, DataError
+
+SIGNALS = np.array([[1.0, 1.2, 0.8, 1.1, 0.0, 0.2, -0.1, 0.1]]).T
+INCLUDED = np.array([[True] * 4 + [False] * 4]).T
+
+
+def test_the_likelihood_ratio_is_that_of_the_example_worked_by_hand() -> None:
+    assert lira_online([0.9], SIGNALS, INCLUDED, centre="mean")[0] == pytest.approx(28.263049, abs=1e-6)
+    assert lira_online([0.9], SIGNALS, INCLUDED)[0] == pytest.approx(28.105906, abs=1e-6)
+    assert deviations([0.9], SIGNALS, INCLUDED)[0] == pytest.approx(7.602631, abs=1e-6)
+    assert lira_offline([0.2], SIGNALS, INCLUDED)[0] == pytest.approx(norm.logcdf(0.15 / np.std([0, 0.2, -0.1, 0.1])))
+
+
+def test_each_side_has_its_own_deviation_pooled_or_not() -> None:
+    """The members' signals are twice as wide here; a program that takes their deviation for both would differ."""
+    signals = np.array([[2.0, 6.0, 1.0, 0.0, -1.0, 1.0], [3.0, 5.0, 0.0, 2.0, 0.5, 1.5]]).T
+    included = np.array([[True, True, False, False, False, False]] * 2).T
+    inside, outside = signals[included].reshape(2, 2), signals[~included].reshape(4, 2)
+    for target in ([3.0, 1.0], [0.0, 4.0]):
+        expected = norm.logpdf(target, inside.mean(0), inside.std(0)) - norm.logpdf(
+            target, outside.mean(0), outside.std(0)
+        )
+        assert lira_online(target, signals, included, centre="mean") == pytest.approx(expected)
+        pooled = [np.sqrt(side.var(axis=0).mean()) for side in (inside, outside)]
+        expected = norm.logpdf(target, inside.mean(0), pooled[0]) - norm.logpdf(target, outside.mean(0), pooled[1])
+        assert lira_online(target, signals, included, centre="mean", spread="pooled") == pytest.approx(expected)
+
+
+def leaky(models: int, examples: int, leak: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Signals whose level differs from example to example far more than membership moves them."""
+    rng = np.random.default_rng(3)
+    included = rng.random((models, examples)) < 0.5
+    return rng.normal(0, 5, examples) + leak * included + rng.normal(size=(models, examples)), included, included[0]
+
+
+@pytest.mark.parametrize("spread", ["example", "pooled"])
+def test_shadow_models_find_what_a_common_threshold_hides(spread: Any) -> None:
+    signals, included, members = leaky(41, 500, 2.0)
+    target, shadow, known = signals[0], signals[1:], included[1:]
+    best = norm.cdf(2 / np.sqrt(2))
+    plain = auc(CanaryScores.of(target, members))
+    online = auc(CanaryScores.of(lira_online(target, shadow, known, spread=spread), members))
+    offline = auc(CanaryScores.of(lira_offline(target, shadow, known, spread=spread), members))
+    assert plain < 0.65 < best - 0.06 < offline < best + 0.03
+    assert best - 0.06 < online < best + 0.03
+
+
+def test_without_leakage_shadow_models_find_nothing() -> None:
+    signals, included, members = leaky(41, 800, 0.0)
+    for score in (lira_online, lira_offline):
+        found = auc(CanaryScores.of(score(signals[0], signals[1:], included[1:]), members))
+        assert found == pytest.approx(0.5, abs=3 * 0.0204)
+
+
+def test_relative_membership_is_the_share_of_texts_that_an_example_outweighs() -> None:
+    target, shadow = [0.5, 0.1], [[0.2, 0.1], [0.3, 0.3]]
+    others, others_shadow = [0.2, 0.4, 0.01], [[0.2, 0.1, 0.3], [0.2, 0.3, 0.1]]
+    a, gamma = 0.4, 1.2
+    weight = [p / (0.5 * ((1 + a) * out + 1 - a)) for p, out in ((0.5, 0.25), (0.1, 0.2))]
+    against = [p / (0.5 * ((1 + a) * out + 1 - a)) for p, out in ((0.2, 0.2), (0.4, 0.2), (0.01, 0.2))]
+    expected = [np.mean([x / z >= gamma for z in against]) for x in weight]
+    found = rmia(target, shadow, others, others_shadow, gamma=gamma, offline_slope=a)
+    assert found == pytest.approx(expected)
+    assert expected == [pytest.approx(2 / 3), pytest.approx(1 / 3)]
+
+
+def test_memorisation_is_the_difference_of_two_means() -> None:
+    assert counterfactual_memorisation(SIGNALS, INCLUDED) == pytest.approx([1.025 - 0.05])
+    signals, included, _ = leaky(200, 30, 0.7)
+    assert counterfactual_memorisation(signals, included).mean() == pytest.approx(0.7, abs=0.1)
+
+
+def test_a_logit_keeps_what_is_near_certainty() -> None:
+    assert logit([np.log(0.25), np.log(0.5)]) == pytest.approx([-np.log(3), 0.0])
+    assert logit([-1e-18])[0] == pytest.approx(-np.log(1e-18))
+    with pytest.raises(DataError, match="1 of 2"):
+        logit([0.0, -1.0])
+
+
+@pytest.mark.parametrize(
+    ("target", "shadow", "included", "named"),
+    [
+        ([0.9], [0.1, 0.2], [True, False], r"\(models, examples\)"),
+        ([0.9], SIGNALS, INCLUDED.astype(int), "truth values"),
+        ([0.9], SIGNALS, INCLUDED[1:], "truth values"),
+        ([0.9, 1.0], SIGNALS, INCLUDED, "target"),
+        ([np.nan], SIGNALS, INCLUDED, "NaN"),
+        ([0.9], np.where(SIGNALS == 1.0, np.inf, SIGNALS), INCLUDED, "infinite"),
+        ([0.9], SIGNALS, np.ones_like(INCLUDED), "1 of 1 examples lack models"),
+        ([0.9], SIGNALS, np.zeros_like(INCLUDED), "1 of 1 examples lack models"),
+        ([0.9], np.ones_like(SIGNALS), INCLUDED, "spread='pooled'"),
+    ],
+)
+def test_a_matrix_that_is_none_is_refused(target: Any, shadow: Any, included: Any, named: str) -> None:
+    with pytest.raises(DataError, match=named):
+        lira_online(target, shadow, included)
+
+
+def test_other_misuse_is_refused() -> None:
+    assert np.isfinite(lira_offline([0.9], SIGNALS, np.zeros_like(INCLUDED))).all()
+    with pytest.raises(ConfigurationError, match="centre='mode'"):
+        lira_online([0.9], SIGNALS, INCLUDED, centre="mode")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="gamma=0"):
+        rmia([0.5], [[0.5]], [0.5], [[0.5]], gamma=0)
+    with pytest.raises(DataError, match="shape"):
+        rmia([0.5], [[0.5, 0.5]], [0.5], [[0.5]])
+    with pytest.raises(DataError, match="probability"):
+        rmia([0.0], [[0.5]], [0.5], [[0.5]])

@@ -1,0 +1,125 @@
+"""k-NN and its scores, against scikit-learn and against cases counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lit_dpret.encoders.vision.knn import evaluate_knn, knn_predict, nearest
+from lit_dpret.encoders.vision.scores import ClassificationScores, confusion_matrix
+from lit_dpret.errors import ConfigurationError, DataError
+
+
+def embeddings(count: int, *, dim: int = 6, seed: int = 0) -> Tensor:
+    return torch.randn(count, dim, generator=torch.Generator().manual_seed(seed))
+
+
+def labels(count: int, *, classes: int = 4, seed: int = 0) -> Tensor:
+    return torch.randint(0, classes, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("k", [1, 3, 4, 7])
+def test_predictions_are_those_of_scikit_learn(k: int) -> None:
+    neighbors = pytest.importorskip("sklearn.neighbors")
+    train, known, queries = embeddings(200), labels(200), embeddings(80, seed=1)
+    reference = neighbors.KNeighborsClassifier(n_neighbors=k, metric="cosine", algorithm="brute")
+    reference.fit(train.double().numpy(), known.numpy())
+    predicted = knn_predict(train, known, queries, classes=4, k=k, chunk_size=17)
+    assert predicted.tolist() == reference.predict(queries.double().numpy()).tolist()
+
+
+def test_neighbours_are_sorted_by_cosine_and_not_by_length() -> None:
+    train = torch.tensor([[10.0, 10.0], [0.1, 0.0], [0.0, 5.0], [-1.0, 0.0]])
+    assert nearest(train, torch.tensor([[1.0, 0.1]]), k=4).tolist() == [[1, 0, 2, 3]]
+
+
+def test_equal_neighbours_are_taken_in_order_whatever_the_chunks() -> None:
+    train = embeddings(5).repeat(20, 1)  # each embedding twenty times
+    queries = embeddings(9, seed=1)
+    whole = nearest(train, queries, k=3)
+    assert torch.equal(whole, nearest(train, queries, k=3, chunk_size=1))
+    assert whole[:, 0].max() < 5 and torch.equal(whole, whole[:, :1] + torch.tensor([0, 5, 10]))
+
+
+def test_an_even_vote_goes_to_the_lowest_label() -> None:
+    train = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.8, 0.2]])
+    predicted = knn_predict(train, torch.tensor([2, 1, 3]), torch.tensor([[1.0, 0.0]]), classes=4, k=3)
+    assert predicted.tolist() == [1]
+
+
+def test_an_embedding_of_zero_is_similar_to_nothing() -> None:
+    train = torch.tensor([[0.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
+    assert nearest(train, torch.tensor([[1.0, 0.0]]), k=3).tolist() == [[1, 0, 2]]
+    assert nearest(train, torch.zeros(1, 2), k=3).tolist() == [[0, 1, 2]]
+
+
+def test_broken_embeddings_and_impossible_k_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="k=4 neighbours cannot be found among 3"):
+        nearest(embeddings(3), embeddings(1), k=4)
+    with pytest.raises(DataError, match="diverged"):
+        nearest(embeddings(3), torch.full((1, 6), float("nan")), k=1)
+    with pytest.raises(DataError, match="cannot be compared"):
+        nearest(embeddings(3), embeddings(1, dim=5), k=1)
+    with pytest.raises(DataError, match=r"labels of shape \(2,\)"):
+        knn_predict(embeddings(3), labels(2), embeddings(1), classes=4, k=1)
+
+
+@pytest.mark.parametrize("beta", [0.5, 1.0, 2.0])
+def test_scores_are_those_of_scikit_learn(beta: float) -> None:
+    metrics = pytest.importorskip("sklearn.metrics")
+    # Class 4 is never predicted, class 5 never occurs.
+    true, predicted = labels(60, classes=5), labels(60, classes=4, seed=1)
+    predicted[:3] = 5
+    confusion = confusion_matrix(true, predicted, classes=6)
+    assert confusion.tolist() == metrics.confusion_matrix(true, predicted, labels=range(6)).tolist()
+    scores = ClassificationScores.of(confusion, beta=beta)
+    assert scores.accuracy == pytest.approx(metrics.accuracy_score(true, predicted))
+    for average, prefix, reduce in (("macro", "", float), (None, "best_", max)):
+        precision, recall, f_beta, _ = metrics.precision_recall_fscore_support(
+            true, predicted, beta=beta, average=average, labels=range(6), zero_division=0
+        )
+        assert getattr(scores, f"{prefix}precision") == pytest.approx(reduce(precision))
+        assert getattr(scores, f"{prefix}recall") == pytest.approx(reduce(recall))
+        assert getattr(scores, f"{prefix}f_beta") == pytest.approx(reduce(f_beta))
+
+
+def test_rows_are_true_labels_and_columns_predictions() -> None:
+    confusion = confusion_matrix(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1]), classes=2)
+    assert confusion.tolist() == [[1, 1], [0, 1]]
+    scores = ClassificationScores.of(confusion)
+    assert (scores.best_recall, scores.best_precision) == (1.0, 1.0)
+    assert (scores.recall, scores.precision) == (0.75, 0.75)
+    assert scores.to_dict()["accuracy"] == pytest.approx(2 / 3)
+
+
+def test_labels_outside_the_classes_and_empty_matrices_are_refused() -> None:
+    with pytest.raises(DataError, match="label lies outside 0 to 1"):
+        confusion_matrix(torch.tensor([0, 2]), torch.tensor([0, 1]), classes=2)
+    with pytest.raises(DataError, match="prediction lies outside"):
+        confusion_matrix(torch.tensor([0, 1]), torch.tensor([0, -1]), classes=2)
+    with pytest.raises(DataError, match="count something"):
+        ClassificationScores.of(torch.zeros(2, 2))
+    with pytest.raises(ConfigurationError, match="beta=0"):
+        ClassificationScores.of(torch.eye(2), beta=0)
+
+
+def test_an_encoder_that_tells_classes_apart_scores_one_and_a_blind_one_guesses() -> None:
+    known = labels(40, classes=4)
+    images = (60 * known[:, None, None, None] + torch.zeros(40, 1, 2, 2)).to(torch.uint8)  # brightness is the class
+    split = (images, known)
+
+    class OnACircle(nn.Module):
+        def forward(self, batch: Tensor) -> Tensor:
+            angle = batch.mean(dim=(1, 2, 3))
+            return torch.stack([angle.cos(), angle.sin()], dim=1)
+
+    result = evaluate_knn(OnACircle(), train=split, test=split, classes=4, batch_size=7)
+    assert result.scores.accuracy == result.scores.f_beta == 1.0 and result.k == 3
+    assert torch.equal(result.confusion, torch.diag(torch.bincount(known, minlength=4)))
+
+    class Blind(nn.Module):
+        def forward(self, batch: Tensor) -> Tensor:
+            return torch.ones(len(batch), 2)
+
+    assert evaluate_knn(Blind(), train=split, test=split, classes=4).scores.accuracy < 0.5

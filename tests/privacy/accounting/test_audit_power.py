@@ -1,0 +1,96 @@
+"""What a one-run audit can certify: published values, an exact tail, and a mechanism that spends its claim."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.accounting.audit_power import audit_power, one_run_epsilon
+
+
+@pytest.mark.parametrize(
+    ("canaries", "guesses", "correct", "delta", "expected"),
+    [
+        (10, 10, 10, 0.0, 1.051873),
+        (100, 100, 100, 0.0, 3.492965),
+        (1000, 1000, 1000, 0.0, 5.809068),
+        (1000, 100, 90, 0.0, 1.630823),
+        (1000, 100, 90, 1e-5, 1.626143),
+        (1000, 100, 60, 0.0, 0.051915),
+        (1000, 100, 50, 0.0, 0.0),
+        (1000, 1000, 600, 0.0, 0.297468),
+        (1000, 1000, 600, 1e-5, 0.297227),
+        (5000, 1000, 800, 1e-5, 1.252583),
+        (10_000, 10_000, 6000, 1e-6, 0.371682),
+        (500, 500, 300, 9.4e-7, 0.251662),
+        (1000, 0, 0, 1e-5, 0.0),
+    ],
+)
+def test_a_certified_epsilon_is_that_of_the_public_implementations(
+    canaries: int, guesses: int, correct: int, delta: float, expected: float
+) -> None:
+    found = one_run_epsilon(canaries=canaries, guesses=guesses, correct=correct, delta=delta)
+    assert found == pytest.approx(expected, abs=2e-6)
+
+
+@pytest.mark.parametrize("canaries", [10, 100, 1000, 10_000])
+def test_with_every_guess_right_the_bound_is_the_logit_of_the_tails_root(canaries: int) -> None:
+    rate = 0.05 ** (1 / canaries)
+    [row] = audit_power(3.0, 0.0, canaries=(canaries,))
+    assert row["at_best"] == pytest.approx(math.log(rate / (1 - rate)), abs=1e-6)
+
+
+def test_a_thousand_canaries_certify_less_than_six_and_more_canaries_more() -> None:
+    rows = audit_power(8.0, 9.4e-7)
+    assert [row["canaries"] for row in rows] == [100, 1000, 10_000]
+    best = [row["at_best"] for row in rows]
+    assert best == sorted(best)
+    assert best[1] == pytest.approx(5.8, abs=0.05)
+    assert all(0 <= row["as_claimed"] <= row["at_best"] for row in rows)
+
+
+@pytest.mark.parametrize(("eps", "delta"), [(0.5, 0.0), (2.0, 1e-5), (4.0, 1e-3)])
+def test_half_of_the_audits_of_a_mechanism_that_spends_its_claim_reach_the_number(eps: float, delta: float) -> None:
+    """Randomised response with a leak of probability delta: each coin is an (eps, delta)-DP release."""
+    [row] = audit_power(eps, delta, canaries=(400,))
+    assert row["accuracy"] == pytest.approx(delta + (1 - delta) * math.exp(eps) / (1 + math.exp(eps)))
+    right = np.random.default_rng(0).binomial(400, row["accuracy"], size=400)
+    bounds = {k: one_run_epsilon(canaries=400, guesses=400, correct=k, delta=delta) for k in map(int, np.unique(right))}
+    reached = np.mean([bounds[int(k)] >= row["as_claimed"] for k in right])
+    assert reached > 0.43
+    assert np.mean([bounds[int(k)] > eps for k in right]) < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 400)
+    assert 0 < row["as_claimed"] < eps
+
+
+def test_delta_weakens_what_is_certified_and_a_right_guess_strengthens_it() -> None:
+    def of(correct: int, delta: float) -> float:
+        return one_run_epsilon(canaries=200, guesses=200, correct=correct, delta=delta)
+
+    assert of(150, 0.0) > of(150, 1e-4) > of(150, 1e-2)
+    assert of(160, 1e-5) > of(150, 1e-5)
+    tail = stats.binom.sf(149, 200, 1 / (1 + math.exp(-of(150, 0.0))))
+    assert tail == pytest.approx(0.05, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"correct": 6},
+        {"guesses": 11},
+        {"correct": -1},
+        {"correct": True},
+        {"correct": 2.0},
+        {"delta": 1.0},
+        {"delta": -1e-9},
+        {"confidence": 1.0},
+    ],
+)
+def test_counts_that_are_none_are_refused(change: dict[str, Any]) -> None:
+    settings: dict[str, Any] = {"canaries": 10, "guesses": 5, "correct": 3, "delta": 0.0}
+    with pytest.raises(ConfigurationError):
+        one_run_epsilon(**settings | change)

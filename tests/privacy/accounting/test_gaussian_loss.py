@@ -1,0 +1,59 @@
+"""The losses that are inverted all at once are the library's, whose own functions are the reference here.
+
+Connecting the dots takes second differences of the deltas, which lifts rounding to some 1e-8 of epsilon.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from dp_accounting.pld import privacy_loss_distribution as library
+from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
+from dp_accounting.privacy_accountant import NeighboringRelation
+
+from lit_dpret.privacy.accounting.gaussian_loss import GaussianLoss, gaussian_pld, truncated_pld
+
+RELATIONS = list(NeighboringRelation)
+RATES = (1e-6, 0.002, 0.3, 0.999, 1.0)
+
+
+@pytest.mark.parametrize("kind", list(AdjacencyType))
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("noise", [0.15, 0.7, 30.0])
+def test_deltas_of_many_values_are_the_librarys(kind: AdjacencyType, rate: float, noise: float) -> None:
+    ours = GaussianLoss(noise, sampling_prob=rate, adjacency_type=kind)
+    theirs = GaussianPrivacyLoss(noise, sampling_prob=rate, adjacency_type=kind)
+    bounds = theirs.connect_dots_bounds()
+    edge = [-math.log1p(-rate), math.log1p(-rate)] if rate < 1 else []
+    values = np.array([*np.linspace(bounds.epsilon_lower - 1, bounds.epsilon_upper + 1, 501), 0.0, *edge])
+    np.testing.assert_allclose(ours.get_delta_for_epsilon(values), theirs.get_delta_for_epsilon(values), atol=1e-14)
+    assert ours.get_delta_for_epsilon(0.1) == theirs.get_delta_for_epsilon(0.1)
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+@pytest.mark.parametrize("rate", RATES)
+def test_composed_epsilons_of_poisson_sampling_are_the_librarys(relation: NeighboringRelation, rate: float) -> None:
+    ours = gaussian_pld(0.8, rate, relation, 1e-3).self_compose(40)
+    theirs = library.from_gaussian_mechanism(
+        0.8, sampling_prob=rate, neighboring_relation=relation, value_discretization_interval=1e-3
+    ).self_compose(40)
+    for delta in (1e-8, 1e-5, 1e-2):
+        assert ours.get_epsilon_for_delta(delta) == pytest.approx(theirs.get_epsilon_for_delta(delta), rel=1e-7)
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+@pytest.mark.parametrize("cap", [100, 120, 1000, 10_000])
+def test_composed_epsilons_of_truncated_sampling_are_the_librarys(relation: NeighboringRelation, cap: int) -> None:
+    ours = truncated_pld(0.7, 0.01, cap, 10_000, relation, 1e-3).self_compose(20)
+    theirs = library.from_truncated_subsampled_gaussian_mechanism(
+        dataset_size=10_000,
+        sampling_probability=0.01,
+        truncated_batch_size=cap,
+        noise_multiplier=0.7,
+        neighboring_relation=relation,
+        value_discretization_interval=1e-3,
+    ).self_compose(20)
+    for delta in (1e-6, 1e-3):
+        assert ours.get_epsilon_for_delta(delta) == pytest.approx(theirs.get_epsilon_for_delta(delta), rel=1e-7)

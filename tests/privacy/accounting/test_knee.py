@@ -1,0 +1,110 @@
+"""The grid of noise over batch: each cell keeps the budget, and the knee is where the table says it is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from lit_dpret.privacy.accounting.accountant import calibrate_noise, epsilon
+from lit_dpret.privacy.accounting.knee import KNEE_FACTOR, LOOSENESS, batch_sizes, knee_table, least_noise
+from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease, Poisson
+from lit_dpret.privacy.budget import Neighbours
+
+N, DELTA = 20_000, 1 / 40_000
+
+
+@pytest.fixture(scope="module")
+def table() -> dict[str, Any]:
+    return knee_table(n=N, eps=2.0, delta=DELTA, neighbours="zero_out", batch=256, epochs=6.0)
+
+
+def cells(table: dict[str, Any]) -> dict[tuple[int, int], dict[str, Any]]:
+    return {(cell["batch"], column): cell for column, cell in each(table)}
+
+
+def each(table: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    width = len(table["epochs"])
+    return [(i % width, cell) for i, cell in enumerate(table["cells"])]
+
+
+def test_the_planned_batch_and_passes_are_on_the_grid(table: dict[str, Any]) -> None:
+    assert json.loads(json.dumps(table, allow_nan=False)) == table
+    assert 256 in table["batches"] and 6.0 in table["epochs"]
+    assert len(table["cells"]) == len(table["batches"]) * len(table["epochs"])
+    for column, cell in each(table):
+        if cell["steps"]:
+            assert cell["epochs"] == pytest.approx(cell["steps"] * cell["batch"] / N)
+            assert cell["epochs"] == pytest.approx(table["epochs"][column], rel=0.34)
+
+
+def test_every_cell_keeps_the_budget_with_hardly_more_noise_than_that_takes(table: dict[str, Any]) -> None:
+    for _, cell in each(table)[::7]:
+        law = Poisson(sample_rate=cell["batch"] / N)
+        release = GaussianRelease(noise_multiplier=cell["noise_multiplier"], law=law, count=cell["steps"])
+        assert epsilon([release], delta=DELTA, neighbours="zero_out") <= 2.0
+        least = calibrate_noise(eps=2.0, delta=DELTA, neighbours="zero_out", law=law, steps=cell["steps"])
+        assert cell["noise_multiplier"] <= (1 + LOOSENESS) * least
+        assert cell["noise_to_batch"] == cell["noise_multiplier"] / cell["batch"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("neighbours", ["zero_out", "replace_one"])
+@pytest.mark.parametrize(("eps", "batch", "epochs"), [(0.5, 64, 90.0), (16.0, 64, 90.0), (3.0, 65_536, 3.0)])
+def test_cells_at_the_corners_are_as_close(eps: float, batch: int, epochs: float, neighbours: Neighbours) -> None:
+    n, rate = 532_000, batch / 532_000
+    steps = round(epochs / rate)
+    found = least_noise(rate=rate, steps=steps, eps=eps, delta=0.5 / n, neighbours=neighbours, start=1.0)
+    least = calibrate_noise(eps=eps, delta=0.5 / n, neighbours=neighbours, law=Poisson(sample_rate=rate), steps=steps)
+    assert found is not None
+    assert found <= (1 + LOOSENESS) * least
+    release = GaussianRelease(noise_multiplier=found, law=Poisson(sample_rate=rate), count=steps)
+    assert epsilon([release], delta=0.5 / n, neighbours=neighbours) <= eps
+
+
+def test_the_floor_is_what_as_many_steps_without_sampling_would_need(table: dict[str, Any]) -> None:
+    cell = cells(table)[256, table["epochs"].index(6.0)]
+    unsampled = calibrate_noise(eps=2.0, delta=DELTA, neighbours="zero_out", law=FullBatch(), steps=cell["steps"])
+    assert cell["noise_to_batch"] / cell["over_floor"] == pytest.approx(unsampled / N, rel=2e-3)
+
+
+def test_the_knee_is_the_smallest_batch_within_the_factor_of_the_floor(table: dict[str, Any]) -> None:
+    assert table["factor"] == KNEE_FACTOR
+    found = cells(table)
+    for column, knee in enumerate(table["knees"]):
+        near = [
+            batch
+            for batch in table["batches"]
+            if (over := found[batch, column]["over_floor"]) is not None and over <= KNEE_FACTOR
+        ]
+        assert knee["batch"] == (min(near) if near else None)
+        assert knee["epochs"] == table["epochs"][column]
+
+
+def test_larger_batches_and_fewer_passes_have_less_noise_for_their_size(table: dict[str, Any]) -> None:
+    found = cells(table)
+    for column in range(len(table["epochs"])):
+        ratios = [r for b in table["batches"] if (r := found[b, column]["noise_to_batch"]) is not None]
+        assert ratios == sorted(ratios, reverse=True)
+    ratios = [found[256, column]["noise_to_batch"] for column in range(len(table["epochs"]))]
+    assert ratios == sorted(ratios)
+
+
+@pytest.mark.parametrize(("n", "batch"), [(532_000, 1024), (12_889, 256), (2000, 40), (100, 50), (40, 1), (9, 9)])
+def test_batch_sizes_are_doublings_of_the_planned_one(n: int, batch: int) -> None:
+    sizes = batch_sizes(n, batch)
+    assert batch in sizes and sizes == sorted(set(sizes)) and len(sizes) <= 10
+    assert all(size == batch or (8 <= size <= n / 2 and isinstance(size, int)) for size in sizes)
+    assert all(max(size, batch) % min(size, batch) == 0 for size in sizes)
+
+
+@pytest.mark.slow
+def test_the_published_ratios_of_the_reference_run_come_out() -> None:
+    """n=532,000, 30 passes, epsilon 3: 7.13e-4 at 1024, 2.49e-4 at 4096, 1.03e-4 at 16384, 4.8e-5 at 65536."""
+    n = 532_000
+    table = knee_table(n=n, eps=3.0, delta=0.5 / n, neighbours="zero_out", batch=1024, epochs=30.0)
+    found = cells(table)
+    for batch, ratio in ((1024, 7.13e-4), (4096, 2.49e-4), (16_384, 1.03e-4), (65_536, 4.8e-5)):
+        assert found[batch, 2]["noise_to_batch"] == pytest.approx(ratio, rel=0.02)
+    assert table["knees"][2]["batch"] == 8192

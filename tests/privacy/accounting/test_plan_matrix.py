@@ -1,0 +1,142 @@
+"""The planned noise under other laws and relations: each cell by the function of the claim, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lit_dpret.privacy.accounting.accountant import epsilon, epsilon_without_amplification
+from lit_dpret.privacy.accounting.groups import group_epsilon
+from lit_dpret.privacy.accounting.matrix import UNITS, Planned, epsilon_matrix, epsilon_over_steps, user_levels
+from lit_dpret.privacy.accounting.releases import (
+    FixedSize,
+    FullBatch,
+    GaussianRelease,
+    Poisson,
+    Shuffle,
+    TruncatedPoisson,
+)
+
+N, DELTA, STEPS, NOISE = 4000, 1e-5, 60, 1.1
+TRUNCATED = TruncatedPoisson(sample_rate=0.02, cap=105, n=N)
+PLAN = Planned(TRUNCATED, NOISE, STEPS, DELTA, "zero_out", N, 80.0)
+
+
+def of(law: Any, neighbours: Any, accountant: Any = "pld", steps: int = STEPS) -> float:
+    release = GaussianRelease(noise_multiplier=NOISE, law=law, count=steps)
+    return epsilon([release], delta=DELTA, neighbours=neighbours, accountant=accountant)
+
+
+@pytest.fixture(scope="module")
+def matrix() -> dict[tuple[str, str], dict[str, Any]]:
+    rows = epsilon_matrix(PLAN)
+    assert json.loads(json.dumps(rows, allow_nan=False)) == rows
+    return {(row["sampling"], row["neighbours"]): row for row in rows}
+
+
+@pytest.fixture(scope="module")
+def levels() -> dict[str, Any]:
+    return user_levels(PLAN)
+
+
+def test_the_planned_law_comes_first_and_every_law_has_every_relation(matrix: dict[Any, Any]) -> None:
+    kinds = ["truncated_poisson", "poisson", "fixed_size", "shuffle"]
+    relations = ["zero_out", "add_or_remove", "replace_one"]
+    assert list(matrix) == [(kind, relation) for kind in kinds for relation in relations]
+    assert matrix["truncated_poisson", "zero_out"]["law"] == TRUNCATED.describe()
+
+
+def test_each_cell_is_the_epsilon_of_that_law_and_relation(matrix: dict[Any, Any]) -> None:
+    poisson, shuffle = Poisson(sample_rate=0.02), Shuffle(batch_size=80, n=N)
+    for relation in ("zero_out", "add_or_remove", "replace_one"):
+        assert matrix["truncated_poisson", relation]["epsilon"] == of(TRUNCATED, relation)
+        assert matrix["poisson", relation]["epsilon"] == of(poisson, relation)
+    for relation in ("zero_out", "replace_one"):
+        assert matrix["shuffle", relation]["epsilon"] == of(shuffle, relation)
+    fixed = matrix["fixed_size", "replace_one"]
+    assert (fixed["epsilon"], fixed["accountant"]) == (
+        of(FixedSize(batch_size=80, n=N), "replace_one", "rdp"), "rdp",
+    )  # fmt: skip
+
+
+def test_replacing_a_unit_is_the_librarys_pair_and_not_half_the_noise(matrix: dict[Any, Any]) -> None:
+    halved = GaussianRelease(noise_multiplier=NOISE / 2, law=Poisson(sample_rate=0.02), count=STEPS)
+    loose = epsilon([halved], delta=DELTA, neighbours="zero_out")
+    assert matrix["poisson", "zero_out"]["epsilon"] < matrix["poisson", "replace_one"]["epsilon"] < loose / 2
+
+
+def test_what_no_library_judges_has_no_number_and_says_so(matrix: dict[Any, Any]) -> None:
+    refused = {key for key, row in matrix.items() if row["accountant"] is None}
+    assert refused == {("fixed_size", "zero_out"), ("fixed_size", "add_or_remove"), ("shuffle", "add_or_remove")}
+    for key in refused:
+        assert matrix[key]["epsilon"] is None
+        assert f"sampling={key[0]}" in matrix[key]["why"]
+
+
+def test_shuffled_passes_claim_no_amplification(matrix: dict[Any, Any]) -> None:
+    law = Shuffle(batch_size=80, n=N)
+    release = GaussianRelease(noise_multiplier=NOISE, law=law, count=STEPS)
+    bare = epsilon_without_amplification([release], delta=DELTA, neighbours="zero_out")
+    assert matrix["shuffle", "zero_out"]["epsilon"] == bare
+    assert not matrix["shuffle", "zero_out"]["amplified"] and matrix["poisson", "zero_out"]["amplified"]
+
+
+def test_every_level_is_the_group_epsilon_of_its_law(levels: dict[str, Any]) -> None:
+    assert [column["sampling"] for column in levels["columns"]] == [
+        "truncated_poisson", "truncated_poisson", "fixed_size", "shuffle",
+    ]  # fmt: skip
+    roomy = TruncatedPoisson(sample_rate=0.02, cap=levels["roomy_cap"], n=N)
+    for column, law in zip(levels["columns"], (TRUNCATED, roomy, None, Shuffle(batch_size=80, n=N)), strict=True):
+        assert [row["units"] for row in column["rows"]] == list(UNITS)
+        for row in column["rows"]:
+            if law is None:
+                assert row["epsilon"] is None and "fixed_size" in row["why"]
+                continue
+            release = GaussianRelease(noise_multiplier=NOISE, law=law, count=STEPS)
+            value = group_epsilon([release], delta=DELTA, max_units=row["units"])
+            assert row["epsilon"] == (value if math.isfinite(value) else None)
+            assert ("why" in row) == (row["epsilon"] is None)
+
+
+def test_the_roomy_cap_keeps_nearly_the_epsilon_of_poisson_sampling(levels: dict[str, Any]) -> None:
+    assert levels["roomy_cap"] > TRUNCATED.cap
+    tight, roomy = (column["rows"] for column in levels["columns"][:2])
+    assert tight[3]["epsilon"] is None and "cut" in tight[3]["why"]
+    for row in roomy:
+        release = GaussianRelease(noise_multiplier=NOISE, law=Poisson(sample_rate=0.02), count=STEPS)
+        plain = group_epsilon([release], delta=DELTA, max_units=row["units"])
+        assert row["epsilon"] == pytest.approx(plain, rel=1e-3)
+    enough = replace(PLAN, law=TruncatedPoisson(sample_rate=0.02, cap=300, n=N))
+    assert user_levels(enough)["roomy_cap"] is None
+
+
+def test_where_units_are_private_only_what_needs_no_number_of_them_is_told() -> None:
+    private = replace(PLAN, law=Poisson(sample_rate=0.02), n=None, neighbours="add_or_remove")
+    assert {row["sampling"] for row in epsilon_matrix(private)} == {"poisson"}
+    [column] = user_levels(private)["columns"]
+    assert all(row["epsilon"] is not None for row in column["rows"])
+    everyone = replace(PLAN, law=FullBatch(), noise_multiplier=30.0)
+    assert {row["sampling"] for row in epsilon_matrix(everyone)} == {"full_batch"}
+
+
+def test_under_replace_one_several_sampled_units_are_refused_by_name() -> None:
+    columns = user_levels(replace(PLAN, law=Poisson(sample_rate=0.02), neighbours="replace_one"))["columns"]
+    found = {column["sampling"]: column["rows"] for column in columns}
+    assert found["poisson"][0]["epsilon"] == of(Poisson(sample_rate=0.02), "replace_one")
+    assert all(row["epsilon"] is None and "poisson under" in row["why"] for row in found["poisson"][1:])
+    assert all(row["epsilon"] is not None for row in found["shuffle"][:2])
+
+
+def test_lines_rise_to_the_planned_steps_and_never_run_below_the_claim() -> None:
+    lines = {(line["sampling"], line["neighbours"]): line["points"] for line in epsilon_over_steps(PLAN)}
+    assert set(lines) == {(kind, r) for kind in ("poisson", "shuffle") for r in ("zero_out", "replace_one")}
+    for (kind, relation), points in lines.items():
+        counts, values = zip(*points, strict=True)
+        assert counts[-1] == STEPS and list(counts) == sorted(counts) and list(values) == sorted(values)
+        law: Any = Poisson(sample_rate=0.02) if kind == "poisson" else Shuffle(batch_size=80, n=N)
+        for count, value in (points[0], points[-1]):
+            assert 0.999999 * of(law, relation, steps=count) <= value <= 1.05 * of(law, relation, steps=count)

@@ -1,0 +1,345 @@
+"""All runs on one data set together stay within its limit, whoever runs, stops, dies or copies files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, UnsupportedAccountingError
+from lit_dpret.privacy.accounting.accountant import epsilon
+from lit_dpret.privacy.accounting.releases import (
+    FixedSize,
+    FullBatch,
+    GaussianRelease,
+    NonPrivateRelease,
+    Poisson,
+    Release,
+    TruncatedPoisson,
+)
+from lit_dpret.privacy.budget import Neighbours, PrivacyBudget
+from lit_dpret.privacy.ledger.chain import canonical_json, record_hash
+from lit_dpret.privacy.ledger.dataset_ledger import SCHEMA, DatasetLedger
+from lit_dpret.privacy.ledger.dataset_total import compose_across_runs, noted_total
+
+DELTA = 1e-5
+LAW = Poisson(sample_rate=0.02)
+
+
+def trained(noise: float = 2.0, count: int = 100) -> list[Release]:
+    return [GaussianRelease(noise_multiplier=noise, law=LAW, count=count)]
+
+
+def cost(*runs: list[Release], delta: float = DELTA) -> float:
+    return epsilon([release for run in runs for release in run], delta=delta, neighbours="zero_out")
+
+
+def ledger(path: Path, total_eps: float | None = 1.0, **budget: Any) -> DatasetLedger:
+    terms = {"eps": 3.0, "delta": DELTA, **budget}
+    return DatasetLedger(path / "data.jsonl", total_eps=total_eps, budget=PrivacyBudget(**terms))
+
+
+def reserve(book: DatasetLedger, run: str, planned: list[Release], *, spent: Any = (), heads: Any = ("h0",)) -> Any:
+    return book.reserve(run, spent=list(spent), planned=planned, heads=list(heads), name=f"runs/{run}")
+
+
+def settle(book: DatasetLedger, run: str, spent: list[Release], *, heads: Any = ("h0",)) -> Any:
+    return book.settle(run, spent=spent, heads=list(heads), name=f"runs/{run}")
+
+
+# -- the total ---------------------------------------------------------------------------------
+
+
+def test_the_total_is_one_composition_of_all_runs_and_below_the_sum_of_their_epsilons(tmp_path: Path) -> None:
+    book = ledger(tmp_path, 10.0)
+    runs = [trained(2.0), trained(1.0, 50), trained(2.0)]
+    for index, run in enumerate(runs):
+        total = reserve(book, f"r{index}", run)
+    assert total.epsilon == cost(*runs) == book.total().epsilon
+    assert max(map(cost, runs)) < total.epsilon < sum(map(cost, runs))
+    assert (total.runs, total.running, total.delta, total.total_eps, total.accountant) == (3, 3, DELTA, 10.0, "pld")
+
+
+def test_a_run_that_would_pass_the_limit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    one = trained()
+    book = ledger(tmp_path, 1.2 * cost(one))
+    reserve(book, "a", one)
+    before = (tmp_path / "data.jsonl").read_bytes()
+    with pytest.raises(BudgetExceededError) as refusal:
+        reserve(book, "b", one)
+    message = str(refusal.value)
+    for part in (
+        "privacy.total_eps=",
+        "privacy.dataset_ledger=",
+        "runs/a",
+        f"{cost(one):.4g}",
+        f"{cost(one, one):.4g}",
+    ):
+        assert part in message
+    assert (tmp_path / "data.jsonl").read_bytes() == before
+    with pytest.raises(BudgetExceededError):
+        book.require(one)
+    assert (tmp_path / "data.jsonl").read_bytes() == before
+
+
+def test_the_limit_itself_is_within_it(tmp_path: Path) -> None:
+    one = trained()
+    assert reserve(ledger(tmp_path, cost(one)), "a", one).epsilon == cost(one)
+
+
+def test_a_run_without_noise_is_never_covered(tmp_path: Path) -> None:
+    with pytest.raises(BudgetExceededError, match="inf"):
+        reserve(ledger(tmp_path, 1e6), "a", [NonPrivateRelease(label="loss")])
+
+
+def test_settling_gives_back_what_was_reserved_and_not_released(tmp_path: Path) -> None:
+    one = trained(count=100)
+    book = ledger(tmp_path, 1.2 * cost(one))
+    reserve(book, "a", one)
+    with pytest.raises(BudgetExceededError):
+        reserve(book, "b", one)
+    total = settle(book, "a", trained(count=10))
+    assert (total.epsilon, total.running) == (cost(trained(count=10)), 0)
+    assert reserve(book, "b", one).epsilon == cost(trained(count=110))
+
+
+def test_settling_charges_what_was_spent_even_past_the_limit(tmp_path: Path) -> None:
+    book = ledger(tmp_path, 1.2 * cost(trained()))
+    reserve(book, "a", trained())
+    assert settle(book, "a", trained(noise=0.5)).epsilon == cost(trained(noise=0.5)) > book.total().total_eps
+    with pytest.raises(BudgetExceededError):
+        reserve(book, "b", trained(noise=50.0, count=1))
+
+
+def test_a_killed_run_is_charged_its_reservation_until_its_resume_takes_it_over(tmp_path: Path) -> None:
+    one, done = trained(count=100), trained(count=30)
+    book = ledger(tmp_path, 1.2 * cost(one))
+    reserve(book, "a", one)  # killed after 30 steps: it never settles
+    assert book.total().epsilon == cost(one)
+    total = reserve(book, "a", trained(count=105), spent=done, heads=["h0", "h1"])  # five steps are repeated
+    assert (total.epsilon, total.runs) == (cost(trained(count=105)), 1)
+    assert settle(book, "a", trained(count=105), heads=["h0", "h1", "h2"]).running == 0
+
+
+def test_a_resume_that_is_refused_settles_to_what_the_run_had_spent(tmp_path: Path) -> None:
+    book = ledger(tmp_path, 1.2 * cost(trained(count=100)))
+    reserve(book, "a", trained(count=100))
+    with pytest.raises(BudgetExceededError):
+        reserve(book, "a", trained(count=1000), spent=trained(count=30), heads=["h0", "h1"])
+    total = book.total()
+    assert (total.epsilon, total.running) == (cost(trained(count=30)), 0)
+
+
+def test_a_copied_or_restored_run_folder_cannot_shrink_its_charge(tmp_path: Path) -> None:
+    book = ledger(tmp_path, 10.0)
+    reserve(book, "a", trained(), heads=["h0"])
+    settle(book, "a", trained(), heads=["h0", "h1"])
+    for heads in (["h0"], ["h0", "x1", "x2"]):
+        with pytest.raises(LedgerError, match="copied or restored"):
+            reserve(book, "a", trained(count=1), heads=heads)
+        with pytest.raises(LedgerError, match="copied or restored"):
+            settle(book, "a", trained(count=1), heads=heads)
+    assert book.total().epsilon == cost(trained())
+
+
+# -- the terms ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"neighbours": "replace_one"}, "privacy.neighbours"),
+        ({"unit": "user"}, "privacy.unit"),
+        ({"total_eps": 2.0}, "privacy.total_eps"),
+        ({"total_eps": 0.5}, "privacy.total_eps"),
+    ],
+)
+def test_another_guarantee_or_limit_than_the_files_is_refused(
+    tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    reserve(ledger(tmp_path), "a", trained(count=1))
+    for use in (lambda book: book.require(trained(count=1)), lambda book: reserve(book, "b", trained(count=1))):
+        with pytest.raises(ConfigurationError, match=named):
+            use(ledger(tmp_path, **change))
+
+
+def test_the_limit_may_be_left_to_a_file_that_has_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"privacy\.total_eps"):
+        reserve(ledger(tmp_path, None), "a", trained(count=1))
+    reserve(ledger(tmp_path, 1.0), "a", trained(count=1))
+    assert reserve(ledger(tmp_path, None), "b", trained(count=1)).total_eps == 1.0
+
+
+def test_another_delta_is_counted_at_the_files(tmp_path: Path) -> None:
+    reserve(ledger(tmp_path, 10.0), "a", trained())
+    total = reserve(ledger(tmp_path, 10.0, delta=1e-3), "b", trained())
+    assert (total.delta, total.epsilon) == (DELTA, cost(trained(), trained()))
+
+
+# -- the file ----------------------------------------------------------------------------------
+
+
+def test_the_file_says_nothing_about_the_data_and_names_its_schema(tmp_path: Path) -> None:
+    reserve(ledger(tmp_path), "a", trained(count=1))
+    first, second = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
+    chain = {"seq", "day", "kind", "prev", "hash"}
+    facts = {"schema", "id", "total_eps", "delta", "unit", "neighbours"}
+    assert set(first) - chain == facts and first["schema"] == SCHEMA
+    assert set(second) - chain == {"run_id", "run", "run_head", "releases"}
+
+
+def test_each_file_has_an_identity_of_its_own_from_its_first_record_on(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    reserve(ledger(tmp_path / "a"), "r", trained(count=1))
+    identities = [ledger(tmp_path / name).begin() for name in ("a", "b", "a", "b")]
+    assert identities[:2] == identities[2:] and identities[0] != identities[1]
+    first = json.loads((tmp_path / "a" / "data.jsonl").read_text().splitlines()[0])
+    assert first["id"] == identities[0] and len(bytes.fromhex(first["id"])) == 16
+
+
+def test_a_file_of_before_there_were_identities_goes_by_the_hash_of_its_first_record(tmp_path: Path) -> None:
+    record = {"seq": 0, "day": "", "kind": "dataset", "prev": "0" * 64, "schema": SCHEMA}
+    record |= {"total_eps": 1.0, "delta": DELTA, "unit": "query", "neighbours": "zero_out"}
+    record["hash"] = record_hash(record)
+    (tmp_path / "data.jsonl").write_text(canonical_json(record) + "\n", encoding="ascii")
+    book = ledger(tmp_path)
+    assert book.begin() == record["hash"] == ledger(tmp_path).begin()
+    assert reserve(book, "a", trained(count=1)).runs == 1
+
+
+def test_a_file_that_took_the_place_of_the_runs_own_is_refused(tmp_path: Path) -> None:
+    book = ledger(tmp_path)
+    book.begin()
+    (tmp_path / "data.jsonl").unlink()
+    for make in (lambda: None, lambda: ledger(tmp_path).begin()):
+        make()
+        with pytest.raises(LedgerError, match="another file than at the start"):
+            reserve(book, "a", trained(count=1))
+
+
+def test_an_unknown_schema_is_refused_by_name(tmp_path: Path) -> None:
+    record = {"seq": 0, "day": "", "kind": "dataset", "prev": "0" * 64, "schema": "lit-dpret/dataset-ledger/2"}
+    record |= {"total_eps": 1.0, "delta": DELTA, "unit": "query", "neighbours": "zero_out"}
+    record["hash"] = record_hash(record)
+    (tmp_path / "data.jsonl").write_text(canonical_json(record) + "\n", encoding="ascii")
+    for use in (lambda book: book.total(), lambda book: reserve(book, "a", trained(count=1))):
+        with pytest.raises(LedgerError, match="dataset-ledger/2"):
+            use(ledger(tmp_path))
+
+
+def test_any_changed_or_removed_line_is_refused(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        reserve(ledger(tmp_path), name, trained(count=1))
+    lines = (tmp_path / "data.jsonl").read_text().splitlines(keepends=True)
+    broken = [
+        [line.replace('"count":1', '"count":0') if index == at else line for index, line in enumerate(lines)]
+        for at in (1, 2, 3)
+    ]
+    broken += [lines[:at] + lines[at + 1 :] for at in (0, 1, 2)]
+    for content in broken:
+        (tmp_path / "data.jsonl").write_text("".join(content))
+        with pytest.raises(LedgerError):
+            reserve(ledger(tmp_path), "d", trained(count=1))
+
+
+def test_a_reservation_that_a_crash_tore_was_never_made(tmp_path: Path) -> None:
+    reserve(ledger(tmp_path), "a", trained(count=1))
+    whole = (tmp_path / "data.jsonl").read_bytes()
+    reserve(ledger(tmp_path), "b", trained(count=5))
+    torn = (tmp_path / "data.jsonl").read_bytes()[:-40]
+    (tmp_path / "data.jsonl").write_bytes(torn)
+    assert reserve(ledger(tmp_path), "c", trained(count=1)).runs == 2
+    assert (tmp_path / "data.jsonl").read_bytes().startswith(whole)
+
+
+# -- concurrent runs ---------------------------------------------------------------------------
+
+RACE = """
+import sys, time
+from pathlib import Path
+from lit_dpret.errors import BudgetExceededError
+from lit_dpret.privacy.budget import PrivacyBudget
+from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson
+
+folder, name, limit, rounds = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
+(folder / f"ready-{name}").touch()
+while not (folder / "go").exists():
+    time.sleep(0.001)
+book = DatasetLedger(folder / "data.jsonl", total_eps=limit, budget=PrivacyBudget(eps=3.0, delta=1e-5))
+planned = [GaussianRelease(noise_multiplier=2.0, law=Poisson(sample_rate=0.02), count=100)]
+for index in range(rounds):
+    try:
+        book.reserve(f"{name}{index}", spent=[], planned=planned, heads=["h"], name=name)
+        print("granted", flush=True)
+    except BudgetExceededError:
+        print("refused", flush=True)
+"""
+
+
+def race(folder: Path, limit: float, rounds: int) -> list[str]:
+    """What two processes were answered that reserve at the same moment, ``rounds`` times each."""
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACE, str(folder), name, repr(limit), str(rounds)], stdout=subprocess.PIPE, text=True
+        )
+        for name in ("a", "b")
+    ]
+    while not all((folder / f"ready-{name}").exists() for name in ("a", "b")):
+        assert all(run.poll() is None for run in runs)
+    (folder / "go").touch()
+    answers = [run.communicate(timeout=120)[0].split() for run in runs]
+    assert [run.returncode for run in runs] == [0, 0]
+    return [answer for answered in answers for answer in answered]
+
+
+def test_two_processes_never_overspend_together(tmp_path: Path) -> None:
+    limit = 1.001 * cost(trained(count=300))
+    answers = race(tmp_path, limit, rounds=4)
+    assert (answers.count("granted"), answers.count("refused")) == (3, 5)
+    total = ledger(tmp_path, limit).total()
+    assert (total.epsilon, total.runs) == (cost(trained(count=300)), 3)
+
+
+# -- composition across accountants ------------------------------------------------------------
+
+
+def test_what_no_accountant_judges_whole_is_added_up_at_shares_of_delta() -> None:
+    drawn = GaussianRelease(noise_multiplier=2.0, law=FixedSize(batch_size=40, n=2000), count=50)
+    capped = GaussianRelease(noise_multiplier=2.0, law=TruncatedPoisson(sample_rate=0.02, cap=90, n=2000), count=50)
+    both = {"delta": DELTA, "neighbours": "replace_one"}
+    value, how = compose_across_runs([drawn, capped], **both)  # type: ignore[arg-type]
+    parts = [
+        epsilon([release], delta=DELTA / 2, neighbours="replace_one", accountant=name)  # type: ignore[arg-type]
+        for release, name in ((drawn, "rdp"), (capped, "pld"))
+    ]
+    assert value == pytest.approx(sum(parts), rel=1e-12) and "basic composition" in how
+    assert compose_across_runs([drawn], **both)[1] == "rdp"  # type: ignore[arg-type]
+    assert compose_across_runs([capped], **both)[1] == "pld"  # type: ignore[arg-type]
+
+
+def test_rdp_is_used_where_it_is_asked_for_and_can_judge() -> None:
+    assert compose_across_runs(trained(), delta=DELTA, neighbours="zero_out", accountant="rdp") == (
+        epsilon(trained(), delta=DELTA, neighbours="zero_out", accountant="rdp"),
+        "rdp",
+    )
+    capped = GaussianRelease(noise_multiplier=2.0, law=TruncatedPoisson(sample_rate=0.02, cap=90, n=2000))
+    assert compose_across_runs([capped], delta=DELTA, neighbours="zero_out", accountant="rdp")[1] == "pld"
+
+
+@pytest.mark.parametrize("neighbours", ["zero_out", "add_or_remove"])
+def test_a_law_that_nobody_judges_is_refused(neighbours: Neighbours) -> None:
+    drawn = GaussianRelease(noise_multiplier=2.0, law=FixedSize(batch_size=40, n=2000))
+    with pytest.raises(UnsupportedAccountingError):
+        compose_across_runs(
+            [drawn, GaussianRelease(noise_multiplier=1.0, law=FullBatch())], delta=DELTA, neighbours=neighbours
+        )
+
+
+def test_a_run_ledger_without_a_total_notes_none() -> None:
+    assert noted_total([{"kind": "event", "name": "other"}, {"kind": "plan", "name": "dataset_total"}]) is None

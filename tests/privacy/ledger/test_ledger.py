@@ -1,0 +1,632 @@
+from __future__ import annotations
+
+import errno
+import json
+import math
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lit_dpret.errors import LedgerError, StorageError
+from lit_dpret.privacy.accounting.releases import (
+    FullBatch,
+    GaussianRelease,
+    NonPrivateRelease,
+    Poisson,
+    SamplingLaw,
+    Shuffle,
+)
+from lit_dpret.privacy.ledger.run_ledger import (
+    GENESIS,
+    PrivacyLedger,
+    canonical_json,
+    charged_releases,
+    check_no_key_reuse,
+    noise_keys,
+    record_hash,
+)
+
+LAW = Poisson(sample_rate=0.01)
+STEP = GaussianRelease(noise_multiplier=1.0, law=LAW)
+
+
+def take_step(
+    ledger: PrivacyLedger,
+    step: int,
+    *,
+    attempt: int = 0,
+    release: Any = STEP,
+    noise_std: float | None = 0.5,
+    **facts: Any,
+) -> None:
+    """One announced and confirmed step; sensitivity 0.5, so that 0.5 is the intended noise."""
+    ledger.append("intent", attempt=attempt, step=step, release=release.to_dict())
+    ledger.append("release", attempt=attempt, step=step, noise_std=noise_std, sensitivity=0.5, **facts)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "privacy_ledger.jsonl"
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A sound ledger of ten records."""
+    path = tmp_path_factory.mktemp("sound") / "privacy_ledger.jsonl"
+    with PrivacyLedger.open(path) as ledger:
+        ledger.append("plan", plan={"eps": 3.0}, attempt=0, run_id="a")
+        for step in range(4):
+            take_step(ledger, step)
+        ledger.append("end", reason="budget", steps=4)
+    return path.read_bytes()
+
+
+# --- the file ---------------------------------------------------------------------------------
+
+
+def test_a_reader_sees_exactly_what_append_returned(path: Path) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        assert ledger.head == GENESIS
+        written = [
+            ledger.append("event", text="Ünïcode \u2028 \ud800 \x00", pair=(1, 2), sizes={10: 1, 9: 2}),
+            ledger.append("event", number=-0.1, flag=True, nothing=None),
+        ]
+        head = ledger.head
+    read = PrivacyLedger.read(path)
+    assert read.records == written
+    assert read.head == head == written[-1]["hash"]
+    assert written[0]["pair"] == [1, 2]
+    assert written[1]["prev"] == written[0]["hash"]
+    assert [record["seq"] for record in read.records] == [0, 1]
+
+
+def test_a_ledger_goes_on_where_it_stopped(path: Path) -> None:
+    for step in range(3):
+        with PrivacyLedger.open(path) as ledger:
+            take_step(ledger, step)
+    assert noise_keys(PrivacyLedger.read(path).records) == [(0, 0), (0, 1), (0, 2)]
+
+
+@pytest.mark.parametrize("fact", [math.nan, math.inf, {1, 2}, b"bytes", object()])
+def test_a_fact_that_json_cannot_hold_is_refused_and_nothing_is_written(path: Path, fact: object) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        with pytest.raises(LedgerError, match="plain, finite JSON"):
+            ledger.append("event", fact=fact)
+        assert path.read_bytes() == b""
+
+
+def test_an_unknown_kind_and_a_name_of_the_chain_are_refused(path: Path) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        with pytest.raises(LedgerError, match=r"'epsilon'.*intent"):
+            ledger.append("epsilon")
+        with pytest.raises(LedgerError, match="'prev'"):
+            ledger.append("event", prev="x")
+
+
+def test_every_append_is_on_the_disk_before_it_returns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    real = os.fsync
+
+    def noting(fd: int) -> None:
+        synced.append(os.fstat(fd).st_size)
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    with PrivacyLedger.open(path) as ledger:
+        for _ in range(3):
+            ledger.append("event")
+            assert synced[-1] == path.stat().st_size
+
+
+# --- tampering --------------------------------------------------------------------------------
+
+
+def harmless(edited: bytes, content: bytes) -> bool:
+    """Whether an edit did nothing but cut the file's end, which a chain alone cannot see."""
+    return content.startswith(edited)
+
+
+def detected(edited: bytes, tmp_path: Path) -> bool:
+    path = tmp_path / "edited.jsonl"
+    path.write_bytes(edited)
+    try:
+        PrivacyLedger.read(path)
+    except LedgerError as error:
+        assert "line " in str(error)
+        return True
+    return False
+
+
+@settings(max_examples=300, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_single_byte_change_is_detected(content: bytes, tmp_path: Path, data: st.DataObject) -> None:
+    position = data.draw(st.integers(0, len(content) - 1))
+    change = data.draw(st.sampled_from(["replace", "insert", "delete"]))
+    byte = bytes([data.draw(st.integers(0, 255))])
+    if change == "replace":
+        edited = content[:position] + byte + content[position + 1 :]
+    elif change == "insert":
+        edited = content[:position] + byte + content[position:]
+    else:
+        edited = content[:position] + content[position + 1 :]
+    assert edited == content or harmless(edited, content) or detected(edited, tmp_path)
+
+
+@settings(max_examples=100, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_deletion_swap_or_insertion_of_whole_lines_is_detected(
+    content: bytes, tmp_path: Path, data: st.DataObject
+) -> None:
+    lines = content.splitlines(keepends=True)
+    a, b = data.draw(st.integers(0, len(lines) - 1)), data.draw(st.integers(0, len(lines) - 1))
+    change = data.draw(st.sampled_from(["delete", "swap", "insert", "replace"]))
+    if change == "delete":
+        del lines[a]
+    elif change == "swap":
+        lines[a], lines[b] = lines[b], lines[a]
+    elif change == "insert":
+        lines.insert(a, lines[b])
+    else:
+        lines[a] = lines[b]
+    edited = b"".join(lines)
+    assert edited == content or harmless(edited, content) or detected(edited, tmp_path)
+
+
+def test_a_forged_line_with_a_right_hash_of_its_own_is_detected_with_its_number(content: bytes, path: Path) -> None:
+    lines = content.splitlines()
+    record = json.loads(lines[2])
+    record["noise_std"] = 100.0
+    record["hash"] = record_hash(record)
+    lines[2] = canonical_json(record).encode()
+    path.parent.mkdir()
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.raises(LedgerError, match="line 4: does not follow"):
+        PrivacyLedger.open(path)
+
+
+def test_the_same_content_in_other_json_is_refused(content: bytes, path: Path) -> None:
+    lines = content.splitlines()
+    lines[0] = json.dumps(json.loads(lines[0]), sort_keys=True).encode()  # spaces: same object, other bytes
+    path.parent.mkdir()
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.raises(LedgerError, match="line 1: not a record in canonical JSON"):
+        PrivacyLedger.read(path)
+
+
+def test_a_chain_that_was_linked_anew_with_a_record_missing_is_detected(content: bytes, path: Path) -> None:
+    records = [json.loads(line) for line in content.splitlines()]
+    del records[4]
+    for before, record in pairwise(records):
+        record["prev"] = before["hash"]
+        record["hash"] = record_hash(record)
+    path.parent.mkdir()
+    path.write_bytes(b"".join(canonical_json(record).encode() + b"\n" for record in records))
+    with pytest.raises(LedgerError, match="line 5"):
+        PrivacyLedger.read(path)
+
+
+@pytest.mark.parametrize("end", [b" ", b"x", b"}", b"\r", b"\x00"])
+def test_a_whole_last_record_with_something_else_than_a_line_end_was_edited(
+    content: bytes, path: Path, end: bytes
+) -> None:
+    path.parent.mkdir()
+    path.write_bytes(content[:-1] + end)
+    with pytest.raises(LedgerError, match="line 10, without a line end"):
+        PrivacyLedger.open(path)
+    assert path.read_bytes() == content[:-1] + end
+
+
+def test_a_broken_chain_is_never_repaired(content: bytes, path: Path) -> None:
+    edited = content.replace(b'"noise_std":0.5', b'"noise_std":0.9', 1)
+    path.parent.mkdir()
+    path.write_bytes(edited)
+    with pytest.raises(LedgerError, match="line 3: the content does not match its hash"):
+        PrivacyLedger.open(path)
+    assert path.read_bytes() == edited
+
+
+# --- crashes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_torn_last_line_is_cut_and_noted(content: bytes, path: Path, seed: int) -> None:
+    lines = content.splitlines(keepends=True)
+    whole = b"".join(lines[:-1])
+    torn = lines[-1][: random.Random(seed).randrange(1, len(lines[-1]) - 1)]
+    path.parent.mkdir()
+    path.write_bytes(whole + torn)
+    assert PrivacyLedger.read(path).torn_bytes == len(torn)
+    assert path.read_bytes() == whole + torn  # reading repairs nothing
+    with PrivacyLedger.open(path) as ledger:
+        assert [record["kind"] for record in ledger.records][-2:] == ["release", "repair"]
+        assert ledger.records[-1]["cut_bytes"] == len(torn)
+        take_step(ledger, 4)
+    assert len(PrivacyLedger.read(path).records) == len(lines) + 2
+
+
+def test_what_a_power_loss_leaves_behind_the_last_line_is_cut(content: bytes, path: Path) -> None:
+    path.parent.mkdir()
+    path.write_bytes(content + b"\x00" * 300)
+    with PrivacyLedger.open(path) as ledger:
+        assert ledger.records[-1]["cut_bytes"] == 300
+
+
+def test_a_whole_last_record_without_its_line_end_is_kept_and_charged(path: Path) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        ledger.append("intent", attempt=0, step=0, release=STEP.to_dict())
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    with PrivacyLedger.open(path) as ledger:
+        assert [record["kind"] for record in ledger.records] == ["intent", "repair"]
+        with pytest.raises(LedgerError, match="announced twice"):
+            ledger.append("intent", attempt=0, step=0, release=STEP.to_dict())
+    assert charged_releases(PrivacyLedger.read(path).records) == [STEP]
+
+
+def test_a_kill_at_any_moment_leaves_a_ledger_that_opens_with_every_returned_append(path: Path) -> None:
+    program = (
+        "import sys; from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger\n"
+        "ledger = PrivacyLedger.open(sys.argv[1])\n"
+        "for i in range(10**6):\n"
+        "    print(ledger.append('event', i=i)['seq'], flush=True)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert child.stdout is not None
+    child.stdout.readline()
+    with pytest.raises(LedgerError, match="open in another run"):
+        PrivacyLedger.open(path)
+    time.sleep(0.2)
+    child.send_signal(signal.SIGKILL)
+    returned = [int(line) for line in child.stdout if line.endswith("\n")]
+    child.wait()
+    with PrivacyLedger.open(path) as ledger:
+        assert returned and len(ledger.records) > returned[-1]
+
+
+# --- a disk that fails ------------------------------------------------------------------------
+
+
+def test_a_write_cut_short_by_the_system_leaves_the_file_whole(path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with PrivacyLedger.open(path) as ledger:
+        ledger.append("event")
+        good = path.read_bytes()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(good) + 100, limits[1]))  # a partial write, then EFBIG
+        try:
+            with pytest.raises(StorageError, match=r"privacy_ledger\.jsonl could not be written: .*ulimit"):
+                ledger.append("event", text="x" * 500)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert path.read_bytes() == good
+        ledger.append("event", text="afterwards")
+    assert [record.get("text") for record in PrivacyLedger.read(path).records] == [None, "afterwards"]
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [(errno.ENOSPC, "disk is full. Free some space"), (errno.EIO, "sound disk"), (errno.EDQUOT, "quota")],
+)
+def test_a_failed_sync_takes_the_record_back(
+    path: Path, monkeypatch: pytest.MonkeyPatch, code: int, advice: str
+) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        ledger.append("event")
+        good = path.read_bytes()
+        failures = iter([True])
+        real = os.fsync
+
+        def failing(fd: int) -> None:
+            if next(failures, False):
+                raise OSError(code, os.strerror(code))
+            real(fd)
+
+        monkeypatch.setattr(os, "fsync", failing)
+        with pytest.raises(StorageError, match=advice):
+            ledger.append("intent", attempt=0, step=0, release=STEP.to_dict())
+        assert path.read_bytes() == good
+        ledger.append("intent", attempt=0, step=0, release=STEP.to_dict())  # the failed one took no noise key
+    assert len(PrivacyLedger.read(path).records) == 2
+
+
+def test_a_ledger_that_cannot_be_put_back_accepts_nothing_more(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        ledger.append("event")
+        monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+        with pytest.raises(StorageError):
+            ledger.append("event")
+        monkeypatch.undo()
+        with pytest.raises(LedgerError, match="not open for writing"):
+            ledger.append("event")
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"file/privacy_ledger.jsonl.*hydra\.run\.dir"):
+        PrivacyLedger.open(tmp_path / "file" / "privacy_ledger.jsonl")
+    with pytest.raises(StorageError, match="is a folder"):
+        PrivacyLedger.open(tmp_path)
+
+
+def test_a_ledger_that_is_not_there_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match="cannot be read"):
+        PrivacyLedger.read(tmp_path / "absent.jsonl")
+
+
+# --- one writer -------------------------------------------------------------------------------
+
+
+def test_a_second_writer_is_refused_while_the_first_is_open(path: Path) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        with pytest.raises(LedgerError, match=r"open in another run.*hydra\.run\.dir"):
+            PrivacyLedger.open(path)
+        assert PrivacyLedger.read(path).records == ledger.records  # reading is free
+    PrivacyLedger.open(path).close()
+
+
+def _append_in_child(ledger: PrivacyLedger, answer: Any) -> None:
+    try:
+        ledger.append("event")
+        answer.put("accepted")
+    except LedgerError as error:
+        answer.put(str(error))
+
+
+def test_a_forked_worker_cannot_write(path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    with PrivacyLedger.open(path) as ledger:
+        answer = context.SimpleQueue()
+        child = context.Process(target=_append_in_child, args=(ledger, answer))
+        child.start()
+        child.join()
+        assert "another process" in answer.get()
+        ledger.append("event")
+
+
+def _outside_append(path: Path) -> None:
+    with open(path, "ab") as file:
+        file.write(b"x")
+
+
+def _outside_replace(path: Path) -> None:
+    copy = path.with_suffix(".copy")
+    copy.write_bytes(path.read_bytes())
+    copy.replace(path)
+
+
+@pytest.mark.parametrize("interfere", [_outside_append, _outside_replace, Path.unlink])
+def test_a_file_touched_by_somebody_else_during_the_run_is_noticed(
+    path: Path, interfere: Callable[[Path], None]
+) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        ledger.append("event")
+        interfere(path)
+        with pytest.raises(LedgerError, match=r"somebody else|removed"):
+            ledger.append("event")
+
+
+# --- what is charged --------------------------------------------------------------------------
+
+
+def test_every_intent_is_charged_once_confirmed_or_not(path: Path) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        for step in range(3):
+            take_step(ledger, step)
+        ledger.append("intent", attempt=0, step=3, release=STEP.to_dict())  # killed before its release
+        assert charged_releases(ledger.records) == [GaussianRelease(noise_multiplier=1.0, law=LAW, count=4)]
+
+
+def test_a_replay_charges_nothing(path: Path) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        take_step(ledger, 0, update_hash="u")
+        before = charged_releases(ledger.records)
+        ledger.append("replay", attempt=0, step=0)
+        ledger.append("release", attempt=0, step=0, noise_std=0.5, sensitivity=0.5, update_hash="u")
+        assert charged_releases(ledger.records) == before
+
+
+def test_less_noise_than_intended_is_charged_as_it_was(path: Path) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        take_step(ledger, 0)
+        take_step(ledger, 1, noise_std=0.4)
+        take_step(ledger, 2, noise_std=0.499)
+        multipliers = [release.noise_multiplier for release in charged_releases(ledger.records)]  # type: ignore[union-attr]
+    assert multipliers == [1.0, 0.8, 0.998]
+
+
+def test_more_noise_than_intended_earns_nothing_and_rounding_splits_nothing(path: Path) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        take_step(ledger, 0, noise_std=5.0)
+        take_step(ledger, 1, noise_std=0.5 * (1 - 1e-15))
+        take_step(ledger, 2, noise_std=None)
+        assert charged_releases(ledger.records) == [GaussianRelease(noise_multiplier=1.0, law=LAW, count=3)]
+
+
+def test_a_replay_that_states_more_noise_takes_nothing_back(path: Path) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        take_step(ledger, 0, noise_std=0.4)
+        ledger.append("replay", attempt=0, step=0)
+        ledger.append("release", attempt=0, step=0, noise_std=0.5, sensitivity=0.5)
+        assert charged_releases(ledger.records) == [GaussianRelease(noise_multiplier=0.8, law=LAW)]
+
+
+def test_a_larger_sensitivity_than_intended_is_charged(path: Path) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        ledger.append("intent", attempt=0, step=0, release=STEP.to_dict())
+        ledger.append("release", attempt=0, step=0, noise_std=0.5, sensitivity=1.0)
+        assert charged_releases(ledger.records) == [GaussianRelease(noise_multiplier=0.5, law=LAW)]
+
+
+def test_no_noise_at_all_is_a_release_without_privacy(path: Path) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        take_step(ledger, 0)
+        take_step(ledger, 1, noise_std=0.0)
+        assert NonPrivateRelease(label="train") in charged_releases(ledger.records)
+
+
+def test_noise_over_an_unbounded_sensitivity_is_no_noise(path: Path) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        ledger.append("intent", attempt=0, step=0, release=STEP.to_dict())
+        ledger.append("release", attempt=0, step=0, noise_std=9.0, sensitivity=None)
+        assert charged_releases(ledger.records) == [NonPrivateRelease(label="train")]
+
+
+def test_an_attempt_whose_draws_left_their_law_is_charged_without_amplification(path: Path) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        take_step(ledger, 0)
+        take_step(ledger, 1)
+        ledger.append("event", name="sampling_departure", attempt=0, step=2, law=Poisson(sample_rate=0.5).to_dict())
+        take_step(ledger, 0, attempt=1)
+        assert charged_releases(ledger.records) == [
+            GaussianRelease(noise_multiplier=1.0, law=FullBatch(), count=2),
+            GaussianRelease(noise_multiplier=1.0, law=LAW),
+        ]
+
+
+def test_a_release_without_privacy_stays_one_whatever_is_stated_later(path: Path) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        take_step(ledger, 0, release=NonPrivateRelease(label="train"), noise_std=9.0)
+        assert charged_releases(ledger.records) == [NonPrivateRelease(label="train")]
+
+
+def test_the_law_that_ran_is_charged_not_the_law_that_was_planned(path: Path) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        take_step(ledger, 0, law=LAW.to_dict())
+        take_step(ledger, 1, law=FullBatch().to_dict())
+        laws = [release.law for release in charged_releases(ledger.records)]  # type: ignore[union-attr]
+    assert laws == [LAW, FullBatch()]
+
+
+def shuffled(steps: list[tuple[int, int]], law: SamplingLaw, path: Path) -> int:
+    """How many epochs are charged for steps given as (attempt, step)."""
+    release = GaussianRelease(noise_multiplier=1.0, law=law)
+    with PrivacyLedger.open(path) as ledger:
+        for attempt, step in steps:
+            ledger.append("intent", attempt=attempt, step=step, release=release.to_dict())
+        (charged,) = charged_releases(ledger.records)
+    assert isinstance(charged, GaussianRelease) and isinstance(charged.law, Shuffle)
+    return charged.law.epochs(charged.count)
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs"),
+    [
+        ([(0, step) for step in range(10)], 1),
+        ([(0, step) for step in range(11)], 2),
+        ([(0, step) for step in range(5)] + [(1, step) for step in range(5, 10)], 2),
+        ([(0, step) for step in range(5)] + [(1, step) for step in range(5, 15)], 3),
+        ([(0, step) for step in (0, 10, 20)], 3),
+    ],
+)
+def test_under_shuffling_every_epoch_touched_in_an_attempt_is_charged_whole(
+    steps: list[tuple[int, int]], epochs: int, path: Path
+) -> None:
+    assert shuffled(steps, Shuffle(batch_size=10, n=100), path) == epochs
+
+
+def test_under_shuffling_a_short_last_batch_belongs_to_its_epoch(path: Path) -> None:
+    assert shuffled([(0, step) for step in range(4)], Shuffle(batch_size=10, n=19), path) == 2
+
+
+# --- noise keys -------------------------------------------------------------------------------
+
+
+def test_a_noise_key_is_never_used_twice(path: Path) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        take_step(ledger, 0)
+        take_step(ledger, 0, attempt=1)
+        size = path.stat().st_size
+        with pytest.raises(LedgerError, match="attempt 1, step 0 was announced twice"):
+            ledger.append("intent", attempt=1, step=0, release=STEP.to_dict())
+        assert path.stat().st_size == size
+        check_no_key_reuse(ledger.records)
+        doubled = [*ledger.records, ledger.records[0]]
+    assert noise_keys(doubled) == [(0, 0), (1, 0), (0, 0)]
+    with pytest.raises(LedgerError, match="announced twice"):
+        check_no_key_reuse(doubled)
+    with pytest.raises(LedgerError, match="announced twice"):
+        charged_releases(doubled)
+
+
+@pytest.mark.parametrize("kind", ["release", "replay"])
+def test_a_record_of_a_step_that_was_never_announced_is_refused(path: Path, kind: str) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        take_step(ledger, 0)
+        with pytest.raises(LedgerError, match=f"{kind} of attempt 0, step 1 without an earlier intent"):
+            ledger.append(kind, attempt=0, step=1, noise_std=0.5, sensitivity=0.5)
+
+
+def test_a_chain_with_right_hashes_and_a_reused_key_does_not_open(path: Path) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        take_step(ledger, 0)
+        first = ledger.records[0]
+        forged = {**first, "seq": 2, "prev": ledger.head}
+    forged["hash"] = record_hash(forged)
+    with path.open("ab") as file:
+        file.write(canonical_json(forged).encode() + b"\n")
+    with pytest.raises(LedgerError, match="line 3: attempt 0, step 0 was announced twice"):
+        PrivacyLedger.open(path)
+
+
+@pytest.mark.parametrize("name", ["state_hash", "sum_tag"])
+def test_a_replay_that_differs_from_the_first_execution_is_refused(path: Path, name: str) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        ledger.append("intent", attempt=0, step=0, release=STEP.to_dict(), **{name: "a"})
+        with pytest.raises(LedgerError, match=f"{name} differs"):
+            ledger.append("replay", attempt=0, step=0, **{name: "b"})
+        ledger.append("replay", attempt=0, step=0, **{name: "a"})
+
+
+def test_a_replay_that_lets_out_another_update_is_refused(path: Path) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        take_step(ledger, 0, update_hash="a", law=LAW.to_dict())
+        ledger.append("replay", attempt=0, step=0)
+        with pytest.raises(LedgerError, match="update_hash differs"):
+            ledger.append("release", attempt=0, step=0, noise_std=0.5, sensitivity=0.5, update_hash="b")
+        with pytest.raises(LedgerError, match="another sampling law"):
+            ledger.append("release", attempt=0, step=0, noise_std=0.5, sensitivity=0.5, law=FullBatch().to_dict())
+
+
+def test_one_announcement_allows_one_release(path: Path) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        take_step(ledger, 0)
+        with pytest.raises(LedgerError, match="released twice"):
+            ledger.append("release", attempt=0, step=0, noise_std=0.5, sensitivity=0.5)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"attempt": 0, "step": -1, "release": STEP.to_dict()},
+        {"attempt": True, "step": 0, "release": STEP.to_dict()},
+        {"step": 0, "release": STEP.to_dict()},
+        {"attempt": 0, "step": 0},
+        {"attempt": 0, "step": 0, "release": {"kind": "laplace"}},
+        {"attempt": 0, "step": 0, "release": {**STEP.to_dict(), "noise_multiplier": -1.0}},
+    ],
+)
+def test_an_intent_that_no_accountant_could_charge_is_refused(path: Path, facts: dict[str, Any]) -> None:
+    with PrivacyLedger.open(path) as ledger, pytest.raises(LedgerError):
+        ledger.append("intent", **facts)
+
+
+@pytest.mark.parametrize("facts", [{"noise_std": -1.0, "sensitivity": 1.0}, {"noise_std": "1", "sensitivity": 1.0}])
+def test_a_release_with_an_impossible_size_is_refused(path: Path, facts: dict[str, Any]) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        ledger.append("intent", attempt=0, step=0, release=STEP.to_dict())
+        with pytest.raises(LedgerError, match="finite number"):
+            ledger.append("release", attempt=0, step=0, **facts)

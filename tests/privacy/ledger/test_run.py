@@ -1,0 +1,120 @@
+"""A run is known by its ledger: what was written once holds for every resume."""
+
+from __future__ import annotations
+
+import random
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_dpret.errors import ResumeError
+from lit_dpret.privacy.accounting.releases import NonPrivateRelease
+from lit_dpret.privacy.ledger import chain
+from lit_dpret.privacy.ledger.charges import Key
+from lit_dpret.privacy.ledger.run import Position, PrivateRun
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, check_no_key_reuse
+
+DESCRIBED = {
+    "mode": "dp_sgd",
+    "unit": "query",
+    "neighbours": "zero_out",
+    "plan": None,
+    "law": {"kind": "poisson"},
+    "planned_steps": 6,
+    "rows_per_unit": "one",
+    "secure_rng": False,
+}
+
+
+def open_run(folder: Path, *, secret: bytes = b"k" * 32, resume: bool = False, **described: Any) -> PrivateRun:
+    return PrivateRun.open(
+        folder / "privacy_ledger.jsonl",
+        resume=resume,
+        secret=secret,
+        secure_rng=False,
+        described=DESCRIBED | described,
+        data_fingerprint=lambda key: "data",
+        run_id="run",
+    )
+
+
+def opened(folder: Path, *, resume: bool = False, **described: Any) -> list[dict[str, Any]]:
+    """The records of a run that was opened and closed again."""
+    run = open_run(folder, resume=resume, **described)
+    run.ledger.close()
+    return run.ledger.records
+
+
+class OneMoment(datetime):
+    @classmethod
+    def now(cls, tz: Any = None) -> OneMoment:
+        return cls(2026, 1, 1, tzinfo=UTC)
+
+
+def test_two_runs_that_were_opened_in_one_moment_have_different_heads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chain, "datetime", OneMoment)
+    [first], [second] = opened(tmp_path / "a"), opened(tmp_path / "b")
+    assert first["day"] == second["day"] and first["hash"] != second["hash"]
+
+
+def test_what_counts_a_run_is_remembered_from_any_of_its_plans(tmp_path: Path) -> None:
+    opened(tmp_path)
+    opened(tmp_path, resume=True, dataset_ledger=None)
+    opened(tmp_path, resume=True, dataset_ledger="first")
+    before = (tmp_path / "privacy_ledger.jsonl").read_bytes()
+    for other in ({}, {"dataset_ledger": None}, {"dataset_ledger": "second"}):
+        with pytest.raises(ResumeError, match=r"privacy\.dataset_ledger"):
+            opened(tmp_path, resume=True, **other)
+    assert (tmp_path / "privacy_ledger.jsonl").read_bytes() == before
+    assert len(opened(tmp_path, resume=True, dataset_ledger="first")) == 4
+
+
+def test_a_run_from_before_its_data_sets_ledger_was_noted_goes_on_as_it_was(tmp_path: Path) -> None:
+    opened(tmp_path)
+    assert len(opened(tmp_path, resume=True, dataset_ledger=None)) == 2
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_ledger_knows_every_checkpoint_that_was_taken_before_it_and_none_that_needs_a_later_step(
+    seed: int, tmp_path: Path
+) -> None:
+    """Launches that end at random moments, also before their first step, and under other secrets."""
+    coins, release = random.Random(seed), NonPrivateRelease(label="train").to_dict()
+    path = tmp_path / "privacy_ledger.jsonl"
+    moments: list[tuple[Position, frozenset[Key], bytes]] = []  # a checkpoint, the steps in its weights, the ledger
+    secret = b"k" * 32
+    for launch in range(12):
+        secret = bytes([launch]) * 32 if coins.random() < 0.3 else secret
+        run = open_run(tmp_path, secret=secret, resume=launch > 0)
+        step, inside = 0, frozenset[Key]()
+        if moments and coins.random() < 0.9:
+            position, inside, _ = coins.choice(moments)
+            run.go_on_from(position, must_be_known=True)
+            step = position.steps_done
+        run.settle_attempt(step, None)
+        for due in range(step, step + coins.choice((1, 1, 2, 4))):
+            if due > step:
+                key = (run.attempt, due - 1)
+                assert key not in run.intents
+                run.intents[key] = run.ledger.append("intent", attempt=key[0], step=key[1], release=release)
+                inside |= {key}
+            moments.append((Position("run", run.attempt, due), inside, path.read_bytes()))
+        run.ledger.close()
+    check_no_key_reuse(run.ledger.records)
+    refused = 0
+    for early, (_, _, written) in enumerate(moments):
+        (tmp_path / "backup.jsonl").write_bytes(written)
+        backup = PrivateRun(PrivacyLedger.read(tmp_path / "backup.jsonl"), run.stream, "run")
+        for taken, (position, inside, _) in enumerate(moments):
+            try:
+                backup.go_on_from(position, must_be_known=True)
+            except ResumeError:
+                refused += 1
+                assert taken > early
+            else:
+                assert inside <= set(backup.intents)
+    assert refused > 50

@@ -1,0 +1,118 @@
+"""A run goes on in one place at a time, and a killed one frees its place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lit_dpret.errors import LedgerError, StorageError
+from lit_dpret.privacy.ledger.run_lock import RunLock
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from lit_dpret.privacy.ledger.run_lock import RunLock
+
+lock = RunLock(Path(sys.argv[1]), "r")
+lock.take()
+print("held", flush=True)
+time.sleep(600)
+"""
+
+CONTENDER = """
+import sys, time
+from pathlib import Path
+from lit_dpret.errors import LedgerError
+from lit_dpret.privacy.ledger.run_lock import RunLock
+
+folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
+done = 0
+while done < rounds:
+    lock = RunLock(folder / "data.jsonl", "r")
+    try:
+        lock.take()
+    except LedgerError:
+        continue
+    (folder / "inside").touch(exist_ok=False)
+    (folder / "inside").unlink()
+    lock.release()
+    done += 1
+"""
+
+
+def test_nobody_else_gets_it_in_this_process_until_it_is_let_go(tmp_path: Path) -> None:
+    first, second = RunLock(tmp_path / "data.jsonl", "r"), RunLock(tmp_path / "data.jsonl", "r")
+    first.take()
+    first.take()
+    with pytest.raises(LedgerError, match="Run r is going on already"):
+        second.take()
+    second.release()
+    with pytest.raises(LedgerError, match="Run r is going on already"):
+        second.take()
+    first.release()
+    second.take()
+    second.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_run_on_the_data_set_is_not_in_the_way(tmp_path: Path) -> None:
+    locks = [RunLock(tmp_path / "data.jsonl", "r"), RunLock(tmp_path / "data.jsonl", "s")]
+    for lock in locks:
+        lock.take()
+    for lock in locks:
+        lock.release()
+
+
+def test_another_path_to_the_same_ledger_leads_to_the_same_lock(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").touch()
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "data.jsonl")
+    lock = RunLock(tmp_path / "data.jsonl", "r")
+    lock.take()
+    with pytest.raises(LedgerError, match="going on already"):
+        RunLock(tmp_path / "link.jsonl", "r").take()
+    lock.release()
+
+
+def test_a_killed_process_lets_it_go(tmp_path: Path) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "data.jsonl")], stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    lock = RunLock(tmp_path / "data.jsonl", "r")
+    with pytest.raises(LedgerError, match="going on already"):
+        lock.take()
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+    lock.take()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_worker_cannot_let_it_go(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path / "data.jsonl", "r")
+    lock.take()
+    child = os.fork()
+    if child == 0:
+        lock.release()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    with pytest.raises(LedgerError, match="going on already"):
+        RunLock(tmp_path / "data.jsonl", "r").take()
+    lock.release()
+
+
+def test_two_processes_are_never_inside_together(tmp_path: Path) -> None:
+    runs = [subprocess.Popen([sys.executable, "-c", CONTENDER, str(tmp_path), "300"]) for _ in range(2)]
+    assert [run.wait(timeout=120) for run in runs] == [0, 0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"data\.jsonl\.r\.lock could not be opened"):
+        RunLock(tmp_path / "file" / "data.jsonl", "r").take()

@@ -1,0 +1,438 @@
+"""What filters keep, on scores small enough to check by hand, and what they refuse to look at."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_generator import PASSAGES, generator, lively_generator, write_parent_card
+
+from lit_dpret.cards.card import Assumption, card_sha256, inherit_card, read_card, subject_of, write_card
+from lit_dpret.cards.file import checksum
+from lit_dpret.cards.notes import note_not_covered
+from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.errors import ConfigurationError, DataError, LitDpretError, PrivateDataError, UnsupportedModelError
+from lit_dpret.modules.token_scores import TokenScorer
+from lit_dpret.retrieval.runs import Ranking
+from lit_dpret.retrieval.topk import TopK
+from lit_dpret.synthesis.filters import (
+    BestOf,
+    CrossEncoderScore,
+    LanguageModelScore,
+    QueryFilter,
+    ReleasedQueries,
+    ReleasedQuery,
+    RoundTrip,
+    apply_filters,
+    load_released,
+)
+from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
+from lit_dpret.synthesis.filters.filters import Progress
+from lit_dpret.synthesis.filters.released import require_covered
+
+
+def made(*queries: tuple[str, str], **metadata: list[Any]) -> ReleasedQueries:
+    """Public queries ``(text, passage id)``, called q0, q1 and so on."""
+    return ReleasedQueries(
+        queries=tuple(
+            ReleasedQuery(
+                query_id=f"q{i}", text=text, passage_id=passage,
+                metadata={key: values[i] for key, values in metadata.items()},
+            )
+            for i, (text, passage) in enumerate(queries)
+        ),
+        passages={"a": "text a", "b": "text b", "c": "text c"}, provenance="declared public",
+    )  # fmt: skip
+
+
+class Fixed(QueryFilter):
+    """Scores from a list, by query id; keeps what scores above 0."""
+
+    name = "fixed"
+
+    def __init__(self, scores: Mapping[str, float]) -> None:
+        self.scores, self.asked = scores, list[str]()
+
+    def check(self, released: ReleasedQueries) -> None:
+        """It looks at nothing but its list."""
+
+    def score(self, released: ReleasedQueries, progress: Progress | None = None) -> np.ndarray:
+        self.asked = [query.query_id for query in released]
+        return np.array([self.scores[name] for name in self.asked])
+
+    def keep(self, released: ReleasedQueries, scores: np.ndarray) -> np.ndarray:
+        return scores > 0
+
+    def settings(self) -> dict[str, Any]:
+        return {"filter": self.name}
+
+
+class Always:
+    """Ranks the passages in one order for every query."""
+
+    def __init__(self, *order: str, encoder: str = "bm25") -> None:
+        self.order, self.encoder = order, encoder
+
+    def rank(self, queries: Mapping[str, str], passages: Mapping[str, str], *, k: int) -> Ranking:
+        names = sorted(passages)
+        row = [names.index(name) for name in self.order[:k]]
+        indices = torch.tensor([row] * len(queries))
+        return Ranking(query_ids=list(queries), passage_ids=names, top=TopK(torch.zeros(indices.shape), indices))
+
+
+def kept_by(one: QueryFilter, released: ReleasedQueries) -> list[str]:
+    _, kept = one.choose(released)
+    return [query.query_id for query in released.only(kept.tolist())]
+
+
+# -- what is kept ----------------------------------------------------------------------------
+
+
+def test_a_round_trip_keeps_the_queries_whose_passage_is_among_the_first_k() -> None:
+    released = made(("x", "a"), ("y", "b"), ("z", "c"))
+    assert kept_by(RoundTrip(Always("b", "c", "a"), k=1), released) == ["q1"]
+    assert kept_by(RoundTrip(Always("b", "c", "a"), k=2), released) == ["q1", "q2"]
+    scores, _ = RoundTrip(Always("b", "c", "a"), k=2).choose(released)
+    assert scores.tolist() == [-math.inf, -1.0, -2.0]
+
+
+def test_recorded_log_probabilities_are_taken_per_word_and_the_best_share_is_kept() -> None:
+    released = made(("one", "a"), ("one two three", "b"), ("one two", "c"), log_prob=[-3.0, -4.0, -9.0])
+    scores, _ = LanguageModelScore(keep_share=1.0).choose(released)
+    assert scores.tolist() == [-1.5, -1.0, -3.0]
+    assert kept_by(LanguageModelScore(keep_share=0.34), released) == ["q0", "q1"]  # a share is rounded up
+    assert kept_by(LanguageModelScore(keep_share=0.3), released) == ["q1"]
+    assert kept_by(LanguageModelScore(min_score=-1.5), released) == ["q0", "q1"]
+
+
+def test_best_of_keeps_the_best_of_every_passage_and_the_earlier_one_of_equals() -> None:
+    released = made(("u", "a"), ("v", "a"), ("w", "a"), ("x", "b"), ("y", "c"))
+    scores = {"q0": 1.0, "q1": 3.0, "q2": 3.0, "q3": -7.0, "q4": -math.inf}
+    assert kept_by(BestOf(Fixed(scores)), released) == ["q1", "q3"]
+    assert kept_by(BestOf(Fixed(scores), n=2), released) == ["q1", "q2", "q3"]
+
+
+def test_each_filter_is_asked_only_about_what_passed_the_ones_before_it() -> None:
+    first, second = Fixed({"q0": 1, "q1": -1, "q2": 2}), Fixed({"q0": -1, "q1": 1, "q2": 1})
+    left, applied = apply_filters(made(("x", "a"), ("y", "b"), ("z", "c")), [first, second])
+    assert second.asked == ["q0", "q2"] and [query.query_id for query in left] == ["q2"]
+    assert [(one.asked, one.kept, one.lowest_kept) for one in applied] == [(3, 2, 1.0), (2, 1, 1.0)]
+    assert applied[0].examples == ([(1.0, "x", "a"), (2.0, "z", "c")], [(-1.0, "y", "b")])
+
+
+# -- models that score -----------------------------------------------------------------------
+
+
+def test_the_generator_scores_its_own_queries_by_what_it_recorded(
+    released: ReleasedQueries, generator_folder: Path
+) -> None:
+    """A whole query's log probability is the mean over its tokens times their number, the end mark among them."""
+    scores, _ = LanguageModelScore(model=generator_folder, keep_share=1.0, batch_size=5).choose(released)
+    codec = TokenScorer.load(generator_folder).codec
+    checked = 0
+    for score, query in zip(scores, released, strict=True):
+        tokens = len(codec.queries([query.text])[0])
+        if tokens < codec.contract.max_query_length:  # longer ones may have been cut
+            assert query.log_prob == pytest.approx(score * tokens, rel=1e-4)
+            checked += 1
+    assert checked > 10
+
+
+def test_scores_do_not_depend_on_the_batch_size(released: ReleasedQueries, cross_encoder_folder: Path) -> None:
+    texts = released.pairs()
+    scorer = CrossEncoder.load(cross_encoder_folder)
+    one, many = (scorer.score(*texts, batch_size=size) for size in (1, 7))
+    np.testing.assert_allclose(one, many, rtol=1e-4, atol=1e-5)
+    assert len(set(one.round(3))) > 10
+
+
+def test_a_cross_encoder_gives_the_logit_of_the_pair_and_cuts_the_longer_text(cross_encoder_folder: Path) -> None:
+    scorer = CrossEncoder.load(cross_encoder_folder)
+    query, passage = "bana delo", " ".join(["fibi"] * 40)
+    tokens = scorer.tokenizer(query, passage, truncation="longest_first", max_length=24, return_tensors="pt")
+    assert tokens["input_ids"].shape[1] == 24
+    with torch.inference_mode():
+        expected = float(scorer.model(**tokens).logits)
+    assert scorer.score([query], [passage])[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_cross_encoder_scores_as_sentence_transformers_does(cross_encoder_folder: Path) -> None:
+    library = pytest.importorskip("sentence_transformers", reason="compares with sentence-transformers")
+    theirs = library.CrossEncoder(str(cross_encoder_folder), activation_fn=torch.nn.Identity(), device="cpu")
+    queries, passages = ["bana delo", "fibi"], ["gomu kuri", "bana bana bana delo fibi"]
+    expected = theirs.predict(list(zip(queries, passages, strict=True)))
+    ours = CrossEncoder.load(cross_encoder_folder).score(queries, passages)
+    np.testing.assert_allclose(ours, expected, rtol=1e-5)
+
+
+def test_what_is_no_cross_encoder_is_refused(
+    cross_encoder_folder: Path, generator_folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError, match="cross-encoder"):
+        CrossEncoder.load(generator_folder)
+    from transformers import BertConfig, BertForSequenceClassification
+
+    CrossEncoder.load(cross_encoder_folder).tokenizer.save_pretrained(tmp_path)
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    BertForSequenceClassification(BertConfig(vocab_size=100, num_labels=3, **shape)).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="3 outputs"):
+        CrossEncoder.load(tmp_path)
+    with pytest.raises(ConfigurationError, match="max_length=99 is more than"):
+        CrossEncoder.load(cross_encoder_folder, max_length=99)
+
+
+# -- nothing private enters ------------------------------------------------------------------
+
+
+def private_pairs(folder: Path) -> PairsDataModule:
+    (folder / "pairs.jsonl").write_text('{"query": "secret words", "passage": "a passage"}\n')
+    return PairsDataModule(pairs=folder / "pairs.jsonl")
+
+
+@pytest.mark.parametrize(
+    "one", [Fixed({}), RoundTrip(Always("a")), LanguageModelScore(keep_share=1), BestOf(Fixed({}))]
+)
+def test_private_data_are_another_type_and_are_refused(one: QueryFilter, tmp_path: Path) -> None:
+    data = private_pairs(tmp_path)
+    for private in (data, data.collection, data.pair_rows("train"), ["secret words"]):
+        with pytest.raises(PrivateDataError, match="takes ReleasedQueries, not") as told:
+            one.choose(private)  # type: ignore[arg-type]  # what mypy refuses too
+        assert "secret" not in str(told.value)
+
+
+def test_a_folder_without_a_card_is_private_until_it_is_declared_public(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data, tmp_path / "bare", ignore=shutil.ignore_patterns("privacy_card.*"))
+    with pytest.raises(DataError, match="queries_are_public=true"):
+        load_released(tmp_path / "bare")
+    public = load_released(tmp_path / "bare", declared_public=True)
+    assert public.provenance == "declared public" and len(public) == len(load_released(data))
+
+
+def artefact(folder: Path, parent: Path, **facts: Any) -> Path:
+    """A folder that was computed from ``parent`` alone, with the card that says so."""
+    folder.mkdir()
+    (folder / "weights").write_text(folder.name)
+    subject = subject_of("weights", folder.name, [folder / "weights"], root=folder)
+    write_card(inherit_card(parent, subject, description="trained on the queries", **facts), folder)
+    return folder
+
+
+def test_the_claim_of_the_queries_covers_their_generator_and_what_was_made_from_them(
+    released: ReleasedQueries, data: Path, generator_folder: Path, tmp_path: Path
+) -> None:
+    for folder in (generator_folder, data, artefact(tmp_path / "retriever", data)):
+        require_covered(folder, released, declared_public=False, knob="encoder")
+
+
+def test_a_model_of_other_private_training_is_refused_whatever_is_declared(
+    released: ReleasedQueries, tmp_path: Path
+) -> None:
+    other = generator(seed=5).save_model(tmp_path / "other")
+    write_parent_card(other)
+    assert card_sha256(other / "privacy_card.json") not in released.ancestors
+    for folder in (other, artefact(tmp_path / "from_other", other)):
+        for declared in (False, True):
+            with pytest.raises(PrivateDataError, match=r"encoder=.*trained on private data of its own"):
+                require_covered(folder, released, declared_public=declared, knob="encoder")
+
+
+def test_a_child_that_was_trained_further_on_private_data_is_not_covered(
+    released: ReleasedQueries, generator_folder: Path, tmp_path: Path
+) -> None:
+    """It names the generator as a parent, as a retriever would, but its card is no post-processing's."""
+    child = artefact(tmp_path / "child", generator_folder)
+    card = read_card(child)
+    assert card["parents"][0]["sha256"] in released.ancestors
+    card["mechanism"]["kind"] = "dp_sgd"
+    (child / "privacy_card.json").write_text(json.dumps(card | {"checksum": checksum(card)}))
+    with pytest.raises(PrivateDataError, match="of its own"):
+        require_covered(child, released, declared_public=True, knob="encoder")
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"tuning": {"data": "private"}}, "settings were chosen on private data"),
+        ({"assumptions": [Assumption("No metric of private queries was shown.", False)]}, "No metric of private"),
+    ],
+)
+def test_a_retriever_of_these_queries_that_was_chosen_by_private_ones_is_refused(
+    facts: dict[str, Any], message: str, released: ReleasedQueries, data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(PrivateDataError, match=message):
+        require_covered(artefact(tmp_path / "r", data, **facts), released, declared_public=True, knob="encoder")
+
+
+@pytest.mark.parametrize("change", ["other weights", "another file", "a missing file"])
+def test_a_covered_models_card_beside_other_weights_is_refused(
+    change: str, released: ReleasedQueries, generator_folder: Path, tmp_path: Path
+) -> None:
+    """The cheapest way to have a private model choose: put it into a folder with a card that is covered."""
+    folder = tmp_path / "forged"
+    shutil.copytree(generator_folder, folder)
+    require_covered(folder, released, declared_public=False, knob="encoder")
+    if change == "other weights":
+        for weights in lively_generator(seed=5).save_model(tmp_path / "private").glob("*.safetensors"):
+            shutil.copy2(weights, folder)
+    elif change == "another file":
+        (folder / "pytorch_model.bin").write_bytes(b"weights")
+    else:
+        next(folder.glob("*.safetensors")).unlink()
+    with pytest.raises(DataError, match="card is of something else"):
+        require_covered(folder, released, declared_public=True, knob="encoder")
+
+
+def test_a_part_of_a_private_model_without_the_card_is_refused_whatever_is_declared(
+    released: ReleasedQueries, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    weights = run / "model" / "0_Transformer" / "weights"
+    weights.parent.mkdir(parents=True)
+    weights.write_text("private")
+    generator(seed=5).save_model(tmp_path / "other")
+    write_parent_card(tmp_path / "other")
+    subject = subject_of("weights", "DualEncoder", [weights], root=run / "model")
+    write_card(inherit_card(tmp_path / "other", subject, description="trained"), run)
+    (tmp_path / "link").symlink_to(weights.parent)
+    for folder in (run / "model", weights.parent, tmp_path / "link"):
+        with pytest.raises(PrivateDataError, match="without its card"):
+            require_covered(folder, released, declared_public=True, knob="encoder")
+
+
+def test_a_folder_that_is_called_as_a_public_model_is_asked_for_its_card(
+    released: ReleasedQueries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    require_covered("minilm", released, declared_public=False, knob="encoder")
+    require_covered("bm25", released, declared_public=False, knob="encoder")
+    for name, knob in (("minilm", "encoder"), ("bm25", "model")):
+        (tmp_path / name).mkdir()
+        with pytest.raises(ConfigurationError, match="has no privacy card"):
+            require_covered(name, released, declared_public=False, knob=knob)
+
+
+def test_a_card_that_was_amended_covers_what_it_covered_before(
+    data: Path, generator_folder: Path, tmp_path: Path
+) -> None:
+    """A mark about similarity changes the card's SHA-256, and nothing of what was made from the artefact."""
+    copies = [Path(shutil.copytree(folder, tmp_path / folder.name)) for folder in (data, generator_folder)]
+    retriever = artefact(tmp_path / "retriever", copies[0])
+    for copy in copies:
+        note_not_covered(copy, "Similarity", computed="private queries")
+    for folder in (retriever, *copies):
+        require_covered(folder, load_released(copies[0]), declared_public=False, knob="encoder")
+
+
+@pytest.mark.parametrize("change", ["edited", "hidden behind another", "taken from elsewhere"])
+def test_queries_that_their_card_does_not_describe_are_refused(change: str, data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "edited"
+    shutil.copytree(data, folder)
+    load_released(folder)
+    queries = folder / "queries.jsonl"
+    if change == "edited":
+        queries.write_text(queries.read_text().replace("genQ", "genQ9", 1))
+    elif change == "hidden behind another":
+        (folder / "queries.jsonl.gz").write_bytes(gzip.compress(queries.read_bytes()))
+        queries.unlink()
+    else:
+        retriever = artefact(tmp_path / "retriever", data)
+        shutil.copy2(retriever / "privacy_card.json", folder)
+    with pytest.raises(DataError, match=r"claim (does not cover it|says nothing about these queries)"):
+        load_released(folder)
+
+
+def test_a_corpus_with_another_text_for_a_querys_passage_is_refused(data: Path, tmp_path: Path) -> None:
+    corpus = [json.loads(line) for line in (data / "corpus.jsonl").read_text().splitlines()]
+    more = tmp_path / "more.jsonl"
+    more.write_text("".join(f"{json.dumps(one)}\n" for one in [*corpus, {"_id": "new", "text": "another"}]))
+    assert len(load_released(data, corpus=more).passages) == len(corpus) + 1
+    corpus[0]["text"] = "my secret"
+    more.write_text("".join(f"{json.dumps(one)}\n" for one in corpus))
+    with pytest.raises(DataError, match=r"task\.corpus has another text for passage") as told:
+        load_released(data, corpus=more)
+    assert "secret" not in str(told.value)
+
+
+def test_a_model_without_a_card_must_be_declared_public(released: ReleasedQueries, cross_encoder_folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match="model_is_public=true"):
+        CrossEncoderScore(cross_encoder_folder, keep_share=0.5).choose(released)
+    with pytest.raises(ConfigurationError, match="encoder_is_public=true"):
+        RoundTrip(Always("a", encoder="some/encoder")).choose(released)
+    scores, kept = CrossEncoderScore(cross_encoder_folder, model_is_public=True, keep_share=0.5).choose(released)
+    assert kept.sum() == math.ceil(0.5 * len(released))
+    assert scores[kept].min() >= scores[~kept].max()
+
+
+def test_every_filter_is_checked_before_the_first_one_scores(
+    released: ReleasedQueries, cross_encoder_folder: Path
+) -> None:
+    first = Fixed({})
+    with pytest.raises(ConfigurationError, match="model_is_public"):
+        apply_filters(released, [first, BestOf(CrossEncoderScore(cross_encoder_folder, keep_share=0.5))])
+    assert first.asked == []
+
+
+# -- bad input -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: RoundTrip(Always("a"), k=0), "k=0"),
+        (lambda: BestOf(Fixed({}), n=0), "n=0"),
+        (lambda: LanguageModelScore(), "keep_share=None and min_score=None"),
+        (lambda: LanguageModelScore(keep_share=0.5, min_score=-1.0), "give one of them"),
+        (lambda: LanguageModelScore(keep_share=1.5), r"keep_share=1.5 .* not in \(0, 1\]"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused(build: Any, message: str) -> None:
+    with pytest.raises(LitDpretError, match=message):
+        build()
+
+
+def test_scores_that_are_not_numbers_and_filters_that_keep_nothing_are_refused() -> None:
+    released = made(("x", "a"), ("y", "b"))
+    with pytest.raises(DataError, match="1 of them not a number"):
+        Fixed({"q0": math.nan, "q1": 1.0}).choose(released)
+    with pytest.raises(DataError, match="None of 2 queries passes the filter fixed"):
+        apply_filters(released, [Fixed({"q0": -1.0, "q1": -1.0})])
+
+
+def test_a_data_set_without_log_probabilities_needs_a_model() -> None:
+    with pytest.raises(ConfigurationError, match="records no log_prob"):
+        LanguageModelScore(keep_share=0.5).choose(made(("x", "a")))
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "message"),
+    [
+        ("queries.jsonl", '{"_id": "new", "text": "words"}', "'new' has no passage"),
+        ("queries.jsonl", '{"_id": "genQ1", "text": "words"}', "'genQ1' was given before"),
+        ("queries.jsonl", '{"_id": "new", "text": " "}', "'new' has an empty text"),
+        ("qrels/train.tsv", "genQ1\tp999\t1", "has passages"),
+    ],
+)
+def test_a_malformed_folder_is_refused_by_line(file: str, line: str, message: str, data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    shutil.copytree(data, folder, ignore=shutil.ignore_patterns("privacy_card.*"))
+    with open(folder / file, "a", encoding="utf-8") as out:
+        out.write(line + "\n")
+    with pytest.raises(DataError, match=message):
+        load_released(folder, declared_public=True)
+
+
+def test_released_queries_are_what_the_folder_holds(released: ReleasedQueries, data: Path) -> None:
+    lines = [json.loads(line) for line in (data / "queries.jsonl").read_text().splitlines()]
+    assert [(q.query_id, q.text, q.passage_id) for q in released] == [
+        (line["_id"], line["text"], line["metadata"]["passage_id"]) for line in lines
+    ]
+    assert dict(released.passages) == PASSAGES and released.provenance == "card"
+    assert [q.log_prob for q in released] == [line["metadata"]["log_prob"] for line in lines]

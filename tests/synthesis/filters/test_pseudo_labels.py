@@ -1,0 +1,135 @@
+"""Labels are differences of a cross-encoder's logits, the same whoever interrupts them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_generator import lines
+from transformers import BertForSequenceClassification
+
+from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError
+from lit_dpret.negatives.labels import read_labels
+from lit_dpret.retrieval.runs import Ranking
+from lit_dpret.retrieval.topk import TopK
+from lit_dpret.synthesis.filters import ReleasedQueries
+from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
+from lit_dpret.synthesis.filters.pseudo_labels import LABELS, NEGATIVES, label, mine
+
+
+class InOrder:
+    encoder = "bm25"
+
+    def rank(self, queries: Mapping[str, str], passages: Mapping[str, str], *, k: int) -> Ranking:
+        indices = torch.arange(k).repeat(len(queries), 1)
+        return Ranking(
+            query_ids=list(queries), passage_ids=list(passages), top=TopK(torch.zeros(indices.shape), indices)
+        )
+
+
+def labelled(released: ReleasedQueries, out: Path, model: Path, **changes: Any) -> Path:
+    settings: dict[str, Any] = {"depth": 6, "per_query": 2, "group_size": 4, "cross_encoder_is_public": True}
+    return label(released, out, ranker=InOrder(), cross_encoder=model, **settings | changes)
+
+
+def test_a_label_is_the_difference_of_two_logits(
+    released: ReleasedQueries, cross_encoder_folder: Path, tmp_path: Path
+) -> None:
+    out = labelled(released, tmp_path / "labels", cross_encoder_folder)
+    found = read_labels(out / LABELS)
+    assert len(found) == 2 * len(released)
+    texts = {query.query_id: query.text for query in released}
+    scorer = CrossEncoder.load(cross_encoder_folder)
+    for one in found[::7]:
+        own, other = scorer.score(
+            [texts[one.query_id]] * 2, [released.passages[one.passage_id], released.passages[one.negative_id]]
+        )
+        assert one.margin == pytest.approx(own - other, abs=1e-4)
+    sources = {query.query_id: query.passage_id for query in released}
+    assert all(sources[one.query_id] == one.passage_id != one.negative_id for one in found)
+    assert np.std([one.margin for one in found]) > 0.01
+    for record in lines(out / NEGATIVES):
+        assert record["pos"] == [sources[record["qid"]]]
+        assert record["neg"] == {"bm25": [r.negative_id for r in found if r.query_id == record["qid"]]}
+
+
+class Stop(Exception):
+    pass
+
+
+def test_a_run_that_was_stopped_goes_on_and_writes_the_same(
+    released: ReleasedQueries, cross_encoder_folder: Path, tmp_path: Path
+) -> None:
+    whole = labelled(released, tmp_path / "whole", cross_encoder_folder)
+    told: list[tuple[int, int]] = []
+
+    def stop(done: int, total: int) -> None:
+        told.append((done, total))
+        if done >= 8:
+            raise Stop
+
+    with pytest.raises(Stop):
+        labelled(released, tmp_path / "parts", cross_encoder_folder, progress=stop)
+    assert told == [(4, len(released)), (8, len(released))]
+    told.clear()
+    labelled(released, tmp_path / "parts", cross_encoder_folder, progress=lambda *at: told.append(at))
+    assert told[0] == (12, len(released))
+    for name in (LABELS, NEGATIVES):
+        assert (tmp_path / "parts" / name).read_bytes() == (whole / name).read_bytes()
+    with pytest.raises(ResumeError, match="per_query=2"):
+        labelled(released, tmp_path / "parts", cross_encoder_folder, per_query=3)
+    other = tmp_path / cross_encoder_folder.name
+    model = BertForSequenceClassification.from_pretrained(cross_encoder_folder)
+    with torch.no_grad():
+        model.classifier.weight.mul_(2)
+    shutil.copytree(cross_encoder_folder, other)
+    model.save_pretrained(other)
+    with pytest.raises(ResumeError, match="sha256_of_cross_encoder"):
+        labelled(released, tmp_path / "parts", other)
+
+
+def test_negatives_are_drawn_evenly_from_the_first_passages_and_never_the_own_one(released: ReleasedQueries) -> None:
+    names = list(released.passages)
+    counts = dict.fromkeys(names, 0)
+    for seed in range(200):
+        for query, drawn in zip(
+            released, mine(released, InOrder(), depth=5, per_query=2, seed=seed).values(), strict=True
+        ):
+            assert len(set(drawn)) == 2 and query.passage_id not in drawn
+            for name in drawn:
+                counts[name] += 1
+    assert {name for name in names if counts[name]} == set(names[:6])  # the sixth where the own passage is among five
+    others = [q for q in released if q.passage_id not in names[:6]]
+    expected = 200 * 2 / 5 * len(others)
+    assert all(counts[name] > 0.8 * expected for name in names[:5])
+
+
+def test_private_data_and_undeclared_models_are_refused(
+    released: ReleasedQueries, cross_encoder_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "pairs.jsonl").write_text('{"query": "secret words", "passage": "a passage"}\n')
+    with pytest.raises(PrivateDataError, match="PairsDataModule"):
+        labelled(PairsDataModule(pairs=tmp_path / "pairs.jsonl"), tmp_path / "x", cross_encoder_folder)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="cross_encoder_is_public=true"):
+        labelled(released, tmp_path / "x", cross_encoder_folder, cross_encoder_is_public=False)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "line", ["q1\tp1\tp2", "q1\tp1\tp2\tmuch", "q1\tp1\tp2\tnan", "q1\tp1\tp2\t1e300", "q1\tp1\tp2\t-inf"]
+)
+def test_a_malformed_label_is_refused_by_line(line: str, tmp_path: Path) -> None:
+    (tmp_path / "labels.tsv").write_text(f"q0\tp0\tp1\t0.5\n{line}\n")
+    with pytest.raises(DataError, match=r"labels.tsv line 2"):
+        read_labels(tmp_path / "labels.tsv")
+
+
+def test_a_file_of_labels_that_is_not_there_is_told_by_its_setting(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"model.negatives.labelled.file=.*labels.tsv cannot be read: No such file"):
+        read_labels(tmp_path / "labels.tsv")

@@ -1,0 +1,137 @@
+"""A selection of released queries is a data set like the whole, with the claim of the whole."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_generator import PASSAGES, lines
+
+from lit_dpret.cards.card import card_sha256, read_card
+from lit_dpret.datamodules import SyntheticDataModule
+from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, StorageError
+from lit_dpret.synthesis.dataset_folder import DATA_FILES
+from lit_dpret.synthesis.filters import BestOf, LanguageModelScore, ReleasedQueries, load_released, write_selection
+from lit_dpret.synthesis.filters.selection import Applied
+from lit_dpret.tasks import Filter
+from lit_dpret.tasks.filter import _examples
+from lit_dpret.tasks.parts import Parts
+
+
+def no_part(*_: Any, **__: Any) -> Any:
+    raise AssertionError("filtering builds nothing of the configuration")
+
+
+def parts(folder: Path) -> Parts:
+    return Parts(
+        run_dir=folder, make_privacy=no_part, make_datamodule=no_part, make_module=no_part, make_trainer=no_part
+    )
+
+
+def test_a_selection_of_everything_has_the_same_files(released: ReleasedQueries, data: Path, tmp_path: Path) -> None:
+    out = write_selection(released, tmp_path / "all", applied=[])
+    for name in DATA_FILES:
+        assert (out / name).read_bytes() == (data / name).read_bytes()
+
+
+def test_what_is_kept_keeps_its_id_and_only_its_passages_are_written(
+    released: ReleasedQueries, data: Path, tmp_path: Path
+) -> None:
+    kept = released.only([i % 5 == 3 for i in range(len(released))])
+    out = write_selection(kept, tmp_path / "some", applied=[])
+    whole = (data / "queries.jsonl").read_text().splitlines()
+    assert (out / "queries.jsonl").read_text().splitlines() == whole[3::5]
+    assert {line["_id"] for line in lines(out / "corpus.jsonl")} == {query.passage_id for query in kept}
+    again = load_released(out)
+    assert [vars(query) for query in again] == [vars(query) for query in kept]
+    module = SyntheticDataModule(folder=out)
+    module.setup("fit")
+    assert [row.query_id for row in module.pair_rows("train")] == [query.query_id for query in kept]
+
+
+def test_the_card_of_a_selection_claims_what_the_whole_claims_and_lists_the_filters(
+    data: Path, generator_folder: Path, tmp_path: Path
+) -> None:
+    best = BestOf(LanguageModelScore(model=generator_folder, keep_share=1.0))
+    told = Filter(data=data, filters={"best": best}).run(parts(tmp_path))
+    out = tmp_path / "filtered"
+    card, parent = read_card(out), read_card(data)
+    for key in ("guarantee", "epsilon", "delta", "unit", "neighbours"):
+        assert card["claim"].get(key) == parent["claim"].get(key)
+    assert [p["sha256"] for p in card["parents"]] == [
+        card_sha256(data / "privacy_card.json"), *(p["sha256"] for p in parent["parents"])
+    ]  # fmt: skip
+    assert told["kept"] == len(PASSAGES) == len(lines(out / "queries.jsonl"))
+    applied = card["generation"]["filters"]
+    assert {one["uses_private_data"] for one in applied} == {False}
+    assert card["environment"]["hardware"] and card["environment"]["precision"] == "float32"
+    assert [(one["filter"], one["kept"], one["by"]["model"]) for one in applied] == [("best_of", len(PASSAGES), "g")]
+    assert str(generator_folder) not in (out / "README.md").read_text() + (out / "privacy_card.json").read_text()
+    report = json.loads((tmp_path / "filter.json").read_text())
+    assert report["queries"] == len(load_released(data)) and report["kept"] == len(PASSAGES)
+    examples = (tmp_path / "examples.md").read_text()
+    assert examples.count("| kept |") == examples.count("| dropped |") == 5
+    passages = load_released(data).passages
+    rows = [row for row in examples.splitlines() if row.startswith(("| kept |", "| dropped |"))]
+    shown = [row.removesuffix(" |").split(" | ")[-1].split(": ", 1) for row in rows]
+    assert len(shown) == 10 and all(passages[name].startswith(words.removesuffix(" ...")) for name, words in shown)
+
+
+def test_examples_show_the_beginning_of_a_long_passage_on_one_line() -> None:
+    passages = {"p1": "a policy\ncovers | " + "word " * 40}
+    row = (0.5, "what does it cover?", "p1")
+    applied = Applied(settings={"filter": "mine"}, asked=1, kept=1, lowest_kept=0.5, examples=([row], []))
+    text = _examples([applied], passages)
+    assert f"| kept | 0.5 | what does it cover? | p1: a policy covers \\| {'word ' * 20}word ... |" in text.splitlines()
+
+
+def test_filters_add_up_in_the_card_of_a_selection_of_a_selection(data: Path, tmp_path: Path) -> None:
+    Filter(data=data, filters={"a": LanguageModelScore(keep_share=0.5)}).run(parts(tmp_path / "once"))
+    Filter(data=tmp_path / "once" / "filtered", filters={"b": BestOf(LanguageModelScore(keep_share=1.0))}).run(
+        parts(tmp_path / "twice")
+    )
+    applied = read_card(tmp_path / "twice" / "filtered")["generation"]["filters"]
+    assert [one["filter"] for one in applied] == ["language_model", "best_of"]
+
+
+def test_nothing_is_written_over_and_no_filter_is_no_task(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "filtered").mkdir()
+    (tmp_path / "filtered" / "mine.txt").write_text("x")
+    task = Filter(data=data, filters={"a": LanguageModelScore(keep_share=0.5)})
+    with pytest.raises(StorageError, match="holds something already"):
+        task.run(parts(tmp_path))
+    assert (tmp_path / "filtered" / "mine.txt").read_text() == "x"
+    with pytest.raises(ConfigurationError, match=r"filter=round_trip"):
+        Filter(data=data, filters={})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"examples": -3}, r"task\.examples=-3"), ({"tuning_data": "mine"}, r"task\.tuning_data='?mine")],
+)
+def test_a_setting_of_the_task_is_refused_before_anything_is_written(settings: dict[str, Any], message: str) -> None:
+    """A folder of queries that is left without its card could be taken for another one."""
+    with pytest.raises(ConfigurationError, match=message):
+        Filter(data="set", filters={"language_model": LanguageModelScore(keep_share=1.0)}, **settings)
+
+
+def test_a_missing_folder_is_told_by_the_setting_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"check task\.data"):
+        load_released(tmp_path / "nowhere")
+
+
+def test_what_is_not_in_the_folder_is_not_written_with_its_card(released: ReleasedQueries, tmp_path: Path) -> None:
+    """Anybody can put other texts into the object in a program; the card is about those of the files."""
+    first, *rest = released.queries
+    for swapped in (
+        replace(released, queries=(replace(first, text="my secret"), *rest)),
+        replace(released, queries=(replace(first, query_id="secret"), *rest)),
+        replace(released, queries=(replace(first, passage_id=rest[-1].passage_id), *rest)),
+        replace(released, passages={name: "my secret" for name in released.passages}),
+    ):
+        with pytest.raises(PrivateDataError, match="not one of") as told:
+            write_selection(swapped.only([True] * len(swapped)), tmp_path / "out", applied=[])
+        assert "secret" not in str(told.value) and not (tmp_path / "out").exists()

@@ -1,0 +1,82 @@
+"""The data card says what somebody who finds the folder has to know, and says nothing that was not counted."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_generator import PASSAGES, SETTINGS
+
+from lit_dpret.cards.card import card_sha256, read_card
+from lit_dpret.synthesis.filters import LanguageModelScore, apply_filters, load_released, write_selection
+from lit_dpret.synthesis.writer import synthesize
+
+
+def header(folder: Path) -> dict[str, Any]:
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML, which transformers brings")
+    found: dict[str, Any] = yaml.safe_load((folder / "README.md").read_text().split("---\n")[1])
+    return found
+
+
+def section(folder: Path, name: str) -> str:
+    text = (folder / "README.md").read_text()
+    assert f"## {name}\n" in text
+    return re.split(r"^## ", text.split(f"## {name}\n", 1)[1], flags=re.MULTILINE)[0]
+
+
+def test_it_states_the_claim_with_all_that_an_epsilon_needs_beside_it(whole: Path, source: Path) -> None:
+    card, told = read_card(whole), section(whole, "Privacy")
+    rows = dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", told, flags=re.MULTILINE))
+    assert float(rows["epsilon"]) == pytest.approx(card["claim"]["epsilon"], rel=1e-2)
+    assert float(rows["delta"]) == card["claim"]["delta"] == 1e-5
+    assert rows["unit of privacy"] == card["claim"]["unit_text"]
+    assert rows["neighbouring data sets"] == card["claim"]["neighbours_text"]
+    assert "Poisson sampling, each unit with probability 0.01" in rows["mechanism and sampling"]
+    assert rows["accountant"].startswith("pld (dp-accounting")
+    assert card_sha256(source) in rows["derived from"]
+    assert card["claim"]["statement"] in told
+
+
+def test_it_lists_every_gap_of_the_privacy_card(whole: Path) -> None:
+    told = (whole / "README.md").read_text().split("### What is not covered\n")[1].split("\n## ")[0]
+    assert [line[2:] for line in told.strip().splitlines()] == read_card(whole)["not_covered"]
+
+
+def test_it_states_how_the_queries_were_made(whole: Path) -> None:
+    told, made = section(whole, "Origin"), json.loads((whole / "generation.json").read_text())["configuration"]
+    assert made["generator"][:16] in told
+    for key in ("top_p", "temperature", "max_new_tokens"):
+        assert f"{key} {made[key]}" in told
+    assert "3 per passage; seed 5; precision 32-true, on cpu, 3 passages at a time" in told
+    assert "Filters: none" in told and "queries drawn" in told and "declared public" in told
+
+
+def test_it_says_what_the_set_is_for_and_what_not(whole: Path) -> None:
+    assert "Training retrievers" in section(whole, "Intended use") and "no sample" in section(whole, "Intended use")
+
+
+def test_the_ways_to_load_it_that_it_shows_are_programs(whole: Path) -> None:
+    shown = re.findall(r"```python\n(.*?)```", section(whole, "How to load"), flags=re.DOTALL)
+    assert len(shown) == 3
+    for program in shown:
+        compile(program, "README.md", "exec")
+    names = re.findall(r'load_dataset\("FOLDER", "(\w+)"', shown[0])
+    assert sorted(names) == sorted(config["config_name"] for config in header(whole)["configs"])
+
+
+def test_languages_and_licence_are_those_that_were_given_and_pass_on_to_a_selection(
+    source: Path, tmp_path: Path
+) -> None:
+    terms = {"language": "no, pt-BR", "license": "cc-by-4.0"}
+    whole = synthesize(source, PASSAGES, tmp_path / "set", **SETTINGS, **terms)
+    released = load_released(whole)
+    kept, applied = apply_filters(released, [LanguageModelScore(keep_share=0.5)])
+    selected = write_selection(kept, tmp_path / "kept", applied=[one.to_dict() for one in applied])
+    for folder in (whole, selected):
+        assert header(folder)["language"] == ["no", "pt-BR"]  # and not false, which YAML reads in a bare no
+        assert header(folder)["license"] == "cc-by-4.0"
+        assert "`cc-by-4.0`, as declared" in section(folder, "Licence")
+    assert "language_model (keep_share 0.5)" in section(selected, "Origin")

@@ -1,0 +1,266 @@
+"""The folder that synthesis writes, and what it refuses to write."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_generator import PASSAGES, SETTINGS, content, generator, lines, write_parent_card
+
+from lit_dpret.cards.card import card_sha256, read_card
+from lit_dpret.errors import ConfigurationError, DataError, StorageError, UnsupportedModelError
+from lit_dpret.modules.generator_folder import load_generator
+from lit_dpret.privacy.budget import Neighbours
+from lit_dpret.synthesis.dataset_folder import DATA_FILES, SyntheticQuery, write_dataset
+from lit_dpret.synthesis.writer import synthesize
+
+# -- the folder ------------------------------------------------------------------------------
+
+
+def test_every_query_has_its_passage_and_every_passage_its_text(whole: Path) -> None:
+    queries, corpus = lines(whole / "queries.jsonl"), lines(whole / "corpus.jsonl")
+    qrels = [row.split("\t") for row in (whole / "qrels" / "train.tsv").read_text().splitlines()]
+    assert qrels[0] == ["query-id", "corpus-id", "score"]
+    assert [row[0] for row in qrels[1:]] == [query["_id"] for query in queries]
+    assert [query["_id"] for query in queries] == [f"genQ{n}" for n in range(1, len(queries) + 1)]
+    assert [row[1] for row in qrels[1:]] == [query["metadata"]["passage_id"] for query in queries]
+    assert {row[2] for row in qrels[1:]} == {"1"}
+    assert {row["_id"]: row["text"] for row in corpus} == PASSAGES and len(corpus) == len(PASSAGES)
+    mirror = lines(whole / "qrels" / "train.jsonl")
+    assert [[str(row[key]) for key in ("query-id", "corpus-id", "score")] for row in mirror] == qrels[1:]
+    pairs = lines(whole / "pairs" / "train.jsonl")
+    assert list(pairs[0]) == ["query", "positive"]  # sentence-transformers reads columns by place
+    assert [pair["query"] for pair in pairs] == [query["text"] for query in queries]
+    assert [pair["positive"] for pair in pairs] == [PASSAGES[query["metadata"]["passage_id"]] for query in queries]
+
+
+def test_no_query_is_empty_and_none_is_repeated_for_its_passage(whole: Path) -> None:
+    queries = lines(whole / "queries.jsonl")
+    keys = [(query["metadata"]["passage_id"], query["text"]) for query in queries]
+    assert len(set(keys)) == len(keys) and all(text for _, text in keys)
+    counts = json.loads((whole / "generation.json").read_text())["counts"]
+    assert counts["drawn"] == 3 * len(PASSAGES)
+    assert counts["drawn"] == counts["empty"] + counts["duplicates"] + counts["queries"]
+    assert sum(query["metadata"]["copies"] for query in queries) == counts["drawn"] - counts["empty"]
+
+
+def test_the_stored_log_probability_is_the_models(whole: Path, source: Path) -> None:
+    loaded = load_generator(source)
+    drawn = {
+        (record["passage_id"], record["draw"]): record
+        for shard in (whole / "shards").iterdir()
+        for record in lines(shard)
+    }
+    checked = 0
+    for query in lines(whole / "queries.jsonl"):
+        facts = query["metadata"]
+        ids = loaded.codec.queries([query["text"]])
+        told = SyntheticQuery(**drawn[facts["passage_id"], facts["draw"]])
+        if not told.finished or told.log_prob is None or len(told.text.split()) + 1 != len(ids[0]):
+            continue  # cut at the limit, so that its end mark was never drawn
+        batch = generator().collate_rows([SimpleRow(query["text"], PASSAGES[facts["passage_id"]])])
+        loss = float(loaded.model(**batch).loss.detach())
+        assert facts["log_prob"] == pytest.approx(-loss * len(ids[0]), rel=1e-4)
+        checked += 1
+    assert checked > 5
+
+
+class SimpleRow:
+    def __init__(self, query: str, text: str) -> None:
+        self.query, self.passage = query, text
+
+
+def test_the_card_is_the_generators_claim_under_its_name(whole: Path, source: Path) -> None:
+    card, parent = read_card(whole), read_card(source)
+    assert card["claim"]["epsilon"] == parent["claim"]["epsilon"] and card["claim"]["guarantee"] == "dp"
+    assert card["parents"][0]["sha256"] == card_sha256(source)
+    assert set(card["subject"]["sha256"]) == set(DATA_FILES)
+    assert card["generation"]["per_doc"] == 3 and card["generation"]["seeds"] == [5]
+    readme = (whole / "README.md").read_text()
+    assert card["claim"]["statement"] in readme
+    assert readme.startswith("---\n") and "license: other" in readme and 'size_categories: ["n<1K"]' in readme
+
+
+def test_hugging_face_datasets_and_yaml_agree_on_the_layout(whole: Path) -> None:
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML, which transformers brings")
+    header = yaml.safe_load((whole / "README.md").read_text().split("---\n")[1])
+    for config in header["configs"]:
+        for file in config["data_files"]:
+            assert (whole / file["path"]).is_file()
+    assert {config["config_name"] for config in header["configs"]} == {"default", "corpus", "queries", "pairs"}
+
+
+# -- refusals --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("declared", [False, None, "yes"])
+def test_passages_that_nobody_declared_public_are_refused(source: Path, tmp_path: Path, declared: Any) -> None:
+    with pytest.raises(ConfigurationError, match="had private queries"):
+        synthesize(source, PASSAGES, tmp_path / "set", **SETTINGS | {"passages_are_public": declared})
+    assert not (tmp_path / "set").exists()
+
+
+@pytest.mark.parametrize(
+    ("relation", "words"),
+    [
+        ("zero_out", r"neighbours=zero_out\) takes that as public.*if that may be known"),
+        ("add_or_remove", "had private queries.*would not cover it.*taking a query away"),
+        ("replace_one", "had private queries.*would not cover it.*replacing it"),
+    ],
+)
+def test_why_the_list_must_be_public_depends_on_the_neighbours(
+    source: Path, tmp_path: Path, relation: Neighbours, words: str
+) -> None:
+    """Zero-out keeps the passage of a blanked query in its place; the other two take it away or change it."""
+    generator_folder = tmp_path / "g"
+    shutil.copytree(source, generator_folder, ignore=shutil.ignore_patterns("privacy_*"))
+    write_parent_card(generator_folder, neighbours=relation)
+    with pytest.raises(ConfigurationError, match=words):
+        synthesize(generator_folder, PASSAGES, tmp_path / "set", **SETTINGS | {"passages_are_public": False})
+    card = read_card(synthesize(generator_folder, PASSAGES, tmp_path / "set", **SETTINGS))
+    told = next(one["text"] for one in card["assumptions"] if one["text"].startswith("The list of passages was fixed"))
+    assert ("which the claim (zero-out) takes as known" in told) == (relation == "zero_out")
+
+
+def test_a_generator_without_a_card_is_refused(source: Path, tmp_path: Path) -> None:
+    bare = generator().save_model(tmp_path / "g")
+    with pytest.raises(DataError, match=r"privacy_card\.json"):
+        synthesize(bare, PASSAGES, tmp_path / "set", **SETTINGS)
+
+
+def test_a_card_that_is_about_other_weights_is_refused_before_the_work(source: Path, tmp_path: Path) -> None:
+    swapped = tmp_path / "g"
+    shutil.copytree(source, swapped)
+    generator(seed=3).save_model(tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "model.safetensors", swapped / "model.safetensors")
+    with pytest.raises(DataError, match="SHA-256"):
+        synthesize(swapped, PASSAGES, tmp_path / "set", **SETTINGS)
+    assert not (tmp_path / "set").exists()
+
+
+def test_a_folder_that_is_no_generator_is_refused(source: Path, tmp_path: Path) -> None:
+    shutil.copy(source / "privacy_card.json", tmp_path)
+    with pytest.raises((UnsupportedModelError, DataError)):
+        synthesize(tmp_path, PASSAGES, tmp_path / "set", **SETTINGS)
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_work(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def little(path: Any) -> Any:
+        return shutil._ntuple_diskusage(10**9, 10**9, 2000)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(shutil, "disk_usage", little)
+    with pytest.raises(StorageError, match="0 MB free"):
+        synthesize(source, PASSAGES, tmp_path / "set", **SETTINGS)
+    assert not (tmp_path / "set" / "manifest.jsonl").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="could not be written"):
+        synthesize(source, PASSAGES, tmp_path / "file" / "set", **SETTINGS)
+
+
+def test_a_disk_that_fills_up_keeps_what_is_finished(
+    whole: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "set"
+    real = os.fsync
+    writes = 0
+
+    def full(descriptor: int) -> None:
+        nonlocal writes
+        writes += 1
+        if writes > 6:
+            raise OSError(28, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match="No space left"):
+        synthesize(source, PASSAGES, out, **SETTINGS)
+    monkeypatch.undo()
+    assert (out / "shards" / "000003.jsonl").exists() and not list(out.rglob("*.partial"))
+    synthesize(source, PASSAGES, out, **SETTINGS)
+    assert content(out) == content(whole)
+
+
+def test_somebody_elses_files_are_not_replaced(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_text("mine")
+    with pytest.raises(StorageError, match="will not be replaced"):
+        synthesize(source, PASSAGES, tmp_path, **SETTINGS)
+    assert (tmp_path / "corpus.jsonl").read_text() == "mine"
+
+
+def test_two_processes_do_not_write_one_folder(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "set"
+
+    def again(done: int, total: int) -> None:
+        with pytest.raises(StorageError, match="another process"):
+            synthesize(source, PASSAGES, out, **SETTINGS)
+
+    synthesize(source, {"p": "bana"}, out, progress=again, **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("passages", "word"),
+    [({}, "no passage"), ({"a\tb": "bana"}, "passage id"), ({"": "bana"}, "passage id"), ({"p": " "}, "any text")],
+)
+def test_passages_that_cannot_be_written_are_refused(source: Path, tmp_path: Path, passages: Any, word: str) -> None:
+    with pytest.raises(DataError, match=word):
+        synthesize(source, passages, tmp_path / "set", **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"queries_per_passage": 0},
+        {"group_size": 0},
+        {"precision": "16-true"},
+        {"device": "abacus"},
+        {"language": "English"},
+        {"license": "CC BY 4.0"},
+    ],
+)
+def test_settings_out_of_range_are_refused_by_name(source: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(change))):
+        synthesize(source, PASSAGES, tmp_path / "set", **SETTINGS | change)
+
+
+# -- counting --------------------------------------------------------------------------------
+
+
+def test_empty_queries_are_dropped_and_repeated_ones_merged(tmp_path: Path) -> None:
+    def query(name: str, draw: int, text: str, finished: bool = True) -> SyntheticQuery:
+        return SyntheticQuery(passage_id=name, draw=draw, text=text, log_prob=-1.0 - draw, finished=finished)
+
+    drawn = [query("b", 0, "x"), query("b", 1, ""), query("b", 2, "x"), query("b", 3, "y", False), query("a", 0, ""),
+             query("c", 0, "x")]  # fmt: skip
+    counts, hashes = write_dataset(tmp_path, lambda: drawn, {"a": "A", "b": "B\ttab\nline", "c": "C"})
+    assert (counts.drawn, counts.empty, counts.duplicates, counts.unfinished) == (6, 2, 1, 1)
+    assert (counts.queries, counts.passages) == (3, 2)
+    assert lines(tmp_path / "queries.jsonl")[0] == {
+        "_id": "genQ1", "text": "x", "metadata": {"passage_id": "b", "draw": 0, "copies": 2, "log_prob": -1.0},
+    }  # fmt: skip
+    assert [row["_id"] for row in lines(tmp_path / "corpus.jsonl")] == ["b", "c"]
+    assert lines(tmp_path / "corpus.jsonl")[0]["text"] == "B\ttab\nline"
+    assert set(hashes) == set(DATA_FILES)
+
+
+def test_passages_without_text_get_no_query(source: Path, tmp_path: Path) -> None:
+    out = synthesize(source, {"p": "bana delo", "q": " "}, tmp_path / "set", **SETTINGS)
+    assert {query["metadata"]["passage_id"] for query in lines(out / "queries.jsonl")} == {"p"}
+
+
+def test_bfloat16_writes_the_same_queries_each_time_and_says_so(source: Path, tmp_path: Path) -> None:
+    settings = SETTINGS | {"precision": "bf16-true"}
+    out = synthesize(source, PASSAGES, tmp_path / "a" / "set", **settings)
+    assert len(lines(out / "corpus.jsonl")) == len(PASSAGES)
+    assert content(synthesize(source, PASSAGES, tmp_path / "b" / "set", **settings)) == content(out)
+    assert json.loads((out / "generation.json").read_text())["configuration"]["precision"] == "bf16-true"
+    assert read_card(out)["environment"]["precision"] == "bf16-true"
+    assert "precision bf16-true" in (out / "README.md").read_text()

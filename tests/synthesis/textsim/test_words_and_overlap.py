@@ -1,0 +1,177 @@
+"""Words, shares with intervals, diversity and overlap, each on cases small enough for a pencil."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import beta, binom
+
+from lit_dpret.assets.overlap import normalise
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.synthesis.textsim.diversity import (
+    QUESTION_TYPES,
+    distinct_n,
+    length_histogram,
+    lengths,
+    question_type,
+    question_types,
+    total_variation,
+)
+from lit_dpret.synthesis.textsim.overlap import overlap
+from lit_dpret.synthesis.textsim.share import Share
+from lit_dpret.synthesis.textsim.words import ngrams, words
+
+# -- words ---------------------------------------------------------------------------------------
+
+
+@given(st.text())
+def test_the_words_joined_are_the_normalised_text(text: str) -> None:
+    assert "".join(words(text)) == normalise(text)
+
+
+def test_case_punctuation_and_apostrophes_do_not_make_other_words() -> None:
+    assert words("What’s  GEICO's co-pay_rate?") == ["whats", "geicos", "co", "pay", "rate"]
+
+
+def test_ngrams_are_the_runs_in_order() -> None:
+    assert list(ngrams(["a", "b", "c"], 2)) == [("a", "b"), ("b", "c")]
+    assert list(ngrams(["a"], 2)) == []
+
+
+# -- shares --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("k", "n"), [(0, 10), (1, 10), (5, 10), (10, 10), (3, 1000)])
+def test_the_interval_is_clopper_and_pearsons(k: int, n: int) -> None:
+    share = Share(k, n)
+    assert share.low == pytest.approx(0.0 if k == 0 else beta.ppf(0.025, k, n - k + 1))
+    assert share.high == pytest.approx(1.0 if k == n else beta.ppf(0.975, k + 1, n - k))
+
+
+def test_the_bounds_are_the_shares_at_which_so_many_positives_would_be_rare() -> None:
+    share = Share(4, 50)
+    assert binom.sf(3, 50, share.low) == pytest.approx(0.025)  # four or more
+    assert binom.cdf(4, 50, share.high) == pytest.approx(0.025)  # four or fewer
+
+
+def test_a_share_of_nothing_has_no_value_and_the_widest_bounds() -> None:
+    nothing = Share(0, 0)
+    assert (nothing.value, nothing.low, nothing.high) == (None, 0.0, 1.0)
+    assert str(nothing) == "none could be looked at"
+
+
+def test_impossible_counts_and_levels_are_refused() -> None:
+    for wrong in ((2, 1), (-1, 1)):
+        with pytest.raises(DataError, match="impossible"):
+            Share(*wrong)
+    with pytest.raises(ConfigurationError, match="level=1"):
+        Share(0, 1, level=1.0)
+
+
+# -- diversity -----------------------------------------------------------------------------------
+
+
+def test_distinct_n_is_different_ngrams_over_all() -> None:
+    texts = ["is it covered", "is it paid", "is it covered"]
+    assert distinct_n(texts, 1) == 4 / 9  # is, it, covered, paid
+    assert distinct_n(texts, 2) == 3 / 6  # is it, it covered, it paid
+    assert distinct_n(texts, 3) == 2 / 3
+    assert distinct_n(texts, 4) == 0.0
+
+
+def test_ngrams_do_not_reach_from_one_text_into_the_next() -> None:
+    assert distinct_n(["a b", "b a"], 2) == 1.0
+
+
+def test_lengths_are_counted_in_words() -> None:
+    texts = ["one", "one two three", "one two", "", " ".join(["long"] * 40)]
+    shares = length_histogram(texts)
+    assert {name: share for name, share in shares.items() if share} == {
+        "0": 0.2,
+        "1": 0.2,
+        "2": 0.2,
+        "3": 0.2,
+        "30+": 0.2,
+    }
+    assert lengths(texts)["median"] == 2 and lengths(texts)["mean"] == pytest.approx(46 / 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("What is a rider?", "what"),
+        ("what's a rider", "what"),
+        ("  HOW much", "how"),
+        ("Are they paid", "is"),
+        ("does it", "do"),
+        ("Can't I cancel?", "can"),
+        ("whom to call", "who"),
+        ("car insurance what", "other"),
+        ("whatever", "other"),
+        ("?", "other"),
+    ],
+)
+def test_a_question_is_typed_by_its_first_word(text: str, kind: str) -> None:
+    assert question_type(text) == kind
+
+
+def test_the_shares_of_types_sum_to_1_and_name_every_type() -> None:
+    shares = question_types(["what", "how", "how", "flood"])
+    assert set(shares) == {*QUESTION_TYPES, "other"}
+    assert sum(shares.values()) == 1.0 and shares["how"] == 0.5
+
+
+def test_total_variation_is_the_share_that_would_have_to_move() -> None:
+    assert total_variation({"a": 0.5, "b": 0.5}, {"a": 0.25, "c": 0.75}) == 0.75
+    assert total_variation({"a": 1.0}, {"a": 1.0}) == 0.0
+
+
+@pytest.mark.parametrize("measure", [lengths, length_histogram, question_types, lambda texts: distinct_n(texts, 1)])
+def test_nothing_has_no_diversity(measure) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(DataError, match="no texts"):
+        measure([])
+
+
+# -- overlap -------------------------------------------------------------------------------------
+
+ORIGINAL = ["Does flood insurance pay for a wet basement or only for the walls?", "Is it covered?"]
+
+
+def test_a_copy_in_other_case_and_punctuation_is_an_exact_one() -> None:
+    found = overlap(["is it covered", "IS IT, COVERED", "is it not covered"], ORIGINAL)
+    assert (found.exact.positives, found.exact.total) == (2, 3)
+
+
+def test_eight_words_in_a_row_are_a_copy_and_seven_are_not() -> None:
+    seven = "so does flood insurance pay for a wet dog"
+    eight = "so does flood insurance pay for a wet basement"
+    found = overlap([seven, eight, "is it covered"], ORIGINAL)
+    assert (found.ngram.positives, found.ngram.total) == (1, 2)  # the third is too short to share eight words
+    assert overlap([seven, eight], ORIGINAL, n=7).ngram.positives == 2
+
+
+def test_a_text_counts_once_however_often_it_is_found() -> None:
+    found = overlap([ORIGINAL[0]], ORIGINAL * 5)
+    assert (found.exact.positives, found.ngram.positives, found.references) == (1, 1, 10)
+
+
+def test_texts_without_words_are_not_copies_of_each_other() -> None:
+    assert overlap(["?", "..."], ["!", "a"]).exact.positives == 0
+
+
+def test_the_overlap_is_json() -> None:
+    found = overlap(["is it covered"], ORIGINAL).to_dict()
+    assert json.loads(json.dumps(found)) == found
+    assert found["exact"]["share"] == 1.0 and found["ngram"]["share"] is None
+
+
+def test_an_empty_list_and_no_words_in_a_row_are_refused() -> None:
+    with pytest.raises(DataError, match="no synthetic queries"):
+        overlap([], ["a"])
+    with pytest.raises(DataError, match="no original queries"):
+        overlap(["a"], [])
+    with pytest.raises(ConfigurationError, match="n=0"):
+        overlap(["a"], ["a"], n=0)
