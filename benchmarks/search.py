@@ -32,10 +32,9 @@ from torch import Tensor
 
 from lit_dpret.retrieval import search as search_module
 from lit_dpret.retrieval.backends import make_search
-from lit_dpret.retrieval.candidates import CandidateBuffer
 from lit_dpret.retrieval.rows import FileRows
 from lit_dpret.retrieval.search import SearchStream, search
-from lit_dpret.retrieval.topk import TopK
+from lit_dpret.retrieval.topk import CandidateBuffer, TopK
 
 OUT = Path(__file__).resolve().parent / "results" / "search_cpu.json"
 Found = Callable[[], list[list[int]]]

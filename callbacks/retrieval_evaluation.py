@@ -24,8 +24,7 @@ from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
 from lit_dpret.privacy.ledger.leaks import DECLARED_EVENT, PRIVATE_EVENT
 from lit_dpret.retrieval.metrics import Metric
-from lit_dpret.retrieval.qrels import check_qrels
-from lit_dpret.retrieval.runs import DEFAULT_METRICS, EvaluationResult, Ranking, evaluate
+from lit_dpret.retrieval.runs import DEFAULT_METRICS, EvaluationResult, Ranking, check_qrels, evaluate
 from lit_dpret.retrieval.search import lexicographic_rank, search
 
 DevData = Literal["public", "synthetic", "private"]

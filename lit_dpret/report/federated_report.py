@@ -22,8 +22,7 @@ from lit_dpret.report.gain_figure import gain_figure
 from lit_dpret.report.html import Drawing
 from lit_dpret.report.paper_004 import COLUMNS, ORDERS, TABLE_1, WITHOUT_QUERIES, impossible_cells
 from lit_dpret.report.paper_004_tables import table_1
-from lit_dpret.retrieval.seeds import seed_interval
-from lit_dpret.retrieval.statistics import Interval
+from lit_dpret.retrieval.statistics import Interval, seed_interval
 
 NAME = "pdd_as2"
 _SCHEMA = "lit-dpret/federated-report/1"

@@ -14,8 +14,14 @@ from itertools import combinations
 import numpy as np
 
 from lit_dpret.errors import DataError
-from lit_dpret.retrieval.seeds import seed_interval, seed_test
-from lit_dpret.retrieval.statistics import Interval, bootstrap_interval, holm, paired_randomisation_test
+from lit_dpret.retrieval.statistics import (
+    Interval,
+    bootstrap_interval,
+    holm,
+    paired_randomisation_test,
+    seed_interval,
+    seed_test,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,7 @@ from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.report.paper_004 import COLUMNS
 from lit_dpret.report.picture import Picture
-from lit_dpret.retrieval.seeds import seed_interval
-from lit_dpret.retrieval.statistics import Interval
+from lit_dpret.retrieval.statistics import Interval, seed_interval
 
 INTERNAL = (
     "Internal: these numbers were computed on each client's own queries. They are covered by no guarantee and belong "

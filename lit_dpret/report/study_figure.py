@@ -14,8 +14,7 @@ from typing import Any
 
 from lit_dpret.files import write_whole
 from lit_dpret.report.study import StudyPage, StudyRow
-from lit_dpret.retrieval.seeds import seed_interval
-from lit_dpret.retrieval.statistics import Interval
+from lit_dpret.retrieval.statistics import Interval, seed_interval
 
 SHOWN = "sentence/success@1"
 _STYLES = (

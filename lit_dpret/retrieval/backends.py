@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.retrieval.checks import Similarity, require_positive
 from lit_dpret.retrieval.products import prepared
 from lit_dpret.retrieval.rescoring import canonical_scores
 from lit_dpret.retrieval.rows import Rows, as_rows
-from lit_dpret.retrieval.search import search
+from lit_dpret.retrieval.search import Similarity, require_positive, search
 from lit_dpret.retrieval.topk import MISSING, TopK, ascending, keyed, places_by_rank, ranked, smallest
 
 FAISS_GPU_LIMIT = 2048

@@ -8,6 +8,8 @@ pair by pair, always in the same order.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -16,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_dpret.retrieval.rows import Rows, TensorRows
-from lit_dpret.retrieval.threads import rows_in_parallel
 from lit_dpret.retrieval.topk import MISSING
 
 _CHUNK = 16_384  # passages that are read at a time
@@ -92,3 +93,23 @@ def _on_device(queries: Tensor, passages: Tensor, candidates: Tensor, cosine: bo
             found = F.normalize(found, dim=-1) if cosine else found
             scores[block] = (found * queries[row : row + rows, None, :]).sum(dim=-1).float().cpu()
     return scores
+
+
+def rows_in_parallel(work: Callable[[slice], None], rows: int, step: int) -> None:
+    """Call ``work`` on slices of at most ``step`` rows, on as many threads as torch may use.
+
+    While it runs, torch uses one thread for each operation, in all of the process.
+    """
+    slices = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    threads = min(torch.get_num_threads(), len(slices))
+    if threads <= 1:
+        for part in slices:
+            work(part)
+        return
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            for done in [pool.submit(work, part) for part in slices]:
+                done.result()
+    finally:
+        torch.set_num_threads(before)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.retrieval.metrics import Metric
-from lit_dpret.retrieval.qrels import check_qrels
-from lit_dpret.retrieval.runs import DEFAULT_METRICS, EvaluationResult, evaluate
+from lit_dpret.retrieval.runs import DEFAULT_METRICS, EvaluationResult, check_qrels, evaluate
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.ranker import Ranker
 from lit_dpret.tasks.run_files import write_evaluation

@@ -17,7 +17,7 @@ from lit_dpret.report.paper_004 import COLUMNS, WITHOUT_QUERIES
 from lit_dpret.report.paper_004_studies import paper_numbers
 from lit_dpret.report.study import ClientGain, StudyPage, StudyRow, with_reach, write_study
 from lit_dpret.report.study_figure import SHOWN, draw_study
-from lit_dpret.retrieval.seeds import seed_interval
+from lit_dpret.retrieval.statistics import seed_interval
 
 Found = Mapping[str, Mapping[int, SystemResult]]
 """By the name of a point, then by seed."""

@@ -12,8 +12,7 @@ from lit_dpret.encoders.bulk import ahead, in_order
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.retrieval.backends import check_search, make_search
 from lit_dpret.retrieval.bm25 import BM25
-from lit_dpret.retrieval.runs import Ranking
-from lit_dpret.retrieval.self_matches import without_self_matches
+from lit_dpret.retrieval.runs import Ranking, without_self_matches
 from lit_dpret.tasks.scoring import rank_embeddings, rank_stream
 
 

@@ -18,8 +18,7 @@ from lit_dpret.datamodules.beir_sets import BEIR_SETS, BeirSet, beir_set
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.report.zero_shot_table import SetResult, ZeroShotTable
 from lit_dpret.retrieval.metrics import Values
-from lit_dpret.retrieval.qrels import check_qrels
-from lit_dpret.retrieval.runs import evaluate
+from lit_dpret.retrieval.runs import check_qrels, evaluate
 from lit_dpret.retrieval.statistics import bootstrap_interval, macro_interval
 from lit_dpret.tasks.evaluate import SUMMARY, checked_metrics
 from lit_dpret.tasks.parts import Parts, check_run_dir

@@ -14,8 +14,7 @@ from lit_dpret.report.federated_report import FederatedFacts, FederatedRow, writ
 from lit_dpret.report.federated_words import show, spent, verdict
 from lit_dpret.report.gain_figure import gain_figure
 from lit_dpret.report.paper_004 import COLUMNS, TABLE_1, impossible_cells
-from lit_dpret.retrieval.seeds import seed_interval
-from lit_dpret.retrieval.statistics import Interval
+from lit_dpret.retrieval.statistics import Interval, seed_interval
 
 SIZES = {"passages": 2, "sentences": 9, "train": 4, "dev": 1, "test": 3}
 FACTS = FederatedFacts(

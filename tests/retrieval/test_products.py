@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_dpret.retrieval import candidates as candidates_module
 from lit_dpret.retrieval import products as products_module
 from lit_dpret.retrieval import search as search_module
+from lit_dpret.retrieval import topk as candidates_module
 from lit_dpret.retrieval.products import Attempt, Products, bfloat16_pays
 from lit_dpret.retrieval.search import SearchStream, search
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lit_dpret.errors import DataError
-from lit_dpret.retrieval.qrels import check_qrels, read_qrels
+from lit_dpret.retrieval.runs import check_qrels, read_qrels
 
 
 def test_judgements_read_alike_from_trec_and_from_beir(tmp_path: Path) -> None:

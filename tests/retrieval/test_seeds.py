@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.retrieval.seeds import seed_interval, seed_test
+from lit_dpret.retrieval.statistics import seed_interval, seed_test
 
 RNG = np.random.default_rng(0)
 PAIRS = [

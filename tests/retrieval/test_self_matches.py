@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from lit_dpret.retrieval.runs import Ranking
+from lit_dpret.retrieval.runs import Ranking, without_self_matches
 from lit_dpret.retrieval.search import MISSING, TopK
-from lit_dpret.retrieval.self_matches import without_self_matches
 
 
 def test_a_query_loses_the_passage_of_its_own_id_and_another_its_last() -> None:
