@@ -6,29 +6,27 @@ from lit_dpret.lazy import lazy_names
 
 if TYPE_CHECKING:
     from lit_dpret.callbacks.doctor import Examination, Finding, examine
-    from lit_dpret.callbacks.metrics_file import MetricsFile
+    from lit_dpret.callbacks.loggers import MetricsFile, PublicWandbLogger
     from lit_dpret.callbacks.one_run_audit import OneRunAudit
     from lit_dpret.callbacks.privacy_accountant import PrivacyAccountant
     from lit_dpret.callbacks.privacy_card import PrivacyCard
-    from lit_dpret.callbacks.progress import ProgressLine, StepProgress
+    from lit_dpret.callbacks.progress import ProgressLine, StepProgress, Throughput
     from lit_dpret.callbacks.retrieval_evaluation import RetrievalEvaluation
-    from lit_dpret.callbacks.throughput import Throughput
-    from lit_dpret.callbacks.wandb_logger import PublicWandbLogger
 else:
     __getattr__ = lazy_names(
         __name__,
         {
             "Examination": "doctor",
             "Finding": "doctor",
-            "MetricsFile": "metrics_file",
+            "MetricsFile": "loggers",
             "OneRunAudit": "one_run_audit",
             "PrivacyAccountant": "privacy_accountant",
             "PrivacyCard": "privacy_card",
             "ProgressLine": "progress",
-            "PublicWandbLogger": "wandb_logger",
+            "PublicWandbLogger": "loggers",
             "RetrievalEvaluation": "retrieval_evaluation",
             "StepProgress": "progress",
-            "Throughput": "throughput",
+            "Throughput": "progress",
             "examine": "doctor",
         },
     )

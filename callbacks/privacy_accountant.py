@@ -18,10 +18,8 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lit_dpret.callbacks.agreement import require_agreement
 from lit_dpret.callbacks.averages import averaging, go_on_averaging
-from lit_dpret.callbacks.between_steps import BetweenSteps, count_by_steps
-from lit_dpret.callbacks.checkpoint_gate import CheckpointGate
+from lit_dpret.callbacks.checkpoints import BetweenSteps, CheckpointGate, count_by_steps
 from lit_dpret.callbacks.fixed_shapes import (
     asks_for_one_program,
     collate_of,
@@ -30,11 +28,10 @@ from lit_dpret.callbacks.fixed_shapes import (
     shape_of_batches,
     tie_again,
 )
-from lit_dpret.callbacks.inputs import fingerprint_of_files
 from lit_dpret.callbacks.log_gate import LogGate, tell
 from lit_dpret.callbacks.own_code import built, refuse_made_in_setup, refuse_remembering_collation, trusted_code
 from lit_dpret.callbacks.physical_batch import fit_physical_batch
-from lit_dpret.callbacks.planning import PlannedRun, plan_run
+from lit_dpret.callbacks.planning import PlannedRun, fingerprint_of_files, plan_run, require_agreement
 from lit_dpret.callbacks.refusals import (
     refuse_broken_claims,
     refuse_other_units,

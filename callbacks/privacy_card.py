@@ -18,12 +18,9 @@ from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.callbacks.averages import averaged, describe
 from lit_dpret.callbacks.privacy_accountant import PrivacyAccountant
+from lit_dpret.cards.amendments import with_notes
 from lit_dpret.cards.card import build_card, inherit_card, subject_of, write_card
-from lit_dpret.cards.environment import environment_facts
-from lit_dpret.cards.notes import with_notes
-from lit_dpret.cards.pretraining import overlap_facts
-from lit_dpret.cards.protocols import note_protocols, protocol_facts
-from lit_dpret.cards.start import declared_start
+from lit_dpret.cards.facts import declared_start, environment_facts, note_protocols, overlap_facts, protocol_facts
 from lit_dpret.cards.tuning import declared_search, refuse_other_tuning, refuse_told_number
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError

@@ -1,12 +1,23 @@
-"""Progress of a training run in words; the line itself is `lit_dpret.progress`."""
+"""Progress and speed of a training run, on the terminal alone.
+
+How long a step takes depends on how long its private texts are and how many were drawn. Times are therefore shown to
+whoever watches the run and written nowhere: not to a logger, the ledger or the card. Rates are computed from public
+sizes: the expected batch at full lengths, never the tokens of the batch.
+"""
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 
+from lit_dpret.costs.devices import ACCELERATORS, accelerator
+from lit_dpret.costs.work import work_of
+from lit_dpret.errors import ConfigurationError
 from lit_dpret.progress import Progress, ProgressLine
 
 __all__ = ["Progress", "ProgressLine", "StepProgress"]
@@ -36,3 +47,90 @@ class StepProgress(Callback):
         total = int(known) if self._steps is None else self._steps
         spent = trainer.callback_metrics.get("privacy/eps_spent")
         self._line(trainer.global_step, total, f"eps {float(spent):.3f}" if spent is not None else "")
+
+
+class Throughput(Callback):
+    """Seconds per step, tokens per second at full lengths, model FLOP utilisation, clipping, and when the run is over.
+
+    The share of clipped units is the mean of what the steps since the last line released, and is told only under
+    ``privacy.clip_fraction_budget``: it is read from what was logged, never from the gradients.
+
+    Args:
+        every: Logical steps between two lines.
+        device: A name of `lit_dpret.costs.devices.ACCELERATORS`, whose peak the utilisation is stated against; null
+            states none.
+        clock: Seconds from anywhere.
+
+    Raises:
+        ConfigurationError: A setting is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        every: int = 10,
+        device: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ConfigurationError(f"callbacks.throughput.every={every} is not a whole number of at least 1.")
+        if device is not None and device not in ACCELERATORS:
+            raise ConfigurationError(
+                f"callbacks.throughput.device={device!r} is not one of {', '.join(ACCELERATORS)}; null states no "
+                "utilisation."
+            )
+        self.every = every
+        self._peak = None if device is None else accelerator(device)
+        self._clock = clock
+        self._begun, self._steps = 0.0, 0
+        self._clipped: list[float] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._begun, self._steps = self._clock(), 0
+        self._clipped.clear()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not getattr(batch, "last", True):
+            return
+        self._steps += 1
+        if (clipped := trainer.callback_metrics.get("privacy/clip_fraction")) is not None:
+            self._clipped.append(float(clipped))
+        if self._steps % self.every:
+            return
+        found = self.rates(trainer, pl_module, (self._clock() - self._begun) / self._steps)
+        if self._clipped:
+            found["clip_fraction"] = sum(self._clipped) / len(self._clipped)
+            self._clipped.clear()
+        if trainer.is_global_zero:
+            sys.stderr.write(f"{_line(found, self._peak.source if self._peak else '')}\n")
+            sys.stderr.flush()
+
+    def rates(self, trainer: Any, module: Any, seconds: float) -> dict[str, float]:
+        """The rates of steps that take ``seconds`` on average; those that are not known are left out."""
+        found = {"seconds_per_step": seconds}
+        plan = getattr(next((c for c in trainer.callbacks if hasattr(c, "counts_releases")), None), "plan", None)
+        outline = getattr(module, "outlined", None)
+        if plan is None or outline is None:
+            return found
+        tokens = outline.max_passage_length + outline.max_query_length
+        found["tokens_per_second"] = plan.denominator * tokens / seconds
+        if self._peak is not None:
+            done = work_of(outline).model_flops * plan.denominator / seconds
+            found["model_flop_utilisation"] = done / (self._peak.bf16_flops * trainer.world_size)
+        left = plan.steps - trainer.global_step
+        return found | {"seconds_left": max(0, left) * seconds}
+
+
+def _line(found: dict[str, float], source: str) -> str:
+    parts = [f"{found['seconds_per_step']:.3g} s a step"]
+    if "tokens_per_second" in found:
+        parts.append(f"{found['tokens_per_second']:,.0f} tokens/s at full lengths and the expected batch")
+    if "model_flop_utilisation" in found:
+        parts.append(f"{found['model_flop_utilisation']:.1%} of the peak ({source})")
+    if "clip_fraction" in found:
+        parts.append(f"{found['clip_fraction']:.0%} of the units clipped (noised)")
+    if "seconds_left" in found:
+        parts.append(f"{found['seconds_left'] / 60:.3g} min left")
+    return "speed: " + ", ".join(parts)

@@ -41,12 +41,11 @@ from lit_dpret.callbacks.strategies import (
     refuse_second_masters,
     refuse_uncut_optimizer,
     refuse_unsupported,
+    refuse_zero_settings,
     strategy_name,
 )
-from lit_dpret.callbacks.zero_settings import refuse_zero_settings
-from lit_dpret.cards.file import CARD_NAME
+from lit_dpret.cards.file import CARD_NAME, card_above, check_dataset_card
 from lit_dpret.cards.start import Start, model_folder
-from lit_dpret.cards.subject import card_above, check_dataset_card
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.privacy.ledger.guard import uncounted
 from lit_dpret.privacy.ledger.trained import held, noted_in, runs_behind

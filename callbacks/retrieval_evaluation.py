@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.callbacks.averages import averaged
 from lit_dpret.callbacks.log_gate import tell
-from lit_dpret.cards.subject import check_dataset_card
+from lit_dpret.cards.file import check_dataset_card
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease

@@ -19,12 +19,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.cards import terms as terms
-from lit_dpret.cards.audit_text import SIGNOFF, contradicted
+from lit_dpret.cards.amendments import planted_by
 from lit_dpret.cards.check import verify_card
-from lit_dpret.cards.claim import claim_facts, group_facts, without_numbers
-from lit_dpret.cards.environment import environment_facts, package_versions
-from lit_dpret.cards.evidence import planted_by
+from lit_dpret.cards.claim import claim_facts, group_facts, tuning_gaps, uncovered, without_numbers
+from lit_dpret.cards.facts import (
+    environment_facts,
+    package_versions,
+    randomness_facts,
+    registered,
+    start_accounting,
+    start_assumptions,
+    start_parents,
+    start_text,
+)
 from lit_dpret.cards.file import (
     CARD_NAME,
     SCHEMA,
@@ -37,15 +44,7 @@ from lit_dpret.cards.file import (
     subject_of,
     write_card,
 )
-from lit_dpret.cards.protocols import registered
-from lit_dpret.cards.start import (
-    randomness_facts,
-    start_accounting,
-    start_assumptions,
-    start_parents,
-    start_text,
-)
-from lit_dpret.cards.text import show_delta, show_epsilon, statement
+from lit_dpret.cards.text import SIGNOFF, contradicted, show_delta, show_epsilon, statement
 from lit_dpret.cards.tuning import search_cost, tuning_facts, with_earlier_tuning
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError
 from lit_dpret.privacy.ledger.chain import today
@@ -255,10 +254,10 @@ def inherit_card(
         accounting, ceilings = without_numbers(accounting), None
         pretraining.pop("start", None)
     tuned = tuning_facts(tuning)
-    uncovered = [f"{subject['name']}: {gap}" for gap in terms.tuning_gaps(tuned)]
-    uncovered += [gap for gap in parent["not_covered"] if gap not in uncovered]  # it may have the same name
+    left_out = [f"{subject['name']}: {gap}" for gap in tuning_gaps(tuned)]
+    left_out += [gap for gap in parent["not_covered"] if gap not in left_out]  # it may have the same name
     if claim["guarantee"] != "dp":
-        uncovered = [_NO_CLAIM]
+        left_out = [_NO_CLAIM]
     card: dict[str, Any] = {
         "schema": SCHEMA,
         "created": today(),
@@ -277,7 +276,7 @@ def inherit_card(
             "ceilings": ceilings,
             **_planted(parent["empirical"].get("planted")),
         },
-        "not_covered": uncovered,
+        "not_covered": left_out,
         "ledger": copy.deepcopy(parent["ledger"]),
         "parents": [
             {"name": parent["subject"]["name"], "sha256": card_sha256(parent_path), "schema": parent["schema"]},
@@ -327,7 +326,7 @@ def gaps(
     """What a claim leaves uncovered, as it follows from the facts of the card."""
     if claim["guarantee"] != "dp":
         return [_NO_CLAIM]
-    return terms.not_covered(claim, groups=groups, tuning=tuning, randomness=randomness)
+    return uncovered(claim, groups=groups, tuning=tuning, randomness=randomness)
 
 
 def said(card: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -1,8 +1,9 @@
-"""The claim of a card: the number, whom it is for, and what is left of it for several units at once.
+"""The claim of a card: the number, whom it is for, what it leaves out, and what is left of it for several units.
 
-A guarantee for one unit says little to somebody who contributed ten. So beside the claim stands what
-the same releases promise to k units together: to a user, where the run declared how many units one
-of them contributed at most, and to a text that was recorded several times.
+An epsilon is a statement about two data sets that differ in one unit. Which unit, and how they differ, decides what is
+protected and what is not; both lists are derived from those two words, so that no card can promise more than its
+accountant computed. Beside the claim stands what the same releases promise to k units together: to a user, and to a
+text that was recorded several times.
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lit_dpret.cards import terms as terms
+import numpy as np
+
+from lit_dpret.cards.text import show_epsilon
 from lit_dpret.errors import UnsupportedAccountingError
 from lit_dpret.privacy.accounting import accountant as accounting
 from lit_dpret.privacy.accounting.groups import group_epsilon
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, TruncatedPoisson
-from lit_dpret.privacy.ledger.facts import Verdict, every_unit_in_every_step
+from lit_dpret.privacy.budget import AccountantName, Neighbours, Unit
+from lit_dpret.privacy.ledger.charges import charged_releases
+from lit_dpret.privacy.ledger.facts import Verdict, derived_assumptions, every_unit_in_every_step, judge, plan_of
 from lit_dpret.privacy.plan import PrivacyPlan
 
 GROUPS = (2, 5, 10)
@@ -70,16 +75,16 @@ def claim_facts(
         "delta_rule": "1 / (2 n)" if follows else "a declared constant",
         "curve": curve,
         "unit": budget.unit,
-        "unit_text": terms.describe_unit(budget.unit),
-        "unit_plural": terms.plural(budget.unit),
+        "unit_text": describe_unit(budget.unit),
+        "unit_plural": plural(budget.unit),
         "neighbours": budget.neighbours,
-        "neighbours_text": terms.describe_neighbours(budget.unit, budget.neighbours),
+        "neighbours_text": describe_neighbours(budget.unit, budget.neighbours),
         "max_units_per_user": plan.max_units_per_user,
         "user_level_epsilon": user_level_epsilon(releases, plan, verdict),
         "duplicates_policy": duplicates_policy
-        or f"equal texts are separate {terms.plural(budget.unit)}; none were merged or capped",
-        "protected": terms.protected(budget.unit, budget.neighbours) if proved else [],
-        "unprotected_quantities": terms.unprotected_quantities(budget.unit, budget.neighbours, n),
+        or f"equal texts are separate {plural(budget.unit)}; none were merged or capped",
+        "protected": protected(budget.unit, budget.neighbours) if proved else [],
+        "unprotected_quantities": unprotected_quantities(budget.unit, budget.neighbours, n),
         "output_released": list(output_released),
     }
 
@@ -151,3 +156,217 @@ def without_numbers(facts: Mapping[str, Any] | None) -> dict[str, Any] | None:
         group |= {"epsilon": None, "why": _NO_GUARANTEE}
         group.pop("wider", None)
     return bare
+
+
+_UNITS: dict[str, str] = {
+    "query": "one query with every (query, passage) row that carries it",
+    "pair": "one (query, passage) pair",
+    "user": "everything that one user contributed",
+    "image": "one image with every view made of it",
+    "passage": "one passage of a collection with every sentence of it",
+}
+_SHORT: dict[str, str] = {"query": "query", "pair": "pair", "user": "user", "image": "image", "passage": "passage"}
+_PLURAL: dict[str, str] = {
+    "query": "queries", "pair": "pairs", "user": "users", "image": "images", "passage": "passages",
+}  # fmt: skip
+
+
+def describe_unit(unit: Unit) -> str:
+    """The unit of privacy in a phrase."""
+    return _UNITS[unit]
+
+
+def plural(unit: Unit) -> str:
+    """``queries`` and so on."""
+    return _PLURAL[unit]
+
+
+def describe_neighbours(unit: Unit, neighbours: Neighbours) -> str:
+    """How the two data sets of the guarantee differ, as an act."""
+    if neighbours == "zero_out":
+        return f"blanking {_UNITS[unit]}, while its place in the data set stays (zero-out)"
+    if neighbours == "add_or_remove":
+        return f"adding or removing {_UNITS[unit]}"
+    return f"replacing {_UNITS[unit]} by any other"
+
+
+def protected(unit: Unit, neighbours: Neighbours) -> list[str]:
+    """What the guarantee hides, up to epsilon and delta."""
+    if unit == "image":
+        hidden = ["the pixels of each image, and of every view made of it"]
+    elif unit == "passage":
+        hidden = ["the text of each passage of the collection"]
+    else:
+        whose = {"query": "of each query", "pair": "of the query in each pair", "user": "of all queries of each user"}
+        hidden = [
+            f"the text {whose[unit]}",
+            "which passages were relevant to it, beyond what a public list of passages says",
+        ]
+    if neighbours == "replace_one":
+        return hidden
+    hidden.append(f"whether a {_SHORT[unit]} was really there")
+    if neighbours == "add_or_remove":
+        hidden.append(f"the number of {_PLURAL[unit]}")
+    return hidden
+
+
+def unprotected_quantities(unit: Unit, neighbours: Neighbours, n: int | None) -> list[str]:
+    """What the guarantee takes as known to everybody."""
+    public = [] if unit in ("image", "passage") else ["the text of every passage in the corpus"]
+    if neighbours == "add_or_remove":
+        return [*public, "the declared constants: delta, sampling rate, batch cap, denominator"]
+    if neighbours == "zero_out" and unit not in ("image", "passage"):
+        public.append("the list of passages that stand in the training data")
+    size = "" if n is None else f" (n = {n})"
+    return [*public, f"the number of {_PLURAL[unit]}{size}, and what follows from it, such as the sampling rate"]
+
+
+def tuning_gaps(tuning: Mapping[str, Any]) -> list[str]:
+    """What the choice of hyper-parameters leaves open."""
+    if tuning["data"] == "private" and tuning["accounted"]:
+        return [
+            "The choice of hyper-parameters, in the epsilon of the claim: with it, epsilon is "
+            f"{show_epsilon(tuning['epsilon'])}, and the records on which the runs were scored are not covered at all."
+        ]
+    if tuning["data"] == "private":
+        return ["The choice of hyper-parameters, which was made on private data and is not accounted."]
+    if tuning["data"] == "unknown":
+        return ["The choice of hyper-parameters: on which data it was made was not stated."]
+    return []
+
+
+def uncovered(
+    claim: Mapping[str, Any],
+    *,
+    groups: Sequence[Mapping[str, Any]],
+    tuning: Mapping[str, Any],
+    randomness: Mapping[str, Any],
+) -> list[str]:
+    """What a reader might take for covered and is not.
+
+    Args:
+        claim: The card's.
+        groups: What several units are worth together: ``units``, ``epsilon``, ``why``.
+        tuning: The card's.
+        randomness: The card's.
+    """
+    unit, neighbours, most = claim["unit"], claim["neighbours"], claim["max_units_per_user"]
+    gaps = []
+    if unit == "pair":
+        gaps.append("A query that stands in several pairs: each pair is protected alone, the query as a whole less.")
+    if unit != "user":
+        if claim["user_level_epsilon"] is not None:
+            gaps.append(
+                f"People who contributed more than {most} {_PLURAL[unit]}: the user-level epsilon on this card is for "
+                "at most that many, which was declared, not counted."
+            )
+        else:
+            known = "was computed" if most is None else f"is proved for {most} of them together"
+            gaps.append(
+                f"People who contributed several {_PLURAL[unit]}: the guarantee is for one {_SHORT[unit]}, and no "
+                f"user-level epsilon {known}."
+            )
+    what = "image" if unit == "image" else "text"
+    gaps.append(
+        f"The same {what} recorded as several {_PLURAL[unit]}: each copy is a unit of its own, and frequent {what}s "
+        f"are protected less{_copies(groups)}."
+    )
+    if unit == "image":
+        gaps += [] if neighbours == "add_or_remove" else ["The number of images, which is public."]
+    elif neighbours == "add_or_remove":
+        gaps.append("Passages: their texts are public.")
+    elif neighbours == "zero_out":
+        gaps.append("Passages: their texts, and the fact that a passage stands in the training data, are public.")
+    else:
+        gaps.append("Passages and the number of records, which are public.")
+    gaps += tuning_gaps(tuning)
+    gaps += [
+        "What the pre-trained model had learned before this training.",
+        "Facts that hold for many people at once: learning those is what training is for.",
+        "Images that are shown to the model when it is used."
+        if unit == "image"
+        else "Queries that are typed when the system is used.",
+        "Losses, metrics and samples computed on private data and shown to anybody outside the ledger.",
+        "A noise secret that leaks.",
+        "Side channels: who watches the machine, its disk or its traffic during the run sees how long steps take and "
+        "what they use, which depends on the private data in them. Files that are handed on carry days, no times.",
+    ]
+    attacked = ["the floating-point form of the noise"] if randomness.get("floating_point", True) else []
+    if not randomness.get("secure"):
+        attacked.append("its generator, which is not a cryptographic one")
+    return [*gaps, f"Attacks on {', or on '.join(attacked)}."] if attacked else gaps
+
+
+def _copies(groups: Sequence[Mapping[str, Any]]) -> str:
+    """How much less, as the end of a sentence."""
+    if not groups:
+        return ""
+    if all(group["epsilon"] is None and group["why"] != "infinite" for group in groups):
+        return ", by how much is not proved for this sampling and these neighbours"
+    return f": epsilon is {', '.join(map(_worth, groups))} copies"
+
+
+def _worth(group: Mapping[str, Any]) -> str:
+    """The epsilon of so many copies, and where it is infinite what would make it a number."""
+    text = f"{show_epsilon(group['epsilon'])} for {group['units']}"
+    if group["why"] != "infinite":
+        return text
+    if wider := group.get("wider"):
+        return f"{text} (datamodule.cap={wider['cap']} would make it {show_epsilon(wider['epsilon'])})"
+    return f"{text} (no cap alone would make it a number; more noise, from a lower privacy.eps, may)"
+
+
+# Below this, rounding in the convolution of privacy losses is no longer small beside delta.
+_LEAST_DELTA = 1e-12
+_PAIRS = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimedCurve:
+    """What a run claims of one unit.
+
+    Attributes:
+        eps: The epsilon of its own releases; at most that on its card.
+        delta: The delta that it goes with.
+        neighbours: The relation.
+        pairs: (epsilon, delta) that the releases satisfy all at once, the claim among them.
+    """
+
+    eps: float
+    delta: float
+    neighbours: str
+    pairs: tuple[tuple[float, float], ...]
+
+
+def claimed_curve(records: Sequence[Mapping[str, Any]]) -> ClaimedCurve | None:
+    """The curve of the releases that a ledger charges; None where they prove nothing, so that nothing is claimed.
+
+    Guarantees:
+        - Every pair is one that the accountant vouches for, under the relation of the claim.
+        - It says what the ledger says, never what was configured: steps that stated less noise are charged so.
+
+    Args:
+        records: ``PrivacyLedger.records``.
+
+    Raises:
+        LedgerError: They contradict each other.
+    """
+    plan, _ = plan_of(records)
+    if plan is None:
+        return None
+    releases = charged_releases(records)
+    verdict = judge(releases, plan, derived_assumptions(records, plan))
+    if verdict.guarantee != "dp" or verdict.epsilon is None:
+        return None
+    sampled = verdict.basis == "as_charged"
+    charged = releases if sampled else every_unit_in_every_step(releases)
+    accountant: AccountantName = plan.accountant if sampled else "pld"
+    stated = (verdict.epsilon, plan.budget.delta)
+    grid = [float(eps) for eps in np.linspace(0.0, 2.0 * verdict.epsilon + 4.0, _PAIRS)]
+    neighbours = plan.budget.neighbours
+    try:
+        deltas = accounting.delta_at(grid, charged, neighbours=neighbours, accountant=accountant)
+    except UnsupportedAccountingError:  # an accountant that bounds epsilon only
+        deltas = []
+    pairs = [(eps, delta) for eps, delta in zip(grid, deltas, strict=False) if _LEAST_DELTA <= delta < 1]
+    return ClaimedCurve(eps=stated[0], delta=stated[1], neighbours=neighbours, pairs=(stated, *pairs))

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lit_dpret.cards.amendments import versions
 from lit_dpret.cards.file import CARD_NAME, SIGNATURE_NAME, card_path, card_sha256, read_card
-from lit_dpret.cards.history import versions
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.errors import ConfigurationError, DataError, schema_problem
 from lit_dpret.privacy.ledger.run_ledger import canonical_json, storage_error

@@ -14,23 +14,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.cards.audit_text import contradicted
 from lit_dpret.cards.check import verify_card
-from lit_dpret.cards.file import CARD_NAME, card_sha256, read_card
-from lit_dpret.cards.subject import card_above
-from lit_dpret.cards.text import show_delta, show_epsilon
+from lit_dpret.cards.file import CARD_NAME, card_above, card_sha256, read_card
+from lit_dpret.cards.text import contradicted
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError
 from lit_dpret.privacy.accounting import accountant as accounting
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, release_from_dict
 from lit_dpret.privacy.ledger.charges import NOISE_KINDS, START_EVENT, claimed_releases, counted_in, start_of
 from lit_dpret.privacy.ledger.dataset_charge import EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger.facts import RANDOM_WEIGHTS, Assumption, Verdict, every_unit_in_every_step, plan_of
+from lit_dpret.privacy.ledger.facts import every_unit_in_every_step
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, ledger_identity
-from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
 
 MODEL_FOLDER = "model"
-_RANDOM_START = f"Training started from {RANDOM_WEIGHTS}, as declared."
 
 
 @dataclass(frozen=True)
@@ -243,110 +239,3 @@ def _last_noise(records: Sequence[Mapping[str, Any]]) -> str | None:
 def _runs_of(ledger: Path) -> list[str]:
     """The run of a ledger, where there is one: this program may have trained a model that is declared public."""
     return [ledger_identity(PrivacyLedger.read(ledger).records)] if ledger.is_file() else []
-
-
-def start_parents(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The cards that the model had before this run, the nearest first: names and SHA-256."""
-    start = start_of(records)
-    return [] if start is None else list(start["parents"])
-
-
-def declared_start(model: str | None) -> Assumption:
-    """What is taken on trust where nothing private is known of the weights that training started from."""
-    if model == RANDOM_WEIGHTS:
-        return Assumption(f"{_RANDOM_START} No private data went into them.", "unverified")
-    return Assumption(
-        f"No private data went into {_named(model)}, from which training started, as declared.", "unverified"
-    )
-
-
-def _named(model: str | None) -> str:
-    return "the weights that the module was built with" if model in (None, "unstated") else f"{model}, a public model"
-
-
-def start_assumptions(records: Sequence[Mapping[str, Any]], model: str | None = None) -> list[Assumption]:
-    """What the claim takes on trust about the start; ``model`` is the name of what nobody has a card of."""
-    start = start_of(records)
-    if start is None:
-        return [] if _is_histogram(records) else [declared_start(model)]
-    what = "that this histogram is charged with" if _is_histogram(records) else "that training started from"
-    if start["public"]:
-        text = f"The model {what} ({start['name']}) was made from public data alone, as declared."
-        return [Assumption(text, "unverified")]
-    if start["guarantee"] == "not_proved":
-        return [Assumption(f"For the model {what} ({start['name']}) a guarantee is proved.", False)]
-    text = f"The ledger of the model {what} ({start['name']}) is whole."
-    return [Assumption(text, "unverified")]
-
-
-def start_in_floating_point(records: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the private run that the model started from used floating-point noise; the claim is about both."""
-    start = start_of(records)
-    return start is not None and not start["public"] and bool(start.get("floating_point", True))
-
-
-def randomness_facts(records: Sequence[Mapping[str, Any]], plan: PrivacyPlan | None) -> dict[str, Any]:
-    """What the ledger says of the noise: whether it was drawn securely, from a published seed, in floating point."""
-    last = plan_of(records)[1]
-    return {
-        "secure": bool(last.get("secure_rng", False)),
-        "secret": "never stored with the run",
-        "seeded": last.get("noise_seed") is not None,
-        "floating_point": plan is None or plan.noise != "discrete" or start_in_floating_point(records),
-    }
-
-
-def start_accounting(
-    records: Sequence[Mapping[str, Any]], own: Sequence[Release], plan: PrivacyPlan, verdict: Verdict
-) -> dict[str, Any]:
-    """The two parts of the claim: what this run cost alone, and what the start had cost alone, at one delta."""
-    start = start_of(records)
-    if start is None or start["public"]:
-        return {}
-    parts = {"epsilon_of_this_run": own, "epsilon_of_start": [release_from_dict(r) for r in start["releases"]]}
-    facts: dict[str, Any] = {"name": start["name"], "card_sha256": start["card_sha256"], **dict.fromkeys(parts)}
-    if verdict.basis == "as_charged":
-        for name, releases in parts.items():
-            facts[name] = accounting.epsilon(
-                releases, delta=plan.budget.delta, neighbours=plan.budget.neighbours, accountant=plan.accountant
-            )
-    return {"init_from": facts}
-
-
-def start_text(
-    records: Sequence[Mapping[str, Any]],
-    accounted: Mapping[str, Any],
-    plan: PrivacyPlan | None,
-    verdict: Verdict,
-    model: str | None = None,
-) -> dict[str, str]:
-    """Where training started and what of the claim is whose, in a sentence; ``accounted`` has `start_accounting`."""
-    start = start_of(records)
-    if start is None:
-        if _is_histogram(records):
-            return {}
-        if model == RANDOM_WEIGHTS:
-            return {"start": _RANDOM_START}
-        return {"start": f"Training started from {_named(model)}: that no private data went into it is declared."}
-    if start["public"]:
-        return {"start": f"Training started from {start['name']}, which was declared to be public."}
-    counted = _is_histogram(records)
-    text = "This histogram is charged together with" if counted else "Training started from"
-    text += f" {start['name']}, which was trained on private data (card sha256 {start['card_sha256']})."
-    if plan is None or verdict.guarantee != "dp":
-        return {"start": text}
-    parts = accounted["init_from"]
-    both = "training and histogram" if counted else "both trainings"
-    text += f" The claim is about {both} together, whether or not they used the same data"
-    if parts["epsilon_of_this_run"] is not None:
-        text += (
-            f": this run alone cost epsilon = {show_epsilon(parts['epsilon_of_this_run'])} of its own budget of "
-            f"{plan.budget.eps:g}, the one before it {show_epsilon(parts['epsilon_of_start'])}, each at delta = "
-            f"{show_delta(plan.budget.delta)}"
-        )
-    return {"start": f"{text}."}
-
-
-def _is_histogram(records: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the run counted, and trained nothing."""
-    return any(record.get("kind") == "plan" and record.get("mode") == HISTOGRAM for record in records)

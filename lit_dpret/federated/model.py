@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_dpret.cards.file import CARD_NAME
-from lit_dpret.cards.subject import card_above
+from lit_dpret.cards.file import CARD_NAME, card_above
 from lit_dpret.encoders import Contract, TextEncoder, load_towers
 from lit_dpret.encoders.backbones import keep_layers
 from lit_dpret.encoders.towers import cut

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from lit_dpret.cards.card import CARD_NAME, card_sha256, inherit_card, subject_of, write_card
-from lit_dpret.cards.environment import environment_facts
+from lit_dpret.cards.facts import environment_facts
 from lit_dpret.cards.file import file_sha256
 from lit_dpret.distributed.crew import Crew
 from lit_dpret.encoders import Progress, Side, cut, load_towers

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
+from lit_dpret.cards.amendments import with_notes
 from lit_dpret.cards.card import CARD_NAME, inherit_card, read_card, write_card
-from lit_dpret.cards.environment import environment_facts, version_of
-from lit_dpret.cards.notes import with_notes
+from lit_dpret.cards.facts import environment_facts, version_of
 from lit_dpret.distributed.crew import Crew
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.modules.generator_folder import load_generator, weights_hash

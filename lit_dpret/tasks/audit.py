@@ -19,11 +19,10 @@ from lit_dpret.audit.canaries.suite import QUERY_SIDE_ONLY
 from lit_dpret.audit.statistics.evidence import Evidence
 from lit_dpret.audit.statistics.one_run import one_run_audit
 from lit_dpret.audit.statistics.scores import CanaryScores
-from lit_dpret.cards.audit_text import BOUND
+from lit_dpret.cards.amendments import AttackResult, add_evidence
 from lit_dpret.cards.card import read_card
-from lit_dpret.cards.evidence import AttackResult, add_evidence
 from lit_dpret.cards.start import MODEL_FOLDER
-from lit_dpret.cards.text import privacy_line
+from lit_dpret.cards.text import BOUND, privacy_line
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.report.canary_table import CanaryRow, write_canary_table

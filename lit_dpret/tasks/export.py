@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lit_dpret.cards.card import inherit_card, read_card, subject_of, write_card
-from lit_dpret.cards.environment import environment_facts
+from lit_dpret.cards.facts import environment_facts
 from lit_dpret.cards.file import CARD_NAME
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.errors import ConfigurationError, DataError

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lit_dpret.cards.card import CARD_NAME, build_card, read_card, subject_of, verify_card, write_card
-from lit_dpret.cards.environment import environment_facts
+from lit_dpret.cards.facts import environment_facts
 from lit_dpret.cards.start import Start, note_start, read_start
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, ResumeError
 from lit_dpret.privacy.accounting.releases import Release

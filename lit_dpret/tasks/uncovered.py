@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lit_dpret.cards.file import CARD_NAME, read_card
-from lit_dpret.cards.notes import note_not_covered
+from lit_dpret.cards.amendments import note_not_covered
+from lit_dpret.cards.file import CARD_NAME, check_dataset_card, read_card
 from lit_dpret.cards.start import model_folder
-from lit_dpret.cards.subject import check_dataset_card
 from lit_dpret.errors import ConfigurationError, LedgerError
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.noise import KeyedStream, default_secret_file, load_secret, published_secret

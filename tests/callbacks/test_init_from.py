@@ -14,8 +14,8 @@ import torch
 from stand_ins import Numbers, Regression, dp, fit
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.cards.amendments import note_not_covered
 from lit_dpret.cards.card import read_card, verify_card
-from lit_dpret.cards.notes import note_not_covered
 from lit_dpret.cards.start import read_start
 from lit_dpret.cli import build_parts, run
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, ResumeError

@@ -12,7 +12,7 @@ from negative_cases import dual
 from pair_stand_ins import data_module
 from stand_ins import fit
 
-from lit_dpret.callbacks.inputs import fingerprint_of_files
+from lit_dpret.callbacks.planning import fingerprint_of_files
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.losses import MarginMSELoss

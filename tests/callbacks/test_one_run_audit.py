@@ -15,7 +15,7 @@ from tiny_tasks import trainer
 
 from lit_dpret.callbacks import OneRunAudit, PrivacyAccountant, PrivacyCard
 from lit_dpret.cards.card import verify_card
-from lit_dpret.cards.claimed_curve import claimed_curve
+from lit_dpret.cards.claim import claimed_curve
 from lit_dpret.cards.file import read_card
 from lit_dpret.errors import ConfigurationError, PrivacyViolation, ResumeError
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger

@@ -17,7 +17,7 @@ from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cards.card import read_card
-from lit_dpret.cards.subject import check_dataset_card
+from lit_dpret.cards.file import check_dataset_card
 from lit_dpret.errors import (
     BudgetExceededError,
     ConfigurationError,

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from lit_dpret.callbacks.strategies import refuse_second_masters
-from lit_dpret.callbacks.zero_settings import refuse_zero_settings
+from lit_dpret.callbacks.strategies import refuse_second_masters, refuse_zero_settings
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.zero_strategy import ZeroStrategy

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lit_dpret.cards import environment
-from lit_dpret.cards.environment import code_commit, environment_facts
+from lit_dpret.cards import facts as environment
+from lit_dpret.cards.facts import code_commit, environment_facts
 
 
 @pytest.fixture

@@ -16,10 +16,9 @@ from cards import Run, make_plan
 from lit_dpret.cards import verification
 from lit_dpret.cards.card import read_card, said, subject_of, write_card
 from lit_dpret.cards.file import checksum
-from lit_dpret.cards.findings import Verification
 from lit_dpret.cards.start import note_start, read_start
 from lit_dpret.cards.text import statement
-from lit_dpret.cards.verification import verify_chain
+from lit_dpret.cards.verification import Verification, verify_chain
 
 Place = tuple[str | int, ...]
 #: Every so manieth edit where the test is not slow.

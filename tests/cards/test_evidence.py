@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from cards import CHILD, Run, make_plan
 
+from lit_dpret.cards.amendments import AttackResult, add_evidence, note_not_covered, with_evidence, with_notes
 from lit_dpret.cards.card import build_card, card_sha256, inherit_card, read_card, subject_of, verify_card, write_card
-from lit_dpret.cards.evidence import AttackResult, add_evidence, with_evidence
-from lit_dpret.cards.notes import note_not_covered, with_notes
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError
 

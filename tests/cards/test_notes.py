@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from cards import Run, make_plan
 
+from lit_dpret.cards.amendments import note_not_covered, with_notes
 from lit_dpret.cards.card import build_card, card_sha256, inherit_card, read_card, subject_of, verify_card, write_card
-from lit_dpret.cards.notes import note_not_covered, with_notes
 from lit_dpret.errors import DataError
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from cards import Run, make_plan
 
+from lit_dpret.cards.amendments import note_not_covered
 from lit_dpret.cards.card import inherit_card, read_card, subject_of, write_card
 from lit_dpret.cards.file import checksum
-from lit_dpret.cards.notes import note_not_covered
 from lit_dpret.cards.signature import check_signature, public_key_fingerprint, sign_card
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, DataError, VerificationError

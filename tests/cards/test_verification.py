@@ -14,15 +14,12 @@ from cards import Run, make_plan, rewrite_chain
 from memoriser import audited
 
 from lit_dpret.cards import verification
-from lit_dpret.cards.audit_text import ALARM, BOUND
+from lit_dpret.cards.amendments import AttackResult, add_evidence, note_not_covered, text_sha256, versions
 from lit_dpret.cards.card import build_card, inherit_card, read_card, subject_of, write_card
-from lit_dpret.cards.evidence import AttackResult, add_evidence
 from lit_dpret.cards.file import checksum
-from lit_dpret.cards.findings import Verification
-from lit_dpret.cards.history import text_sha256, versions
-from lit_dpret.cards.notes import note_not_covered
 from lit_dpret.cards.start import note_start, read_start
-from lit_dpret.cards.verification import verify_chain
+from lit_dpret.cards.text import ALARM, BOUND
+from lit_dpret.cards.verification import Verification, verify_chain
 from lit_dpret.errors import ConfigurationError, DataError, VerificationError
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD

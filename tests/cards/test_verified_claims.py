@@ -16,14 +16,12 @@ from planned_sweeps import begun, planned, trial_parts
 
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards import verification
+from lit_dpret.cards.amendments import AttackResult, add_evidence, note_not_covered
 from lit_dpret.cards.card import read_card, said, subject_of, verify_card, write_card
-from lit_dpret.cards.evidence import AttackResult, add_evidence
 from lit_dpret.cards.file import checksum
-from lit_dpret.cards.findings import Verification
-from lit_dpret.cards.notes import note_not_covered
 from lit_dpret.cards.start import note_start, read_start
 from lit_dpret.cards.text import card_html, card_markdown, statement
-from lit_dpret.cards.verification import verify_chain
+from lit_dpret.cards.verification import Verification, verify_chain
 from lit_dpret.privacy.accounting import accountant as accounting
 from lit_dpret.privacy.ledger.leaks import leaks
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger

@@ -19,8 +19,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from lit_dpret.callbacks import PrivacyCard
-from lit_dpret.cards.audit_text import ALARM, BOUND
-from lit_dpret.cards.evidence import AttackResult, add_evidence
+from lit_dpret.cards.amendments import AttackResult, add_evidence
+from lit_dpret.cards.text import ALARM, BOUND
 from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, PrivateDataError, ResumeError

@@ -16,7 +16,7 @@ from stand_ins import KillAt, Killed, Line, Numbers, Regression, Words, dp, fit
 
 from lit_dpret.audit.testing import assert_private
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
-from lit_dpret.callbacks.throughput import Throughput
+from lit_dpret.callbacks.progress import Throughput
 from lit_dpret.cards.check import verify_card
 from lit_dpret.cards.file import read_card
 from lit_dpret.errors import ConfigurationError, PrivacyViolation

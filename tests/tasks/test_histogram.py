@@ -16,10 +16,10 @@ from card_chain import run
 from tiny_generator import generator
 from tiny_tasks import parts, write_log
 
-from lit_dpret.cards.audit_text import BOUND
+from lit_dpret.cards.amendments import AttackResult, add_evidence
 from lit_dpret.cards.card import card_sha256, read_card, verify_card
-from lit_dpret.cards.evidence import AttackResult, add_evidence
 from lit_dpret.cards.file import checksum, write_card
+from lit_dpret.cards.text import BOUND
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, PrivateDataError, ResumeError

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from lit_dpret.cards.card import CARD_NAME
-from lit_dpret.cards.subject import card_above
+from lit_dpret.cards.file import card_above
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
 from lit_dpret.synthesis.filters.released import shown

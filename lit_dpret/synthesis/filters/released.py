@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lit_dpret.cards.card import CARD_NAME, read_card
-from lit_dpret.cards.subject import card_above, card_names, check_artefact, check_dataset_card
+from lit_dpret.cards.file import card_above, card_names, check_artefact, check_dataset_card
 from lit_dpret.datamodules.fields import Fields
 from lit_dpret.datamodules.layouts import folder_parts, read_corpus
 from lit_dpret.datamodules.readers import RecordFile

@@ -15,9 +15,9 @@ import pytest
 import torch
 from tiny_generator import PASSAGES, generator, lively_generator, write_parent_card
 
+from lit_dpret.cards.amendments import note_not_covered
 from lit_dpret.cards.card import Assumption, card_sha256, inherit_card, read_card, subject_of, write_card
 from lit_dpret.cards.file import checksum
-from lit_dpret.cards.notes import note_not_covered
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError, PrivateDataError, UnsupportedModelError
 from lit_dpret.modules.token_scores import TokenScorer

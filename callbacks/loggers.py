@@ -1,13 +1,13 @@
-"""Weights & Biases, told what may be told: curves, settings that are numbers, and the privacy card.
+"""Loggers that a private run may write to: ``metrics.jsonl``, and Weights & Biases with what may be told.
 
-What W&B collects by itself names private things: the command line and the configuration hold paths of private files,
-the console may show whatever a library prints, and the code of the working tree is the owner's. All of that is off
-here, and so is what it measures of the machine. A text is never logged, whoever asks: nobody can tell a private query
-from a public one by looking at it.
+W&B by itself collects private things: the command line and the configuration hold paths of private files, the console
+may show whatever a library prints, and the code of the working tree is the owner's. All of that is off here, and so is
+measuring the machine. No text is logged: nobody can tell a private query from a public one by looking at it.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from argparse import Namespace
@@ -16,10 +16,58 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_dpret.cards.card import CARD_NAME, read_card
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, StorageError
+
+
+class MetricsFile(Logger):
+    """A Lightning logger that appends to ``metrics.jsonl`` in the run folder, on rank 0.
+
+    It never writes hyper-parameters: a configuration may name private paths, and the run folder
+    holds it already.
+
+    Args:
+        run_dir: The folder of the file.
+    """
+
+    writes_no_times = True
+    """What is logged inside a private run is written at once: a line says which step, never when."""
+
+    def __init__(self, run_dir: str | Path) -> None:
+        super().__init__()
+        self._path = Path(run_dir) / "metrics.jsonl"
+
+    @property
+    def name(self) -> str:
+        return "metrics_file"
+
+    @property
+    def version(self) -> str:
+        return "0"
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        line = {"step": step} | {
+            key: value if math.isfinite(value) else str(value)
+            for key, value in ((key, float(value)) for key, value in metrics.items())
+            if key != "epoch"
+        }
+        if len(line) == 1:
+            return
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise StorageError(
+                f"{self._path} cannot be written: {error.strerror}. Free space, then resume=true."
+            ) from error
+
 
 _UNTOLD = ("secret", "noise_seed", "path", "dir", "folder", "file")
 _CLAIM = ("guarantee", "epsilon", "delta", "unit", "neighbours")

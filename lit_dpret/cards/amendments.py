@@ -1,0 +1,284 @@
+"""What is written on a card after it was made: results of audits, and notes on what its claim does not cover.
+
+A result may stand on a card, which is released, only where it is post-processing of what is released anyway: computed
+from the model and from planted or public data. A score against private queries changes nothing about the artefact, but
+no noise covers it, so the card is amended with a note. The SHA-256 of the card before is kept, because cards
+of derived artefacts name that one: taking notes and results off again gives back that file, byte for byte, or the
+notes are not all that was changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lit_dpret.cards.file import CARD_NAME, card_json, card_sha256, checksum, read_card, write_card
+from lit_dpret.cards.text import statement
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.ledger.chain import today
+
+About = Literal["this model", "other trainings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttackResult:
+    """One result of an attack, as it stands in ``empirical.results``.
+
+    Args:
+        attack: What was tried, in a phrase.
+        n: How many canaries, guesses or trainings it was tried on.
+        metric: What ``estimate`` is.
+        estimate: The measured value; None where there is a bound alone.
+        ci: Its confidence interval, at ``confidence``.
+        eps_lower: The lower bound on epsilon; None where the attack gives none.
+        delta: That goes with the bound.
+        confidence: Of the interval and the bound; None for a point value.
+        method: Which estimator gave the bound.
+        assumption: What must hold for it.
+        copies: How often each canary stood in the data.
+        ceiling: What ``estimate`` cannot exceed by the accounting; it is no measurement.
+        about: ``this model``, or ``other trainings`` with the same settings.
+        canaried: Whether the model that the card is about was trained on the planted canaries.
+
+    Raises:
+        ConfigurationError: A number is not finite, or a field is out of its range.
+    """
+
+    attack: str
+    n: int
+    metric: str
+    estimate: float | None = None
+    ci: tuple[float, float] | None = None
+    eps_lower: float | None = None
+    delta: float | None = None
+    confidence: float | None = None
+    method: str | None = None
+    assumption: str | None = None
+    copies: int = 1
+    ceiling: float | None = None
+    about: About = "this model"
+    canaried: bool = True
+
+    def __post_init__(self) -> None:
+        numbers = [self.estimate, *(self.ci or ()), self.eps_lower, self.delta, self.confidence, self.ceiling]
+        if any(number is not None and not math.isfinite(number) for number in numbers):
+            raise ConfigurationError(f"A result of {self.attack!r} holds a number that is not finite: {numbers}.")
+        if self.about not in get_args(About):
+            raise ConfigurationError(f"about={self.about!r} is not one of {', '.join(get_args(About))}.")
+        if self.n < 1 or self.copies < 1:
+            raise ConfigurationError(f"A result of {self.attack!r} needs n={self.n} and copies={self.copies} from 1.")
+        if self.eps_lower is not None and self.eps_lower < 0:
+            raise ConfigurationError(f"eps_lower={self.eps_lower} must not be negative.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The entry as JSON values."""
+        facts = asdict(self)
+        return facts | {"ci": None if self.ci is None else list(self.ci)}
+
+
+def with_evidence(card: Mapping[str, Any], results: Sequence[AttackResult]) -> dict[str, Any]:
+    """A card about to be written, with these results among its empirical ones.
+
+    Guarantees:
+        - The claim's numbers, the assumptions and the ceilings are as they were.
+    """
+    changed = copy.deepcopy(dict(card))
+    changed["empirical"]["results"] += [result.to_dict() for result in results]
+    return _restated(changed)
+
+
+def add_evidence(folder: str | Path, results: Sequence[AttackResult]) -> Path | None:
+    """Add results to the card that lies in ``folder``.
+
+    Guarantees:
+        - Nothing else of the card changes but the sentence of its statement that says whether attacks were run.
+        - The SHA-256 of the card before is kept in ``amendments``, so that cards derived from it are still
+          traced to it.
+
+    Args:
+        folder: Of the card. A model folder's copy is a card of its own: call this for both.
+        results: What was found; nothing is written where there is none.
+
+    Returns:
+        The card, or None where the folder has none.
+
+    Raises:
+        DataError: The card is malformed or was edited by hand.
+        StorageError: It cannot be written.
+    """
+    path = Path(folder) / CARD_NAME
+    if not path.is_file():
+        return None
+    if not results:
+        return path
+    card = copy.deepcopy(read_card(path))
+    note = {
+        "day": today(),
+        "sha256_before": card_sha256(path),
+        "results": [result.to_dict() for result in results],
+    }
+    return write_card(amended(card, note), path.parent)
+
+
+def amended(card: dict[str, Any], note: Mapping[str, Any]) -> dict[str, Any]:
+    """The card with the results of a note, and the note."""
+    card["empirical"]["results"] = [*card["empirical"]["results"], *note["results"]]
+    card["amendments"] = [*card.get("amendments", []), dict(note)]
+    return _restated(card)
+
+
+def before_note(card: Mapping[str, Any]) -> dict[str, Any]:
+    """What `amended` was given, if the card's last amendment is a note of results."""
+    found = copy.deepcopy(dict(card))
+    *kept, last = found["amendments"]
+    results = found["empirical"]["results"]
+    found["empirical"]["results"] = results[: max(0, len(results) - len(last["results"]))]
+    found["amendments"] = kept
+    if not kept:
+        del found["amendments"]
+    return _restated(found)
+
+
+def planted_by(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The canaries that stood in the training data, by the last plan of a run's ledger; None where there were none."""
+    plans = [record for record in records if record.get("kind") == "plan"]
+    return dict(plans[-1]["planted"]) if plans and plans[-1].get("planted") else None
+
+
+def _restated(card: dict[str, Any]) -> dict[str, Any]:
+    card["claim"]["statement"] = statement(card)
+    card["checksum"] = checksum(card)
+    return card
+
+
+def note_not_covered(folder: str | Path, what: str, *, computed: str) -> Path | None:
+    """Add to the card of ``folder`` that something computed from private data is not covered by it.
+
+    Guarantees:
+        - When it returns, the card on the disk says so under what is not covered, and as a caution beside its claim.
+        - The claim, the assumptions and everything else on the card are as they were.
+        - Each call is recorded in ``amendments``, with the SHA-256 of the card before it; equal texts stand once
+          in the lists that people read.
+
+    Args:
+        folder: Where the card lies.
+        what: What is let out, with the artefact it is about, as the subject of a sentence.
+        computed: From what, as the end of a sentence.
+
+    Returns:
+        The card, or None where the folder has none: then there is no claim that could be misread.
+
+    Raises:
+        DataError: The card is malformed or was edited by hand.
+        StorageError: It cannot be written.
+    """
+    path = Path(folder) / CARD_NAME
+    if not path.is_file():
+        return None
+    before, card = card_sha256(path), copy.deepcopy(read_card(path))
+    note = {
+        "day": today(),
+        "sha256_before": before,
+        "not_covered": f"{what}, computed from {computed}: whoever is shown these numbers is told more than the claim "
+        "covers.",
+        "caution": f"{what} was computed from {computed} after this card was made. Those numbers are not covered.",
+    }
+    return write_card(_amended(card, [note]), path.parent)
+
+
+def with_notes(card: Mapping[str, Any], folder: str | Path) -> dict[str, Any]:
+    """A card about to be written, with the notes of the one that it will replace in ``folder``.
+
+    Guarantees:
+        - Making the card of an artefact anew, as a resumed run does, forgets nothing that was noted on it, nor
+          the results of attacks on these very files.
+
+    Args:
+        card: The new card.
+        folder: Where it is going. A card of another artefact there, or none, leaves it as it is.
+    """
+    path = Path(folder) / CARD_NAME
+    if not path.is_file():
+        return dict(card)
+    try:
+        old = read_card(path)
+    except DataError:  # about to be replaced; it can be trusted in nothing
+        return dict(card)
+    same = all(old["subject"].get(name) == card["subject"].get(name) for name in ("artifact_type", "name"))
+    notes = [note for note in old.get("amendments", []) if note not in card.get("amendments", [])]
+    if old["subject"]["sha256"] != card["subject"]["sha256"]:  # other weights: what attacks found is not about them
+        notes = [note for note in notes if "results" not in note]
+    return _amended(copy.deepcopy(dict(card)), notes) if same and notes else dict(card)
+
+
+def _amended(card: dict[str, Any], notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The card with these notes, each text once in the lists that people read."""
+    for note in notes:
+        if "results" in note:
+            card = amended(card, note)
+            continue
+        added_to = []
+        for name, text in (("not_covered", note["not_covered"]), ("cautions", note["caution"])):
+            if text not in card[name]:
+                card[name].append(text)
+                added_to.append(name)
+        card["amendments"] = [*card.get("amendments", []), {**note, "added_to": added_to}]
+    card["checksum"] = checksum(card)
+    return card
+
+
+def text_sha256(card: Mapping[str, Any]) -> str:
+    """SHA-256 of the file that ``write_card`` makes of a card."""
+    return hashlib.sha256(card_json(card).encode()).hexdigest()
+
+
+def versions(card: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The card, then what it was before each amendment, the newest first.
+
+    Guarantees:
+        - An earlier version is given only if its file has the SHA-256 that the amendment recorded; the first
+          one that cannot be restored so ends the sequence.
+    """
+    current: dict[str, Any] | None = dict(card)
+    while current is not None:
+        yield current
+        current = _before(current)
+
+
+def names_before_evidence(card: Mapping[str, Any]) -> set[str]:
+    """SHA-256 of a card, and of what it was before results of audits were added to it.
+
+    Guarantees:
+        - A name is given only for what `versions` restored, byte for byte, by taking results off again: between any
+          two of the cards that are named, the claim, its ledger and its files are the same.
+    """
+    found = set()
+    for version in versions(card):
+        found.add(text_sha256(version))
+        notes = version.get("amendments")
+        if not notes or "results" not in notes[-1]:
+            break
+    return found
+
+
+def _before(card: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The card without its last amendment; None where there is none, or more than its texts was changed."""
+    if not card.get("amendments"):
+        return None
+    *kept, last = card["amendments"]
+    if "results" in last:
+        found = before_note(card)
+    else:
+        found = copy.deepcopy(dict(card))
+        for name in last.get("added_to", ()):
+            found[name] = found[name][:-1]
+        found["amendments"] = kept
+        if not kept:
+            del found["amendments"]
+        found["checksum"] = checksum(found)
+    return found if text_sha256(found) == last.get("sha256_before") else None

@@ -1,0 +1,295 @@
+"""What a card says besides its claim: software, hardware, randomness, where training started, and what was registered.
+
+A model that has seen a query before private training reveals it whatever the noise was, and no claim covers that. So
+a card names the weights that training started from, and how much of public text stood in their pre-training corpus.
+An audit protocol is registered by its hash before the first release: an attack that is chosen after its results are
+known shows what one wants it to show.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lit_dpret
+from lit_dpret.cards.file import file_sha256
+from lit_dpret.cards.text import show_delta, show_epsilon
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError
+from lit_dpret.privacy.accounting import accountant as accounting
+from lit_dpret.privacy.accounting.releases import Release, release_from_dict
+from lit_dpret.privacy.ledger.charges import start_of
+from lit_dpret.privacy.ledger.facts import RANDOM_WEIGHTS, Assumption, Verdict, plan_of
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
+
+if TYPE_CHECKING:
+    import torch
+
+CHANGED = "+changes"
+"""What stands after the commit of a checkout whose files differ from it."""
+
+_PACKAGES = ("torch", "lightning", "transformers", "dp-accounting", "opacus", "numpy")
+
+
+def version_of(package: str) -> str:
+    """The installed version of a package, or ``unknown``."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def package_versions() -> dict[str, str]:
+    """The software that a claim depends on."""
+    versions = {name: version_of(name) for name in _PACKAGES}
+    return {"python": platform.python_version(), "lit-dpret": lit_dpret.__version__, **versions}
+
+
+def environment_facts(*, device: torch.device | str | None = None, precision: str | None = None) -> dict[str, Any]:
+    """What a card says of the machine: kinds, never names of hosts or users.
+
+    Args:
+        device: Where it was computed; None where that is not known.
+        precision: In which numbers, as Lightning writes it.
+    """
+    return {"code_commit": code_commit(), "hardware": None if device is None else _hardware(str(device)),
+            "precision": precision}  # fmt: skip
+
+
+@cache
+def code_commit() -> str | None:
+    """The git commit of this package's own checkout, ``+changes`` where files differ from it; None elsewhere.
+
+    Guarantees:
+        - An installed package is not taken for a part of the repository that its environment happens to lie in.
+    """
+    package = Path(__file__).resolve().parent.parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(package), *arguments], capture_output=True, text=True, timeout=10, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if not git("ls-files", "--error-unmatch", "__init__.py"):
+        return None
+    commit = git("rev-parse", "HEAD")
+    return f"{commit}{CHANGED}" if commit and git("status", "--porcelain", "--untracked-files=no") else commit
+
+
+def _hardware(device: str) -> str:
+    kind = device.partition(":")[0]
+    if kind == "cuda":
+        import torch  # who reads a card of another machine needs none
+
+        return torch.cuda.get_device_name(device) if torch.cuda.is_available() else kind
+    return f"{kind} ({platform.machine()})" if kind == "cpu" else kind
+
+
+KNOB = "callbacks.card.pretraining_overlap"
+
+
+def overlap_facts(file: str | Path) -> dict[str, Any]:
+    """The block ``pretraining.overlap_check`` from the ``pretraining_overlap.json`` that the task wrote.
+
+    Returns:
+        ``corpus`` (name, documents, words), ``sampled``, ``whose`` the queries are, ``split``, and ``found``: by kind
+        of text, the share found exactly and by words in a row, with their intervals.
+
+    Raises:
+        ConfigurationError: It cannot be read, is no such file, or holds shares of private queries.
+    """
+    path = Path(file).expanduser()
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        found = {name: facts[name] for name in ("corpus", "sampled", "split", "whose", "found")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"{KNOB}={file} cannot be read: name the pretraining_overlap.json of a run of task=pretraining_overlap."
+        ) from error
+    if found["whose"] not in ("public", "synthetic") or facts.get("not_covered"):
+        raise ConfigurationError(
+            f"{KNOB}={file} holds shares of private queries, which no noise covers, and the card is released. Run "
+            "task=pretraining_overlap with task.queries=public, or leave this null."
+        )
+    return found
+
+
+PROTOCOL_EVENT = "audit_protocols"
+"""The event that registers protocols; it counts before the first announced step only."""
+
+_KNOB = "callbacks.card.audit_protocols"
+
+
+def protocol_facts(files: Iterable[str | Path], *, knob: str = _KNOB) -> list[dict[str, str]]:
+    """Name and SHA-256 of each protocol; ``knob`` is the setting that a refusal names.
+
+    Raises:
+        ConfigurationError: A file cannot be read, or is empty.
+    """
+    facts = []
+    for file in map(Path, files):
+        try:
+            if not file.expanduser().stat().st_size:
+                raise ConfigurationError(f"{knob}: {file} is empty, and registers nothing.")
+            facts.append({"name": file.name, "sha256": file_sha256(file.expanduser())})
+        except (OSError, DataError) as error:
+            raise ConfigurationError(f"{knob}: {file} cannot be read. Name the file of a protocol.") from error
+    return facts
+
+
+def note_protocols(ledger: PrivacyLedger, files: Sequence[str | Path]) -> None:
+    """Write the hashes of protocols into a ledger, before its first release.
+
+    Guarantees:
+        - When it returns, each file is registered in a record before that of the first announced step.
+
+    Args:
+        ledger: Open for writing.
+        files: The protocols; those that are registered already are not written again.
+
+    Raises:
+        ConfigurationError: A file cannot be read, or is empty.
+        ResumeError: A step was announced already, and a file was not registered before it.
+    """
+    known = {one["sha256"] for one in registered(ledger.records)}
+    new = [one for one in protocol_facts(files) if one["sha256"] not in known]
+    if not new:
+        return
+    if any(record["kind"] == "intent" for record in ledger.records):
+        names = ", ".join(one["name"] for one in new)
+        raise ResumeError(
+            f"{_KNOB}: {names} was not registered when this run began, or was changed since. A protocol that comes "
+            "after the first release is not pre-registered: restore the file, leave it out, or start a new run."
+        )
+    ledger.append("event", name=PROTOCOL_EVENT, protocols=new)
+
+
+def registered(records: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """``name``, ``sha256`` and ``registered`` (the day) of the protocols before the first announced step."""
+    found: list[dict[str, str]] = []
+    for record in records:
+        if record.get("kind") == "intent":
+            break
+        if record.get("kind") == "event" and record.get("name") == PROTOCOL_EVENT:
+            found += [{**one, "registered": str(record["day"])} for one in record["protocols"]]
+    return found
+
+
+_RANDOM_START = f"Training started from {RANDOM_WEIGHTS}, as declared."
+
+
+def start_parents(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The cards that the model had before this run, the nearest first: names and SHA-256."""
+    start = start_of(records)
+    return [] if start is None else list(start["parents"])
+
+
+def declared_start(model: str | None) -> Assumption:
+    """What is taken on trust where nothing private is known of the weights that training started from."""
+    if model == RANDOM_WEIGHTS:
+        return Assumption(f"{_RANDOM_START} No private data went into them.", "unverified")
+    return Assumption(
+        f"No private data went into {_named(model)}, from which training started, as declared.", "unverified"
+    )
+
+
+def _named(model: str | None) -> str:
+    return "the weights that the module was built with" if model in (None, "unstated") else f"{model}, a public model"
+
+
+def start_assumptions(records: Sequence[Mapping[str, Any]], model: str | None = None) -> list[Assumption]:
+    """What the claim takes on trust about the start; ``model`` is the name of what nobody has a card of."""
+    start = start_of(records)
+    if start is None:
+        return [] if _is_histogram(records) else [declared_start(model)]
+    what = "that this histogram is charged with" if _is_histogram(records) else "that training started from"
+    if start["public"]:
+        text = f"The model {what} ({start['name']}) was made from public data alone, as declared."
+        return [Assumption(text, "unverified")]
+    if start["guarantee"] == "not_proved":
+        return [Assumption(f"For the model {what} ({start['name']}) a guarantee is proved.", False)]
+    text = f"The ledger of the model {what} ({start['name']}) is whole."
+    return [Assumption(text, "unverified")]
+
+
+def start_in_floating_point(records: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the private run that the model started from used floating-point noise; the claim is about both."""
+    start = start_of(records)
+    return start is not None and not start["public"] and bool(start.get("floating_point", True))
+
+
+def randomness_facts(records: Sequence[Mapping[str, Any]], plan: PrivacyPlan | None) -> dict[str, Any]:
+    """What the ledger says of the noise: whether it was drawn securely, from a published seed, in floating point."""
+    last = plan_of(records)[1]
+    return {
+        "secure": bool(last.get("secure_rng", False)),
+        "secret": "never stored with the run",
+        "seeded": last.get("noise_seed") is not None,
+        "floating_point": plan is None or plan.noise != "discrete" or start_in_floating_point(records),
+    }
+
+
+def start_accounting(
+    records: Sequence[Mapping[str, Any]], own: Sequence[Release], plan: PrivacyPlan, verdict: Verdict
+) -> dict[str, Any]:
+    """The two parts of the claim: what this run cost alone, and what the start had cost alone, at one delta."""
+    start = start_of(records)
+    if start is None or start["public"]:
+        return {}
+    parts = {"epsilon_of_this_run": own, "epsilon_of_start": [release_from_dict(r) for r in start["releases"]]}
+    facts: dict[str, Any] = {"name": start["name"], "card_sha256": start["card_sha256"], **dict.fromkeys(parts)}
+    if verdict.basis == "as_charged":
+        for name, releases in parts.items():
+            facts[name] = accounting.epsilon(
+                releases, delta=plan.budget.delta, neighbours=plan.budget.neighbours, accountant=plan.accountant
+            )
+    return {"init_from": facts}
+
+
+def start_text(
+    records: Sequence[Mapping[str, Any]],
+    accounted: Mapping[str, Any],
+    plan: PrivacyPlan | None,
+    verdict: Verdict,
+    model: str | None = None,
+) -> dict[str, str]:
+    """Where training started and what of the claim is whose, in a sentence; ``accounted`` has `start_accounting`."""
+    start = start_of(records)
+    if start is None:
+        if _is_histogram(records):
+            return {}
+        if model == RANDOM_WEIGHTS:
+            return {"start": _RANDOM_START}
+        return {"start": f"Training started from {_named(model)}: that no private data went into it is declared."}
+    if start["public"]:
+        return {"start": f"Training started from {start['name']}, which was declared to be public."}
+    counted = _is_histogram(records)
+    text = "This histogram is charged together with" if counted else "Training started from"
+    text += f" {start['name']}, which was trained on private data (card sha256 {start['card_sha256']})."
+    if plan is None or verdict.guarantee != "dp":
+        return {"start": text}
+    parts = accounted["init_from"]
+    both = "training and histogram" if counted else "both trainings"
+    text += f" The claim is about {both} together, whether or not they used the same data"
+    if parts["epsilon_of_this_run"] is not None:
+        text += (
+            f": this run alone cost epsilon = {show_epsilon(parts['epsilon_of_this_run'])} of its own budget of "
+            f"{plan.budget.eps:g}, the one before it {show_epsilon(parts['epsilon_of_start'])}, each at delta = "
+            f"{show_delta(plan.budget.delta)}"
+        )
+    return {"start": f"{text}."}
+
+
+def _is_histogram(records: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the run counted, and trained nothing."""
+    return any(record.get("kind") == "plan" and record.get("mode") == HISTOGRAM for record in records)
