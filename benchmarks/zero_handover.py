@@ -6,7 +6,7 @@ A small network, ZeRO-1 and ZeRO-2 (and ZeRO-3 where the way exists), SGD with l
 engines in ``--world`` processes on CPUs over gloo. Every rank has a clipped sum of its own; the noise has standard
 deviation 1 in every coordinate, and the update that is wanted is -(sum of the sums + noise), in float32.
 
-* ``pieces``: what `lit_dpret.modules.zero` does: one reduce-scatter of the sums, each rank noises what it keeps.
+* ``pieces``: what `lit_dpret.distributed.zero` does: one reduce-scatter of the sums, each rank noises what it keeps.
 * ``surrogate``: all-reduce of the sums, the same noise on every rank, then the scalar sum_p <p, stopgrad(G_p)> goes
   through DeepSpeed's backward pass, which averages equal gradients.
 * ``shares``: no reduction before; every rank adds noise of variance 1 / world of a stream of its own to its sum
@@ -46,7 +46,7 @@ def one_rank(way: str, stage: int, bf16: bool) -> dict[str, Any]:
     from torch import nn
 
     from lit_dpret.distributed.ranks import Ranks
-    from lit_dpret.modules.zero import zero_handover
+    from lit_dpret.distributed.zero import zero_handover
 
     deepspeed.utils.logging.logger.setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.modules.sharding_strategy import ShardingStrategy
+from lit_dpret.distributed.sharding_strategy import ShardingStrategy
 
 
 def fit(folder: Path, rank: int, world: int, *, trainer: dict[str, Any] | None = None, **given: Any) -> dict[str, Any]:

@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
         "matmul_precision",
     },
     "indexing": {"distributed", "privacy", "cards", "encoders", "retrieval"},
-    "costs": {"privacy", "modules"},
+    "costs": {"distributed", "privacy", "modules"},
     "synthesis": {
         "distributed", "privacy", "cards", "modules", "matmul_precision", "assets", "retrieval", "encoders",
         "datamodules", "negatives",

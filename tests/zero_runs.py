@@ -41,7 +41,7 @@ def zero_fit(folder: Path, rank: int, world: int, *, zero: dict[str, Any] | None
     import pair_stand_ins
     import stand_ins
 
-    from lit_dpret.modules.zero_strategy import ZeroStrategy
+    from lit_dpret.distributed.zero_strategy import ZeroStrategy
 
     masters: dict[str, Any] = {}
     plain, numbers = stand_ins.fit, pair_stand_ins._numbers
@@ -117,7 +117,7 @@ def handed(folder: Path, rank: int, world: int, *, zero: dict[str, Any], bf16: b
     from torch import nn
 
     from lit_dpret.distributed.ranks import Ranks
-    from lit_dpret.modules.zero import zero_handover
+    from lit_dpret.distributed.zero import zero_handover
 
     deepspeed.init_distributed("gloo", verbose=False)
     ranks = Ranks.here()

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lit_dpret.costs.live_bytes import LiveBytes
 from lit_dpret.costs.memory import Line
+from lit_dpret.distributed.master_weights import gradient_slot
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.modules.master_weights import gradient_slot
 from lit_dpret.privacy.budget import NoiseName
 from lit_dpret.privacy.clipping.phases import PHASES
 from lit_dpret.privacy.modes import DPSGD

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import lightning as L
 
+from lit_dpret.distributed.handover import refuse_zero_state
 from lit_dpret.errors import DataError, ResumeError
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.privacy.ledger.trained import mark, note, noted
@@ -131,25 +132,6 @@ def _optimizer_of(module: Any) -> dict[str, Any]:
     """The settings of a module's optimizer as plain values; nothing where it builds one of its own."""
     spec = getattr(module, "optimizer_spec", None)
     return {} if spec is None else {name: plain_value(value) for name, value in asdict(spec).items()}
-
-
-def is_zero_state(state: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's state in a checkpoint is one of ZeRO's (`lit_dpret.modules.zero`)."""
-    return set(state) == {"groups", "states", "numbers"}
-
-
-def refuse_zero_state(checkpoint: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of ZeRO where another strategy is to go on from it.
-
-    Raises:
-        ResumeError: It is one.
-    """
-    if any(map(is_zero_state, checkpoint.get("optimizer_states", ()))):
-        raise ResumeError(
-            "The checkpoint was written under trainer=deepspeed: its optimizer state lies as ZeRO keeps it, and no "
-            "other trainer reads it. Go on with trainer=deepspeed, under any stage and on any number of ranks (on CPUs "
-            "with trainer.accelerator=cpu)."
-        )
 
 
 def is_plain(value: Any) -> bool:

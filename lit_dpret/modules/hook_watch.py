@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lit_dpret.distributed.master_weights import gradient_slot
 from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.modules.coupling_check import Looks
 from lit_dpret.modules.kept_state import OWN_TO_MODULES
-from lit_dpret.modules.master_weights import gradient_slot
 from lit_dpret.privacy.checksums import checksums
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.sampling import UnitBatch, digests_of

@@ -22,9 +22,9 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import nn
 
+from lit_dpret.distributed.master_weights import MasterWeights, needs_masters
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.adam_bc import DPAdamBC
-from lit_dpret.modules.master_weights import MasterWeights, needs_masters
 from lit_dpret.privacy.budget import require_choice
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -119,7 +119,7 @@ class OptimizerSpec:
     def build(self, parameters: Iterable[nn.Parameter], *, steps: int, noise_std: float = 0.0) -> Any:
         """The optimizer, or the pair (optimizer, scheduler) that Lightning understands.
 
-        Parameters in half precision are optimized as float32 copies (`lit_dpret.modules.master_weights`).
+        Parameters in half precision are optimized as float32 copies (`lit_dpret.distributed.master_weights`).
 
         Args:
             parameters: Those without ``requires_grad`` are left out.

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from lit_dpret.callbacks.strategies import refuse_second_masters, refuse_zero_settings
+from lit_dpret.distributed.zero_strategy import ZeroStrategy
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.optimizers import OptimizerSpec
-from lit_dpret.modules.zero_strategy import ZeroStrategy
 
 
 def strategy(zero: dict[str, Any] | None = None, **config: Any) -> Any:

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from lit_dpret.distributed.handover import GradHandover, Handover
 from lit_dpret.distributed.placement import like
 from lit_dpret.distributed.ranks import Ranks, noticing_death
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.modules.handover import GradHandover, Handover
 
 #: Elements that one reduction hands in: 100 MB in float32.
 BUCKET = 25_000_000

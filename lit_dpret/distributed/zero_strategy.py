@@ -13,18 +13,18 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strateg
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_dpret.distributed.handover import is_zero_state
 from lit_dpret.distributed.ranks import Ranks
+from lit_dpret.distributed.zero import ZeroHandover, zero_handover
 from lit_dpret.errors import ConfigurationError, ResumeError
-from lit_dpret.modules.checkpointed import is_zero_state
-from lit_dpret.modules.zero import ZeroHandover, zero_handover
 
 
 class ZeroStrategy(DeepSpeedStrategy):
     """`lightning.pytorch.strategies.DeepSpeedStrategy` as a private run needs it.
 
-    It differs in four things. DeepSpeed gets finished gradients (`lit_dpret.modules.zero`). A checkpoint is one file
-    with the whole state, written by rank 0, which appears whole or not at all, is read without running code from it,
-    and resumes on any number of ranks; DeepSpeed's own are a folder of pickles, one for each rank, that a kill can
+    It differs in four things. DeepSpeed gets finished gradients (`lit_dpret.distributed.zero`). A checkpoint is one
+    file with the whole state, written by rank 0, which appears whole or not at all, is read without running code from
+    it, and resumes on any number of ranks; DeepSpeed's own are a folder of pickles, one for each rank, that a kill can
     leave half written. What DeepSpeed does by itself unless it is told otherwise (clip the sum to norm 1, refuse other
     optimizers than its own) is off. And it runs on CPUs too, for a trial: slowly, over gloo.
 

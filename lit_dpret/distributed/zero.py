@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_dpret.distributed.handover import is_zero_state
 from lit_dpret.distributed.pieces import Piece, Pieces
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, ResumeError, UnsupportedModelError
-from lit_dpret.modules.checkpointed import is_zero_state
 
 
 def zero_handover(engine: Any, module: nn.Module, ranks: Ranks) -> ZeroHandover:

@@ -97,7 +97,7 @@ def test_other_settings_are_not_mixed_into_a_file_that_was_begun(tmp_path: Path)
 
 KILLED = """
 import os, signal, sys
-sys.path[:0] = [{tests!r}]
+sys.path[:0] = {folders!r}
 import test_embedding_file as case
 from pathlib import Path
 path, after = Path(sys.argv[1]), int(sys.argv[2])
@@ -115,7 +115,7 @@ case.encode_to_file(side, case.MANY, path, **case.SETTINGS)
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
-    program = KILLED.format(tests=str(Path(__file__).parent))
+    program = KILLED.format(folders=[str(folder) for folder in Path(__file__).parents[:2]])
     write(tmp_path / "whole")
     for after in (5, 40, 0):
         done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "part"), str(after)], check=False)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from lit_dpret.distributed.master_weights import gradient_slot
 from lit_dpret.distributed.ranks import Ranks
-from lit_dpret.modules.master_weights import gradient_slot
+from lit_dpret.errors import ResumeError
 
 
 class Handover(Protocol):
@@ -77,3 +78,22 @@ class GradHandover:
             if name in gradients:
                 slot = gradient_slot(optimizer, parameter)
                 slot.grad = gradients[name].to(slot.dtype)
+
+
+def is_zero_state(state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's state in a checkpoint is one of ZeRO's (`lit_dpret.distributed.zero`)."""
+    return set(state) == {"groups", "states", "numbers"}
+
+
+def refuse_zero_state(checkpoint: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of ZeRO where another strategy is to go on from it.
+
+    Raises:
+        ResumeError: It is one.
+    """
+    if any(map(is_zero_state, checkpoint.get("optimizer_states", ()))):
+        raise ResumeError(
+            "The checkpoint was written under trainer=deepspeed: its optimizer state lies as ZeRO keeps it, and no "
+            "other trainer reads it. Go on with trainer=deepspeed, under any stage and on any number of ranks (on CPUs "
+            "with trainer.accelerator=cpu)."
+        )

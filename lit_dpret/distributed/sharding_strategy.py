@@ -11,8 +11,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_dpret.distributed.handover import refuse_zero_state
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.modules.checkpointed import refuse_zero_state
 
 
 class ShardingStrategy(ModelParallelStrategy):
