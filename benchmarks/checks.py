@@ -34,7 +34,7 @@ import json, sys, time
 from lit_dpret import cli
 from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.modules.coupling_check import CouplingCheck
-from lit_dpret.modules.hook_watch import HookWatch
+from lit_dpret.modules.module_state import HookWatch
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy.modes.state_watch import StateWatch
 from lit_dpret.privacy.ledger.noise_check import NoiseCheck

@@ -62,9 +62,10 @@ def measure(way: str, shape: str, steps: int, units: int) -> dict[str, Any]:
     """One rank's work: clip, add up, noise, step."""
     from torch.distributed.device_mesh import init_device_mesh
 
+    from lit_dpret.distributed import fsdp
     from lit_dpret.distributed.placement import like, place_of
     from lit_dpret.distributed.ranks import Ranks
-    from lit_dpret.modules import OptimizerSpec, sharded
+    from lit_dpret.modules import OptimizerSpec
     from lit_dpret.privacy.clipping import make_engine
     from lit_dpret.privacy.noise import KeyedStream
 
@@ -79,8 +80,8 @@ def measure(way: str, shape: str, steps: int, units: int) -> dict[str, Any]:
     model = Model(SHAPES[shape])
     if way != "ddp":
         if way == "fsdp, one piece":
-            sharded.own_blocks = lambda module: []
-        shards = sharded.Shards(model, mesh, compute_dtype=torch.bfloat16 if way.endswith("bf16") else None)
+            fsdp.own_blocks = lambda module: []
+        shards = fsdp.Shards(model, mesh, compute_dtype=torch.bfloat16 if way.endswith("bf16") else None)
         with shards.whole():
             engine = make_engine("ghost", model, max_grad_norm=0.1, clip="abadi", clip_groups="flat")
     else:

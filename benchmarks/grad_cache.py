@@ -73,9 +73,9 @@ def measure(*, rows: int, at_once: int | None, width: int, layers: int, tokens: 
     """One step's loss, peak memory above what was there before it, and processor time."""
     from transformers import BertConfig, BertModel
 
-    from lit_dpret.encoders.pooling import get_pooling
+    from lit_dpret.encoders.contract import get_pooling
     from lit_dpret.losses import InBatchSoftmaxLoss
-    from lit_dpret.modules.grad_cache import embed_in_chunks
+    from lit_dpret.modules.dual_encoder import embed_in_chunks
 
     torch.manual_seed(0)
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": 4 * width}

@@ -15,8 +15,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 
-from lit_dpret.costs.devices import ACCELERATORS, accelerator
-from lit_dpret.costs.work import work_of
+from lit_dpret.costs.work import ACCELERATORS, accelerator, work_of
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.progress import Progress, ProgressLine
 
@@ -57,7 +56,7 @@ class Throughput(Callback):
 
     Args:
         every: Logical steps between two lines.
-        device: A name of `lit_dpret.costs.devices.ACCELERATORS`, whose peak the utilisation is stated against; null
+        device: A name of `lit_dpret.costs.work.ACCELERATORS`, whose peak the utilisation is stated against; null
             states none.
         clock: Seconds from anywhere.
 

@@ -56,11 +56,11 @@ def strategy_name(trainer: L.Trainer) -> str:
     """The name of the Trainer's row in `lit_dpret.distributed.strategies`."""
     found: Any = trainer.strategy
     name = type(found).__name__
-    if type(found).__module__ == "lit_dpret.distributed.sharding_strategy" and name == "ShardingStrategy":
+    if type(found).__module__ == "lit_dpret.distributed.fsdp" and name == "ShardingStrategy":
         return "fsdp"
     if type(found) is XLAProcesses:
         return "xla_processes"
-    if type(found).__module__ == "lit_dpret.distributed.zero_strategy" and name == "ZeroStrategy":
+    if type(found).__module__ == "lit_dpret.distributed.zero" and name == "ZeroStrategy":
         return "deepspeed"
     if name == "DeepSpeedStrategy":
         return "plain_deepspeed"

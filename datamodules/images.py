@@ -1,7 +1,7 @@
 """A private set of images as a LightningDataModule: one image is one unit of privacy.
 
 What a row holds is one image; the positive pair of contrastive training is two random
-augmentations of it, made when rows are collated (`lit_dpret.encoders.vision.views`). The random numbers of
+augmentations of it, made when rows are collated (`lit_dpret.encoders.vision.augment`). The random numbers of
 an augmentation belong to the draw: each drawn row carries a number of its own, from the keyed
 stream that also drew it, so that a step that is repeated sees the same pixels and no other image
 has a say in them.

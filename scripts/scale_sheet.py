@@ -15,9 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lit_dpret.costs.devices import ACCELERATORS, UTILISATION, accelerator
-from lit_dpret.costs.prediction import bytes_on_one, predict
-from lit_dpret.costs.work import work_of
+from lit_dpret.costs.slices import bytes_on_one, predict
+from lit_dpret.costs.work import ACCELERATORS, UTILISATION, accelerator, work_of
 from lit_dpret.modules import OptimizerSpec
 from lit_dpret.modules.outline import GeneratorOutline
 from lit_dpret.tasks.plan_cost import duration, size
@@ -197,7 +196,7 @@ the noised gradients. Bytes of a row are an estimate that was held against T5-sm
 ## T5-XL on 1, 8 and 64 GPUs (bytes counted, time predicted)
 
 *Rows* is the largest power of two that fits into nine tenths of the memory beside everything else. Which bytes a
-strategy divides stands in `lit_dpret.costs.sharding`. What a strategy has been shown to do is told in
+strategy divides stands in `lit_dpret.costs.memory`. What a strategy has been shown to do is told in
 `docs/several_processes.md`; a row here claims nothing about it.
 
 {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.distributed.sharding_strategy import ShardingStrategy
+from lit_dpret.distributed.fsdp import ShardingStrategy
 
 
 def fit(folder: Path, rank: int, world: int, *, trainer: dict[str, Any] | None = None, **given: Any) -> dict[str, Any]:
@@ -131,15 +131,16 @@ def pieces(folder: Path, rank: int, world: int) -> dict[str, Any]:
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
 
+    from lit_dpret.distributed import fsdp
     from lit_dpret.distributed.placement import place_of
     from lit_dpret.errors import UnsupportedModelError
-    from lit_dpret.modules import OptimizerSpec, sharded
+    from lit_dpret.modules import OptimizerSpec
     from lit_dpret.privacy import noise
     from lit_dpret.privacy.noise import KeyedStream
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (world,))
-    sharded.BUCKET, noise.BLOCK = 40, 8
+    fsdp.BUCKET, noise.BLOCK = 40, 8
 
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -153,11 +154,11 @@ def pieces(folder: Path, rank: int, world: int) -> dict[str, Any]:
             self.register_buffer("counted", torch.arange(3.0))
 
     module, plain = Tied(), Tied()
-    blocks = [block is module.blocks[i] for i, block in enumerate(sharded.own_blocks(module))]
+    blocks = [block is module.blocks[i] for i, block in enumerate(fsdp.own_blocks(module))]
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.add_(rank)  # rank 0's are taken
-    shards = sharded.Shards(module, mesh)
+    shards = fsdp.Shards(module, mesh)
     first = [id(p) for p in module.parameters()]
     with shards.whole():
         gathered = {name: p.detach().clone() for name, p in module.named_parameters()}
@@ -202,7 +203,7 @@ def pieces(folder: Path, rank: int, world: int) -> dict[str, Any]:
     seen["optimizers"] = {}
     for name, knobs in {"sgd": {"momentum": 0.9}, "adam": {}, "adamw": {"weight_decay": 0.1}, "adam_bc": {}}.items():
         left, right = Tied(), Tied()
-        over = sharded.Shards(right, mesh)
+        over = fsdp.Shards(right, mesh)
         spec = OptimizerSpec(name=name, lr=0.05, **knobs)  # type: ignore[arg-type]
         stepped = [spec.build(net.parameters(), steps=0, noise_std=0.1) for net in (left, right)]
         for _ in range(3):
@@ -229,7 +230,7 @@ def pieces(folder: Path, rank: int, world: int) -> dict[str, Any]:
             self.scale = nn.Parameter(torch.tensor(1.0))
 
     try:
-        sharded.Shards(Number(), mesh)
+        fsdp.Shards(Number(), mesh)
     except UnsupportedModelError as error:
         seen["refused"] = str(error)
     return seen

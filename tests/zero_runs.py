@@ -41,7 +41,7 @@ def zero_fit(folder: Path, rank: int, world: int, *, zero: dict[str, Any] | None
     import pair_stand_ins
     import stand_ins
 
-    from lit_dpret.distributed.zero_strategy import ZeroStrategy
+    from lit_dpret.distributed.zero import ZeroStrategy
 
     masters: dict[str, Any] = {}
     plain, numbers = stand_ins.fit, pair_stand_ins._numbers

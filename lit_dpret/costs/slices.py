@@ -15,11 +15,19 @@ from typing import Any
 import torch
 
 from lit_dpret.costs.measure import Held, held_bytes, measure_step
-from lit_dpret.costs.memory import Bytes, Line, estimated_lines, step_bytes
-from lit_dpret.costs.work import Work, work_of
+from lit_dpret.costs.memory import (
+    Bytes,
+    Line,
+    check_sharding,
+    estimated_lines,
+    on_each_device,
+    rows_that_fit,
+    step_bytes,
+)
+from lit_dpret.costs.work import UTILISATION, Work, accelerator, work_of
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.modules import OptimizerSpec, QueryGenerator
-from lit_dpret.modules.model_loading import PUBLIC_T5
+from lit_dpret.modules.generator_folder import PUBLIC_T5
 from lit_dpret.modules.outline import GeneratorOutline
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -200,3 +208,52 @@ _SHAPE = {
     "encoder_ffn_dim", "decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads", "activation_function",
     "max_position_embeddings", "dropout",
 }  # fmt: skip
+
+
+def predict(outline: GeneratorOutline, *, batch: float, device: str, world: int, strategy: str) -> dict[str, Any]:
+    """One step of ``batch`` rows on ``world`` devices, with bfloat16 weights and float32 copies.
+
+    Messages between devices and the drawing of noise are left out. Time rests on the maker's peak and on an assumed
+    utilisation (`UTILISATION`).
+
+    Args:
+        outline: The generator.
+        batch: Rows of a logical step.
+        device: One of `lit_dpret.costs.work.ACCELERATORS`.
+        world: How many of them.
+        strategy: One of `lit_dpret.costs.memory.STRATEGIES`.
+
+    Returns:
+        Bytes on each device, ``rows_that_fit`` (0 where none does), and ``seconds_per_step``, None where none fits.
+
+    Raises:
+        ConfigurationError: The device or strategy is unknown, or ``world`` is no whole number of at least 1.
+    """
+    known, work = accelerator(device), work_of(outline)
+    part = on_each_device(bytes_on_one(outline, work), strategy=strategy, world=world)
+    rows = rows_that_fit(part, known.memory)
+    return {
+        "kind": "prediction",
+        "device": known.name,
+        "source": known.source,
+        "world_size": world,
+        "strategy": strategy,
+        "bytes_lasting": part.lasting,
+        "bytes_of_sum": part.sums,
+        "bytes_gathered": part.gathered,
+        "bytes_while_updating": part.updating,
+        "rows_that_fit": rows,
+        "assumed_utilisation": UTILISATION,
+        "seconds_per_step": work.model_flops * batch / (UTILISATION * known.bf16_flops * world) if rows else None,
+    }
+
+
+def check_devices(device: str, world: int, strategy: str) -> None:
+    """Refuse, before anything is computed, what `predict` would refuse."""
+    accelerator(device)
+    check_sharding(strategy, world)
+
+
+def bytes_on_one(outline: GeneratorOutline, work: Work, rows: int = 1) -> Bytes:
+    """The bytes of a step on one device that holds everything, in bfloat16 with float32 copies."""
+    return estimated_bytes(outline, work, half=True, rows=rows)

@@ -8,13 +8,13 @@ over is noised already, so nothing that the other side does with it costs privac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
-from lit_dpret.distributed.master_weights import gradient_slot
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ResumeError
 
@@ -97,3 +97,144 @@ def refuse_zero_state(checkpoint: Mapping[str, Any]) -> None:
             "other trainer reads it. Go on with trainer=deepspeed, under any stage and on any number of ranks (on CPUs "
             "with trainer.accelerator=cpu)."
         )
+
+
+HALF = (torch.bfloat16, torch.float16)
+_MASTER = "master"
+
+
+def needs_masters(parameters: Iterable[Tensor]) -> bool:
+    """Whether one of them is kept in half precision."""
+    return any(parameter.dtype in HALF for parameter in parameters)
+
+
+class MasterWeights(torch.optim.Optimizer):
+    """An optimizer of the float32 copies of some parameters.
+
+    Guarantees:
+        - The update is made in float32 from the gradient that `gradient_slot` was given, never from a rounded one.
+        - After a step every parameter in half precision is its master, rounded to the nearest.
+        - ``state_dict`` holds the masters, in float32, and ``load_state_dict`` brings them back bit for bit: a run
+          that is resumed goes on from what its weights were before they were rounded.
+
+    Args:
+        parameters: Trained; those in float32 or wider are their own masters.
+        make: Builds the optimizer of the masters from their list.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    ) -> None:
+        self._trained = list(parameters)
+        self._masters = [
+            nn.Parameter(p.detach().float(), requires_grad=True) if p.dtype in HALF else p for p in self._trained
+        ]
+        self._of = {id(p): master for p, master in zip(self._trained, self._masters, strict=True)}
+        self.inner = make(self._masters)
+        super().__init__(self._trained, dict(self.inner.defaults))
+        # One set of settings and one state, whoever reads or writes them: a schedule, Lightning, a checkpoint.
+        self.param_groups = self.inner.param_groups
+        self.state = self.inner.state
+
+    def gradient_slot(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Whose ``grad`` the noised gradient of ``parameter`` belongs into."""
+        return self._of.get(id(parameter), parameter)
+
+    def masters(self) -> dict[int, nn.Parameter]:
+        """The float32 copies, by the identity of the parameter in half precision that each is the master of."""
+        both = zip(self._trained, self._masters, strict=True)
+        return {id(own): master for own, master in both if own is not master}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the masters and round them into the parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.inner.step()
+        self._round()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in (*self._masters, *self._trained):
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the inner optimizer, with the master of each parameter in its state."""
+        found = self.inner.state_dict()
+        found["state"] = {index: dict(state) for index, state in found["state"].items()}
+        for index, (own, master) in enumerate(zip(self._trained, self._masters, strict=True)):
+            if own is not master:
+                found["state"].setdefault(index, {})[_MASTER] = master.detach()
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Bring back masters and state; the parameters become the masters, rounded."""
+        state = {index: dict(each) for index, each in state_dict["state"].items()}
+        for index, each in state.items():
+            kept = each.pop(_MASTER, None)
+            if kept is not None:
+                self._masters[int(index)].copy_(kept)
+        self.inner.load_state_dict({**state_dict, "state": {index: each for index, each in state.items() if each}})
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self._round()
+
+    def _round(self) -> None:
+        for own, master in zip(self._trained, self._masters, strict=True):
+            if own is not master:
+                own.copy_(master)
+
+
+def gradient_slot(optimizer: Any, parameter: nn.Parameter) -> nn.Parameter:
+    """The tensor whose ``grad`` takes the noised gradient of ``parameter``: itself, or its float32 copy."""
+    inner = getattr(optimizer, "optimizer", optimizer)  # Lightning wraps optimizers
+    found: nn.Parameter = inner.gradient_slot(parameter) if isinstance(inner, MasterWeights) else parameter
+    return found
+
+
+def keep_masters(state: dict[str, Any], module: nn.Module, optimizers: Iterable[Any]) -> None:
+    """Put the masters in a state dict of ``module`` in place of the weights that are rounded from them.
+
+    Loaded into a module in half precision they are rounded as before; loaded into one in float32 nothing is lost.
+    """
+    masters = _masters(optimizers)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in state and id(parameter) in masters:
+            state[name] = masters[id(parameter)].detach()
+
+
+@contextmanager
+def in_float32(module: nn.Module, optimizers: Iterable[Any]) -> Iterator[None]:
+    """Inside, a module that is trained by masters holds them, on the CPU; so that it can be written.
+
+    Weights in half precision that are not trained are float32 inside as well: adapters are merged into them.
+    """
+    masters = _masters(optimizers)
+    places = [
+        (layer, name, parameter)
+        for layer in (module.modules() if masters else ())
+        for name, parameter in layer._parameters.items()
+        if parameter is not None and parameter.dtype in HALF
+    ]
+    wide = {
+        id(parameter): nn.Parameter(
+            masters.get(id(parameter), parameter).detach().to("cpu", torch.float32),
+            requires_grad=parameter.requires_grad,
+        )
+        for _, _, parameter in places
+    }
+    try:
+        for layer, name, parameter in places:
+            layer._parameters[name] = wide[id(parameter)]
+        yield
+    finally:
+        for layer, name, parameter in places:
+            layer._parameters[name] = parameter
+
+
+def _masters(optimizers: Iterable[Any]) -> dict[int, nn.Parameter]:
+    """The master of each parameter that has one, by the parameter's identity."""
+    inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
+    return {key: master for each in inner if isinstance(each, MasterWeights) for key, master in each.masters().items()}

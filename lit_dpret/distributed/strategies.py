@@ -89,7 +89,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     Strategy(
         "plain_deepspeed",
         refused="its checkpoints are folders of pickles, which a kill can leave half written, and nothing tells "
-        "a module who takes its gradients; lit_dpret.distributed.zero_strategy.ZeroStrategy does both",
+        "a module who takes its gradients; lit_dpret.distributed.zero.ZeroStrategy does both",
     ),
     Strategy(
         "ddp_spawn",

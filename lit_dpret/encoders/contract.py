@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lit_dpret.errors import ConfigurationError
 
 Side = Literal["query", "passage"]
 
@@ -37,3 +44,74 @@ class Contract:
     def max_length(self, side: Side) -> int:
         """How many tokens of a text of this side are read."""
         return {"query": self.query_max_length, "passage": self.passage_max_length}[side]
+
+
+Pooling = Callable[[Tensor, Tensor], Tensor]
+
+
+def mean(token_embeddings: Tensor, mask: Tensor) -> Tensor:
+    """The average over the tokens.
+
+    Guarantees:
+        - Half-precision input is summed in float32 and rounded once, at the end.
+        - Positions outside the mask change nothing, whatever they hold.
+
+    Args:
+        token_embeddings: Shape ``(rows, tokens, dim)``.
+        mask: Shape ``(rows, tokens)``; non-zero where there is a token.
+
+    Returns:
+        Shape ``(rows, dim)``, in the type of ``token_embeddings``; zeros for a row without tokens.
+    """
+    held = mask.bool().unsqueeze(-1)
+    wide = torch.promote_types(token_embeddings.dtype, torch.float32)
+    total = token_embeddings.masked_fill(~held, 0.0).sum(dim=1, dtype=wide)
+    count = held.sum(dim=1, dtype=wide).clamp(min=1.0)
+    return (total / count).to(token_embeddings.dtype)
+
+
+def cls(token_embeddings: Tensor, mask: Tensor) -> Tensor:
+    """The vector of the first token, wherever the padding side puts it.
+
+    Args:
+        token_embeddings: Shape ``(rows, tokens, dim)``.
+        mask: Shape ``(rows, tokens)``; non-zero where there is a token.
+
+    Returns:
+        Shape ``(rows, dim)``; zeros for a row without tokens.
+    """
+    held = mask.bool()
+    first = held.to(torch.int32).argmax(dim=1)
+    index = first.view(-1, 1, 1).expand(-1, 1, token_embeddings.shape[-1])
+    picked = token_embeddings.gather(1, index).squeeze(1)
+    return picked.masked_fill(~held.any(dim=1, keepdim=True), 0.0)
+
+
+def max(token_embeddings: Tensor, mask: Tensor) -> Tensor:
+    """The largest value of every dimension over the tokens.
+
+    Args:
+        token_embeddings: Shape ``(rows, tokens, dim)``.
+        mask: Shape ``(rows, tokens)``; non-zero where there is a token.
+
+    Returns:
+        Shape ``(rows, dim)``; zeros for a row without tokens.
+    """
+    held = mask.bool().unsqueeze(-1)
+    largest = token_embeddings.masked_fill(~held, float("-inf")).amax(dim=1)
+    return largest.masked_fill(~held.any(dim=1), 0.0)
+
+
+POOLINGS: Mapping[str, Pooling] = MappingProxyType({"mean": mean, "cls": cls, "max": max})
+
+
+def get_pooling(name: str) -> Pooling:
+    """The pooling called ``name``.
+
+    Raises:
+        ConfigurationError: There is none of that name; the message lists those there are.
+    """
+    try:
+        return POOLINGS[name]
+    except KeyError:
+        raise ConfigurationError(f"pooling={name!r} is not one of {', '.join(POOLINGS)}.") from None

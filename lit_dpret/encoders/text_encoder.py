@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_dpret.encoders.apart import embed_apart
 from lit_dpret.encoders.backbones import (
     make_lower_casing,
     position_limit,
@@ -26,10 +25,9 @@ from lit_dpret.encoders.backbones import (
     take_pooler,
     vocabulary,
 )
-from lit_dpret.encoders.bulk import BUFFER, Progress, encode_windows
-from lit_dpret.encoders.contract import Contract, Side
+from lit_dpret.encoders.bulk import BUFFER, Progress, embed_apart, encode_windows
+from lit_dpret.encoders.contract import Contract, Side, get_pooling
 from lit_dpret.encoders.embedding_cache import content_hash, encode_to_file, mapped
-from lit_dpret.encoders.pooling import get_pooling
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
 from lit_dpret.evaluation_mode import evaluation_mode
 
@@ -132,7 +130,7 @@ class TextEncoder(nn.Module):
             ConfigurationError: A setting is impossible, or the model cannot be found.
             UnsupportedModelError: The folder holds no model we would compute faithfully.
         """
-        from lit_dpret.encoders.towers import load_towers  # which builds encoders of this class
+        from lit_dpret.encoders.st_folder import load_towers  # which builds encoders of this class
 
         towers = load_towers(encoder, dtype=dtype, revision=revision)
         if towers.query_encoder is not towers.passage_encoder:

@@ -15,7 +15,7 @@ from torch import nn
 from lit_dpret.cards.file import CARD_NAME, card_above
 from lit_dpret.encoders import Contract, TextEncoder, load_towers
 from lit_dpret.encoders.backbones import keep_layers
-from lit_dpret.encoders.towers import cut
+from lit_dpret.encoders.st_folder import cut
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.federated.aggregation import Weights, take_weights
 from lit_dpret.federated.data.planted import Planted, planted_words

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.fed_negatives import FedPool
-from lit_dpret.negatives.base import PassageSource, Seat, Towers, coins
+from lit_dpret.negatives.base import PassageSource, Seat, Towers, TrainTexts, coins
 from lit_dpret.negatives.mined import DynamicNegatives
-from lit_dpret.negatives.texts import TrainTexts
 from lit_dpret.retrieval.search import MISSING, TopK, search
 
 _SAME = 1 - 1e-5  # cosine from which two embeddings are taken for one sentence's; half precision loses 1e-7

@@ -25,8 +25,7 @@ from lit_dpret.distributed.crew import Crew
 from lit_dpret.encoders import Progress, Side, cut, load_towers
 from lit_dpret.encoders.backbones import resolve_folder
 from lit_dpret.encoders.bulk import in_order
-from lit_dpret.encoders.crew_encoding import encode_with_crew
-from lit_dpret.encoders.embedding_cache import content_hash
+from lit_dpret.encoders.embedding_cache import content_hash, encode_with_crew
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, StorageError
 from lit_dpret.indexing.folder import (
     EMBEDDINGS,

@@ -4,7 +4,6 @@
 similarities in a batch, which know what one record can do to their gradient.
 """
 
-from lit_dpret.losses.margin import MarginMSELoss
 from lit_dpret.losses.pairs import (
     DeclaredPairLoss,
     KernelPairLoss,
@@ -16,9 +15,10 @@ from lit_dpret.losses.pairs import (
     SymmetricSoftmaxPairLoss,
     check_declared_bounds,
 )
-from lit_dpret.losses.softmax import (
+from lit_dpret.losses.row_losses import (
     HardNegativeSoftmaxLoss,
     InBatchSoftmaxLoss,
+    MarginMSELoss,
     PublicPoolSoftmaxLoss,
     false_negatives,
 )

@@ -7,10 +7,12 @@ by name, so that the name on the command line, in a saved model and in a loss is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -75,3 +77,22 @@ def get_similarity(name: str) -> Similarity:
         return SIMILARITIES[name]
     except KeyError:
         raise ConfigurationError(f"similarity={name!r} is not one of {', '.join(SIMILARITIES)}.") from None
+
+
+def checked_temperature(temperature: float) -> float:
+    """``temperature`` as a float, refused unless it is positive and finite."""
+    if not (isinstance(temperature, (int, float)) and math.isfinite(temperature) and temperature > 0):
+        raise ConfigurationError(
+            f"loss.temperature={temperature} is not a positive, finite number. It divides the scores; "
+            "a `scale` of another library is 1 / temperature."
+        )
+    return float(temperature)
+
+
+def checked_mask(mask: Tensor, rows: int, columns: int, device: torch.device) -> Tensor:
+    """``mask`` on ``device``, refused unless it is one boolean for each row and column."""
+    if mask.shape != (rows, columns) or mask.dtype != torch.bool:
+        raise ConfigurationError(
+            f"mask is {mask.dtype} of shape {tuple(mask.shape)}; it must be torch.bool of shape {(rows, columns)}."
+        )
+    return mask.to(device)

@@ -28,7 +28,7 @@ from torchmetrics import Metric
 from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
-from lit_dpret.modules.kept_state import GENERATORS, KeptState
+from lit_dpret.modules.module_state import GENERATORS, KeptState, Looks
 from lit_dpret.privacy.ledger.trained import held
 from lit_dpret.privacy.sampling import ALONE, UnitBatch, take_rows
 
@@ -39,31 +39,6 @@ LOW_PRECISION = 3e-2
 #: Differences below this many nats say nothing where the shapes differ: a loss of zero is made of larger numbers.
 FLOOR = 1e-4
 _DEPENDS = "the loss of a row is different when other rows are in the batch, or are not there"
-
-
-class Looks:
-    """Which batches are looked at: the first, and after the n-th one from 1.5 n to 2.5 n that a coin chooses.
-
-    Without the coin, a dependence in every fourth batch might never be met.
-    """
-
-    def __init__(self) -> None:
-        self.made = self._count = 0
-        self._next = 1
-
-    def due(self, coin: int) -> bool:
-        """Count a batch, and say whether it is looked at; ``coin`` is a random number."""
-        self._count += 1
-        if self._count < self._next:
-            return False
-        self.made += 1
-        self._next = max(self._count + 1, self._count + self._count // 2 + coin % (self._count + 1))
-        return True
-
-    def again(self) -> None:
-        """Take the next batch in the place of this one, which showed nothing."""
-        self.made -= 1
-        self._next = self._count + 1
 
 
 class CouplingCheck:

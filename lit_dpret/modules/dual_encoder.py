@@ -10,24 +10,22 @@ query contributes depends on who else was drawn: ``dp_sgd`` is refused.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lit_dpret.encoders import Side, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses import HardNegativeSoftmaxLoss, InBatchSoftmaxLoss, MarginMSELoss, PairwiseLoss, false_negatives
-from lit_dpret.modules.adapters import add_lora, merged
-from lit_dpret.modules.grad_cache import embed_in_chunks
-from lit_dpret.modules.new_encoder import make_encoder
+from lit_dpret.modules.fine_tuning import add_lora, merged
 from lit_dpret.modules.optimizers import OptimizerSpec
-from lit_dpret.modules.pair_module import PairModule
-from lit_dpret.modules.pool_candidates import PoolCandidates
-from lit_dpret.modules.public_pool import PublicPool
+from lit_dpret.modules.pair_module import PairModule, make_encoder
+from lit_dpret.modules.public_pool import PoolCandidates, PublicPool
 from lit_dpret.modules.step_negatives import Compared, StepNegatives
 from lit_dpret.negatives import TrainTexts
 from lit_dpret.negatives.row_negatives import Sources
@@ -35,7 +33,7 @@ from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.fixed_shape import copied_rows
 from lit_dpret.privacy.ledger.trained import note_folder
 from lit_dpret.privacy.modes import PrivacyMode
-from lit_dpret.privacy.sampling import UnitBatch, map_rows
+from lit_dpret.privacy.sampling import UnitBatch, map_rows, rows_in_turn, take_rows
 from lit_dpret.privacy.training_data import Row
 
 TowerChoice = Literal["shared", "separate"]
@@ -80,7 +78,7 @@ class DualEncoder(PairModule):
         passage_prefix: Put before every passage; null for what the encoder's folder says.
         gradient_checkpointing: Recompute activations to save memory.
         grad_cache_rows: Embed so many texts at a time, and once more for the gradient, so that a large batch
-            needs the memory of a small one (`lit_dpret.modules.grad_cache`); null embeds all together.
+            needs the memory of a small one (`lit_dpret.modules.dual_encoder`); null embeds all together.
         log_private_loss: Log the training loss although it is an unaccounted release.
 
     Raises:
@@ -413,3 +411,29 @@ def _checked_grad_cache(rows: int | None, privacy: PrivacyMode) -> int | None:
             "privacy.sub_batches."
         )
     return rows
+
+
+def embed_in_chunks(embed: Callable[[Any], Tensor], features: Any, *, count: int, rows_at_once: int) -> Tensor:
+    """The embeddings of some rows, of which a backward pass remembers ``rows_at_once`` at a time.
+
+    Guarantees:
+        - Values and gradients are those of embedding the chunks one after the other in one graph: dropout
+          masks of the second pass are those of the first.
+        - The random state after a backward pass is the one that was there before it.
+
+    Args:
+        embed: Given the features of some rows; returns ``(rows, dim)``. It must not write any state.
+        features: Tensors, or nested dicts of them, whose first axis is the rows.
+        count: How many rows there are.
+        rows_at_once: Rows of a chunk.
+
+    Returns:
+        Shape ``(count, dim)``.
+    """
+    if not torch.is_grad_enabled():
+        return torch.cat([embed(take_rows(features, part)) for part in rows_in_turn(count, rows_at_once)])
+    chunks: list[Tensor] = [
+        checkpoint(embed, take_rows(features, part), use_reentrant=False)  # type: ignore[no-untyped-call]
+        for part in rows_in_turn(count, rows_at_once)
+    ]
+    return torch.cat(chunks)

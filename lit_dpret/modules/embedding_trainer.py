@@ -8,21 +8,22 @@ the privacy mode's to say: ``none``, ``batch_clip``, ``per_example_duplicated`` 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lit_dpret.encoders import Side, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.encoders.vision import AugmentedViews
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError, schema_problem
 from lit_dpret.losses import PairwiseLoss, SoftmaxPairLoss, false_negatives
-from lit_dpret.modules.net_folder import load_net, save_net
-from lit_dpret.modules.new_encoder import make_encoder
 from lit_dpret.modules.optimizers import OptimizerSpec
-from lit_dpret.modules.pair_module import PairModule
+from lit_dpret.modules.pair_module import PairModule, make_encoder
 from lit_dpret.privacy.clipping.base import refuse_batch_mixing
 from lit_dpret.privacy.ledger.trained import note_folder
 from lit_dpret.privacy.modes import PrivacyMode
@@ -162,3 +163,46 @@ class EmbeddingTrainer(PairModule):
             save_net(self.net, folder)
         note_folder(self, folder)
         return Path(folder)
+
+
+SCHEMA = "lit-dpret/net/1"
+WEIGHTS = "model.safetensors"
+FACTS = "net.json"
+
+
+def save_net(net: nn.Module, folder: str | Path) -> Path:
+    """Write ``model.safetensors`` and ``net.json``, which names the class.
+
+    Raises:
+        StorageError: The folder cannot be written.
+    """
+    place = Path(folder)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in net.state_dict().items()}
+    facts = {"schema": SCHEMA, "net": f"{type(net).__module__}.{type(net).__qualname__}"}
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, place / WEIGHTS)
+        (place / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{place} could not be written to: {error.strerror}.") from error
+    return place
+
+
+def load_net(net: nn.Module, folder: str | Path) -> None:
+    """Give ``net`` the weights that `save_net` wrote, all of them and no others.
+
+    Raises:
+        UnsupportedModelError: The folder holds no net, one of a newer format, or one of another shape.
+    """
+    place = Path(folder)
+    try:
+        facts = json.loads((place / FACTS).read_text(encoding="utf-8"))
+        if problem := schema_problem(facts.get("schema"), SCHEMA):
+            raise UnsupportedModelError(f"{place / FACTS} cannot be read: {problem}")
+        net.load_state_dict(load_file(place / WEIGHTS), strict=True)
+    except (OSError, json.JSONDecodeError, AttributeError, SafetensorError, RuntimeError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UnsupportedModelError(
+            f"model.encoder={place} is no folder with the weights of model.net={type(net).__name__}: {reason} Name the "
+            "model folder of a run with the same net and the same settings."
+        ) from error

@@ -14,8 +14,8 @@ from torch import Tensor
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses import MarginMSELoss
 from lit_dpret.negatives import RowNegatives, TrainTexts
+from lit_dpret.negatives.base import NOBODY, TrainRow
 from lit_dpret.negatives.row_negatives import Sources
-from lit_dpret.negatives.texts import NOBODY, TrainRow
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.sampling import UnitBatch
 

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lit_dpret.distributed.handover import GradHandover, Handover
-from lit_dpret.distributed.master_weights import in_float32, keep_masters
+from lit_dpret.distributed.handover import GradHandover, Handover, in_float32, keep_masters
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.distributed.xla import cut, read
 from lit_dpret.distributed.xla import seed as seed_xla
@@ -35,7 +34,7 @@ from lit_dpret.matmul_precision import whole_convolutions
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.checkpointed import Checkpointed
 from lit_dpret.modules.coupling_check import CouplingCheck
-from lit_dpret.modules.hook_watch import HookWatch
+from lit_dpret.modules.module_state import HookWatch
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.physical_batches import PhysicalBatches, memory_advice
 from lit_dpret.privacy.ledger.guard import Guard, uncounted
@@ -45,7 +44,7 @@ from lit_dpret.privacy.sampling import UnitBatch, map_rows, rows_in_turn
 from lit_dpret.privacy.training_data import Row
 
 if TYPE_CHECKING:
-    from lit_dpret.distributed.sharded import Shards
+    from lit_dpret.distributed.fsdp import Shards
 
 
 # What `PrivateModule._leave_run` sets.
@@ -187,7 +186,7 @@ class PrivateModule(Checkpointed):
     def configure_model(self) -> None:
         """Cut the parameters up over the ranks, once, where the strategy does so (``trainer=fsdp``)."""
         if self._shards is None and self.device_mesh is not None:
-            from lit_dpret.distributed.sharded import Shards  # not for runs on one process
+            from lit_dpret.distributed.fsdp import Shards  # not for runs on one process
 
             compute = torch.bfloat16 if str(self.trainer.precision) == "bf16-mixed" else None
             self._shards = Shards(self, self.device_mesh["data_parallel"], compute_dtype=compute)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.modules.step_negatives import Compared
+from lit_dpret.privacy.sampling import map_rows
 
 NOBODY = -1
 
@@ -85,3 +89,99 @@ class PublicPool:
         filled = [places + [NOBODY] * (width - len(places)) for places in others]
         positive = torch.tensor([self.place[name] for name in own], dtype=torch.long)
         return positive, torch.tensor(filled, dtype=torch.long).reshape(len(others), width)
+
+
+@dataclass(frozen=True)
+class PoolCandidates:
+    """The public passages of one step.
+
+    Args:
+        step: The logical step.
+        place: For each public passage, its place among the candidates or -1; None where all are.
+        embeddings: Without gradient, ``(count, dim)``; None where their gradient is wanted.
+        features: Then their tokens.
+        count: How many there are.
+    """
+
+    step: int
+    place: Tensor | None
+    embeddings: Tensor | None
+    features: Any
+    count: int
+
+    def add_to(self, compared: Compared, answers: Tensor, embed: Callable[[Any], Tensor]) -> None:
+        """Have rows compared with them: once for all rows, or with a copy for each where their gradient counts.
+
+        Args:
+            compared: What the rows are compared with so far.
+            answers: Places of each row's answers in the public list, filled up with -1, ``(rows, most of them)``.
+            embed: Of the features.
+        """
+        places = answers if self.place is None else torch.where(answers < 0, answers, self.place[answers])
+        mask = marked(places, self.count)
+        if self.embeddings is not None:
+            compared.shared.append((self.embeddings, mask))
+            return
+        copies = torch.arange(self.count, device=mask.device).repeat(len(answers))
+        features = map_rows(lambda tensor: tensor[copies], self.features)
+        compared.own.append((embed(features).view(len(answers), self.count, -1), mask))
+
+
+RowsLoss = Callable[[slice, Tensor], Tensor]
+
+
+def row_by_row(loss: RowsLoss, embeddings: Tensor, *, rows_at_once: int) -> Tensor:
+    """The losses of all rows, differentiable once with respect to ``embeddings``.
+
+    Guarantees:
+        - Losses and gradients are those of ``loss`` on all rows at once.
+        - Row i of the gradient is the gradient of row i's loss. A ``loss`` that couples rows is
+          therefore not for this function: its gradient would be wrong.
+
+    Args:
+        loss: Given a slice of rows and their embeddings, ``(part, dim)``; returns ``(part,)``.
+        embeddings: Shape ``(rows, dim)``.
+        rows_at_once: How many rows ``loss`` is given; at least one.
+
+    Returns:
+        Shape ``(rows,)``.
+    """
+    losses: Tensor = _RowByRow.apply(embeddings, loss, max(1, rows_at_once))  # type: ignore[no-untyped-call]
+    return losses
+
+
+def marked(places: Tensor, width: int) -> Tensor:
+    """Booleans ``(rows, width)``: True at each row's ``places``; -1 marks nothing.
+
+    Example:
+        >>> marked(torch.tensor([[2, -1], [-1, -1]]), 3)
+        tensor([[False, False,  True],
+                [False, False, False]])
+    """
+    marks = torch.zeros(len(places), width + 1, dtype=torch.bool, device=places.device)
+    marks.scatter_(1, torch.where(places < 0, width, places), True)
+    return marks[:, :width]
+
+
+class _RowByRow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, embeddings: Tensor, loss: RowsLoss, rows_at_once: int) -> Tensor:
+        wanted = bool(ctx.needs_input_grad[0])
+        losses, grads = [], []
+        for start in range(0, len(embeddings), rows_at_once):
+            part = slice(start, start + rows_at_once)
+            with torch.set_grad_enabled(wanted):
+                leaf = embeddings[part].detach().requires_grad_(wanted)
+                found = loss(part, leaf)
+            losses.append(found.detach())
+            if wanted:
+                grads.append(torch.autograd.grad(found, leaf, torch.ones_like(found))[0])
+        if grads:
+            ctx.save_for_backward(torch.cat(grads))
+        return torch.cat(losses)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        (saved,) = ctx.saved_tensors
+        return grad.to(saved.dtype).unsqueeze(1) * saved, None, None

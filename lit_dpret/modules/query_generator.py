@@ -22,22 +22,31 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_dpret.distributed.xla import on_host
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.modules.adapters import with_lora, without_adapters
-from lit_dpret.modules.freezing import freeze_all_but, refuse_two_choices
+from lit_dpret.modules.fine_tuning import (
+    add_prompt,
+    freeze_all_but,
+    refuse_two_choices,
+    with_lora,
+    without_adapters,
+    without_prompt,
+)
 from lit_dpret.modules.generator_folder import (
     GeneratorContract,
     GeneratorModel,
     TextCodec,
+    build_seq2seq,
+    enable_checkpointing,
     load_generator,
+    load_seq2seq,
+    load_tokenizer,
+    padded,
+    placed,
     refuse_tuned_prompt,
     save_generator,
 )
-from lit_dpret.modules.model_loading import build_seq2seq, enable_checkpointing, load_seq2seq, load_tokenizer
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.outline import GeneratorOutline
-from lit_dpret.modules.padding import padded, placed
 from lit_dpret.modules.private_module import PrivateModule
-from lit_dpret.modules.virtual_tokens import add_prompt, without_prompt
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.ledger.facts import RANDOM_WEIGHTS
 from lit_dpret.privacy.ledger.trained import note_folder

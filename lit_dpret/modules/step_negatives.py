@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_dpret.distributed.gathered import all_rows
-from lit_dpret.encoders.apart import embed_apart
+from lit_dpret.distributed.ranks import all_rows
+from lit_dpret.encoders.bulk import embed_apart
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.negatives import RowNegatives, TrainTexts

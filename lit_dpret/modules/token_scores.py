@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lit_dpret.errors import DataError, UnsupportedModelError
-from lit_dpret.modules.generator_folder import CONTRACT_NAME, GeneratorContract, TextCodec, load_generator
-from lit_dpret.modules.length_batches import in_batches_by_length
-from lit_dpret.modules.model_loading import load_seq2seq, load_tokenizer
-from lit_dpret.modules.padding import padded
+from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
+from lit_dpret.modules.generator_folder import (
+    CONTRACT_NAME,
+    GeneratorContract,
+    TextCodec,
+    load_generator,
+    load_seq2seq,
+    load_tokenizer,
+    padded,
+)
 
 Floats = NDArray[np.float64]
 
@@ -146,3 +151,27 @@ def token_scores(
 ) -> TokenScores:
     """`TokenScorer.score` of the generator in ``folder``, or of the model of that name; ``settings`` are its."""
     return TokenScorer.load(folder, device=device).score(queries, passages, **settings)
+
+
+def in_batches_by_length(
+    lengths: Sequence[int], batch_size: int, progress: Callable[[int, int], None] | None = None
+) -> Iterator[list[int]]:
+    """Places of all texts, ``batch_size`` at a time, by length from the longest on.
+
+    Args:
+        lengths: Of each text, in any unit.
+        batch_size: Most places in a batch.
+        progress: Called with (texts done, texts in all) after each batch.
+
+    Example:
+        >>> list(in_batches_by_length([3, 9, 5], 2))
+        [[1, 2], [0]]
+    """
+    if batch_size < 1:
+        raise ConfigurationError(f"batch_size={batch_size} must be at least 1.")
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    for start in range(0, len(order), batch_size):
+        batch = order[start : start + batch_size]
+        yield batch
+        if progress is not None:
+            progress(start + len(batch), len(order))

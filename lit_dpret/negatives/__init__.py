@@ -1,14 +1,9 @@
 """Where the negatives of a query come from: small sources that compose, each saying what it couples."""
 
-from lit_dpret.negatives.base import NegativeSource, PassageSource
-from lit_dpret.negatives.drawn import GoldNegatives, RandomNegatives
-from lit_dpret.negatives.filters import MarginFilter
-from lit_dpret.negatives.labelled import LabelledNegatives
-from lit_dpret.negatives.mined import BM25Negatives, DynamicNegatives, MinedSource, StaticNegatives
-from lit_dpret.negatives.of_batch import InBatchNegatives, PreBatchNegatives
-from lit_dpret.negatives.row_negatives import RowNegatives
-from lit_dpret.negatives.rules import check_sources, refusal
-from lit_dpret.negatives.texts import TrainTexts
+from lit_dpret.negatives.base import InBatchNegatives, NegativeSource, PassageSource, PreBatchNegatives, TrainTexts
+from lit_dpret.negatives.drawn import GoldNegatives, LabelledNegatives, RandomNegatives
+from lit_dpret.negatives.mined import BM25Negatives, DynamicNegatives, MarginFilter, MinedSource, StaticNegatives
+from lit_dpret.negatives.row_negatives import RowNegatives, check_sources, refusal
 
 SOURCES: dict[str, type[NegativeSource]] = {
     source.name: source

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.negatives.base import PassageSource, Seat, Towers, coins, uniform_places
-from lit_dpret.negatives.texts import TrainTexts
+from lit_dpret.negatives.base import PassageSource, Seat, Towers, TrainTexts, coins, uniform_places
 
 
 class RandomNegatives(PassageSource):
@@ -131,3 +133,107 @@ def _entry(line: str, path: Path, number: int) -> tuple[str, list[str]]:
         raise DataError(
             f'{path} line {number} is not of the form {{"qid": ..., "neg": {{"miner": [ids or {{"pid": id}}]}}}}.'
         ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledNegative:
+    """A query's own passage, another one, and by how much the first is more relevant (logits)."""
+
+    query_id: str
+    passage_id: str
+    negative_id: str
+    margin: float
+
+    def line(self) -> str:
+        """The label as the file has it."""
+        return f"{self.query_id}\t{self.passage_id}\t{self.negative_id}\t{self.margin!r}\n"
+
+
+_LARGEST = 3.4028234663852886e38  # of float32: beyond it one private record would stop the run in its own step
+
+
+def read_labels(path: str | Path) -> list[LabelledNegative]:
+    """Read a file of labels.
+
+    Raises:
+        DataError: It cannot be read, or a line is malformed; the message names the line.
+    """
+    place = Path(path)
+    try:
+        lines = place.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise DataError(
+            f"model.negatives.labelled.file={place} cannot be read: {reason}. Name the gpl-training-data.tsv that "
+            "task=pseudo_labels wrote."
+        ) from error
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        fields = line.split("\t")
+        try:
+            query, passage, negative, margin = fields[0], fields[1], fields[2], float(fields[3])
+            if len(fields) != 4 or not abs(margin) <= _LARGEST:
+                raise ValueError
+        except (ValueError, IndexError):
+            raise DataError(
+                f"{place} line {number}: query id, passage id, negative id and a finite margin are expected, between "
+                "tabs."
+            ) from None
+        found.append(LabelledNegative(query_id=query, passage_id=passage, negative_id=negative, margin=margin))
+    return found
+
+
+class LabelledNegatives(PassageSource):
+    """Passages that a cross-encoder has compared with a row's own; what `MarginMSELoss` learns from.
+
+    **Under a private mode this rests on an assumption** that has to be declared: the labels of a query were made
+    of that query and of public data alone.
+
+    Args:
+        file: What ``task=pseudo_labels`` wrote, ``gpl-training-data.tsv``.
+        per_query: How many passages a row gets.
+        lines_are_independent: Declares the assumption; nothing can check it.
+        seed: Of the draws among them; public.
+
+    Raises:
+        ConfigurationError: A setting is out of range.
+    """
+
+    name: ClassVar[str] = "labelled"
+    file: Path
+
+    def __init__(
+        self, *, file: str | Path, per_query: int = 1, lines_are_independent: bool = False, seed: int = 0
+    ) -> None:
+        super().__init__(per_query=per_query, seed=seed)
+        self.file, self.is_declared = Path(file), lines_are_independent
+
+    def prepare(self, texts: TrainTexts, towers: Towers, *, private: bool) -> None:
+        super().prepare(texts, towers, private=private)
+        self._labels = defaultdict[tuple[int, int], dict[int, float]](dict)
+        for label in read_labels(self.file):
+            own, other = texts.place.get(label.passage_id), texts.place.get(label.negative_id)
+            query = texts.query_place.get(label.query_id)
+            if query is not None and own is not None and other is not None:
+                self._labels[query, own][other] = label.margin
+        if not self._labels:
+            raise DataError(
+                f"model.negatives.labelled.file={self.file} labels no train query with passages of the public list. "
+                "Give the file that was made for this data set."
+            )
+
+    def choose(self, seat: Seat, *, step: int, epoch: int) -> list[int]:
+        groups = self._texts.groups
+        labelled = self._labels.get((seat.query, seat.own), {})
+        places = sorted(place for place in labelled if int(groups[place]) not in seat.answers)
+        if len(places) <= self.per_query:
+            return places
+        draw = coins(self.seed, self.name, epoch, seat.text, self._texts.passage_ids[seat.own])
+        return [places[i] for i in sorted(draw.choice(len(places), size=self.per_query, replace=False).tolist())]
+
+    def margins(self, seat: Seat, places: Sequence[int]) -> list[float]:
+        """The label of each place for a row, in logits; NaN where there is none."""
+        labelled = self._labels.get((seat.query, seat.own), {})
+        return [labelled.get(place, math.nan) for place in places]

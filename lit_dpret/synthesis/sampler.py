@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.modules.padding import padded
+from lit_dpret.modules.generator_folder import padded
 from lit_dpret.synthesis.nucleus import from_nucleus_unsorted
 
 HEADS = (256, 2048)  # so many of the largest scores are looked at before the whole vocabulary is

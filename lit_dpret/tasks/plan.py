@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lit_dpret.callbacks.planning import planned_steps
-from lit_dpret.costs.prediction import check_devices, predict
+from lit_dpret.costs.slices import check_devices, predict
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.plan import PrivacyPlan, describe_plan, format_plan
@@ -48,7 +48,7 @@ class Plan:
         epochs: The length of the run in passes, instead of ``trainer.max_steps``.
         measure: Run a few batches of random token ids through the clipping engine, for time and memory: of the model
             (``true``), or of slices of it (``slices``), from which those of the whole are told.
-        device: Also predict time and memory on accelerators of that name (`lit_dpret.costs.devices`); null: do not.
+        device: Also predict time and memory on accelerators of that name (`lit_dpret.costs.work`); null: do not.
         world_size: How many of them.
         strategy: ``ddp``, ``fsdp``, ``zero1``, ``zero2`` or ``zero3``.
         plot: Draw ``plan.png``; null draws it where matplotlib is installed.

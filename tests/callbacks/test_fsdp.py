@@ -19,7 +19,7 @@ from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.callbacks.refusals import refuse_broken_claims
 from lit_dpret.cards.check import verify_card
 from lit_dpret.cards.file import read_card
-from lit_dpret.distributed.sharding_strategy import ShardingStrategy
+from lit_dpret.distributed.fsdp import ShardingStrategy
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import OptimizerSpec
 from lit_dpret.modules.query_generator import QueryGenerator

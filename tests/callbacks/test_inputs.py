@@ -18,7 +18,7 @@ from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.losses import MarginMSELoss
 from lit_dpret.modules import FrozenDualEncoder
 from lit_dpret.negatives import LabelledNegatives
-from lit_dpret.negatives.labels import LabelledNegative
+from lit_dpret.negatives.drawn import LabelledNegative
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.tasks.uncovered import refuse_training_data

@@ -11,8 +11,7 @@ from stand_ins import Numbers, Regression, dp, fit
 from tiny_generator import generator
 
 from lit_dpret.callbacks.progress import Throughput
-from lit_dpret.costs.devices import ACCELERATORS
-from lit_dpret.costs.work import work_of
+from lit_dpret.costs.work import ACCELERATORS, work_of
 from lit_dpret.errors import ConfigurationError
 
 

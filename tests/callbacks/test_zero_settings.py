@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lit_dpret.callbacks.strategies import refuse_second_masters, refuse_zero_settings
-from lit_dpret.distributed.zero_strategy import ZeroStrategy
+from lit_dpret.distributed.zero import ZeroStrategy
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.optimizers import OptimizerSpec
 

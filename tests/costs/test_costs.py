@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from lit_dpret.costs.devices import ACCELERATORS, accelerator
-from lit_dpret.costs.memory import Line, step_bytes
-from lit_dpret.costs.sharding import STRATEGIES, on_each_device, rows_that_fit
+from lit_dpret.costs.memory import STRATEGIES, Line, on_each_device, rows_that_fit, step_bytes
+from lit_dpret.costs.work import ACCELERATORS, accelerator
 from lit_dpret.errors import ConfigurationError
 
 ROWS = (Line(0, 70),)

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from negative_cases import NOISE, dual, in_double, lines
 from pair_stand_ins import batch_of
 
-from lit_dpret.distributed.gathered import all_rows
+from lit_dpret.distributed.ranks import all_rows
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.negatives import BM25Negatives, InBatchNegatives
 from lit_dpret.privacy.modes import BatchClip

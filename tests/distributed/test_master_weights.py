@@ -10,7 +10,7 @@ import torch
 from stand_ins import Regression, dp, fit
 from tiny_generator import generator
 
-from lit_dpret.distributed.master_weights import MasterWeights, gradient_slot, in_float32, keep_masters, needs_masters
+from lit_dpret.distributed.handover import MasterWeights, gradient_slot, in_float32, keep_masters, needs_masters
 from lit_dpret.modules import OptimizerSpec
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.clipping import make_engine

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_dpret.encoders.pooling import POOLINGS, get_pooling
+from lit_dpret.encoders.contract import POOLINGS, get_pooling
 from lit_dpret.errors import ConfigurationError
 
 

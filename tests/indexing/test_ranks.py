@@ -9,7 +9,7 @@ import crews
 import pytest
 from tiny_models import tiny_bert, tiny_tokenizer
 
-from lit_dpret.encoders import Contract, TextEncoder, crew_encoding, embedding_cache
+from lit_dpret.encoders import Contract, TextEncoder, embedding_cache
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.indexing import IndexFolder, encode_folder
 
@@ -80,7 +80,7 @@ def test_a_part_that_is_torn_or_of_another_matrix_is_not_believed(
     parts = folder / "set" / "embeddings.bin.parts"
     parts.mkdir(parents=True)
     rows = whole["embeddings.bin"][: 8 * 16 * 4]
-    (parts / f"0-0-{'0' * 16}-{crew_encoding.hashlib.sha256(rows).hexdigest()}.part").write_bytes(rows)
+    (parts / f"0-0-{'0' * 16}-{embedding_cache.hashlib.sha256(rows).hexdigest()}.part").write_bytes(rows)
     monkeypatch.setattr(embedding_cache, "_BATCHES_PER_GROUP", 1)
     seen: list[int] = []
     embed = embedding_cache.WindowGroups.embed

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.card import read_card
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.modules import coupling_check, kept_state
-from lit_dpret.modules.coupling_check import CouplingCheck, Looks, _Passes
+from lit_dpret.modules import coupling_check, module_state
+from lit_dpret.modules.coupling_check import CouplingCheck, _Passes
+from lit_dpret.modules.module_state import Looks
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
 from lit_dpret.privacy.ledger.charges import charged_releases
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
@@ -216,7 +217,7 @@ def test_it_is_found_by_the_comparison_that_is_made_for_it(
         (GradientAlone, coupling_check, "_far", lambda *_: False),
         (Remembering, coupling_check, "refuse_memory", lambda _: None),
         (RememberingInAQueue, coupling_check, "refuse_memory", lambda _: None),
-        (RememberingInPlace, kept_state, "_is_copied", lambda tensor: False),  # its writes are counted instead
+        (RememberingInPlace, module_state, "_is_copied", lambda tensor: False),  # its writes are counted instead
     ],
 )
 def test_each_part_of_a_comparison_is_needed(

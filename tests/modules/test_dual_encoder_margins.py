@@ -15,7 +15,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.losses import MarginMSELoss
 from lit_dpret.modules import DualEncoder
 from lit_dpret.negatives import InBatchNegatives, LabelledNegatives, NegativeSource, RandomNegatives
-from lit_dpret.negatives.labels import LabelledNegative, read_labels
+from lit_dpret.negatives.drawn import LabelledNegative, read_labels
 from lit_dpret.privacy.modes import DPSGD, LogitDP, PublicPassages
 from lit_dpret.privacy.sampling import UnitBatch
 

@@ -19,7 +19,7 @@ from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.modules.frozen_dual_encoder import FrozenDualEncoder
 from lit_dpret.modules.optimizers import OptimizerSpec
-from lit_dpret.modules.row_by_row import row_by_row
+from lit_dpret.modules.public_pool import row_by_row
 from lit_dpret.privacy.clipping import make_engine
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import NoPrivacy

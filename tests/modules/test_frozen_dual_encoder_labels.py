@@ -18,7 +18,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.losses import MarginMSELoss
 from lit_dpret.modules import FrozenDualEncoder
 from lit_dpret.negatives import LabelledNegatives, RandomNegatives
-from lit_dpret.negatives.labels import LabelledNegative
+from lit_dpret.negatives.drawn import LabelledNegative
 from lit_dpret.privacy.clipping import ENGINES, make_engine
 from lit_dpret.privacy.clipping.base import room_for_rounding
 from lit_dpret.privacy.modes import DPSGD, BatchClip, NoPrivacy, PublicPassages, SyntheticData

@@ -16,7 +16,7 @@ from torch import Tensor
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses import SigmoidPairLoss
 from lit_dpret.modules import DualEncoder
-from lit_dpret.modules.grad_cache import embed_in_chunks
+from lit_dpret.modules.dual_encoder import embed_in_chunks
 from lit_dpret.negatives import BM25Negatives, DynamicNegatives, InBatchNegatives
 from lit_dpret.privacy.modes import BatchClip, LogitDP, PerExampleDuplicated, PublicPassages
 from lit_dpret.privacy.sampling import rows_in_turn, take_rows

@@ -16,7 +16,7 @@ from stand_ins import Regression, dp, fit
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import OptimizerSpec
-from lit_dpret.modules.adam_bc import DPAdamBC
+from lit_dpret.modules.optimizers import DPAdamBC
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
 from lit_dpret.privacy.noise import KeyedStream

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tiny_models import WORDS, tiny_bert, tiny_tokenizer
 from torch import Tensor
 
-from lit_dpret.encoders import Contract, TextEncoder, apart
-from lit_dpret.encoders.apart import embed_apart
+from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.encoders.bulk import LANES, embed_apart
 from lit_dpret.evaluation_mode import evaluation_mode
 
 ENCODER = tower()
@@ -73,9 +73,9 @@ def test_all_batches_have_one_shape_and_some_padding_and_a_text_has_one_place() 
     places: dict[Any, set[int]] = {}
     for texts in (longest, longest[3:], longest[:1], [*longest, "a", "claim"]):
         for batch in _seen(texts):
-            assert {tuple(tensor.shape) for tensor in batch.values()} == {(apart.LANES + 1, 16)}
+            assert {tuple(tensor.shape) for tensor in batch.values()} == {(LANES + 1, 16)}
             assert not batch["attention_mask"].all()
-            for place, row in enumerate(batch["input_ids"].tolist()[: apart.LANES]):
+            for place, row in enumerate(batch["input_ids"].tolist()[:LANES]):
                 if any(row):
                     places.setdefault(tuple(row), set()).add(place)
     assert len(places) == len(longest) + 2 and all(len(where) == 1 for where in places.values())

@@ -21,7 +21,7 @@ from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, PrivateDataError, ResumeError, UnsupportedModelError
 from lit_dpret.modules import OptimizerSpec
-from lit_dpret.negatives.labels import read_labels
+from lit_dpret.negatives.drawn import read_labels
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PublicPassages, SyntheticData
 from lit_dpret.synthesis.filters import load_released

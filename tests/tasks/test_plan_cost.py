@@ -12,8 +12,7 @@ import pytest
 import torch
 from tiny_generator import generator
 
-from lit_dpret.costs.live_bytes import LiveBytes
-from lit_dpret.costs.measure import TrialStep, held_bytes
+from lit_dpret.costs.measure import LiveBytes, TrialStep, held_bytes
 from lit_dpret.costs.slices import SLICES, Part, slice_of, taken_apart
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import OptimizerSpec, QueryGenerator

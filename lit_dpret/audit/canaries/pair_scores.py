@@ -19,7 +19,7 @@ from lit_dpret.audit.canaries.lengths import check_all_fit
 from lit_dpret.audit.canaries.scores import SecretScore
 from lit_dpret.audit.statistics.exposure import exposure_of_rank, extrapolated_exposure, rank
 from lit_dpret.encoders import Side, TextEncoder
-from lit_dpret.encoders.towers import Towers
+from lit_dpret.encoders.st_folder import Towers
 from lit_dpret.errors import ConfigurationError
 
 TEMPERATURE = 0.05

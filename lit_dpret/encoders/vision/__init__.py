@@ -4,12 +4,10 @@ Nothing here knows a privacy mode. What privacy needs of these parts is stated w
 image's views, and one image's embedding, depend on no other image of the batch.
 """
 
-from lit_dpret.encoders.vision.augment import Augmentation, as_input
-from lit_dpret.encoders.vision.knn import KnnResult, evaluate_knn
+from lit_dpret.encoders.vision.augment import Augmentation, AugmentedViews, as_input
+from lit_dpret.encoders.vision.knn import ClassificationScores, KnnResult, confusion_matrix, evaluate_knn
 from lit_dpret.encoders.vision.nets import EmbeddingNet, ResNet18, UnitLength, embed
-from lit_dpret.encoders.vision.scores import ClassificationScores, confusion_matrix
 from lit_dpret.encoders.vision.second_task import SecondTaskResult, train_second_task
-from lit_dpret.encoders.vision.views import AugmentedViews
 
 __all__ = [
     "Augmentation",

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lit_dpret.encoders.vision.knn import ClassificationScores, confusion_matrix
 from lit_dpret.encoders.vision.nets import embed
-from lit_dpret.encoders.vision.scores import ClassificationScores, confusion_matrix
 from lit_dpret.errors import ConfigurationError, DataError
 
 

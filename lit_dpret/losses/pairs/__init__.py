@@ -1,8 +1,13 @@
 """Losses of the table of all similarities in a batch, and their sensitivity to one record."""
 
 from lit_dpret.losses.pairs.base import Claim, PairwiseLoss, Relation
-from lit_dpret.losses.pairs.declared import DeclaredPairLoss
-from lit_dpret.losses.pairs.search import WorstCase, check_declared_bounds, find_worst_case, movement_factors
+from lit_dpret.losses.pairs.declared import (
+    DeclaredPairLoss,
+    WorstCase,
+    check_declared_bounds,
+    find_worst_case,
+    movement_factors,
+)
 from lit_dpret.losses.pairs.separate import KernelPairLoss, SigmoidPairLoss, SpreadoutPairLoss
 from lit_dpret.losses.pairs.softmax import NullMassSoftmaxPairLoss, SoftmaxPairLoss, SymmetricSoftmaxPairLoss
 

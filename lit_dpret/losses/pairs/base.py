@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.losses.checks import checked_mask
+from lit_dpret.losses.similarity import checked_mask
 
 Relation = Literal["add_or_remove", "replace_one"]
 Claim = Literal["proved", "declared", "refuted"]

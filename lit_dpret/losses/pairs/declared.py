@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, PrivacyViolation
 from lit_dpret.losses.pairs.base import Claim, PairwiseLoss, Relation
 
 Bound = Callable[[int, float, float], float]
@@ -119,3 +119,260 @@ class DeclaredPairLoss(PairwiseLoss):
 
     def _row_weight(self, n: int) -> float:
         return self.declared(n)[0]
+
+
+Objective = Callable[[Tensor, Tensor | None], Tensor]
+"""Tables ``(restarts, n, n)``, and with a replacement those after it, to what is made large: ``(restarts,)``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorstCase:
+    """The largest movement that a search found.
+
+    Args:
+        movement: L2 length of G - G', in units of the bound on one pair's gradient.
+        table: The scores that attain it, shape ``(n, n)``; their last record is added or removed.
+        replaced: With ``replace_one``, the scores with another last record.
+    """
+
+    movement: float
+    table: Tensor
+    replaced: Tensor | None
+
+
+def movement_factors(before: Tensor, after: Tensor) -> Tensor:
+    """The factor of every pair's gradient in G - G'; the sum of their absolutes is its largest length.
+
+    Args:
+        before: Coefficients ``(..., n, n)``.
+        after: Coefficients without the last record, ``(..., n - 1, n - 1)``, or with another in its
+            place, ``(..., n, n)``.
+
+    Returns:
+        Factors ``(..., n, n)``. For a replacement the old and the new pairs of the last record have
+        unrelated gradients, so their absolute factors are added.
+    """
+    survivors = before[..., :-1, :-1] - after[..., : before.shape[-1] - 1, : before.shape[-1] - 1]
+    own = before if after.shape != before.shape else before.abs() + after.abs()
+    return torch.cat([torch.cat([survivors, own[..., :-1, -1:]], dim=-1), own[..., -1:, :]], dim=-2)
+
+
+def find_worst_case(
+    loss: PairwiseLoss,
+    n: int,
+    *,
+    relation: Relation,
+    dim: int | None = None,
+    restarts: int = 16,
+    steps: int = 100,
+    seed: int = 0,
+) -> WorstCase:
+    """Search for the batch of n records in which one record moves the gradient most.
+
+    Args:
+        loss: Whose coefficients to attack.
+        n: Records of the larger batch.
+        relation: The neighbours.
+        dim: Search over embeddings of this many dimensions instead of over free tables: scores that
+            real encoders can have.
+        restarts: Starting points.
+        steps: Steps of gradient ascent from each.
+        seed: Of the starting points.
+    """
+
+    def movement(table: Tensor, replaced: Tensor | None) -> Tensor:
+        after = loss._coefficients(_shrunk(table) if replaced is None else replaced)
+        return movement_factors(loss._coefficients(table), after).abs().sum((-2, -1))
+
+    search = _Search(loss, n, relation, dim=dim, restarts=restarts, steps=steps, seed=seed)
+    table, replaced = search.best(movement)
+    after = loss.coefficients(_shrunk(table) if replaced is None else replaced)
+    found = float(movement_factors(loss.coefficients(table), after).abs().sum())
+    return WorstCase(movement=found, table=table, replaced=replaced)
+
+
+def check_declared_bounds(
+    loss: PairwiseLoss,
+    *,
+    sizes: Sequence[int] = (1, 2, 3, 5),
+    relations: Sequence[Relation] = ("add_or_remove", "replace_one"),
+    restarts: int = 16,
+    steps: int = 100,
+    seed: int = 0,
+    slack: float = 1e-6,
+) -> dict[tuple[Relation, int], float]:
+    """Try to refute the sensitivity of a loss, and each bound of a declared one, on tiny batches.
+
+    Passing is evidence and no proof: the search is local and the batches are small.
+
+    Args:
+        loss: The loss to attack; any of this package.
+        sizes: Numbers of records.
+        relations: Neighbours to attack.
+        restarts: Starting points of each search.
+        steps: Steps of gradient ascent from each.
+        seed: Of the starting points.
+        slack: Relative excess that rounding may cause.
+
+    Returns:
+        For every relation and size, the largest movement found over the sensitivity declared. Values
+        near 1 say that the bound is tight.
+
+    Raises:
+        PrivacyViolation: A table exceeds a bound, or shows that the loss does not treat records alike;
+            the message has the table.
+        ConfigurationError: There is nothing to check, or the loss cannot be evaluated.
+    """
+    if not (sizes and relations):
+        raise ConfigurationError(f"sizes={sizes} and relations={relations} leave nothing to check. Name one of each.")
+    found: dict[tuple[Relation, int], float] = {}
+    for n in sizes:
+        if isinstance(loss, DeclaredPairLoss):
+            _check_order(loss, n, seed)
+            _check_constants(loss, n, restarts=restarts, steps=steps, seed=seed, slack=slack)
+        for relation in relations:
+            worst = find_worst_case(loss, n, relation=relation, restarts=restarts, steps=steps, seed=seed)
+            claimed = loss.sensitivity(n, relation=relation)
+            _refuse_excess(f"sensitivity({n}, relation={relation!r})", claimed, worst, slack)
+            found[relation, n] = worst.movement / claimed if claimed > 0 else 0.0
+    return found
+
+
+def _check_order(loss: DeclaredPairLoss, n: int, seed: int) -> None:
+    """Refuse a loss whose coefficients depend on the order of the records."""
+    draw = torch.Generator().manual_seed(seed)
+    for _ in range(4):
+        order = torch.randperm(n, generator=draw)
+        bound = loss.high
+        table = bound * (2.0 * torch.rand(n, n, generator=draw, dtype=torch.float64) - 1.0)
+        moved = loss.coefficients(table)[order[:, None], order]
+        again = loss.coefficients(table[order[:, None], order])
+        if not torch.allclose(moved, again, rtol=1e-6, atol=1e-9, equal_nan=True):
+            raise PrivacyViolation(
+                f"row_loss treats records by their place: with its records in the order {order.tolist()} it weighs "
+                f"the pairs of scores {_shown(table)} differently. Any record may be the one that changes, so the "
+                "declared bounds would not cover it."
+            )
+
+
+def _check_constants(loss: DeclaredPairLoss, n: int, *, restarts: int, steps: int, seed: int, slack: float) -> None:
+    """Attack g1, g2 and l one by one."""
+
+    def own_row(table: Tensor, _: Tensor | None) -> Tensor:
+        return loss._coefficients(table)[..., -1, :].abs().sum(-1)
+
+    def own_column(table: Tensor, _: Tensor | None) -> Tensor:
+        return loss._coefficients(table)[..., :-1, -1].abs().sum(-1)
+
+    def other_row(table: Tensor, _: Tensor | None) -> Tensor:
+        factors = movement_factors(loss._coefficients(table), loss._coefficients(_shrunk(table)))
+        return factors[..., :-1, :-1].abs().sum(-1).amax(-1)
+
+    objectives: dict[str, Objective] = {"g1": own_row, "g2": own_column, "l": other_row}
+    search = _Search(loss, n, "add_or_remove", dim=None, restarts=restarts, steps=steps, seed=seed)
+    for (name, objective), claimed in zip(objectives.items(), loss.declared(n), strict=True):
+        if n == 1 and name != "g1":
+            continue  # there are no other rows
+        table, _ = search.best(objective)
+        case = WorstCase(movement=float(objective(table.unsqueeze(0), None)), table=table, replaced=None)
+        _refuse_excess(f"{name}({n}, {loss.low:g}, {loss.high:g})", claimed, case, slack)
+
+
+def _refuse_excess(what: str, claimed: float, case: WorstCase, slack: float) -> None:
+    if math.isfinite(case.movement) and case.movement <= claimed * (1.0 + slack) + 1e-9:
+        return
+    tables = f"scores {_shown(case.table)}"
+    if case.replaced is not None:
+        tables += f", which replacement makes {_shown(case.replaced)}"
+    raise PrivacyViolation(
+        f"{what} is declared as {claimed:.6g}, and the last record attains {case.movement:.6g} with {tables}. "
+        "Noise scaled to the declared value does not give the epsilon it is accounted for; raise the bound."
+    )
+
+
+def _shown(table: Tensor) -> str:
+    return str([[round(float(value), 4) for value in row] for row in table])
+
+
+def _shrunk(table: Tensor) -> Tensor:
+    """The table without its last record."""
+    return table[..., :-1, :-1]
+
+
+class _Search:
+    """Restarts side by side, over free tables or over the embeddings that make them."""
+
+    def __init__(
+        self, loss: PairwiseLoss, n: int, relation: Relation, *, dim: int | None, restarts: int, steps: int, seed: int
+    ) -> None:
+        self.bound = loss.high if math.isfinite(loss.high) else 50.0
+        self.n, self.dim, self.replacing = n, dim, relation == "replace_one"
+        self.restarts, self.steps, self.seed = restarts, steps, seed
+
+    def best(self, objective: Objective) -> tuple[Tensor, Tensor | None]:
+        """The tables of the restart that came highest."""
+        variables = self._start()
+        best = [v.detach().clone() for v in variables]
+        values = torch.full((self.restarts,), -math.inf, dtype=torch.float64)
+        optimizer = torch.optim.Adam(variables, lr=0.1 * (self.bound if self.dim is None else 1.0), maximize=True)
+        for _ in range(self.steps + 1):
+            current = objective(*self._tables(variables))
+            better = self._improves(current, values)
+            for kept, variable in zip(best, variables, strict=True):
+                kept[better] = variable.detach()[better]
+            if not current.requires_grad:
+                break
+            slopes = torch.autograd.grad(current.sum(), variables, allow_unused=True)
+            for variable, slope in zip(variables, slopes, strict=True):
+                variable.grad = None if slope is None else slope.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+            optimizer.step()
+            if self.dim is None:
+                for variable in variables:
+                    variable.data.clamp_(-self.bound, self.bound)
+        if self.dim is None:
+            self._try_ends(objective, best, values)
+        top = int(values.argmax())
+        table, replaced = self._tables([v[top : top + 1] for v in best])
+        return table[0], None if replaced is None else replaced[0]
+
+    @staticmethod
+    def _improves(current: Tensor, values: Tensor) -> Tensor:
+        """Where ``current`` is higher, written into ``values``; NaN is as high as can be, so it is found."""
+        seen = current.detach().nan_to_num(nan=math.inf, posinf=math.inf)
+        better = seen > values
+        values[better] = seen[better]
+        return better
+
+    def _try_ends(self, objective: Objective, best: list[Tensor], values: Tensor) -> None:
+        """Move single entries to an end of the range wherever that helps, once over all of them; in place."""
+        for variable in best:
+            for i in range(self.n):
+                for j in range(self.n):
+                    for end in (-self.bound, self.bound):
+                        old = variable[:, i, j].clone()
+                        variable[:, i, j] = end
+                        better = self._improves(objective(*self._tables(best)), values)
+                        variable[~better, i, j] = old[~better]
+
+    def _start(self) -> list[Tensor]:
+        draw = torch.Generator().manual_seed(self.seed)
+        if self.dim is not None:
+            rows = [self.n, self.n, 1, 1] if self.replacing else [self.n, self.n]
+            shapes = [(self.restarts, count, self.dim) for count in rows]
+            return [torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_() for shape in shapes]
+        tables = torch.rand(1 + self.replacing, self.restarts, self.n, self.n, generator=draw, dtype=torch.float64)
+        tables = 2.0 * tables - 1.0
+        tables[:, ::2] = tables[:, ::2].sign()
+        return [(self.bound * table).requires_grad_() for table in tables]
+
+    def _tables(self, variables: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        last = torch.arange(self.n) == self.n - 1
+        if self.dim is None:
+            own = last.unsqueeze(1) | last.unsqueeze(0)
+            return variables[0], torch.where(own, variables[1], variables[0]) if self.replacing else None
+        queries, passages, *new = (math.sqrt(self.bound) * v / v.norm(dim=-1, keepdim=True) for v in variables)
+        table = queries @ passages.mT
+        if not new:
+            return table, None
+        here = last.unsqueeze(1)
+        return table, torch.where(here, new[0], queries) @ torch.where(here, new[1], passages).mT

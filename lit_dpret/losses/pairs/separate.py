@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.losses.checks import checked_temperature
 from lit_dpret.losses.pairs.base import PairwiseLoss, Relation, checked_normaliser, checked_positive, eye_like
+from lit_dpret.losses.similarity import checked_temperature
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.losses.checks import checked_temperature
 from lit_dpret.losses.pairs.base import (
     Claim,
     PairwiseLoss,
@@ -29,6 +28,7 @@ from lit_dpret.losses.pairs.base import (
     checked_positive,
     eye_like,
 )
+from lit_dpret.losses.similarity import checked_temperature
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from lit_dpret.encoders.backbones import position_limit, refuse_if_padding_counts, resolve_folder
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.modules.length_batches import in_batches_by_length
+from lit_dpret.modules.token_scores import in_batches_by_length
 
 
 class CrossEncoder:

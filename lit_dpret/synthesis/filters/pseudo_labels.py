@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.negatives.labels import LabelledNegative
+from lit_dpret.negatives.drawn import LabelledNegative
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
 from lit_dpret.synthesis.filters.filters import Progress, Ranks
 from lit_dpret.synthesis.filters.released import ReleasedQueries, require_covered, require_released, shown

@@ -12,7 +12,7 @@ from typing import Any
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.modules.model_loading import load_seq2seq
+from lit_dpret.modules.generator_folder import load_seq2seq
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.report.paper_000 import ORIGINAL
 from lit_dpret.report.table import RowResult, from_json

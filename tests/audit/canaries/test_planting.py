@@ -17,7 +17,7 @@ from lit_dpret.audit.canaries.planting import plant_in_run
 from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.datamodules import ImagesDataModule, PairsDataModule
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
-from lit_dpret.negatives.texts import TrainTexts
+from lit_dpret.negatives.base import TrainTexts
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.sampling import Draw, UnitCollator

@@ -11,8 +11,7 @@ from scipy import stats
 from torch import Tensor
 
 from lit_dpret.datamodules.images import ImageRow
-from lit_dpret.encoders.vision.augment import UNIFORMS, Augmentation, as_input
-from lit_dpret.encoders.vision.views import AugmentedViews, keyed_uniforms
+from lit_dpret.encoders.vision.augment import UNIFORMS, Augmentation, AugmentedViews, as_input, keyed_uniforms
 from lit_dpret.errors import ConfigurationError, DataError
 
 STILL: dict[str, Any] = {"crop_scale": (1.0, 1.0), "crop_ratio": (1.0, 1.0), "flip": 0.0, "jitter_probability": 0.0,

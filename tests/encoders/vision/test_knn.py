@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lit_dpret.encoders.vision.knn import evaluate_knn, knn_predict, nearest
-from lit_dpret.encoders.vision.scores import ClassificationScores, confusion_matrix
+from lit_dpret.encoders.vision.knn import ClassificationScores, confusion_matrix, evaluate_knn, knn_predict, nearest
 from lit_dpret.errors import ConfigurationError, DataError
 
 

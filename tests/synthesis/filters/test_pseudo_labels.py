@@ -15,7 +15,7 @@ from transformers import BertForSequenceClassification
 
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError
-from lit_dpret.negatives.labels import read_labels
+from lit_dpret.negatives.drawn import read_labels
 from lit_dpret.retrieval.runs import Ranking
 from lit_dpret.retrieval.topk import TopK
 from lit_dpret.synthesis.filters import ReleasedQueries

@@ -1,24 +1,144 @@
-"""Prompt tuning: a few vectors before every passage are trained, and nothing else.
-
-The vectors are the embeddings of *virtual tokens*, whose ids come after all words (Lester et al. 2021, 2104.08691,
-section 2). Whoever turns texts into ids puts them before every passage, so masks, lengths and whatever else counts
-tokens need to know nothing of them. They cannot be merged into the weights as low-rank adapters are, but they can be
-merged into the vocabulary: a saved generator is a plain T5 with so many rows of embeddings more.
-"""
+"""Low-rank adapters in a text encoder or a generator: put in before training, merged into the weights afterwards."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.encoders import TextEncoder
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.budget import require_choice
+
+
+def add_lora(encoder: TextEncoder, settings: Mapping[str, Any]) -> None:
+    """Freeze the encoder and train low-rank adapters of it instead (LoRA, 2106.09685, by ``peft``).
+
+    Args:
+        encoder: Changed in place. A projection after pooling stays trainable.
+        settings: Arguments of ``peft.LoraConfig``.
+
+    Raises:
+        ConfigurationError: peft is missing, or refuses the settings.
+    """
+    encoder.backbone = with_lora(encoder.backbone, settings)
+
+
+def with_lora(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
+    """A Hugging Face model with low-rank adapters, everything else in it frozen.
+
+    Args:
+        model: Changed in place.
+        settings: Arguments of ``peft.LoraConfig``.
+
+    Raises:
+        ConfigurationError: peft is missing, or refuses the settings.
+    """
+    peft = _peft()
+    try:
+        config = peft.LoraConfig(**{str(name): value for name, value in settings.items()})
+        adapted: nn.Module = peft.get_peft_model(model, config)
+    except (TypeError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigurationError(
+            f"model.lora={dict(settings)} makes no adapters: {reason} Its keys are the arguments of peft.LoraConfig."
+        ) from error
+    return adapted
+
+
+def without_adapters(model: nn.Module) -> nn.Module:
+    """The model with its adapters merged into a copy of the weights; itself where it has none."""
+    merge: Any = getattr(model, "merge_and_unload", None)
+    if merge is None:
+        return model
+    plain: nn.Module = _twin(model).merge_and_unload()
+    return plain
+
+
+def _twin(model: Any) -> Any:
+    """A copy of a model with adapters. One that is trained in shards cannot be copied, and is built again."""
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return copy.deepcopy(model)
+    base = model.get_base_model()
+    with torch.random.fork_rng(devices=[]):  # weights that are replaced are drawn first
+        fresh = type(base)(copy.deepcopy(base.config))
+        for name, part in base._modules.items():
+            if part is None:  # an encoder without its pooler
+                fresh._modules[name] = None
+        twin = _peft().get_peft_model(fresh, copy.deepcopy(model.peft_config[model.active_adapter]))
+    twin.load_state_dict(model.state_dict(), assign=True)
+    return twin
+
+
+def merged(encoder: TextEncoder) -> TextEncoder:
+    """The encoder with its adapters merged into the weights; itself where it has none."""
+    backbone = without_adapters(encoder.backbone)
+    if backbone is encoder.backbone:
+        return encoder
+    made = TextEncoder(backbone, encoder.tokenizer, encoder.contract, encoder.projection)
+    made.unused_weights = encoder.unused_weights
+    return made
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigurationError(
+            "model.lora needs peft, which is not installed. Install it by pip install lit-dpret[peft], or set "
+            "model.lora to null."
+        ) from error
+    return peft
+
+
+def refuse_two_choices(choices: Mapping[str, Any]) -> None:
+    """Refuse settings, by their names in ``model``, of which more than one says what is trained.
+
+    Raises:
+        ConfigurationError: More than one is not null.
+    """
+    given = [f"model.{name}" for name, value in choices.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigurationError(
+            f"{' and '.join(given)} {'both' if len(given) == 2 else 'all'} say what is trained. Set all but one of "
+            "them to null."
+        )
+
+
+def freeze_all_but(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Train the parameters in whose name a pattern matches, and no others.
+
+    Raises:
+        ConfigurationError: A pattern is no regular expression, or matches nothing.
+        UnsupportedModelError: There is no pattern.
+    """
+    parameters = dict(model.named_parameters())
+    chosen: set[str] = set()
+    for pattern in patterns:
+        try:
+            found = {name for name in parameters if re.search(pattern, name)}
+        except re.error as error:
+            raise ConfigurationError(
+                f"model.trainable_patterns: {pattern!r} is no regular expression: {error}."
+            ) from error
+        if not found:
+            raise ConfigurationError(
+                f"model.trainable_patterns: {pattern!r} matches no parameter. Tied weights go by their first name; "
+                f"the names begin with {', '.join(sorted({name.split('.')[0] for name in parameters}))}."
+            )
+        chosen |= found
+    if not chosen:
+        raise UnsupportedModelError("model.trainable_patterns is empty: nothing would be learnt.")
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in chosen)
+
 
 PromptInit = Literal["SAMPLE_VOCAB", "RANDOM", "TEXT"]
 

@@ -1,36 +1,158 @@
-"""What hooks leave behind in a private run: nothing that a later loss could read.
-
-A forward pass of private rows is watched while it runs (`StateWatch`). Around it, hooks of the module and of callbacks
-have the batch and its losses at hand. What they write into a weight, a buffer or a tensor of the module reaches later
-steps without noise, and without a row of its own in them; what they write into the rows couples these.
-"""
+"""What the parts of a module keep outside their parameters and buffers, so that passes can begin from the same."""
 
 from __future__ import annotations
 
+import copy
+import random
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lit_dpret.distributed.master_weights import gradient_slot
+from lit_dpret.distributed.handover import gradient_slot
 from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import UnsupportedModelError
-from lit_dpret.modules.coupling_check import Looks
-from lit_dpret.modules.kept_state import OWN_TO_MODULES
 from lit_dpret.privacy.checksums import checksums
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.sampling import UnitBatch, digests_of
 
+#: Tensors that a module keeps outside its parameters and buffers are copied up to this many bytes.
+COPIED = 1 << 26
+
+OWN_TO_MODULES = frozenset(vars(nn.Module()))
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
+GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
+
+
+class KeptState:
+    """What the parts of a module keep in plain attributes, so that every pass can begin from the same.
+
+    While passes run, copies stand in the place of the originals. Objects of other kinds, closures and globals stay as
+    the passes leave them: where a loss hangs on these, two passes in a row show it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parts = list(module.modules())
+        held = [_data_of(part) for part in self._parts]
+        kept = [t for values in held for t in _tensors_of(list(values.values())) if not _is_copied(t)]
+        self._large = [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
+        self._first = [{name: _copied(value) for name, value in values.items()} for values in held]
+        self._now = held
+
+    def begin(self) -> None:
+        """Note how everything is now, for `put_back`."""
+        self._now = [_data_of(part) for part in self._parts]
+
+    def reset(self) -> None:
+        """Let every pass find copies of what there was at first."""
+        self._install([{name: _copied(value) for name, value in values.items()} for values in self._first])
+
+    def put_back(self) -> None:
+        """Put the originals back."""
+        self._install(self._now)
+
+    def refuse_writes(self, refuse: Callable[[], NoReturn]) -> None:
+        """Refuse a tensor that is too large to be copied and was written."""
+        if any(tensor._version != version for tensor, version in self._large):
+            refuse()
+
+    def _install(self, states: Sequence[dict[str, Any]]) -> None:
+        for part, values in zip(self._parts, states, strict=True):
+            data = _data_of(part)
+            for name in data.keys() - values.keys():
+                del part.__dict__[name]
+            # What has become an object of another kind since, as a cache that was None, stays.
+            part.__dict__.update({n: v for n, v in values.items() if n not in vars(part) or n in data})
+
+
+def _data_of(part: nn.Module) -> dict[str, Any]:
+    """The attributes of a part of a module that hold plain data: no parameter, no buffer, no object."""
+    return {name: value for name, value in vars(part).items() if name not in OWN_TO_MODULES and _is_data(value)}
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a value can be copied and put back: numbers, texts, tensors, arrays, generators, and lists of them."""
+    if isinstance(value, _SCALARS):  # most are, and classes of torch answer slowly
+        return True
+    if isinstance(value, nn.Parameter):
+        return False
+    if isinstance(value, (Tensor, np.ndarray, torch.Generator, *GENERATORS)):
+        return True
+    if isinstance(value, dict):
+        return all(_is_data(v) for v in value.values())
+    return isinstance(value, (list, tuple, set, deque)) and all(_is_data(v) for v in value)
+
+
+def _is_copied(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() <= COPIED
+
+
+def _tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples, sets and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors_of(list(value.values()))
+    elif isinstance(value, (list, tuple, set, deque)):
+        for each in value:
+            yield from _tensors_of(each)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, _SCALARS):
+        return value
+    if isinstance(value, Tensor):
+        return value.detach().clone() if _is_copied(value) else value
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if isinstance(value, np.ndarray):
+        return value.copy() if value.nbytes <= COPIED else value
+    if isinstance(value, dict):
+        found = copy.copy(value)  # keeps the class, and what it makes of missing keys
+        found.update({key: _copied(each) for key, each in value.items()})
+        return found
+    if isinstance(value, deque):
+        return deque((_copied(each) for each in value), value.maxlen)
+    if isinstance(value, (list, set)) or type(value) is tuple:
+        return type(value)(_copied(each) for each in value)
+    return copy.deepcopy(value) if isinstance(value, GENERATORS) else value
+
+
+class Looks:
+    """Which batches are looked at: the first, and after the n-th one from 1.5 n to 2.5 n that a coin chooses.
+
+    Without the coin, a dependence in every fourth batch might never be met.
+    """
+
+    def __init__(self) -> None:
+        self.made = self._count = 0
+        self._next = 1
+
+    def due(self, coin: int) -> bool:
+        """Count a batch, and say whether it is looked at; ``coin`` is a random number."""
+        self._count += 1
+        if self._count < self._next:
+            return False
+        self.made += 1
+        self._next = max(self._count + 1, self._count + self._count // 2 + coin % (self._count + 1))
+        return True
+
+    def again(self) -> None:
+        """Take the next batch in the place of this one, which showed nothing."""
+        self.made -= 1
+        self._next = self._count + 1
+
+
 #: Of a longer list, that many entries are looked at.
 _ENTRIES = 1000
 #: Values that hold nothing; a class derived from one may.
-_SCALARS = (bool, int, float, str, type(None))
+_HOLD_NOTHING = (bool, int, float, str, type(None))
 #: Objects of these packages are not looked into.
 _KNOWN = ("builtins", "torch", "lightning", "transformers", "tokenizers", "peft", "torchmetrics", "lit_dpret", "numpy")
 
@@ -163,7 +285,7 @@ def _held(module: Any, trained: bool) -> Iterator[tuple[str, Tensor]]:
 
 def _within(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
     """The tensors and arrays in an attribute, in lists, dicts and plain objects."""
-    if type(value) in _SCALARS or isinstance(value, nn.Parameter):
+    if type(value) in _HOLD_NOTHING or isinstance(value, nn.Parameter):
         return
     if isinstance(value, Tensor):
         yield path, value
