@@ -24,15 +24,18 @@ from typing import Any
 
 import hydra
 from hydra import compose, initialize_config_module
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_dpret.config import CONFIG_MODULE, format_choices, names
+from lit_dpret.config import CONFIG_MODULE, STUDIES, format_choices, names
 from lit_dpret.distributed import rank_watch
 from lit_dpret.errors import ConfigurationError, LitDpretError, WorkerError
 from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed
@@ -45,6 +48,17 @@ _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 _places: list[tuple[str, Path]] = []  # the setting and the folder of the command that runs
 _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT)
 OmegaConf.register_new_resolver("new_name", rank_watch.new_name, use_cache=True, replace=True)
+
+
+class _Studies(SearchPathPlugin):
+    """Let Hydra find the studies' choices where their folder stands beside the package, which is in a clone."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if STUDIES.is_dir():
+            search_path.append("reproduction", f"file://{STUDIES}")
+
+
+Plugins.instance().register(_Studies)
 
 
 def build_parts(cfg: DictConfig) -> Parts:

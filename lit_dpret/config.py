@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -19,6 +21,8 @@ import yaml
 from lit_dpret.errors import ConfigurationError
 
 CONFIG_MODULE = "lit_dpret.configs"
+# The choices of the studies, which stand beside the package in a clone and are no part of the wheel.
+STUDIES = Path(__file__).resolve().parent.parent / "reproduction" / "configs"
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,14 @@ def groups() -> list[str]:
 
 def names(group: str) -> list[str]:
     """The names of the choices of a group."""
-    folder = files(CONFIG_MODULE).joinpath(group)
-    return sorted(part.name.removesuffix(".yaml") for part in folder.iterdir() if part.name.endswith(".yaml"))
+    return sorted(_files(group))
+
+
+def _files(group: str) -> dict[str, Traversable]:
+    """The file of each choice of a group, by its name."""
+    folders: list[Traversable] = [files(CONFIG_MODULE).joinpath(group), STUDIES / group]
+    parts = [part for folder in folders if folder.is_dir() for part in folder.iterdir()]
+    return {part.name.removesuffix(".yaml"): part for part in parts if part.name.endswith(".yaml")}
 
 
 def choices(group: str) -> list[Choice]:
@@ -77,8 +87,7 @@ def choices(group: str) -> list[Choice]:
     """
     if group not in groups():
         raise ConfigurationError(f"{group!r} is no group of settings. There are: {', '.join(groups())}.")
-    folder = files(CONFIG_MODULE).joinpath(group)
-    return [_read(group, name, folder.joinpath(f"{name}.yaml").read_text(encoding="utf-8")) for name in names(group)]
+    return [_read(group, name, file.read_text(encoding="utf-8")) for name, file in sorted(_files(group).items())]
 
 
 def top_level() -> Choice:
@@ -203,7 +212,7 @@ def _block(value: Any) -> str:
 def arguments_of(target: str) -> dict[str, str]:
     """What the docstrings of a class and of its bases say of each argument, by name; of ours alone."""
     module, _, name = target.rpartition(".")
-    if not module.startswith("lit_dpret"):
+    if not module.startswith(("lit_dpret", "reproduction")):
         return {}
     found: dict[str, str] = {}
     made: Any = getattr(importlib.import_module(module), name)

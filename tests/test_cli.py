@@ -134,7 +134,8 @@ def test_verify_exits_with_0_only_if_nothing_failed(tmp_path: Path) -> None:
 
 def test_a_first_word_is_a_task_or_refused(tmp_path: Path) -> None:
     line = refused(call(folder=tmp_path, program=("train.py", "nonsense")))
-    tasks = ", ".join(sorted(path.stem for path in (ROOT / "configs" / "task").glob("*.yaml")))
+    folders = (ROOT / "configs" / "task", ROOT / "reproduction" / "configs" / "task")
+    tasks = ", ".join(sorted(path.stem for folder in folders for path in folder.glob("*.yaml")))
     assert f"'nonsense' is neither a setting (name=value) nor a task: {tasks}" in line
 
 

@@ -13,9 +13,11 @@ from hydra import compose, initialize_config_module
 from lit_dpret.cli import _hydra_main
 from lit_dpret.distributed.rank_watch import new_name
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "configs"
+_FILES = [p for top in (CONFIGS, ROOT / "reproduction" / "configs") for p in top.glob("*/*.yaml")]
 # configs/sweep holds files of W&B, which name options and are none.
-OPTIONS = sorted((p.parent.name, p.stem) for p in CONFIGS.glob("*/*.yaml") if p.parent.name != "sweep")
+OPTIONS = sorted((p.parent.name, p.stem) for p in _FILES if p.parent.name != "sweep")
 
 
 def test_there_is_an_option_in_every_group() -> None:
@@ -38,7 +40,7 @@ def test_an_option_composes_and_its_keys_are_arguments(group: str, option: str) 
 SAFE = {
     "privacy": [p.stem for p in (CONFIGS / "privacy").glob("*.yaml")],
     "trainer": ["cpu"],
-    "task": [p.stem for p in (CONFIGS / "task").glob("*.yaml")],
+    "task": [option for group, option in OPTIONS if group == "task"],
     "callbacks": ["default"],
     "logger": ["none", "csv"],
     "canaries": [p.stem for p in (CONFIGS / "canaries").glob("*.yaml")],

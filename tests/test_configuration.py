@@ -13,12 +13,13 @@ from lit_dpret import cli
 from lit_dpret.config import Choice, arguments_of, choices, configuration_page, groups, top_level
 from lit_dpret.errors import ConfigurationError
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = (ROOT / "configs", ROOT / "reproduction" / "configs")
 ALL = [choice for group in groups() for choice in choices(group)]
 
 
 def test_every_file_of_every_group_is_a_choice() -> None:
-    files = {path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.glob("*/*.yaml")}
+    files = {path.relative_to(top).with_suffix("").as_posix() for top in CONFIGS for path in top.glob("*/*.yaml")}
     assert {f"{choice.group}/{choice.name}" for choice in ALL} == files and len(files) > 80
 
 

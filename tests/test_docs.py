@@ -56,7 +56,11 @@ def test_a_name_that_is_imported_in_a_page_exists(page: Path) -> None:
         exec(line, {})
 
 
-SOURCES = [path for part in ("lit_dpret", "callbacks", "datamodules") for path in sorted((ROOT / part).rglob("*.py"))]
+SOURCES = [
+    path
+    for part in ("lit_dpret", "callbacks", "datamodules", "reproduction")
+    for path in sorted((ROOT / part).rglob("*.py"))
+]
 QUOTED = re.findall(r"\*\*`([^`]+)`\*\*", (ROOT / "docs" / "errors.md").read_text(encoding="utf-8"))
 
 

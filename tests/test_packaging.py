@@ -118,7 +118,8 @@ def test_the_wheel_imports_and_composes_without_the_repository(built: tuple[Path
     with zipfile.ZipFile(built[1]) as wheel:
         wheel.extractall(tmp_path / "site")
     code = (
-        "import lit_dpret, lit_dpret.callbacks, lit_dpret.datamodules\n"
+        "import lit_dpret, lit_dpret.callbacks, lit_dpret.cli, lit_dpret.config, lit_dpret.datamodules\n"
+        "if 'paper_000' in lit_dpret.config.names('experiment'): raise SystemExit('the studies are in the wheel')\n"
         "from hydra import compose, initialize_config_module\n"
         "with initialize_config_module(version_base='1.3', config_module='lit_dpret.configs'):\n"
         "    print(compose('train', overrides=['privacy.eps=2', 'run_dir=x']).privacy.eps, lit_dpret.__file__)\n"

@@ -18,7 +18,7 @@ from lit_dpret.tasks.checkpoints import newest_checkpoint
 from lit_dpret.tasks.export import load_module
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("lit_dpret", "callbacks", "datamodules", "scripts", "benchmarks", "examples")
+FOLDERS = ("lit_dpret", "callbacks", "datamodules", "scripts", "benchmarks", "examples", "reproduction")
 SOURCES = [
     path
     for folder in FOLDERS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lit_dpret.report.variant_runs import VariantRun
+from reproduction.report.variant_runs import VariantRun
 
 
 def run(variant: str = "Logit-DP", seed: int = 0, *, losses: list[float] | None = None, **fields: Any) -> VariantRun:

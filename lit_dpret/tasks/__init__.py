@@ -8,14 +8,10 @@ from __future__ import annotations
 from lit_dpret.lazy import lazy_names
 
 _MODULES = {
-    "Ablate": "ablate",
     "Audit": "audit",
     "BuildSilos": "build_silos",
-    "CanaryStudy": "canary_study",
     "CheckData": "check_data",
     "Compare": "compare",
-    "CompareModes": "compare_modes",
-    "CompareNegatives": "compare_negatives",
     "Doctor": "doctor",
     "Encode": "encode",
     "Evaluate": "evaluate",
@@ -32,24 +28,17 @@ _MODULES = {
     "Index": "index",
     "Inversion": "inversion",
     "Membership": "membership",
-    "Paper000": "paper_000",
     "Pipeline": "pipeline",
     "Plan": "plan",
     "PretrainingOverlap": "pretraining_overlap",
     "PseudoLabels": "pseudo_labels",
     "Ranker": "ranker",
     "Search": "search",
-    "SecondTask": "second_task",
     "Similarity": "similarity",
-    "Suite": "suite",
-    "SuitePart": "suite",
     "Sweep": "sweep",
     "Synthesize": "synthesize",
     "TrialOf": "trial",
-    "Variant": "variant",
-    "VariantStudy": "variant_study",
     "Verify": "verify",
-    "ZeroShot": "zero_shot",
 }
 
 __all__ = list(_MODULES)

@@ -37,8 +37,9 @@ from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
 from lit_dpret.sweeps import SweepFolder
 from lit_dpret.sweeps.report import write_report
-from lit_dpret.tasks import Ablate, Fit, FitScored, Pipeline
+from lit_dpret.tasks import Fit, FitScored, Pipeline
 from lit_dpret.tasks.trial import refuse_private_objective
+from reproduction import Ablate
 
 
 def begin_ledger(folder: Path, delta: float, total_eps: float = 100.0) -> None:

@@ -1,5 +1,0 @@
-"""`task=paper_000`: every table of paper 000 again, ours beside the paper's. One file for each part."""
-
-from lit_dpret.tasks.paper_000.task import Paper000
-
-__all__ = ["Paper000"]

@@ -1,0 +1,30 @@
+"""The papers again, ablations and comparisons: each trains several variants and sets their results side by side.
+
+It stands beside the product in a clone and is no part of the wheel; it imports `lit_dpret`, and nothing there imports
+it. `python train.py experiment=paper_000` finds its choices in `reproduction/configs`.
+"""
+
+from __future__ import annotations
+
+from lit_dpret.lazy import lazy_names
+
+_MODULES = {
+    "Ablate": "ablate",
+    "CanaryStudy": "canary_study",
+    "CompareModes": "compare_modes",
+    "CompareNegatives": "compare_negatives",
+    "Paper000": "paper_000",
+    "SecondTask": "second_task",
+    "Suite": "suite",
+    "SuitePart": "suite",
+    "Variant": "variant",
+    "VariantStudy": "variant_study",
+    "ZeroShot": "zero_shot",
+}
+
+__all__ = list(_MODULES)
+__getattr__ = lazy_names(__name__, _MODULES)
+
+
+def __dir__() -> list[str]:
+    return sorted(_MODULES)

@@ -1,0 +1,455 @@
+"""`task=ablate`: what helps at one budget. Ways to train a retriever side by side, each run with noise of its own.
+
+A row that learns from synthetic queries has a generator for every run: its noise is part of what is uncertain. What
+is made from those queries is post-processing, so their retriever may be trained in any way; so may that of the
+upper bounds, or the share that is kept would flatter.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.card import read_card
+from lit_dpret.cards.page import Grid, Paragraph, Section
+from lit_dpret.cards.text import privacy_line
+from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
+from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.losses import MarginMSELoss
+from lit_dpret.negatives import LabelledNegatives
+from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.retrieval.runs import EvaluationResult
+from lit_dpret.synthesis.filters import ReleasedQueries, load_released
+from lit_dpret.synthesis.filters.pseudo_labels import LABELS
+from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
+from lit_dpret.tasks.consistency import KEPT, check_round_trip
+from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks.synthesize import public_sample
+from reproduction.comparison import METRIC_NAMES, PUBLIC
+from reproduction.generator_stage import draw, likeness, train_generator
+from reproduction.head_comparison import HeadComparison
+from reproduction.made_by import made_by, refuse_other_training
+from reproduction.recipe import PSEUDO, GeneratorRecipe, Recipe
+from reproduction.report.gain_share import gain_shares, share_section
+from reproduction.report.mode_comparison import ModeRow
+from reproduction.report.mode_report import Headings
+from reproduction.teacher import Teacher, of_those
+
+_MEBI = 2**20
+_WARM_UP = (
+    "python train.py model=generator privacy=none datamodule=pairs datamodule.folder=PUBLIC_PAIRS "
+    "trainer.max_steps=300 hydra.run.dir={run}"
+)
+
+
+@dataclass(frozen=True)
+class _Cell:
+    variant: str
+
+    @property
+    def stage(self) -> str:
+        return self.variant
+
+
+class Ablate(HeadComparison[_Cell]):
+    """Train, evaluate and compare.
+
+    Args:
+        retriever: Makes the frozen dual encoder, given its privacy mode and a recipe's settings.
+        variants: The recipes, by a short name; those without privacy are upper bounds.
+        generators: The query generators that recipes may learn from, by a short name.
+        teacher: A cross-encoder, for recipes with ``pseudo_labels``: a folder or a hub name. It is declared public:
+            nothing private may have gone into it.
+        eps: The budget of every private run, and of every generator.
+        delta: Of every claim; null for 1 / (2 n), n the public number of queries.
+        seeds: Training runs of each row; run i has the seed ``seed + i``, and noise and coins of its own.
+        written_passages: Queries are made for a public sample of so many passages; null for all that are searched.
+        likeness_texts: BLEU and MAUVE look at so many queries of each generator; null computes neither.
+        only: Names of the recipes to take; null for all but those whose generator starts from a folder that is not
+            there, or whose teacher is not. Such a one that is named is refused when the task runs.
+        max_passages: Public sample of passages that are encoded and searched; null for all.
+        split: On which questions the runs are judged.
+        tuning_note, tuning_data: What the settings were chosen on; they go into the cards.
+        keep_models: Keep the trained models. One takes the space of the encoder, twice.
+        min_free_mb: Refuse to start with less free disk.
+
+    Raises:
+        ConfigurationError: A setting is out of range, or a name is unknown.
+    """
+
+    headings: ClassVar[Headings] = Headings(
+        name="ablation", title="What helps at one budget: ways to train a retriever on private queries", rows="Recipes"
+    )
+    growing = HeadComparison.growing | {"generators", "likeness_texts", "teacher"}
+
+    def __init__(
+        self,
+        *,
+        retriever: Callable[..., Any],
+        variants: Mapping[str, Recipe],
+        generators: Mapping[str, GeneratorRecipe] | None = None,
+        teacher: str | Path | None = None,
+        eps: float = 3.0,
+        delta: float | None = None,
+        seeds: int = 3,
+        written_passages: int | None = None,
+        likeness_texts: int | None = 2000,
+        only: Sequence[str] | None = None,
+        max_passages: int | None = None,
+        split: str = "test",
+        tuning_note: str | None = None,
+        tuning_data: str = "unknown",
+        keep_models: bool = False,
+        min_free_mb: float = 1000,
+    ) -> None:
+        super().__init__(
+            retriever=retriever,
+            delta=delta,
+            variants=variants,
+            only=only,
+            seeds=seeds,
+            max_passages=max_passages,
+            split=split,
+            tuning_note=tuning_note,
+            tuning_data=tuning_data,
+            keep_models=keep_models,
+            min_free_mb=min_free_mb,
+        )
+        if not (isinstance(eps, (int, float)) and 0 < eps < math.inf):
+            raise ConfigurationError(f"task.eps={eps} must be a positive, finite number.")
+        for knob, number in (("likeness_texts", likeness_texts), ("written_passages", written_passages)):
+            if number is not None and number < 1:
+                raise ConfigurationError(f"task.{knob}={number} must be at least 1, or null.")
+        self.written_passages = written_passages
+        self.teacher = None if teacher is None else Teacher(str(teacher))
+        self.eps, self.generators, self.likeness_texts = float(eps), dict(generators or {}), likeness_texts
+        for name in self.only:
+            source = self.variants[name].queries
+            if source not in (None, PSEUDO) and source not in self.generators:
+                raise ConfigurationError(
+                    f"task.variants.{name}.queries={source} is not one of task.generators: "
+                    f"{', '.join(self.generators) or 'there are none'}."
+                )
+        self._chosen_by_name = only is not None
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Train, evaluate and compare; what a generator starts from is looked for before anything else."""
+        self.only = self._that_can_start()
+        return super().run(parts)
+
+    def _that_can_start(self) -> list[str]:
+        """The recipes that have what they start from; others are left out, or refused if they were chosen."""
+        missing = {}
+        for name in self.only:
+            generator = self.generators.get(str(self.variants[name].queries))
+            if generator is not None and (folder := generator.missing_start()) is not None:
+                missing[name] = (
+                    f"task.variants.{name} learns from a generator that starts from {folder}, and there is none. Make "
+                    f"it from public pairs: {_WARM_UP.format(run=generator.public_start)}"
+                )
+            elif generator is not None:
+                generator.check_start()
+            if name not in missing and (why := self._no_teacher(name)):
+                missing[name] = why
+        if missing and (self._chosen_by_name or len(missing) == len(self.only)):
+            raise ConfigurationError(next(iter(missing.values())))
+        for why in missing.values():
+            sys.stdout.write(f"left out: {why}\n")
+        return [name for name in self.only if name not in missing]
+
+    def _no_teacher(self, name: str) -> str | None:
+        """Why a recipe has nobody to learn from; None where it asks for nobody, or has one."""
+        if self.variants[name].pseudo_labels is None:
+            return None
+        try:
+            if self.teacher is not None:
+                self.teacher.check()
+                return None
+            reason = "it is null"
+        except ConfigurationError as error:
+            reason = str(error)
+        return (
+            f"task.variants.{name} learns the margins of task.teacher, a public cross-encoder, and there is none: "
+            f"{reason} docs/ablations.md says how one is made."
+        )
+
+    def cells(self) -> list[_Cell]:
+        """The recipes, upper bounds first."""
+        order = {"bound": 0, "baseline": 1, "recipe": 2}
+        return [_Cell(name) for name in sorted(self.only, key=lambda name: order[self.variants[name].part])]
+
+    def budget_of(self, cell: _Cell) -> float | None:
+        return self.eps if self.is_private(cell) else None
+
+    # -- the queries that a run learns from -----------------------------------------------------
+
+    def train(self, cell: _Cell, seed: int, folder: Path, resume: bool) -> EvaluationResult:
+        recipe: Recipe = self.variants[cell.variant]
+        if recipe.queries is None:
+            data: PairsDataModule = self.make_data()
+            data.rows_per_unit = recipe.rows_per_unit
+        else:
+            made = self._pseudo(recipe) if recipe.queries == PSEUDO else self._made(recipe, seed)
+            data = self._chosen(recipe, made)
+            if recipe.pseudo_labels is not None:
+                return self.train_on(cell, data, seed, folder, resume, **self._margins(recipe, data, made, seed))
+        return self.train_on(cell, data, seed, folder, resume)
+
+    def _pseudo(self, recipe: Recipe) -> Path:
+        name, passages = f"pseudo-{recipe.queries_per_passage}", self._to_write_for()
+
+        def work(folder: Path, resume: bool) -> dict[str, Any]:
+            write_pseudo_queries(passages, folder / "data", queries_per_passage=recipe.queries_per_passage)
+            return {}
+
+        self._stages.run(name, work)
+        return self._parts.run_dir / name / "data"
+
+    def _made(self, recipe: Recipe, seed: int) -> Path:
+        """What the generator of this seed wrote, with its likeness to the private queries measured."""
+        name = str(recipe.queries)
+        generator, source = self.generators[name], self._trained(name, seed)
+        stage = f"made-{name}-{recipe.queries_per_passage}-seed{seed}"
+        tuning = {"data": self.tuning_data, "note": self.tuning_note or ""}
+        passages = self._to_write_for()
+        self._stages.run(
+            stage,
+            lambda folder, resume: draw(
+                generator, source, passages, folder, count=recipe.queries_per_passage, seed=seed, tuning=tuning
+            ),
+        )
+        return self._parts.run_dir / stage / "data"
+
+    def _to_write_for(self) -> dict[str, str]:
+        return public_sample(dict(self._searched.public_passages()), self.written_passages)
+
+    def _trained(self, name: str, seed: int) -> Path:
+        """The folder of a trained generator."""
+        recipe, stage = self.generators[name], f"generator-{name}-seed{seed}"
+
+        def work(folder: Path, resume: bool) -> dict[str, Any]:
+            first = self._parts.run_dir / f"generator-{name}-seed{self._parts.seed}"
+            known = read_card(first)["mechanism"]["noise_multiplier"] if self._stages.is_done(first.name) else None
+            facts = train_generator(
+                recipe,
+                folder,
+                parts=self._parts,
+                eps=self.eps,
+                delta=self.claimed_delta(),
+                seed=seed,
+                resume=resume,
+                noise_multiplier=known,
+                tuning={"tuning_data": self.tuning_data, "tuning_note": self.tuning_note},
+            )
+            return facts | {"settings": recipe.describe()}
+
+        if self._stages.run(stage, work)["settings"] != recipe.describe():
+            raise ResumeError(
+                f"resume=true, but {stage} was trained with other settings of task.generators.{name}. Restore them, "
+                f"or move {self._parts.run_dir / stage} and what was made with it elsewhere; what its ledger is "
+                "charged with stays spent."
+            )
+        return self._parts.run_dir / stage
+
+    def _chosen(self, recipe: Recipe, made: Path) -> SyntheticDataModule:
+        """Made queries as training data: all, or those that find their passage."""
+        keep, k = None, recipe.round_trip_filter
+        if k is not None:
+            stage = f"round_trip{k}-{made.parent.name}"
+            self._stages.run(stage, partial(self._consistent, made, k))
+            keep = self._parts.run_dir / stage / KEPT
+        return self._as_data(made, keep)
+
+    def _as_data(self, made: Path, keep: Path | None) -> SyntheticDataModule:
+        card = self._has_card(made)
+        return SyntheticDataModule(folder=made, evaluation=self._searched, keep=keep, require_privacy_card=card)
+
+    def _consistent(self, made: Path, k: int, stage: Path, resume: bool) -> dict[str, Any]:
+        data = self._as_data(made, None)
+        data.setup("fit")
+        model = self.retriever(NoPrivacy())
+        with ProgressLine("encoding made queries") as progress:
+            model.prepare(data, progress=progress)
+        found = check_round_trip(model, self._released(made), stage, k=k, seed=self._parts.seed)
+        return found | self._source(made)
+
+    def _source(self, made: Path) -> dict[str, str]:
+        """Which training wrote the queries; nothing for those that no training wrote."""
+        return made_by(made) if self._has_card(made) else {}
+
+    def _released(self, made: Path) -> ReleasedQueries:
+        """Made queries, and all passages that are searched."""
+        released = load_released(made, declared_public=not self._has_card(made))
+        return replace(released, passages=self._searched.public_passages())
+
+    def _has_card(self, made: Path) -> bool:
+        return not made.parent.name.startswith(PSEUDO)
+
+    def _margins(self, recipe: Recipe, data: SyntheticDataModule, made: Path, seed: int) -> dict[str, Any]:
+        """What a retriever is given to learn the teacher's margins of made queries."""
+        if self.teacher is None or recipe.pseudo_labels is None:
+            raise ConfigurationError("task.teacher is null.")
+        teacher, per_query = self.teacher, recipe.pseudo_labels
+
+        def work(folder: Path, resume: bool) -> dict[str, Any]:
+            zero_shot = self.retriever(NoPrivacy())
+            zero_shot.prepare(data)
+            released = of_those(self._released(made), None if data.keep is None else Path(data.keep))
+            labelled = teacher.label(released, folder, zero_shot=zero_shot, per_query=per_query, seed=self._parts.seed)
+            return labelled | self._source(made)
+
+        stage = self._labels(recipe, seed)
+        self._stages.run(stage, work)
+        file = self._parts.run_dir / stage / LABELS
+        return {
+            "negatives": [LabelledNegatives(file=file, per_query=per_query, seed=seed)],
+            "loss": MarginMSELoss(temperature=recipe.temperature),
+        }
+
+    def _labels(self, recipe: Recipe, seed: int) -> str:
+        """The stage of the labels of what a recipe learns from."""
+        chosen = "all" if recipe.round_trip_filter is None else f"round_trip{recipe.round_trip_filter}"
+        source = f"{recipe.queries}-{recipe.queries_per_passage}"
+        run = "" if recipe.queries == PSEUDO else f"-seed{seed}"
+        return f"labels{recipe.pseudo_labels}-{chosen}-{source}{run}"
+
+    def before_training(self, cells: Sequence[_Cell]) -> None:
+        """Refuse to go on with another generator, or another teacher, than those of what is finished."""
+        for cell in cells:
+            self._refuse_other_generators(cell)
+            recipe: Recipe = self.variants[cell.variant]
+            for seed in range(self._parts.seed, self._parts.seed + self.seeds):
+                stage = self._labels(recipe, seed)
+                if recipe.pseudo_labels is None or self.teacher is None or not self._stages.is_done(stage):
+                    continue
+                if self._stages.run(stage, _nothing)["teacher"] != self.teacher.fingerprint():
+                    raise ResumeError(
+                        f"resume=true, but {stage} was made by another cross-encoder than task.teacher="
+                        f"{self.teacher.source}. Restore it, or remove {self._parts.run_dir / stage} and the runs of "
+                        f"task.variants.{cell.variant}."
+                    )
+
+    def _refuse_other_generators(self, cell: _Cell) -> None:
+        """All that is finished of made queries must come from the training whose folder says so."""
+        recipe: Recipe = self.variants[cell.variant]
+        if recipe.queries in (None, PSEUDO):
+            return
+        run_dir = self._parts.run_dir
+        for seed in range(self._parts.seed, self._parts.seed + self.seeds):
+            made, row = f"made-{recipe.queries}-{recipe.queries_per_passage}-seed{seed}", self.run_name(cell, seed)
+            readers = [f"round_trip{recipe.round_trip_filter}-{made}", self._labels(recipe, seed)]
+            readers += [] if self.likeness_texts is None else [f"likeness-{recipe.queries}-seed{seed}"]
+            refuse_other_training(
+                self._stages,
+                run_dir,
+                f"generator-{recipe.queries}-seed{seed}",
+                cards={made: run_dir / made / "data", row: run_dir / row},
+                readers=readers,
+            )
+
+    # -- the report -------------------------------------------------------------------------------
+
+    def describe_row(self, cell: _Cell, card: Mapping[str, Any]) -> dict[str, Any]:
+        recipe: Recipe = self.variants[cell.variant]
+        public = recipe.queries == PSEUDO
+        return {
+            "name": recipe.label,
+            "privacy": PUBLIC if public else privacy_line(card),
+            "budget": None if recipe.part == "bound" or public else self.eps,
+            "variant": cell.variant,
+            "settings": recipe.describe(card),
+        }
+
+    def references(self, rows: Sequence[ModeRow]) -> Sequence[str]:
+        """Zero-shot and the baselines: what recipes are tested against."""
+        bases = [self.variants[name].label for name in self.only if self.variants[name].part == "baseline"]
+        return ["zero-shot", *bases]
+
+    def sections(self, rows: Sequence[ModeRow]) -> list[Section]:
+        by_name = {row.name: row for row in rows}
+        labels = {part: [self.variants[cell.variant].label for cell in self.cells() if self.part(cell) == part]
+                  for part in ("bound", "baseline", "recipe")}  # fmt: skip
+        judged = [by_name[label] for label in (*labels["bound"], *labels["baseline"], *labels["recipe"])]
+        metric = next(iter(METRIC_NAMES.values()))
+        shares = gain_shares(judged, [by_name[label] for label in labels["bound"]], by_name["zero-shot"], metric)
+        found = [share_section(shares, metric)] if shares else []
+        return found + self._generator_section()
+
+    def part(self, cell: _Cell) -> str:
+        """What the row is in the table."""
+        return str(self.variants[cell.variant].part)
+
+    def _generator_section(self) -> list[Section]:
+        used = list(dict.fromkeys(self.variants[name].queries for name in self.only))
+        names = [name for name in used if name is not None and name != PSEUDO]
+        if not names:
+            return []
+        body = [self._generator_row(name) for name in names]
+        header = ["Generator", "trained parameters", "memory, MiB", *(["BLEU", "MAUVE"] if self.likeness_texts else [])]
+        explained = (
+            "Means over the generators of all runs, with the least and the largest. Memory is the peak of the process "
+            "while it trained, above what it held before: weights, optimizer, activations of a physical batch, and "
+            "whatever else was needed. It is the largest over the runs: a later one takes over what an earlier one let "
+            "go."
+        )
+        if self.likeness_texts:
+            explained += (
+                f" BLEU (0 to 100, against the private questions of the same passage) and MAUVE ({self.likeness_texts} "
+                "questions, all-MiniLM-L6-v2) are computed from private queries, and no epsilon covers them."
+            )
+        return [Section("Generators", [Paragraph(explained), Grid(header, body, frozenset(range(1, len(header))))])]
+
+    def _generator_row(self, name: str) -> list[object]:
+        trained, alike = [], []
+        for i in range(self.seeds):
+            seed = self._parts.seed + i
+            stage = self._trained(name, seed).name
+            trained.append(self._stages.run(stage, _nothing))
+            if self.likeness_texts is None:
+                continue
+            made = next(self._parts.run_dir.glob(f"made-{name}-*-seed{seed}")) / "data"
+            alike.append(self._stages.run(f"likeness-{name}-seed{seed}", partial(self._likeness, made)))
+        cells: list[object] = [self.generators[name].label, f"{trained[0]['trained_parameters']:,}"]
+        cells.append(f"{max(each['extra_bytes'] for each in trained) / _MEBI:.0f}")
+        for key, shown in (("bleu", "{:.2f}"), ("mauve", "{:.3f}")) if alike else ():
+            cells.append(_spread([each[key] for each in alike], shown))
+        return cells
+
+    def _likeness(self, made: Path, folder: Path, resume: bool) -> dict[str, Any]:
+        return likeness(made, folder, parts=self._parts, max_texts=self.likeness_texts or 1) | self._source(made)
+
+    def private_trainings(self, cells: Sequence[_Cell]) -> int:
+        used = {self.variants[cell.variant].queries for cell in cells} - {None, PSEUDO}
+        return super().private_trainings(cells) + self.seeds * len(used)
+
+    def evaluated_on(self) -> str:
+        return (
+            f"{len(self._queries)} {self.split} questions over {len(self._searched.public_passages())} passages; "
+            "frozen encoder with linear heads"
+        )
+
+    def notes(self) -> Iterable[str]:
+        if any(self.variants[name].queries not in (None, PSEUDO) for name in self.only):
+            yield (
+                "Each run that learns from synthetic queries has a generator of its own, trained with noise of its "
+                "own: the interval over runs covers that noise."
+            )
+
+
+def _nothing(folder: Path, resume: bool) -> dict[str, Any]:
+    return {}
+
+
+def _spread(values: Sequence[float], shown: str) -> str:
+    mean = shown.format(float(np.mean(values)))
+    if len(values) == 1:
+        return mean
+    return f"{mean} [{shown.format(min(values))}, {shown.format(max(values))}]"

@@ -1,0 +1,144 @@
+"""Table 7: planted secrets, from a canary study that is run here or was run before."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.errors import DataError
+from lit_dpret.report.canary_table import POOLED, SCHEMA, SHORT
+from lit_dpret.retrieval.statistics import Interval
+from lit_dpret.tasks.parts import Parts
+from reproduction.canary_study import NAME
+from reproduction.paper_000.retrieval import named
+from reproduction.paper_000.study import Study, shown
+from reproduction.report.paper_000 import MAIN, TABLE_7
+from reproduction.report.paper_table import PaperRow, PaperTable
+
+TABLE = "table_7_canaries"
+_COPIES = (10, 100)
+COLUMNS = {f"{what}_{copies}": f"{shown_as}, {copies} copies" for copies in _COPIES
+           for what, shown_as in (("rank", "rank of 100"), ("leaked", "leaked"))}  # fmt: skip
+_CAPTION = (
+    "Rank of the planted secret among its candidates, with the t-interval over trainings, and the share of secrets "
+    "that stand in a drawn query, with Clopper and Pearson's interval counted by training; three kinds of canaries "
+    "together. A secret that was not planted has a mean rank of 50.5."
+)
+
+
+def tables(
+    study: Study, make_canaries: Callable[..., Any], *, finished: Path | None, train_queries: int | None
+) -> list[PaperTable]:
+    """The rows of the paper, for each side that the secret stands on.
+
+    Args:
+        study: The reproduction.
+        make_canaries: Makes `reproduction.CanaryStudy`.
+        finished: The folder of a canary study that is done, whose ``canaries.json`` is read; None to run one.
+        train_queries: Train queries of a study that is run here; None for all.
+    """
+    facts = read(finished) if finished is not None else _run(study, make_canaries, train_queries)
+    models = dict.fromkeys((row["model"], row["side"]) for row in facts["rows"])
+    rows = [_row(model, side, facts["rows"]) for model, side in models]
+    return [
+        PaperTable(
+            name=TABLE,
+            title="Table 7: planted secrets",
+            columns=COLUMNS,
+            rows=rows,
+            caption=_CAPTION,
+            notes=[
+                f"{facts['trainings']} trainings with each budget, {facts['units']} units of which "
+                f"{facts['planted_units']} are canaries: {facts['command']}.",
+                "The two public-only systems of the other tables read no private query, so nothing could be planted "
+                "into them, and they have no row.",
+                "Absence of a leak is no guarantee; what the accounting allows stands in the report of the study.",
+            ],
+        )
+    ]
+
+
+def check(study: Study, make_canaries: Callable[..., Any], *, finished: Path | None, train_queries: int | None) -> None:
+    """Refuse what would stop `tables` after hours of other trainings; the arguments are those of `tables`.
+
+    Raises:
+        LitDpretError: A setting is wrong, a finished study cannot be read, or ``train_queries`` leave no pair.
+    """
+    if finished is not None:
+        read(finished)
+        return
+    make_canaries()
+    mode, data = study.parts.make_privacy(), study.parts.make_datamodule(max_train_queries=train_queries)
+    data.use_unit(mode.unit, mode.neighbours)
+    data.setup("fit")
+    data.train_units()
+
+
+def _run(study: Study, make: Callable[..., Any], train_queries: int | None) -> Any:
+    def work(parts: Parts) -> Any:
+        data = partial(parts.make_datamodule, max_train_queries=train_queries)
+        make().run(replace(parts, make_datamodule=data))
+        return read(parts.run_dir)
+
+    return study.kept.result("canaries", [make, train_queries], work)
+
+
+def read(folder: Path) -> Any:
+    """What a finished study wrote.
+
+    Raises:
+        DataError: It is not there, or of another form.
+    """
+    path = folder / f"{NAME}.json"
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"task.canaries_from={folder} holds no readable {path.name}. Name the folder of a finished "
+            "experiment=canaries, or set it to null to have one run."
+        ) from error
+    if facts.get("schema") != SCHEMA:
+        raise DataError(f"task.canaries_from={folder}: {path.name} has schema {facts.get('schema')!r}, not {SCHEMA}.")
+    return facts
+
+
+def private_trainings(folder: Path) -> int:
+    """How many trainings of the finished study in ``folder`` spent of a budget."""
+    facts = read(folder)
+    return int(facts["trainings"]) * len({row["model"] for row in facts["rows"] if row["limits"]["eps"] is not None})
+
+
+def _row(model: str, side: str, found: Any) -> PaperRow:
+    pooled = {row["copies"]: row for row in found if (row["model"], row["side"], row["kind"]) == (model, side, POOLED)}
+    eps = None if model == "no privacy" else float(model.removeprefix("eps = "))
+    ours, paper = {}, {}
+    for copies in _COPIES:
+        if copies in pooled:
+            for what, key in (("rank", "mean_rank"), ("leaked", "leaked")):
+                ours[f"{what}_{copies}"] = _interval(pooled[copies][key])
+        if side == "query" and eps in TABLE_7:
+            paper[f"rank_{copies}"], paper[f"leaked_{copies}"] = TABLE_7[eps][copies]
+    limits = next(iter(pooled.values()))["limits"]
+    return PaperRow(
+        source=f"secret in {SHORT[side]}",
+        epsilon=shown(eps),
+        ours=ours,
+        paper=paper,
+        beside=named((MAIN, eps)) if paper else "",
+        privacy=_promise(limits),
+    )
+
+
+def _interval(found: Any) -> Interval:
+    return Interval(*(math.nan if found[end] is None else float(found[end]) for end in ("mean", "low", "high")))
+
+
+def _promise(limits: Any) -> str:
+    if limits["eps"] is None:
+        return "no guarantee"
+    return f"epsilon = {limits['eps']:.4g} at delta = {limits['delta']:.3g} for one unit of the study's claim"

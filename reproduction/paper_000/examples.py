@@ -1,0 +1,102 @@
+"""Table 2: passages with the queries that each generator wrote for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from reproduction.paper_000.retrieval import named
+from reproduction.paper_000.study import BASELINES, Study, shown
+from reproduction.report.paper_000 import TABLE_2, TABLE_2_PASSAGE
+from reproduction.report.paper_examples import Example, ExampleTable
+
+
+def tables(study: Study, *, passages: int, texts: bool) -> list[ExampleTable]:
+    """So many passages, chosen by hash of id.
+
+    Queries that were made without privacy may repeat a private one word for word: they are shown under the same
+    condition as the original ones.
+
+    Args:
+        study: The reproduction.
+        passages: How many.
+        texts: Show texts of the data set; else passages are named by id, and what stands in the data is left out.
+    """
+    public = study.choices.originals_are_public
+    cells = [cell for cell in study.choices.cells() if public or cell.eps is not None]
+    data = study.parts.make_datamodule(
+        max_passages=study.base.max_passages, expected_batch_size=None, sample_rate=None
+    )  # fmt: skip
+    data.prepare_data()
+    data.setup("fit")
+    known = data.public_passages()
+    asked = _asked(data) if public else {}
+    choice = [name for name in known if name in asked] or list(known)
+    made = {f"{study.described(c.size)}, ε = {shown(c.eps)}": _first_of(study.queries_of(c)) for c in cells}
+    if texts:
+        study.baselines()
+        made["pseudo-query, public only"] = _first_of(study.kept.folder(BASELINES) / "pseudo_queries")
+        made = {"original": asked, **made} if public else made
+    ours = [
+        Example(
+            passage=known[name] if texts else f"passage {name}",
+            queries=[(source, queries.get(name, "–")) for source, queries in made.items()],
+        )
+        for name in sorted(choice, key=lambda name: sha256(name.encode()).digest())[:passages]
+    ]
+    theirs = Example(passage=TABLE_2_PASSAGE, queries=[(named(point), text) for point, text in TABLE_2.items()])
+    return [
+        ExampleTable(
+            name="table_2_examples", title="Table 2: examples", ours=ours, theirs=theirs, notes=_notes(public, texts)
+        )
+    ]
+
+
+def _notes(public: bool, texts: bool) -> list[str]:
+    notes = ["Passages are chosen by hash of id, not for what was written."]
+    if public:
+        notes = [
+            "Passages are chosen by hash of id among those that have an original question; the questions were declared "
+            "public (task.originals_are_public)."
+        ]
+    else:
+        notes.append(
+            "Original queries, and those that were made without privacy and may repeat them, are left out: "
+            "task.originals_are_public=false."
+        )
+    if not texts:
+        notes.append(
+            "Texts of the data set are left out, among them the original and the pseudo-queries, which are words of "
+            "the passages: task.example_texts=false."
+        )
+    return [*notes, "The zero-shot encoder writes nothing, so the pseudo-query is the one public-only row."]
+
+
+def _asked(data: Any) -> dict[str, str]:
+    """The first train query of each passage that has one."""
+    queries, qrels = data.evaluation_set("train")
+    found: dict[str, str] = {}
+    for query, judged in sorted(qrels.items()):
+        for passage, grade in judged.items():
+            if grade > 0:
+                found.setdefault(passage, queries[query])
+    return found
+
+
+def _first_of(folder: Path) -> Mapping[str, str]:
+    """The first query of each passage of a data set in BEIR's layout."""
+    texts: dict[str, str] = {}
+    with (folder / "queries.jsonl").open(encoding="utf-8") as file:
+        for line in file:
+            record = json.loads(line)
+            texts[record["_id"]] = record["text"]
+    found: dict[str, str] = {}
+    with (folder / "qrels" / "train.tsv").open(encoding="utf-8") as file:
+        next(file)
+        for line in file:
+            query, passage, _ = line.rstrip("\n").split("\t")
+            found.setdefault(passage, texts[query])
+    return found

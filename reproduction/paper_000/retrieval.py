@@ -1,0 +1,142 @@
+"""Tables 3 and 4: retrieval by epsilon and by model size, from synthetic queries and directly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from lit_dpret.report.table import RowResult
+from reproduction.paper_000.study import Cell, Study, original_point, shown
+from reproduction.report.paper_000 import SIZES, TABLE_3, TABLE_4, Point
+from reproduction.report.paper_orders import Order
+from reproduction.report.paper_table import PaperRow, PaperTable
+from reproduction.report.paper_table_figure import PUBLIC_ONLY
+
+COLUMNS = {"nDCG@10": "nDCG@10", "Recall@10": "Recall@10"}
+CAPTION = (
+    "Mean over the test queries with its 95 % bootstrap interval, of one training run each, as in the paper: the "
+    "interval covers the choice of queries and not the luck of a run. The paper's numbers are of MS MARCO, T5 and a "
+    "trained T5-Base retriever: compare orders, not levels."
+)
+PUBLIC_NAMES = {
+    "bm25": "BM25",
+    "zero_shot": "zero-shot encoder",
+    "pseudo": "retriever from pseudo-queries of the passages",
+}
+
+
+def tables(study: Study) -> list[PaperTable]:
+    """Both tables, every training done."""
+    base = study.baselines()
+    top = [_row("original queries", None, base["original"], TABLE_3, original_point(None))]
+    public = public_rows(base)
+    cells = study.choices.cells()
+    made = [
+        _row(study.described(c.size), c.eps, study.synthetic(c), TABLE_3, study.choices.point(c)) for c in cells
+    ]  # fmt: skip
+    finite = sorted(study.choices.finite, reverse=True)
+    direct = [_row("original queries", eps, study.direct(eps), TABLE_4, original_point(eps)) for eps in finite]
+    told = {row.beside for row in [*top, *made]}
+    return [
+        PaperTable(
+            name="table_3_retrieval",
+            title="Table 3: retrieval from synthetic queries, by epsilon and by model size",
+            columns=COLUMNS,
+            rows=[*top, *made, *_theirs_alone(TABLE_3, told), *public],
+            caption=CAPTION,
+            notes=[*sizes_note(study), *_told(_orders(study, top[0], made, public))],
+        ),
+        PaperTable(
+            name="table_4_direct",
+            title="Table 4: retrieval trained directly on the original queries under DP",
+            columns=COLUMNS,
+            rows=[*top, *direct, *public],
+            caption=CAPTION,
+            notes=[
+                "Ours trains a linear query head of a frozen encoder against the public passages, whose loss is a sum "
+                "over queries; the paper's row is DP-SGD on the in-batch softmax of a whole encoder, batch 32.",
+                *_told(_above_direct(study, made, direct)),
+            ],
+        ),
+    ]
+
+
+def _orders(study: Study, original: PaperRow, made: Sequence[PaperRow], public: Sequence[PaperRow]) -> list[Order]:
+    """What the paper concludes from its table 3, and whether the private queries bought anything."""
+    by_cell = dict(zip(study.choices.cells(), made, strict=True))
+    main = [by_cell[cell] for cell in _by_budget(study)]
+    found = [Order(more, less) for less, more in pairwise(main)]
+    found += [Order(row, original) for row in main if row.epsilon == shown(None)]
+    sizes = [size for size in SIZES if size in study.choices.beside.values()]
+    named = {paper: size for size, paper in study.choices.beside.items()}
+    for smaller, larger in pairwise(named[size] for size in sizes):
+        both = [eps for eps in study.choices.finite if {Cell(smaller, eps), Cell(larger, eps)} <= set(by_cell)]
+        found += [Order(by_cell[Cell(larger, eps)], by_cell[Cell(smaller, eps)]) for eps in both]
+    return found + [Order(row, other, paper=False) for row in main for other in public if other.source != "BM25"]
+
+
+def _above_direct(study: Study, made: Sequence[PaperRow], direct: Sequence[PaperRow]) -> list[Order]:
+    by_eps = {row.epsilon: row for row in direct}
+    by_cell = dict(zip(study.choices.cells(), made, strict=True))
+    return [Order(by_cell[c], by_eps[shown(c.eps)]) for c in _by_budget(study) if shown(c.eps) in by_eps]
+
+
+def _by_budget(study: Study) -> list[Cell]:
+    """The cells of the main size, the least epsilon first."""
+    eps = sorted(study.choices.eps, key=lambda value: math.inf if value is None else value)
+    return [Cell(study.choices.main, value) for value in eps]
+
+
+def _told(orders: Sequence[Order]) -> list[str]:
+    name, title = next(iter(COLUMNS.items()))
+    return [text for order in orders if (text := order.told(name, title)) is not None]
+
+
+def public_rows(base: Mapping[str, RowResult]) -> list[PaperRow]:
+    """What is had without any private query."""
+    return [
+        PaperRow(source=name, epsilon=PUBLIC_ONLY, ours=dict(base[key].metrics), privacy=base[key].privacy)
+        for key, name in PUBLIC_NAMES.items()
+    ]
+
+
+def sizes_note(study: Study) -> list[str]:
+    """That the sizes are ours, and which of the paper's they stand beside."""
+    names = [
+        f"{study.described(size)} stands beside the paper's {paper}"
+        for size, paper in study.choices.beside.items()
+        if size in study.choices.sizes
+    ]
+    return [f"The sizes are ours: {'; '.join(names)}. A row beside is not a model of that size."] if names else []
+
+
+def named(point: Point) -> str:
+    """A row of the paper as its tables name it."""
+    return f"{point[0]}, ε = {shown(point[1])}"
+
+
+def _row(
+    source: str, eps: float | None, result: RowResult, paper: Mapping[Point, tuple[float, float]], point: Point
+) -> PaperRow:
+    theirs = paper.get(point)
+    return PaperRow(
+        source=source,
+        epsilon=shown(eps),
+        ours=dict(result.metrics),
+        paper={} if theirs is None else dict(zip(COLUMNS, theirs, strict=True)),
+        beside="" if theirs is None else named(point),
+        privacy=result.privacy,
+    )
+
+
+def _theirs_alone(paper: Mapping[Point, tuple[float, float]], told: set[str]) -> Sequence[PaperRow]:
+    """Rows of the paper that nothing of ours stands beside."""
+    return [
+        PaperRow(
+            source=point[0], epsilon=shown(point[1]), paper=dict(zip(COLUMNS, values, strict=True)),
+            beside=named(point), note="not run here",
+        )
+        for point, values in paper.items()
+        if named(point) not in told
+    ]  # fmt: skip

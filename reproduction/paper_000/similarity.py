@@ -1,0 +1,99 @@
+"""Table 6: how near the synthetic queries are to the original ones, by BLEU and MAUVE."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.retrieval.statistics import Interval
+from lit_dpret.synthesis.textsim.extra import need
+from lit_dpret.tasks.parts import Parts
+from reproduction.paper_000.retrieval import named, sizes_note
+from reproduction.paper_000.study import BASELINES, LeftOut, Study, shown
+from reproduction.report.paper_000 import TABLE_6, TABLE_6_FOOTNOTE
+from reproduction.report.paper_table import PaperRow, PaperTable
+from reproduction.report.paper_table_figure import PUBLIC_ONLY
+
+COLUMNS = {"bleu": "BLEU", "mauve": "MAUVE"}
+_CAPTION = (
+    "Corpus BLEU as a share, against all original queries of the same passage; it has no interval. MAUVE by MiniLM "
+    "features of the query, mean over seeds of k-means with one standard deviation on both sides. The features, sizes "
+    "of samples and buckets are not the paper's, so its MAUVE is on another scale."
+)
+
+
+def tables(study: Study, make_similarity: Callable[..., Any]) -> list[PaperTable]:
+    """One row for each synthetic data set, and one for the pseudo-queries.
+
+    Raises:
+        LeftOut: Nobody declared that the original queries may be measured.
+    """
+    if not study.choices.originals_are_public:
+        raise LeftOut(
+            "similarity is a measure of the original queries, and task.originals_are_public=false. task=similarity "
+            "measures one data set and writes so on its card."
+        )
+    for package in ("sacrebleu", "sklearn"):
+        need(package)  # type: ignore[arg-type]
+    rows, theirs = [], set()
+    for cell in study.choices.cells():
+        facts = _measured(study, f"similarity-{cell.name}", study.queries_of(cell), make_similarity)
+        point = study.choices.point(cell)
+        paper = TABLE_6.get(point)
+        theirs.add(point)
+        rows.append(
+            PaperRow(
+                source=study.described(cell.size),
+                epsilon=shown(cell.eps),
+                ours=facts,
+                paper={} if paper is None else dict(zip(COLUMNS, paper, strict=True)),
+                beside="" if paper is None else named(point),
+                privacy=study.synthetic(cell).privacy,
+            )
+        )
+    rows += [
+        PaperRow(source=point[0], epsilon=shown(point[1]), paper=dict(zip(COLUMNS, values, strict=True)),
+                 beside=named(point), note="not run here")
+        for point, values in TABLE_6.items() if point not in theirs
+    ]  # fmt: skip
+    study.baselines()
+    pseudo = _measured(
+        study, "similarity-pseudo", study.kept.folder(BASELINES) / "pseudo_queries", make_similarity
+    )  # fmt: skip
+    rows.append(
+        PaperRow(source="pseudo-queries of the passages", epsilon=PUBLIC_ONLY, ours=pseudo, privacy="no private data")
+    )
+    return [
+        PaperTable(
+            name="table_6_similarity",
+            title="Table 6: similarity of synthetic and original queries",
+            columns=COLUMNS,
+            rows=rows,
+            caption=_CAPTION,
+            notes=[
+                TABLE_6_FOOTNOTE,
+                "The zero-shot encoder writes no queries, so it has no row here.",
+                "These are measures of the original queries: no epsilon covers them. They were declared public.",
+                *sizes_note(study),
+            ],
+        )
+    ]
+
+
+def _measured(study: Study, name: str, folder: Path, make: Callable[..., Any]) -> dict[str, Interval]:
+    def work(parts: Parts) -> Any:
+        make(synthetic=folder, reference="private", card_entry=True, plot=False).run(parts)
+        facts = json.loads((parts.run_dir / "similarity.json").read_text(encoding="utf-8"))
+        found = facts["mauve"]["query"]
+        return {"bleu": facts["bleu"]["as_in_the_papers"], "mauve": [found["mean"], found["sd"]]}
+
+    found = study.kept.result(name, [make, str(folder.name)], work)
+    mean, sd = found["mauve"]
+    reach = math.nan if sd is None else sd
+    return {
+        "bleu": Interval(found["bleu"], math.nan, math.nan),
+        "mauve": Interval(mean, mean - reach, mean + reach),
+    }

@@ -1,0 +1,220 @@
+"""What the parts of the reproduction share: the trainings, each a pipeline with some rows, made when asked for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.callbacks import ProgressLine
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.modules.generator_folder import load_seq2seq
+from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
+from lit_dpret.report.table import RowResult, from_json
+from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks.pipeline import Pipeline
+from reproduction.paper_000.kept import Kept
+from reproduction.report.paper_000 import ORIGINAL
+
+SHRUNK = "shrunk"
+"""In place of a folder or name: a smaller generator that is made of the public one, from public passages alone."""
+BASELINES = "baselines"
+_SETTING = ("make_generator", "only", "embeddings", "min_free_mb")
+
+
+class LeftOut(Exception):
+    """A part that cannot be done here; the message is for the report."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A generator of one size under one budget; an epsilon of None is no privacy."""
+
+    size: str
+    eps: float | None
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.size}-{'none' if self.eps is None else f'eps{self.eps:g}'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What is varied, and what is declared.
+
+    Args:
+        sizes: Hub name, folder, ``public_t5`` or ``shrunk`` of each size, by our name.
+        beside: The paper's size that each of them stands beside, where there is one.
+        main: The size that is trained at every epsilon.
+        eps: Epsilons; None for no privacy.
+        others_at: Those at which the other sizes are trained too.
+        originals_are_public: The original queries may be shown and measured: they are public.
+    """
+
+    sizes: Mapping[str, str]
+    beside: Mapping[str, str]
+    main: str
+    eps: Sequence[float | None]
+    others_at: Sequence[float | None]
+    originals_are_public: bool
+
+    def cells(self) -> list[Cell]:
+        """All of them: the paper's axis of epsilon first."""
+        others = [size for size in self.sizes if size != self.main]
+        more = [Cell(size, eps) for eps in self.others_at for size in others]
+        return [Cell(self.main, eps) for eps in self.eps] + more
+
+    @property
+    def finite(self) -> list[float]:
+        """The epsilons that promise something."""
+        return [eps for eps in self.eps if eps is not None]
+
+    def point(self, cell: Cell) -> tuple[str, float | None]:
+        """The paper's row that ``cell`` stands beside; it may have none."""
+        return self.beside.get(cell.size, ""), cell.eps
+
+
+class Study:
+    """The trainings, each done once, whichever part asks first.
+
+    Args:
+        kept: Where results are.
+        choices: What is varied.
+        make_pipeline: Makes `Pipeline`, given ``only``, ``embeddings`` and, for a size, ``generator``.
+        shrink: Makes the smaller generator: `lit_dpret.synthesis.shrink.shrink_generator` with its settings.
+        shrink_passages: How many public passages it learns from.
+    """
+
+    def __init__(
+        self,
+        kept: Kept,
+        choices: Choices,
+        *,
+        make_pipeline: Callable[..., Pipeline],
+        shrink: Callable[..., Path],
+        shrink_passages: int,
+    ) -> None:
+        self.kept, self.choices, self.parts = kept, choices, kept.parts
+        self._make, self._shrink, self._shrink_passages = make_pipeline, shrink, shrink_passages
+        self.base = make_pipeline()
+        self.embeddings = kept.parts.run_dir / "embeddings"
+
+    def refuse_wrong_privacy(self) -> None:
+        """Refuse a mode that trains no generators privately, before anything starts.
+
+        Raises:
+            ConfigurationError: Naming it.
+        """
+        for eps in self.choices.finite:
+            mode = self.parts.make_privacy(eps=eps)
+            if mode.guarantee != "dp" or mode.candidates != "rows":
+                raise ConfigurationError(
+                    f"task.eps names {eps:g}, and privacy={mode.name} trains no generator under it. Set "
+                    "privacy=dp_sgd; null among task.eps is no privacy."
+                )
+
+    # -- the trainings -------------------------------------------------------------------------
+
+    def baselines(self) -> dict[str, RowResult]:
+        """``bm25``, ``zero_shot``, ``original`` and ``pseudo``: of these only the third one saw private queries."""
+        systems = ("bm25", "zero_shot", "original", "pseudo")
+        rows = self._pipeline(BASELINES, systems, None)
+        return dict(zip(systems, rows, strict=True))
+
+    def direct(self, eps: float) -> RowResult:
+        """The retriever trained on the original queries under ``eps``."""
+        (row,) = self._pipeline(self.direct_name(eps), ("direct",), eps)
+        return row
+
+    def direct_name(self, eps: float) -> str:
+        """Of the folder of `direct`."""
+        return f"direct-eps{eps:g}"
+
+    def synthetic(self, cell: Cell) -> RowResult:
+        """Generator, its queries, and the retriever that learned from them."""
+        (row,) = self._pipeline(cell.name, ("synthetic",), cell.eps, size=cell.size)
+        return row
+
+    def queries_of(self, cell: Cell) -> Path:
+        """The synthetic data set of ``cell``, made if need be."""
+        self.synthetic(cell)
+        return self.kept.folder(cell.name) / "synthetic" / "data"
+
+    def privacy(self, eps: float | None) -> Callable[[], PrivacyMode]:
+        """Makes the mode of a budget."""
+        return NoPrivacy if eps is None else partial(self.parts.make_privacy, eps=eps)
+
+    def _pipeline(
+        self, name: str, systems: Sequence[str], eps: float | None, *, size: str | None = None
+    ) -> list[RowResult]:
+        changes: dict[str, Any] = {"only": systems, "embeddings": self.embeddings}
+        shared = {k: v for k, v in vars(self.base).items() if k not in _SETTING and not k.startswith("_")}
+        # The generator is none of the baselines' business, and its settings must not send them to be made again.
+        settings: list[Any] = [shared, systems, eps]
+        if size is not None:
+            changes["generator"] = partial(self.base.make_generator, pretrained=self.source(size))
+            settings += [self.base.make_generator, self.choices.sizes[size]]
+
+        def work(parts: Parts) -> Any:
+            self._make(**changes).run(replace(parts, make_privacy=lambda **_: self.privacy(eps)()))
+            for checkpoints in parts.run_dir.glob("*/checkpoints"):  # the models are kept; an encoder is large
+                shutil.rmtree(checkpoints)
+            return json.loads((parts.run_dir / "results.json").read_text(encoding="utf-8"))
+
+        return from_json(self.kept.result(name, settings, work))
+
+    # -- the sizes -----------------------------------------------------------------------------
+
+    def source(self, size: str) -> str:
+        """Where the public weights of a size are; a ``shrunk`` one is made if need be."""
+        given = self.choices.sizes[size]
+        return str(self._shrunk()) if given == SHRUNK else given
+
+    def parameters(self, size: str) -> int:
+        """How many weights a size has."""
+        source = self.source(size)
+
+        def work(parts: Parts) -> int:
+            return sum(p.numel() for p in load_seq2seq(source).parameters())
+
+        return int(self.kept.result(f"size-{size}", source, work))
+
+    def described(self, size: str) -> str:
+        """A size as tables name it."""
+        return f"{size} (ours, {self.parameters(size) / 1e6:.1f} M)"
+
+    def _shrunk(self) -> Path:
+        def work(parts: Parts) -> str:
+            data = parts.make_datamodule(max_passages=self._shrink_passages, expected_batch_size=None, sample_rate=None)
+            data.prepare_data()
+            data.setup("fit")
+            teacher: str = self._teacher()
+            codec = self.base.make_generator(privacy=NoPrivacy(), pretrained=teacher).codec
+            with ProgressLine("making the smaller generator") as progress:
+                self._shrink(
+                    passages=data.public_passages(), folder=parts.run_dir / "model", contract=codec.contract,
+                    seed=parts.seed, progress=progress,
+                )  # fmt: skip
+            return "model"
+
+        inside: str = self.kept.result(SHRUNK, [self._shrink, self._shrink_passages], work)
+        return self.kept.folder(SHRUNK) / inside
+
+    def _teacher(self) -> str:
+        found: str = getattr(self._shrink, "keywords", {}).get("teacher", "public_t5")
+        return found
+
+
+def original_point(eps: float | None) -> tuple[str, float | None]:
+    """The paper's row of training on the original queries."""
+    return ORIGINAL, eps
+
+
+def shown(eps: float | None) -> str:
+    """An epsilon as tables show it."""
+    return "∞" if eps is None else f"{eps:g}"

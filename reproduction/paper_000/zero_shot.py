@@ -1,0 +1,141 @@
+"""Table 5: retrievers that learned from the private queries, judged on public sets that they never saw."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.datamodules.beir_sets import beir_set
+from lit_dpret.retrieval.statistics import Interval
+from lit_dpret.tasks.parts import Parts
+from reproduction.paper_000.retrieval import PUBLIC_NAMES, named
+from reproduction.paper_000.study import BASELINES, Cell, LeftOut, Study, original_point, shown
+from reproduction.report.paper_000 import MAIN, SETS, TABLE_5, Point
+from reproduction.report.paper_table import PaperRow, PaperTable
+from reproduction.report.paper_table_figure import PUBLIC_ONLY
+
+COLUMNS = {"ndcg@10": "nDCG@10", "recall@10": "Recall@10"}
+_CAPTION = (
+    "Mean over the queries of each public set with its 95 % bootstrap interval, of one training run. Recall@10 is the "
+    "share of a query's relevant passages among the first 10, as the paper's numbers have it; its text describes the "
+    "share of queries with one of them there. Passages are cut as in training."
+)
+
+
+@dataclass(frozen=True)
+class _System:
+    """A row of the table in every set."""
+
+    name: str
+    label: str
+    epsilon: str
+    encoder: str
+    privacy: str
+    point: Point | None
+
+
+def tables(study: Study, make_zero_shot: Callable[..., Any]) -> list[PaperTable]:
+    """The table of the sets that are there.
+
+    Raises:
+        LeftOut: None of them is.
+    """
+    check(make_zero_shot)
+    results = {system.name: _measured(study, system, make_zero_shot) for system in _systems(study)}
+    measured = [one["name"] for one in next(iter(results.values()))["sets"] if one["metrics"]]
+    rows = [
+        _row(name, system, next(one for one in results[system.name]["sets"] if one["name"] == name))
+        for name in measured
+        for system in _systems(study)
+    ]
+    absent = [name for name in SETS if beir_set(name).name not in measured]
+    return [
+        PaperTable(
+            name="table_5_zero_shot",
+            title="Table 5: zero-shot evaluation on public sets",
+            columns=COLUMNS,
+            rows=rows,
+            caption=_CAPTION,
+            group="data set",
+            notes=[f"Not there, and so not measured: {', '.join(absent)}."] if absent else [],
+        )
+    ]
+
+
+def check(make_zero_shot: Callable[..., Any]) -> None:
+    """Refuse settings of the part that could not be run, before anything is trained for it.
+
+    Raises:
+        LeftOut: The sets are not there.
+        ConfigurationError: A setting is wrong.
+    """
+    known: Mapping[str, Any] = getattr(make_zero_shot, "keywords", {})
+    root = known.get("root")
+    if known.get("download"):
+        make_zero_shot()
+        return
+    if root is None:
+        raise LeftOut("task.zero_shot.root=null: name the folder that holds BEIR sets, one folder each.")
+    if not Path(root).is_dir():
+        raise LeftOut(f"task.zero_shot.root={root} is no folder.")
+    task = make_zero_shot()
+    if not task.present():
+        raise LeftOut(f"task.zero_shot.root={root} holds none of {', '.join(one.name for one in task.sets)}.")
+
+
+def _systems(study: Study) -> list[_System]:
+    base, folder = study.baselines(), study.kept.folder
+    found = [
+        _System(
+            "original", "original queries", "∞", str(folder(BASELINES) / "original" / "model"),
+            base["original"].privacy, original_point(None),
+        )
+    ]  # fmt: skip
+    if study.choices.finite:
+        eps = max(study.choices.finite)
+        cell = Cell(study.choices.main, eps)
+        found += [
+            _System(
+                study.direct_name(eps), "original queries, direct DP", shown(eps),
+                str(folder(study.direct_name(eps)) / "direct" / "model"), study.direct(eps).privacy,
+                original_point(eps),
+            ),
+            _System(
+                cell.name, study.described(cell.size), shown(eps),
+                str(study.queries_of(cell).parents[1] / "from_synthetic" / "model"),
+                study.synthetic(cell).privacy, (MAIN, eps),
+            ),
+        ]  # fmt: skip
+    encoder = getattr(study.base.make_retriever, "keywords", {}).get("encoder", "minilm")
+    public = "no private data"
+    if isinstance(encoder, str):
+        found.append(_System("zero-shot", PUBLIC_NAMES["zero_shot"], PUBLIC_ONLY, encoder, public, None))
+    pseudo = str(folder(BASELINES) / "from_pseudo" / "model")
+    return [*found, _System("pseudo", PUBLIC_NAMES["pseudo"], PUBLIC_ONLY, pseudo, public, None)]
+
+
+def _measured(study: Study, system: _System, make: Callable[..., Any]) -> Any:
+    def work(parts: Parts) -> Any:
+        make(encoder=system.encoder, cache_dir=study.parts.run_dir / "zero-shot-passages").run(parts)
+        return json.loads((parts.run_dir / "zero_shot.json").read_text(encoding="utf-8"))
+
+    return study.kept.result(f"zero-shot-{system.name}", make, work)
+
+
+def _row(name: str, system: _System, found: Any) -> PaperRow:
+    theirs = TABLE_5.get(system.point) if system.point is not None else None
+    place = next((i for i, each in enumerate(SETS) if beir_set(each).name == name), None)  # None: not in the paper
+    paper = {} if theirs is None or place is None else dict(zip(COLUMNS, (one[place] for one in theirs), strict=True))
+    return PaperRow(
+        group=name,
+        source=system.label,
+        epsilon=system.epsilon,
+        ours={metric: Interval(**found["metrics"][metric]) for metric in COLUMNS if metric in found["metrics"]},
+        paper=paper,
+        beside=named(system.point) if paper and system.point is not None else "",
+        privacy=system.privacy,
+        note=found["note"],
+    )

@@ -1,0 +1,165 @@
+"""What `task=ablate` trains: a retriever in one way, from private queries, made ones, or ones that nobody asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lit_dpret.cards.start import model_folder, read_start
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.modules.frozen_dual_encoder import Head
+from lit_dpret.modules.generator_folder import is_generator, weights_hash
+from lit_dpret.privacy.budget import require_choice
+from lit_dpret.privacy.modes import PrivacyMode
+from reproduction.compare_variant import Variant
+
+PSEUDO = "pseudo"
+RowsPerUnit = Literal["one", "all"]
+Part = Literal["recipe", "baseline", "bound"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Variant):
+    """A way to train the retriever.
+
+    Args:
+        head: ``query``, ``both`` or ``shared``; see `FrozenDualEncoder`.
+        head_dim: In how many principal directions of the public passages it learns; null for all.
+        rows_per_unit: ``one`` passage of a drawn query, or ``all`` of them.
+        queries: What is learned from: null for the private queries, ``pseudo`` for words of the passages, or
+            the name of one of ``task.generators``, whose queries are made anew for every run.
+        queries_per_passage: How many are made for each passage.
+        round_trip_filter: Learn from the made queries that find their passage among so many results of the
+            zero-shot encoder; null learns from all.
+        pseudo_labels: Learn the margins that ``task.teacher`` gives each made query, between its passage and so many
+            others, instead of which passage is its own; null learns that.
+        part: ``bound`` for what may be reached without privacy, to which shares are taken; ``baseline`` for what
+            every recipe is tested against; else ``recipe``.
+        **settings: The arguments of `Variant`.
+    """
+
+    head: Head = "query"
+    head_dim: int | None = None
+    rows_per_unit: RowsPerUnit = "one"
+    queries: str | None = None
+    queries_per_passage: int = 1
+    round_trip_filter: int | None = None
+    pseudo_labels: int | None = None
+    part: Part = "recipe"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value, choices in (
+            ("head", self.head, Head), ("rows_per_unit", self.rows_per_unit, RowsPerUnit), ("part", self.part, Part),
+        ):  # fmt: skip
+            require_choice(f"task.variants: {name}", value, get_args(choices))
+        for name in ("queries_per_passage", "round_trip_filter", "pseudo_labels", "head_dim"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ConfigurationError(f"task.variants: {name}={number} must be at least 1.")
+        made = self.queries not in (None, PSEUDO)
+        if made != self.learns_from_synthetic:
+            raise ConfigurationError(
+                f"task.variants: queries={self.queries} cannot go with privacy={self.mode.name}. Queries of a DP "
+                "generator are learned from under privacy=synthetic, and only they are."
+            )
+        if self.queries == PSEUDO and self.guarantee != "none":
+            raise ConfigurationError(
+                f"task.variants: queries=pseudo are public, and privacy={self.mode.name} would protect nobody. "
+                "Choose privacy=none."
+            )
+
+        if self.pseudo_labels is not None and (self.queries is None or self.head != "query"):
+            raise ConfigurationError(
+                f"task.variants: pseudo_labels={self.pseudo_labels} cannot go with queries={self.queries} and head="
+                f"{self.head}. A teacher reads made queries alone, and its margins train a query head. Set queries, "
+                "and head=query."
+            )
+
+    def module_settings(self, *, seed: int) -> dict[str, Any]:
+        return {**super().module_settings(seed=seed), "head": self.head, "head_dim": self.head_dim}
+
+    def describe(self, card: Mapping[str, Any]) -> dict[str, Any]:
+        made, told = self.queries is not None, super().describe(card)
+        if self.pseudo_labels is not None:
+            told["loss"] = f"margins of a teacher, temperature {self.temperature:g}"
+        return {
+            **told,
+            "queries": self.queries or "private",
+            "per_passage": self.queries_per_passage if made else None,
+            "round_trip": self.round_trip_filter,
+            "pseudo_labels": self.pseudo_labels,
+            "head": self.head,
+            "head_dim": self.head_dim,
+            "passages_of_a_query": None if made else self.rows_per_unit,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorRecipe:
+    """A way to train the query generator, and to draw from it.
+
+    Args:
+        label: Name in the table.
+        model: Makes the generator, given ``privacy``.
+        privacy: Makes the privacy mode; the budget is filled in.
+        steps: Logical steps.
+        batch: Units of a step on average.
+        physical_batch: Units that go through the model together.
+        top_p: Nucleus.
+        temperature: Divides the logits when queries are drawn.
+        trials: How many settings were tried.
+        public_start: The folder of an earlier run whose model training starts from, in place of the model's own
+            ``pretrained``. It is declared public: nothing private may have gone into it, and the cards say from
+            where they started. Null starts from ``model.pretrained``.
+    """
+
+    label: str
+    model: partial[Any]
+    privacy: partial[PrivacyMode]
+    steps: int
+    batch: int
+    physical_batch: int = 32
+    top_p: float = 0.8
+    temperature: float = 1.0
+    trials: int | None = None
+    public_start: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "physical_batch"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"task.generators: {name}={getattr(self, name)} must be at least 1.")
+        for name in ("model", "privacy"):
+            if not isinstance(getattr(self, name), partial):
+                raise ConfigurationError(f"task.generators: {name} must make an object; set its _partial_ to true.")
+        mode: Any = self.privacy.func
+        if mode.guarantee != "dp":
+            raise ConfigurationError(
+                f"task.generators: privacy={mode.name} promises nothing, and what is made from it could "
+                "not stand beside the budget. Choose privacy=dp_sgd."
+            )
+
+    def missing_start(self) -> Path | None:
+        """The model folder that training would start from and that is not there."""
+        if self.public_start is None:
+            return None
+        folder = model_folder(self.public_start)
+        return None if is_generator(folder) else folder
+
+    def check_start(self) -> None:
+        """Refuse a start that cannot be public, before anything is trained.
+
+        Raises:
+            ConfigurationError: Its card tells of private data.
+            DataError: Its card cannot be read.
+        """
+        if self.public_start is not None:
+            read_start(self.public_start, public=True, knob="task.generators: public_start")
+
+    def describe(self) -> str:
+        """Return what may not change between a generator and its resumption."""
+        start = "" if self.public_start is None else f" start={weights_hash(model_folder(self.public_start))}"
+        return repr(self) + start

@@ -1,0 +1,206 @@
+"""`task=second_task`: the encoders of a finished `task=variants`, frozen, under a classifier for other labels.
+
+Paper 002, section 5.2: what a privately trained encoder is worth to somebody who does not train
+privately. The classifier's losses and scores are computed from the second data set without privacy, and
+nothing is claimed about it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from lit_dpret.callbacks import ProgressLine
+from lit_dpret.datamodules import ImagesDataModule
+from lit_dpret.datamodules.images import Labels
+from lit_dpret.encoders.vision import train_second_task
+from lit_dpret.errors import DataError
+from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
+from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.stages import Stages
+from reproduction.report.beside_paper import beside_the_paper
+from reproduction.report.paper_002 import TABLE_2, TABLE_4
+from reproduction.report.relative_table import PAPER_METRICS, relative_table
+from reproduction.report.variant_report import write_variant_report
+from reproduction.report.variant_runs import UNTRAINED, VariantRun
+from reproduction.variant_study import START
+from reproduction.variant_study_report import SETTINGS
+
+Labelled = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A run of the study.
+
+    Args:
+        variant: As the study's tables show it.
+        seed: Of the run.
+        folder: Of the run.
+    """
+
+    variant: str
+    seed: int
+    folder: Path
+
+
+class SecondTask:
+    """Train the classifier on every encoder of a study: figure 2, tables 2 and 4.
+
+    Guarantees:
+        - The encoders' weights are read and never changed.
+        - A classifier that was trained is not trained again after ``resume=true``.
+
+    Args:
+        study: The run folder of a `task=variants` with the same ``model``.
+        data: Images of another kind to classify, by their ``labels``. Where its folder does not exist, and for
+            null, the top-level datamodule's coarse labels stand in, and the report says so.
+        seeds: Which of the study's runs to take; null for its lowest seed, one run as in the paper.
+        learning_rate, batch_size, epochs: Of the classifier; the defaults are the paper's (appendix B.2).
+        baseline: The label of the variant that metrics are divided by; null for none.
+        min_free_mb: Refuse to start with less free disk.
+    """
+
+    def __init__(
+        self,
+        *,
+        study: str | Path,
+        data: ImagesDataModule | None = None,
+        seeds: list[int] | None = None,
+        learning_rate: float = 1e-2,
+        batch_size: int = 400,
+        epochs: int = 10,
+        baseline: str | None = "Non-private",
+        min_free_mb: float = 100,
+    ) -> None:
+        self.study, self.data, self.seeds = Path(study), data, seeds
+        self.learning_rate, self.batch_size, self.epochs = learning_rate, batch_size, epochs
+        self.baseline, self.min_free_mb = baseline, min_free_mb
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Every classifier that is not trained yet; returns test accuracy by run."""
+        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
+        encoders = self._encoders()
+        data, labels = self._second_data(parts)
+        splits: dict[str, Labelled] = {split: data.labelled(split, labels=labels) for split in ("train", "test")}
+        names = data.class_names(labels)
+        settings = [str(self.study), data.source, labels, self.learning_rate, self.batch_size, self.epochs]
+        fingerprint = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+        stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=fingerprint)
+        runs = []
+        with ProgressLine("second task", every=0) as progress:
+            for done, encoder in enumerate(encoders):
+                progress(done, len(encoders))
+                result = stages.run(
+                    encoder.folder.name,
+                    lambda folder, resume, encoder=encoder: self._train(  # type: ignore[misc]
+                        parts, encoder, splits, classes=len(names)
+                    ),
+                )
+                runs.append(VariantRun(**result))
+            progress(len(encoders), len(encoders))
+        self._tell(parts, runs, class_names=names, learned=f"the {labels} labels of {data.source}")
+        return {encoder.folder.name: run.metrics["accuracy"] for encoder, run in zip(encoders, runs, strict=True)}
+
+    def _second_data(self, parts: Parts) -> tuple[ImagesDataModule, Labels]:
+        """What is classified, and by which labels."""
+        if self.data is not None and (self.data.folder is None or self.data.folder.is_dir()):
+            return self.data, self.data.labels
+        return parts.make_datamodule(), "coarse"
+
+    def _encoders(self) -> list[Encoder]:
+        """The study's runs of the paper's variants, and what they started from where the study kept it.
+
+        Raises:
+            DataError: There are none.
+        """
+        path = self.study / "report" / SETTINGS
+        if not path.is_file():
+            raise DataError(f"task.study={self.study} holds no {path.name}: it is no run folder of task=variants.")
+        runs = [run for run in json.loads(path.read_text(encoding="utf-8")) if run["part"] == "paper"]
+        lowest = min((run["seed"] for run in runs), default=0)
+        wanted = [lowest] if self.seeds is None else self.seeds
+        found = [
+            Encoder(run["variant"], run["seed"], self.study / f"{run['name']}_seed{run['seed']}")
+            for run in runs
+            if run["seed"] in wanted
+        ]
+        if not found:
+            raise DataError(f"task.study={self.study} has no finished run of task.seeds={wanted}.")
+        starts = [Encoder(UNTRAINED, seed, self.study / f"{START}_seed{seed}") for seed in wanted]
+        return found + [start for start in starts if (start.folder / "model").is_dir()]
+
+    def _train(self, parts: Parts, encoder: Encoder, splits: dict[str, Labelled], *, classes: int) -> dict[str, Any]:
+        module: EmbeddingTrainer = parts.make_module(
+            privacy=NoPrivacy(), optimizer=OptimizerSpec(), encoder=str(encoder.folder / "model")
+        )
+        shape = tuple(parts.make_datamodule().train_units().rows(0)[0].image.shape)
+        found = train_second_task(
+            module.net,
+            train=(fitted(splits["train"][0], shape), splits["train"][1]),
+            test=(fitted(splits["test"][0], shape), splits["test"][1]),
+            classes=classes,
+            seed=encoder.seed,
+            learning_rate=self.learning_rate,
+            batch_size=self.batch_size,
+            epochs=self.epochs,
+        )
+        run = VariantRun(
+            variant=encoder.variant,
+            seed=encoder.seed,
+            steps=list(range(1, len(found.losses) + 1)),
+            losses=list(found.losses),
+            examples=list(found.examples),
+            metrics=found.scores.to_dict(),
+            confusion=found.confusion.tolist(),
+            batch_size=self.batch_size,
+        )
+        return asdict(run)
+
+    def _tell(self, parts: Parts, runs: list[VariantRun], *, class_names: tuple[str, ...], learned: str) -> None:
+        base = self.baseline if any(run.variant == self.baseline for run in runs) else None
+        page = write_variant_report(
+            runs, parts.run_dir / "report", baseline=base, class_names=class_names, title="A second task"
+        )
+        table = relative_table(runs, baseline=base, metrics=PAPER_METRICS)
+        text = page.read_text(encoding="utf-8").rstrip().split("\n", 1)
+        lines = [
+            text[0], "",
+            f"Frozen encoders under a classifier with layers of 64, 32 and {len(class_names)}, which learned {learned} "
+            "without privacy. The paper's classifier learned the twenty coarse labels of CIFAR-100, so its numbers "
+            "stand beside ours for their form, not as a goal.", "",
+            "Made by", "", "```sh", parts.command, "```",
+            text[1], "", "## Beside the paper", "",
+        ]  # fmt: skip
+        if base is not None:
+            lines += [
+                f"Table 2, each divided by {base}.",
+                "",
+                beside_the_paper(table, TABLE_2, relative=True).markdown(),
+                "",
+            ]
+        lines += ["Table 4, absolute.", "", beside_the_paper(table, TABLE_4, relative=False).markdown(), ""]
+        page.write_text("\n".join(lines), encoding="utf-8")
+        sys.stdout.write(f"written: {page}\n")
+
+
+def fitted(images: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Images as a net for ``shape`` (channels, height, width) reads them: grey repeated, a black border added.
+
+    Raises:
+        DataError: They have more channels or pixels than that.
+    """
+    channels, height, width = images.shape[1:]
+    if channels not in (1, shape[0]) or height > shape[1] or width > shape[2]:
+        raise DataError(f"Images of shape {tuple(images.shape[1:])} do not fit a net for images of shape {shape}.")
+    above, left = (shape[1] - height) // 2, (shape[2] - width) // 2
+    border = (left, shape[2] - width - left, above, shape[1] - height - above)
+    return F.pad(images.expand(-1, shape[0], -1, -1), border)

@@ -1,0 +1,243 @@
+"""`task=suite`: all runs behind one paper, one after another, and a page with every table and figure of it.
+
+A part is another command of this program, as it would be typed; nothing of what a part does is done here. Parts whose
+data is not there are left out, and the page says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.callbacks import ProgressLine
+from lit_dpret.errors import ConfigurationError, LitDpretError, ResumeError
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
+from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.stages import Stages
+from reproduction.report.papers import paper_of
+from reproduction.report.reproduction import PartTold, write_reproduction
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuitePart:
+    """One run of a suite.
+
+    Args:
+        settings: As on the command line, without the folder of the run.
+        more: Further settings, after those.
+        sizes: What differs from the paper's sizes, in words.
+        needs: Names of ``task.data``, each of which has to be given.
+        packages: That have to be installed.
+        after: Parts whose own run folders it reads.
+        run_in: The folder of its run inside the suite's; null for one of its name. Parts of one folder share work.
+        results: Of its run folder, the folder that the page is made from.
+        taken: A folder with the results of an earlier run, shown in the part's place.
+    """
+
+    settings: Sequence[str]
+    more: Sequence[str] = ()
+    sizes: str = ""
+    needs: Sequence[str] = ()
+    packages: Sequence[str] = ()
+    after: Sequence[str] = ()
+    run_in: str | None = None
+    results: str = "."
+    taken: str | None = None
+
+
+class Suite:
+    """Run the parts that are not done yet, and tell what all of them came to.
+
+    Guarantees:
+        - A part that finished is not run again after ``resume=true``; an interrupted one goes on as its task does.
+        - All settings of all parts are composed and checked before the first part begins.
+        - The page is written again after every part, so that a suite that is stopped leaves one.
+
+    Args:
+        paper: Whose tables and figures are shown; see `reproduction.report.papers`.
+        parts: The runs, by name, in order.
+        data: Folders and files that parts read, by name; null for what the user does not have.
+        only: Names of the parts to run; null for all. Those that are done already are shown as well.
+        report_only: Run nothing; write the page of what is finished or taken.
+        quote: Show tables that hold texts of the data.
+        note: Said on the page.
+        min_free_mb: Refuse to start with less free disk.
+
+    Raises:
+        ConfigurationError: A name is unknown, a path is not there, or an order of parts cannot be.
+    """
+
+    def __init__(
+        self,
+        *,
+        paper: str,
+        parts: Mapping[str, SuitePart],
+        data: Mapping[str, str | None] | None = None,
+        only: Sequence[str] | None = None,
+        report_only: bool = False,
+        quote: bool = True,
+        note: str = "",
+        min_free_mb: float = 500,
+    ) -> None:
+        self.paper = paper_of(paper)
+        self.parts, self.data = dict(parts), dict(data or {})
+        self.taken = {name: part.taken for name, part in self.parts.items() if part.taken is not None}
+        self.only = list(self.parts if only is None else only)
+        self.report_only, self.quote = report_only, quote
+        self.note, self.min_free_mb = note, min_free_mb
+        _known("task.only", self.only, self.parts)
+        for place, (name, part) in enumerate(self.parts.items()):
+            _known(f"task.parts.{name}.needs", part.needs, self.data)
+            _known(f"task.parts.{name}.after", part.after, list(self.parts)[:place])
+        for name, given in self.data.items():
+            if given is not None and not Path(given).exists():
+                raise ConfigurationError(f"task.data.{name}={given} is not there. Null leaves out what needs it.")
+        for name, folder in self.taken.items():
+            if not Path(folder).is_dir():
+                raise ConfigurationError(
+                    f"task.parts.{name}.taken={folder} is no folder. Name that of earlier results."
+                )
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Every part that is not done yet; returns how many items of the paper are shown, and how many are not.
+
+        Raises:
+            ConfigurationError: A part refuses its settings, or failed; or there is nothing to report.
+            ResumeError: A finished part was run with other settings.
+        """
+        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
+        fingerprint = hashlib.sha256(f"{self.paper.name} {parts.seed}".encode()).hexdigest()
+        self._run_dir, self._seed = parts.run_dir, parts.seed
+        self._command = parts.command_again("task.report_only=")
+        self._stages = Stages(parts.run_dir, resume=parts.resume or self.report_only, fingerprint=fingerprint)
+        todo = [] if self.report_only else [name for name in self.parts if not self._why_not(name, planned=True)]
+        runs = {name: self._composed(parts, name) for name in todo}
+        if self.report_only and not any(self._told(name).results for name in self.parts):
+            raise ConfigurationError(f"task.report_only=true: no part in {parts.run_dir} is finished.")
+        with ProgressLine(f"parts of {self.paper.name}", every=0.0) as progress:
+            for done, (name, (task, own)) in enumerate(runs.items()):
+                progress(done, len(runs), name)
+                self._result(name, task, own)
+                if name != todo[-1]:
+                    self._tell()
+            if runs:
+                progress(len(runs), len(runs))
+        states = self._tell()
+        for number, state in states.items():
+            sys.stdout.write(f"{number}: {state}\n")
+        for told in map(self._told, self.parts):
+            if told.absent:
+                sys.stdout.write(f"part {told.name} left out: {told.absent}\n")
+        sys.stdout.write(f"written: {self._run_dir / 'report' / self.paper.name}.html\n")
+        shown = sum(state == "shown" for state in states.values())
+        return {"shown": float(shown), "not_shown": float(len(states) - shown)}
+
+    # -- a part ------------------------------------------------------------------------------
+
+    def _why_not(self, name: str, *, planned: bool) -> str:
+        """Why a part is not run; empty where it is. ``planned``: those before it will be run where they can be."""
+        part = self.parts[name]
+        if name in self.taken:
+            return f"its results are taken from {self.taken[name]}."
+        if self._stages.is_done(name):
+            return ""
+        if name not in self.only:
+            return "task.only leaves it out."
+        for key in part.needs:
+            if self.data[key] is None:
+                return f"task.data.{key}=null: nobody said where that is."
+        for package in part.packages:
+            if importlib.util.find_spec(package) is None:
+                return f"the package {package} is not installed."
+        for earlier in part.after:
+            if earlier in self.taken:
+                return f"it goes on from the run of {earlier}, of which only results were taken."
+            if reason := self._why_not(earlier, planned=planned):
+                return f"it goes on from {earlier}, which is not there: {reason}"
+        return "" if planned else "it was not run yet."
+
+    def _settings(self, name: str) -> list[str]:
+        part = self.parts[name]
+        return [*part.settings, *part.more]
+
+    def _folder(self, name: str) -> Path:
+        return self._run_dir / (self.parts[name].run_in or name)
+
+    def _composed(self, parts: Parts, name: str) -> tuple[Any, Parts]:
+        """The task of a part, made and not started, and its own parts."""
+        if parts.make_run is None:
+            raise ConfigurationError("task=suite is run from the command line, which composes its parts.")
+        folder = str(self._folder(name)).replace("\\", "\\\\").replace("'", "\\'")
+        begun = parts.resume and (self._folder(name) / LEDGER_NAME).exists()
+        settings = [f"seed={self._seed}", *self._settings(name), f"run_dir='{folder}'"]
+        try:
+            task, own = parts.make_run([*settings, *(["resume=true"] if begun else [])]).make()
+        except LitDpretError as error:
+            raise ConfigurationError(f"task.parts.{name}: {error}") from error
+        return task, replace(own, resume=parts.resume, command=self._told(name).command)
+
+    def _result(self, name: str, task: Any, own: Parts) -> None:
+        settings = self._settings(name)
+
+        def work(_: Path, __: bool) -> dict[str, Any]:
+            own.run_dir.mkdir(parents=True, exist_ok=True)
+            try:
+                scores = task.run(own)
+            except LitDpretError as error:
+                raise ConfigurationError(f"The part {name} of the suite: {error}") from error
+            return {"settings": settings, "scores": scores}
+
+        result = self._stages.run(name, work)
+        if result["settings"] != settings:
+            raise ResumeError(
+                f"resume=true, but the part {name} was run with other settings ({' '.join(result['settings'])}). "
+                f"Restore them, or remove {self._run_dir / name}."
+            )
+
+    # -- the page ----------------------------------------------------------------------------
+
+    def _told(self, name: str) -> PartTold:
+        part = self.parts[name]
+        told = PartTold(
+            name=name,
+            sizes=" ".join([part.sizes, *([f"With {', '.join(part.more)}."] if part.more else [])]),
+            command=_from_here(["python train.py", *self._settings(name), f"hydra.run.dir={self._folder(name)}"]),
+        )
+        if name in self.taken:
+            folder = Path(self.taken[name])
+            sizes = f"Those of an earlier run, whose own page in {folder} tells them."
+            return replace(told, results=folder, taken=True, sizes=sizes, command=f"(an earlier run: {folder})")
+        if self._stages.is_done(name):
+            self._stages.run(name, _never)  # reads how long it took
+            return replace(told, results=self._folder(name) / part.results, seconds=self._stages.seconds[name])
+        return replace(told, absent=self._why_not(name, planned=False))
+
+    def _tell(self) -> dict[str, Any]:
+        return write_reproduction(
+            self.paper,
+            [self._told(name) for name in self.parts],
+            self._run_dir / "report",
+            command=self._command,
+            quote=self.quote,
+            notes=[self.note] if self.note else [],
+        )
+
+
+def _from_here(words: Sequence[str]) -> str:
+    """A command with paths as somebody types them who stands where this run was started."""
+    return " ".join(words).replace(f"{Path.cwd()}{os.sep}", "")
+
+
+def _never(_: Path, __: bool) -> dict[str, Any]:
+    raise RuntimeError("A finished part is not run again.")
+
+
+def _known(knob: str, names: Any, known: Any) -> None:
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigurationError(f"{knob}: {unknown[0]!r} is not one of {', '.join(known) or 'none'}.")

@@ -1,0 +1,287 @@
+"""`task=variants`: the same encoder trained in several ways, some of them private, and what each came to.
+
+The experiments of paper 002, section 5.1: every variant is run under every seed, its training loss
+and a loss that is comparable between variants are recorded at each step, and the encoder is then judged
+by k-NN. For public data only: curves and scores are computed from the train split, and the training
+loss is shown, so that no card of a run states an epsilon. The study's own table says what each ledger
+charged for the updates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard, ProgressLine, StepProgress
+from lit_dpret.cards.card import read_card
+from lit_dpret.datamodules import ImagesDataModule
+from lit_dpret.encoders.vision import KnnResult, evaluate_knn
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
+from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.tasks.fit import train
+from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.retriever_stage import is_begun
+from lit_dpret.tasks.stages import Stages
+from reproduction.curve_recorder import CurveRecorder, HeldOutLoss, read_curve
+from reproduction.report.variant_report import PAGE
+from reproduction.report.variant_runs import UNTRAINED, VariantRun
+from reproduction.variant import Variant, shared_settings
+from reproduction.variant_study_report import Finished, write_study
+
+START = "untrained"
+# Settings of a command that change nothing about what it makes.
+_HOW_NOT_WHAT = ("task.report_only=", "task.note=")
+
+
+class VariantStudy:
+    """Train every variant under every seed; k-NN, figures, tables.
+
+    Guarantees:
+        - A run that finished is not run again after ``resume=true``; one that was interrupted goes on from its
+          newest checkpoint.
+        - Runs of one seed start from the same weights, which are kept and judged as the row of untrained encoders;
+          noise and batches come from the run's own secret.
+        - The report is written again after every seed, so that a study that is stopped leaves one.
+
+    Args:
+        variants: What is compared, by a short name.
+        only: Names of those to run; null for all.
+        seeds: Of model initialisation, one run of each variant for each.
+        epochs: Passes over the train images; may be a fraction.
+        batch_size: Images of a logical batch on average.
+        baseline: The variant that metrics are divided by.
+        k: Neighbours that vote in the k-NN classifier.
+        held_out_images, held_out_group: How many test images the comparable loss is computed on, and how many
+            of them are each other's negatives.
+        report_only: Train nothing; write the report of the runs that are finished.
+        note: Said at the top of the report, such as what differs from the paper's settings.
+        tuning_note, tuning_data: What the settings were chosen on; they go into the cards.
+        min_free_mb: Refuse to start with less free disk.
+
+    Raises:
+        ConfigurationError: A setting is out of range, or names no variant.
+    """
+
+    def __init__(
+        self,
+        *,
+        variants: Mapping[str, Variant],
+        seeds: Sequence[int],
+        epochs: float,
+        batch_size: int,
+        only: Sequence[str] | None = None,
+        baseline: str = "non_private",
+        k: int = 3,
+        held_out_images: int = 2000,
+        held_out_group: int = 400,
+        report_only: bool = False,
+        note: str = "",
+        tuning_note: str | None = None,
+        tuning_data: str = "unknown",
+        min_free_mb: float = 200,
+    ) -> None:
+        chosen = list(variants) if only is None else list(only)
+        unknown = [name for name in chosen if name not in variants]
+        if START in variants:
+            raise ConfigurationError(f"task.variants.{START}: that is the name of the encoders before any training.")
+        if unknown or not chosen:
+            raise ConfigurationError(f"task.only={chosen}: choose from {', '.join(variants) or 'no variants'}.")
+        if not seeds or len(set(seeds)) != len(seeds):
+            raise ConfigurationError(f"task.seeds={list(seeds)} must be some different numbers.")
+        if not epochs > 0 or batch_size < 1:
+            raise ConfigurationError(f"task.epochs={epochs} and task.batch_size={batch_size} must be positive.")
+        self.variants = {name: variants[name] for name in chosen}
+        self.seeds, self.epochs, self.batch_size = list(seeds), epochs, batch_size
+        self.baseline = variants[baseline].label if baseline in self.variants else None
+        self.k, self.held_out_images, self.held_out_group = k, held_out_images, held_out_group
+        self.report_only, self.note = report_only, note
+        self.tuning_note, self.tuning_data = tuning_note, tuning_data
+        self.min_free_mb = min_free_mb
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Every run that is not done yet; returns the mean k-NN accuracy by variant."""
+        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
+        self._parts = parts
+        self._shared = shared_settings(parts.make_privacy())
+        self._stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint())
+        self._data: ImagesDataModule = parts.make_datamodule()
+        self._data.setup("fit")
+        test = self._data.labelled("test")[0]
+        self._held_out = HeldOutLoss(test[: self.held_out_images], group=self.held_out_group)
+        unused: EmbeddingTrainer = parts.make_module(privacy=NoPrivacy(), optimizer=OptimizerSpec())
+        self._net = type(unused.net).__name__
+        planned = self._planned()
+        if self.report_only:
+            planned = [(seed, name) for seed, name in planned if self._stages.is_done(_stage(name, seed))]
+            if not planned:
+                raise ConfigurationError(f"task.report_only=true: no run in {parts.run_dir} is finished.")
+        finished: list[Finished] = []
+        starts: list[VariantRun] = []
+        with ProgressLine("variants and seeds", every=0) as progress:
+            for done, (seed, name) in enumerate(planned):
+                progress(done, len(planned))
+                if done and planned[done - 1][0] != seed:
+                    self._tell(finished, starts)
+                if seed not in {run.seed for run in starts}:
+                    starts += self._start(seed)
+                finished.append(self._finished(name, seed))
+            progress(len(planned), len(planned))
+        scores = self._tell(finished, starts)
+        sys.stdout.write(f"written: {parts.run_dir / 'report' / PAGE}\n")
+        return scores
+
+    def _planned(self) -> list[tuple[int, str]]:
+        """Seed and variant of each run: those of the paper's own comparison first, seed by seed."""
+        paper = [name for name, variant in self.variants.items() if variant.part == "paper"]
+        more = [name for name in self.variants if name not in paper]
+        wanted = [(seed, name) for group in (paper, more) for seed in self.seeds for name in group]
+        return [(seed, name) for seed, name in wanted if seed in self.seeds[: self.variants[name].seeds]]
+
+    def _fingerprint(self) -> str:
+        settings = {k: str(v) for k, v in sorted(vars(self).items()) if not k.startswith("_")}
+        for name in ("min_free_mb", "note", "report_only"):
+            settings.pop(name)
+        settings |= {"shared": json.dumps(self._shared, default=str, sort_keys=True)}
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+    # -- one run -----------------------------------------------------------------------------
+
+    def _finished(self, name: str, seed: int) -> Finished:
+        result = self._stages.run(_stage(name, seed), lambda folder, resume: self._train(name, seed, folder, resume))
+        run = VariantRun(**result["run"])
+        return Finished(name=name, variant=self.variants[name], run=run, **result["more"])
+
+    def _start(self, seed: int) -> list[VariantRun]:
+        """The encoder that the variants of ``seed`` start from; none where `report_only` finds it missing."""
+        if self.report_only and not self._stages.is_done(_stage(START, seed)):
+            return []
+        return [VariantRun(**self._stages.run(_stage(START, seed), lambda folder, _: self._untrained(seed, folder)))]
+
+    def _untrained(self, seed: int, folder: Path) -> dict[str, Any]:
+        L.seed_everything(seed, verbose=False)
+        module: EmbeddingTrainer = self._parts.make_module(privacy=NoPrivacy(), optimizer=OptimizerSpec())
+        module.save_model(folder / "model")
+        loss, knn = self._held_out(module), self._judge(module)
+        run = VariantRun(
+            variant=UNTRAINED,
+            seed=seed,
+            steps=[0],
+            losses=[loss],  # a point in the place of a curve: nothing was trained, so it is the held-out loss
+            metrics={**knn.scores.to_dict(), "held_out_loss": loss},
+            confusion=knn.confusion.tolist(),
+        )
+        return asdict(run)
+
+    def _judge(self, module: EmbeddingTrainer) -> KnnResult:
+        return evaluate_knn(
+            module.net,
+            train=self._data.labelled("train"),
+            test=self._data.labelled("test"),
+            classes=len(self._data.class_names()),
+            k=self.k,
+        )
+
+    def _train(self, name: str, seed: int, folder: Path, resume: bool) -> dict[str, Any]:
+        variant = self.variants[name]
+        batch = variant.batch_size or self.batch_size
+        L.seed_everything(seed, verbose=False)
+        own_loss = {} if variant.loss is None else {"loss": variant.loss}
+        module: EmbeddingTrainer = self._parts.make_module(
+            privacy=variant.make_privacy(self._shared),
+            optimizer=OptimizerSpec(name="adam", lr=variant.lr),
+            log_private_loss=True,
+            **own_loss,
+        )
+        data = self._data
+        data.expected_batch_size = batch
+        data.physical_batch_size = data.n_units  # without sub-batches, a batch of any size stays in one piece
+        steps = max(1, round(self.epochs * data.n_units / batch))
+        accountant = PrivacyAccountant(run_dir=folder, resume=is_begun(folder, resume), eps_log_points=1)
+        curve_file = folder / "curve.jsonl"
+        train(
+            module,
+            data,
+            run_dir=folder,
+            make_trainer=lambda **settings: self._parts.make_trainer(max_steps=steps, max_epochs=-1, **settings),
+            callbacks=[
+                accountant,
+                PrivacyCard(run_dir=folder, tuning_note=self.tuning_note, tuning_data=self.tuning_data),
+                ModelCheckpoint(dirpath=folder / "checkpoints", every_n_train_steps=5, save_last=True, save_top_k=1),
+                CurveRecorder(curve_file, held_out=self._held_out),
+                StepProgress(f"{variant.label}, seed {seed}"),
+            ],
+            loggers=self._parts.make_loggers(),
+            resume=resume,
+        )
+        curve = read_curve(curve_file)
+        knn = self._judge(module)
+        run = VariantRun(
+            variant=variant.label,
+            seed=seed,
+            steps=curve.steps,
+            losses=curve.losses,
+            examples=[batch * step for step in curve.steps],
+            seconds=curve.seconds,
+            metrics={**knn.scores.to_dict(), "held_out_loss": curve.held_out[-1]},
+            confusion=knn.confusion.tolist(),
+            batch_size=batch,
+        )
+        facts = self._facts(module, accountant, folder, curve.seconds)
+        return {"run": asdict(run), "more": {"held_out": curve.held_out, "facts": facts}}
+
+    def _facts(
+        self, module: Any, accountant: PrivacyAccountant, folder: Path, seconds: Sequence[float]
+    ) -> dict[str, Any]:
+        """What was done, as the plan and the ledger have it."""
+        mode, plan = module.privacy, accountant.plan
+        facts: dict[str, Any] = {
+            "mode": mode.name,
+            "loss": repr(module.loss),
+            "lr": module.optimizer_spec.lr,
+            "sub_batches": mode.sub_batches,
+            "steps": len(seconds),
+            "seconds_per_step": seconds[-1] / len(seconds),
+            "trainable_parameters": sum(p.numel() for p in module.pair_parameters()),
+            "card": read_card(folder)["claim"]["guarantee"],
+        }
+        if plan is None or plan.coupling is None:
+            return facts
+        return facts | {
+            "eps": plan.budget.eps,
+            "delta": plan.budget.delta,
+            "unit": plan.budget.unit,
+            "neighbours": plan.budget.neighbours,
+            "law": plan.law.to_dict(),
+            "noise_multiplier": plan.noise_multiplier,
+            "l2_sensitivity": plan.sensitivity,
+            "bounded": plan.coupling.bounded,
+            "bound": plan.max_grad_norm,
+            "n_max": plan.coupling.n_max,
+            "norms": getattr(mode, "norms", None),
+            "eps_of_the_updates": accountant.epsilon(),
+        }
+
+    def _tell(self, finished: Sequence[Finished], starts: Sequence[VariantRun]) -> dict[str, float]:
+        return write_study(
+            finished,
+            self._parts.run_dir / "report",
+            baseline=self.baseline,
+            class_names=self._data.class_names(),
+            note=self.note,
+            command=self._parts.command_again(*_HOW_NOT_WHAT),
+            net=self._net,
+            untrained=starts,
+        )
+
+
+def _stage(name: str, seed: int) -> str:
+    return f"{name}_seed{seed}"

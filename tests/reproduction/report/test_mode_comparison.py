@@ -1,0 +1,153 @@
+"""Which systems differ: over training runs first, over queries beside, each budget a family."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from lit_dpret.errors import DataError
+from lit_dpret.retrieval.statistics import holm
+from reproduction.report.mode_comparison import ModeRow, differences
+from reproduction.report.mode_report import Headings, p_value, write_mode_report
+
+QUERIES = 200
+RNG = np.random.default_rng(0)
+
+
+def row(name: str, runs: list[float], budget: float | None = 3.0, variant: str = "") -> ModeRow:
+    per_query = np.clip(RNG.normal(np.mean(runs), 0.1, QUERIES), 0, 1).tolist()
+    settings = {} if len(runs) == 1 else {"mode": name, "epsilon": "3.000", "sigma": 1.5}
+    return ModeRow(
+        name=name,
+        per_run={"nDCG@10": runs},
+        per_query={"nDCG@10": per_query},
+        budget=budget,
+        variant=variant,
+        privacy=f"epsilon = {budget or 0:.3f}, delta = 1e-05, unit = query",
+        settings=settings,
+    )
+
+
+ROWS = [
+    row("zero-shot", [0.45], budget=None),
+    row("BM25", [0.30], budget=None),
+    row("a", [0.50, 0.51, 0.50], variant="a"),
+    row("b", [0.40, 0.60, 0.50]),
+    row("c", [0.52, 0.51, 0.52]),
+    row("a at 8", [0.54, 0.53, 0.55], budget=8.0, variant="a"),
+]
+
+
+def test_a_budget_is_one_family_of_all_pairs_with_a_trained_row() -> None:
+    found = [each for each in differences(ROWS, "nDCG@10") if each.budget == 3.0]
+    assert len(found) == 3 * 2 + 3
+    runs = {r.name: r.per_run["nDCG@10"] for r in ROWS}
+    raw = [
+        stats.ttest_1samp(runs[each.first], runs[each.second][0]).pvalue
+        if len(runs[each.second]) == 1
+        else stats.ttest_ind(runs[each.first], runs[each.second], equal_var=False).pvalue
+        for each in found
+    ]
+    assert [each.p_runs for each in found] == pytest.approx(holm(raw))
+    assert all(each.difference >= 0 for each in found)
+
+
+def test_with_references_a_budget_is_one_family_of_the_pairs_with_one_of_them() -> None:
+    every = {frozenset((e.first, e.second)): e for e in differences(ROWS, "nDCG@10") if e.budget == 3.0}
+    found = [each for each in differences(ROWS, "nDCG@10", ["zero-shot", "a"]) if each.budget == 3.0]
+    pairs = {frozenset((each.first, each.second)): each for each in found}
+    assert set(pairs) == {pair for pair in every if pair & {"zero-shot", "a"}} and len(pairs) == 3 + 3
+    assert all(each.p_runs <= every[pair].p_runs for pair, each in pairs.items()), "fewer comparisons cost less"
+
+
+def test_a_page_says_what_the_others_are_tested_against(tmp_path: Path) -> None:
+    write_mode_report(
+        tmp_path, ROWS, metrics=["nDCG@10"], evaluated_on="something", command="x", references=["zero-shot"]
+    )
+    page = (tmp_path / "compare_modes.md").read_text(encoding="utf-8")
+    assert "Only differences from zero-shot are tested." in page
+    assert json.loads((tmp_path / "compare_modes.json").read_text(encoding="utf-8"))["references"] == ["zero-shot"]
+
+
+def test_a_difference_that_single_runs_do_not_carry_is_not_significant_however_many_queries_do() -> None:
+    pair = next(d for d in differences(ROWS, "nDCG@10") if {d.first, d.second} == {"b", "BM25"})
+    assert pair.holds_over_queries() and not pair.is_significant()
+
+
+def test_the_same_mode_is_compared_with_itself_at_another_budget() -> None:
+    found = [each for each in differences(ROWS, "nDCG@10") if each.budget is None]
+    assert [(each.first, each.second) for each in found] == [("a at 8", "a")]
+
+
+def test_rows_of_different_queries_are_refused() -> None:
+    odd = ModeRow(name="odd", per_run={"nDCG@10": [0.1]}, per_query={"nDCG@10": [0.1]})
+    with pytest.raises(DataError, match="different queries"):
+        differences([*ROWS, odd], "nDCG@10")
+
+
+def test_the_files_say_the_same(tmp_path: Path) -> None:
+    written = write_mode_report(
+        tmp_path,
+        ROWS,
+        metrics=["nDCG@10"],
+        evaluated_on="200 questions",
+        command="python train.py <x>",
+        private_runs=12,
+    )
+    assert set(written) == {
+        "compare_modes.html", "compare_modes.md", "compare_modes.json", "compare_modes.csv", "differences.csv",
+    }  # fmt: skip
+    facts = json.loads(written["compare_modes.json"].read_text(encoding="utf-8"))
+    with written["compare_modes.csv"].open(encoding="utf-8", newline="") as file:
+        table = list(csv.DictReader(file))
+    for shown, stated, given in zip(table, facts["rows"], ROWS, strict=True):
+        mean = float(np.mean(given.per_run["nDCG@10"]))
+        assert float(shown["nDCG@10 mean"]) == pytest.approx(mean)
+        assert stated["metrics"]["nDCG@10"]["over_runs"]["mean"] == pytest.approx(mean)
+        assert (shown["nDCG@10 low over runs"] == "") == (len(given.per_run["nDCG@10"]) == 1)
+    assert len(facts["differences"]) == len(differences(ROWS, "nDCG@10"))
+    page = written["compare_modes.html"].read_text(encoding="utf-8")
+    assert "<script" not in page and "&lt;x&gt;" in page and "12 trainings on the same private queries" in page
+    assert page.count("<svg") == 1
+    assert "Every epsilon is at delta = 1e-05, unit = query." in page and "<td>epsilon = 8.000</td>" in page
+
+
+def test_claims_that_differ_in_more_than_epsilon_are_shown_in_full(tmp_path: Path) -> None:
+    other = replace(ROWS[2], name="other", privacy="epsilon = 3.000, delta = 1e-05, unit = user")
+    written = write_mode_report(tmp_path, [*ROWS, other], metrics=["nDCG@10"], evaluated_on="x", command="y")
+    page = written["compare_modes.html"].read_text(encoding="utf-8")
+    assert "<td>epsilon = 3.000, delta = 1e-05, unit = user</td>" in page and "Every epsilon" not in page
+
+
+def test_a_comparison_without_runs_to_compare_is_still_a_table(tmp_path: Path) -> None:
+    written = write_mode_report(tmp_path, ROWS[:2], metrics=["nDCG@10"], evaluated_on="x", command="y")
+    assert json.loads(written["compare_modes.json"].read_text(encoding="utf-8"))["differences"] == []
+
+
+def test_without_budgets_all_rows_are_one_family() -> None:
+    rows = [row("x", [0.5, 0.52, 0.51], budget=None), row("y", [0.4, 0.41, 0.43], budget=None), ROWS[0]]
+    found = differences(rows, "nDCG@10")
+    assert [(each.first, each.second, each.budget) for each in found] == [
+        ("x", "y", None),
+        ("x", "zero-shot", None),
+        ("zero-shot", "y", None),
+    ]
+
+
+def test_a_report_bears_the_name_of_its_comparison(tmp_path: Path) -> None:
+    rows = [row("x", [0.5, 0.52, 0.51], budget=None), row("y", [0.4, 0.41, 0.43], budget=None)]
+    headings = Headings(name="compare_soups", title="One spoon in every soup", rows="Soups")
+    written = write_mode_report(tmp_path, rows, headings=headings, metrics=["nDCG@10"], evaluated_on="x", command="y")
+    assert set(written) == {f"compare_soups.{end}" for end in ("html", "md", "json", "csv")} | {"differences.csv"}
+    text = written["compare_soups.md"].read_text(encoding="utf-8")
+    assert "One spoon in every soup" in text and "nDCG@10, all rows: 1 of 1 differences" in text
+
+
+def test_no_probability_is_printed_as_zero() -> None:
+    assert [p_value(p) for p in (0.0, 1e-7, 0.0009, 0.001, 0.25, 1.0)] == ["< 0.001"] * 3 + ["0.001", "0.250", "1.000"]

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from lit_dpret.retrieval.statistics import Interval
+from reproduction.report import paper_000
+from reproduction.report.paper_examples import Example, ExampleTable
+from reproduction.report.paper_page import PaperPage, write_paper_page
+from reproduction.report.paper_table import PaperRow, PaperTable
+
+NAN = float("nan")
+TABLE = PaperTable(
+    name="table_9",
+    title="Table 9: nothing",
+    columns={"ndcg": "nDCG@10", "bleu": "BLEU"},
+    rows=[
+        PaperRow(source="BM25", epsilon="public only", ours={"ndcg": Interval(0.3, 0.2, 0.4)}, privacy="no queries"),
+        PaperRow(source="ours", epsilon="3", ours={"ndcg": Interval(0.5, 0.4, 0.6), "bleu": Interval(0.1, NAN, NAN)},
+                 paper={"ndcg": 0.183}, beside="T5-Base, ε = 3", privacy="epsilon = 3 at delta = 1e-05"),
+        PaperRow(source="T5-XL", epsilon="3", paper={"ndcg": 0.1854}, beside="T5-XL, ε = 3", note="not run here"),
+    ],
+    caption="Something.",
+    notes=["A note."],
+)  # fmt: skip
+
+
+def test_ours_and_the_papers_stand_in_one_row_and_what_is_missing_is_a_dash() -> None:
+    lines = TABLE.grid().markdown().splitlines()
+    assert lines[0] == (
+        "| source | ε | nDCG@10, ours | nDCG@10, paper | BLEU, ours | paper's row | what ours promises |"
+    )
+    assert lines[2] == "| BM25 | public only | 0.300 \\[0.200, 0.400\\] | – | – |  | no queries |"
+    assert lines[3].startswith("| ours | 3 | 0.500 \\[0.400, 0.600\\] | 0.1830 | 0.100 | T5-Base, ε = 3 | epsilon = 3")
+    assert lines[4] == "| T5-XL | 3 | – | 0.1854 | – | T5-XL, ε = 3 | not run here |"
+
+
+def test_every_number_is_in_the_spreadsheet_and_in_the_data() -> None:
+    head, *rows = csv.reader(io.StringIO(TABLE.csv()))
+    first = dict(zip(head, rows[1], strict=True))
+    assert [first[f"nDCG@10{end}"] for end in ("", " low", " high", " paper")] == ["0.5", "0.4", "0.6", "0.183"]
+    assert first["BLEU low"] == "" and first["privacy"] == "epsilon = 3 at delta = 1e-05"
+    row = json.loads(json.dumps(TABLE.facts(), allow_nan=False))["rows"][1]
+    assert row["ours"]["bleu"] == {"mean": 0.1, "low": None, "high": None} and row["papers_row"] == "T5-Base, ε = 3"
+
+
+def test_the_page_has_every_table_its_picture_what_was_left_out_and_what_was_spent(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    examples = ExampleTable(
+        name="texts", title="Texts", ours=[Example("a passage", [("mini, ε = 3", "a | query")])],
+        theirs=Example("theirs", [("T5", "what")]), notes=["Chosen by hash."],
+    )  # fmt: skip
+    page = PaperPage(
+        name="paper", title="All of it", tables=[TABLE, examples], left_out={"overlap": "no corpus"}, public=True,
+        spent="Together epsilon = 9.", command="python train.py", seconds={"a": 3600.0},
+    )  # fmt: skip
+    written = write_paper_page(page, tmp_path / "report")
+    text = written["md"].read_text(encoding="utf-8")
+    for part in ("Table 9: nothing", "![Table 9: nothing](table_9.png)", "a \\| query", "overlap: no corpus",
+                 "Together epsilon = 9.", "    python train.py", "1.0 hours of work"):  # fmt: skip
+        assert part in text, part
+    assert "data:image/png;base64," in written["html"].read_text(encoding="utf-8")
+    assert {path.name for path in (tmp_path / "report").iterdir()} == {
+        *(f"paper.{ending}" for ending in ("md", "html", "json")),
+        *(f"table_9.{ending}" for ending in ("md", "csv", "json", "png")),
+        *(f"texts.{ending}" for ending in ("md", "csv", "json")),
+    }
+
+
+def test_the_papers_tables_agree_where_it_prints_a_row_twice() -> None:
+    assert paper_000.TABLE_3[paper_000.ORIGINAL, None] == paper_000.TABLE_4[paper_000.ORIGINAL, None]
+    assert set(paper_000.TABLE_6) == {point for point in paper_000.TABLE_3 if point[0] != paper_000.ORIGINAL}
+    assert set(paper_000.TABLE_2) == set(paper_000.TABLE_3)
+    for numbers in paper_000.TABLE_5.values():
+        assert all(len(row) == len(paper_000.SETS) for row in numbers)
+    assert "two BLEU values" in paper_000.TABLE_6_FOOTNOTE

@@ -1,0 +1,135 @@
+"""Pictures of a comparison: each form can be drawn, and its caption says what was drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from variant_runs import run
+
+from lit_dpret.errors import ConfigurationError, DataError
+from reproduction.report import variant_figures as figures
+from reproduction.report.variant_report import write_variant_report
+from reproduction.report.variant_runs import VariantRun, read_runs
+
+pytest.importorskip("matplotlib")
+
+VARIANTS = ("Logit-DP", "Naive-DP", "Non-private")
+
+
+def runs(**fields: Any) -> list[VariantRun]:
+    """Two runs of each of three variants."""
+    return [
+        run(v, seed, losses=[4.0 - i, 3.0 - 0.5 * seed, 2.0 + i], **fields)
+        for i, v in enumerate(VARIANTS)
+        for seed in (0, 1)
+    ]
+
+
+def is_picture(path: Path) -> bool:
+    data = path.read_bytes()
+    return data.startswith(b"\x89PNG") and len(data) > 5_000
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The panels of every figure that is saved."""
+    panels: list[Any] = []
+    save = figures._save
+
+    def keep(figure: Any, path: Path) -> None:
+        panels.extend(figure.axes)
+        save(figure, path)
+
+    monkeypatch.setattr(figures, "_save", keep)
+    return panels
+
+
+def test_the_loss_picture_holds_the_mean_of_each_variant_and_a_band(drawn: list[Any], tmp_path: Path) -> None:
+    words = figures.draw_relative_loss(runs(), tmp_path / "a.png")
+    assert is_picture(tmp_path / "a.png")
+    lines = {line.get_label(): line for line in drawn[0].get_lines()}
+    assert list(lines) == list(VARIANTS) and len(drawn[0].collections) == 3
+    assert lines["Logit-DP"].get_xdata().tolist() == [100, 200, 300]
+    assert lines["Logit-DP"].get_ydata().tolist() == pytest.approx([2.0, 1.375, 1.0])
+    assert "Logit-DP: 2 runs" in words and "95 % t-intervals" in words
+    assert "lowest run to the highest" in figures.draw_relative_loss(runs(), tmp_path / "a.png", band="range")
+
+
+def test_lines_differ_in_dashes_and_not_only_in_colour() -> None:
+    assert len({str(dashes) for _, dashes in figures._STYLES}) == len({c for c, _ in figures._STYLES}) == 7
+
+
+def test_the_batch_picture_holds_one_run_of_each_size(drawn: list[Any], tmp_path: Path) -> None:
+    sizes = [run("Naive-DP", seed, batch_size=size, losses=[5.0, 4.0]) for size in (1000, 10) for seed in (1, 0)]
+    words = figures.draw_batch_sizes([*sizes, run("Non-private")], tmp_path / "a.png", variant="Naive-DP")
+    assert [line.get_label() for line in drawn[0].get_lines()] == ["n = 10", "n = 1,000"]
+    assert drawn[0].get_lines()[0].get_ydata().tolist() == [2.5, 2.0]
+    assert "Single runs of Naive-DP" in words and is_picture(tmp_path / "a.png")
+    with pytest.raises(DataError, match="No run of 'Other' tells its batch size"):
+        figures.draw_batch_sizes(sizes, tmp_path / "a.png", variant="Other")
+
+
+def test_the_smoothed_picture_says_which_window_each_curve_got(drawn: list[Any], tmp_path: Path) -> None:
+    long, short = run("a", losses=[2.0 + 1 / (i + 1) for i in range(120)]), run("b", losses=[3.0] * 20)
+    words = figures.draw_smoothed_loss([long, short], tmp_path / "a.png")
+    assert "order 3, a: window 100; b: window 19." in words and len(drawn[0].get_lines()) == 4
+    assert "order 3, window 19." in figures.draw_smoothed_loss([short], tmp_path / "a.png")
+    assert "too few observations" in figures.draw_smoothed_loss([run()], tmp_path / "a.png")
+
+
+def test_confusion_matrices_are_averaged_over_runs_and_rounded_down(tmp_path: Path) -> None:
+    found = [run("a", 0, confusion=[[1, 2], [3, 4]]), run("a", 1, confusion=[[2, 2], [4, 4]]),
+             run("b", confusion=None)]  # fmt: skip
+    assert {v: mean.tolist() for v, mean in figures.mean_confusions(found).items()} == {"a": [[1, 2], [3, 4]]}
+    words = figures.draw_confusions(found, tmp_path / "a.png", names=["cat", "dog"])
+    assert "averaged over 2 of a runs and rounded down" in words and is_picture(tmp_path / "a.png")
+    with pytest.raises(DataError, match=r"of \[2, 3\] classes"):
+        figures.mean_confusions([run("a"), run("b", confusion=np.eye(3).tolist())])
+    with pytest.raises(DataError, match="of no classes"):
+        figures.mean_confusions([run("b", confusion=None)])
+
+
+def test_many_classes_are_drawn_without_numbers(drawn: list[Any], tmp_path: Path) -> None:
+    figures.draw_confusions([run(confusion=np.eye(20).tolist())], tmp_path / "a.png")
+    assert not drawn[0].texts
+    figures.draw_confusions([run()], tmp_path / "a.png")
+    assert len(drawn[2].texts) == 4
+
+
+def test_the_runtime_picture_holds_speed_and_loss(drawn: list[Any], tmp_path: Path) -> None:
+    figures.draw_runtime(runs(), tmp_path / "a.png")
+    speed, loss = drawn
+    assert speed.get_lines()[0].get_ydata().tolist() == pytest.approx([10.0, 10.0])  # milliseconds
+    assert loss.get_lines()[0].get_xdata().tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_report_holds_every_picture_and_table_with_its_caption(tmp_path: Path) -> None:
+    metrics = {"accuracy": 0.5, "best_recall": 0.4, "best_precision": 0.3, "best_f_beta": 0.2}
+    batches = [run("Naive-DP", 0, batch_size=size) for size in (10, 100)]
+    page = write_variant_report(
+        runs(metrics=metrics), tmp_path / "report", baseline="Non-private", batch_runs=batches, title="Ships & cats"
+    )
+    text = page.read_text()
+    assert text.startswith("# Ships & cats")
+    names = ["relative_loss", "smoothed_loss", "batch_sizes", "confusion", "runtime"]
+    assert [text.index(f"({name}.png)") for name in names] == sorted(text.index(f"({name}.png)") for name in names)
+    assert all(is_picture(page.parent / f"{name}.png") for name in names)
+    assert text.count("| Logit-DP |") == 2 and "best class" in text
+    assert [r.variant for r in read_runs(page.parent / "runs.jsonl")] == [r.variant for r in runs()]
+    assert len(read_runs(page.parent / "batch_runs.jsonl")) == 2
+
+
+def test_a_report_leaves_out_what_the_runs_do_not_tell(tmp_path: Path) -> None:
+    bare = runs(metrics={}, seconds=(), examples=(), confusion=None)
+    text = write_variant_report(bare, tmp_path).read_text()
+    assert "relative_loss.png" in text and not {"runtime", "confusion", "batch_sizes", "| ---"} & set(text.split())
+    assert sorted(p.name for p in tmp_path.glob("*.png")) == ["relative_loss.png", "smoothed_loss.png"]
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"lit-dpret\[plot\]"):
+        figures.draw_relative_loss(runs(), tmp_path / "a.png")

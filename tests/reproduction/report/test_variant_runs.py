@@ -1,0 +1,77 @@
+"""Runs of variants as JSON lines: written, read again, and refused where they make no sense."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from variant_runs import run
+
+from lit_dpret.errors import DataError
+from reproduction.report.variant_runs import by_variant, read_runs, write_runs
+
+
+def test_what_was_written_is_read_again(tmp_path: Path) -> None:
+    runs = [run(), run("Naive-DP", 3, seconds=(), confusion=None, batch_size=None)]
+    write_runs(runs, tmp_path / "runs.jsonl")
+    again = read_runs(tmp_path / "runs.jsonl")
+    write_runs(again, tmp_path / "again.jsonl")
+    assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "runs.jsonl").read_bytes()
+    assert [(r.variant, r.seed, list(r.losses)) for r in again] == [(r.variant, r.seed, r.losses) for r in runs]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"losses": []}, "no losses"),
+        ({"steps": [1, 2]}, "3 losses and 2 steps"),
+        ({"steps": ()}, "3 losses and 0 steps"),
+        ({"steps": [1, 3, 3]}, "steps that do not increase"),
+        ({"seconds": [1.0]}, "3 losses and 1 seconds"),
+        ({"examples": [300, 200, 100]}, "examples that do not increase"),
+        ({"losses": [1.0, float("nan"), 2.0]}, "losses that are not finite"),
+        ({"metrics": {"accuracy": float("inf")}}, "metric that is not finite"),
+        ({"confusion": [[1, 2]]}, "not square"),
+    ],
+)
+def test_a_run_that_makes_no_sense_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=rf"'Logit-DP' of seed 7.*{message}"):
+        run(seed=7, **fields)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is no JSON"),
+        ("[]", "line 2 is no run"),
+        ("{}", "line 2 cannot be read: its schema is None"),
+        ('{"schema": "lit-dpret/variant-run/9"}', "line 2 cannot be read: .*variant-run/9"),
+        ('{"schema": "lit-dpret/variant-run/1", "colour": 1}', "line 2 is no run"),
+    ],
+)
+def test_a_line_that_is_no_run_is_refused_by_its_number(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    write_runs([run()], path)
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(DataError, match=message):
+        read_runs(path)
+
+
+def test_a_broken_run_in_a_file_is_refused_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    write_runs([run()], path)
+    found = json.loads(path.read_text())
+    path.write_text(json.dumps({**found, "steps": [3, 2, 1]}))
+    with pytest.raises(DataError, match=r"line 1.*do not increase"):
+        read_runs(path)
+
+
+def test_variants_keep_their_order_and_each_seed_counts_once() -> None:
+    groups = by_variant([run("b"), run("a"), run("b", 1)])
+    assert list(groups) == ["b", "a"] and len(groups["b"]) == 2
+    with pytest.raises(DataError, match="'b' has seed 0 twice"):
+        by_variant([run("b"), run("b")])
+    with pytest.raises(DataError, match="no runs"):
+        by_variant([])

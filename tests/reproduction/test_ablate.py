@@ -1,0 +1,341 @@
+"""`task=ablate` with parts that train in a blink: every kind of row, a generator for every run, shares of the gain."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from configured import composed
+from tiny_generator import generator, write_parent_card
+from tiny_models import tiny_tokenizer
+from tiny_tasks import parts, retriever
+from transformers import BertConfig, BertForSequenceClassification
+
+from lit_dpret.cards.card import read_card
+from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.errors import ConfigurationError, PrivateDataError, ResumeError, UnsupportedModelError
+from lit_dpret.modules import OptimizerSpec
+from lit_dpret.negatives.drawn import read_labels
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PublicPassages, SyntheticData
+from lit_dpret.synthesis.filters import load_released
+from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
+from reproduction import Ablate
+from reproduction.recipe import GeneratorRecipe, Recipe
+from reproduction.teacher import Teacher
+
+
+def recipes(folder: Path) -> dict[str, Recipe]:
+    small: dict[str, Any] = {
+        "optimizer": OptimizerSpec(name="sgd", lr=2.0), "steps": 2, "batch": 16, "temperature": 1.0, "trials": 7,
+    }  # fmt: skip
+    noise = {"secret_file": folder / "secret", "noise_multiplier": 2.0}
+    direct = partial(PublicPassages, max_grad_norm=0.1, pool_size=8, **noise)
+    return {
+        "direct": Recipe(label="direct", privacy=direct, head_dim=4, rows_per_unit="all", **small),
+        "base": Recipe(label="base", privacy=direct, part="baseline", **small),
+        "none": Recipe(label="none", privacy=partial(NoPrivacy), part="bound", **small),
+        "both": Recipe(label="both", privacy=partial(NoPrivacy), part="bound", head="both", **small),
+        "pseudo": Recipe(label="pseudo", privacy=partial(NoPrivacy), queries="pseudo", **small),
+        "made": Recipe(
+            label="made", privacy=partial(SyntheticData), queries="tiny", round_trip_filter=20, head="both", **small
+        ),
+    }  # fmt: skip
+
+
+def generators(folder: Path) -> dict[str, GeneratorRecipe]:
+    private = partial(DPSGD, secret_file=folder / "secret", noise_multiplier=4.0)
+    made = GeneratorRecipe(label="tiny one", model=partial(generator), privacy=private, steps=1, batch=8, trials=3)
+    return {"tiny": made}
+
+
+def study(folder: Path, **changes: Any) -> Ablate:
+    settings: dict[str, Any] = {
+        "retriever": retriever, "variants": recipes(folder), "generators": generators(folder), "eps": 8.0, "seeds": 2,
+        "max_passages": 20, "min_free_mb": 1, "likeness_texts": None, "written_passages": 15, "tuning_data": "private",
+        "tuning_note": "chosen on dev",
+    }  # fmt: skip
+    return Ablate(**settings | changes)
+
+
+def results(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "ablation.json").read_text(encoding="utf-8")))
+
+
+def test_every_run_on_synthetic_queries_has_a_generator_of_its_own_and_its_claim(tmp_path: Path) -> None:
+    told = study(tmp_path).run(parts(tmp_path))
+    run = tmp_path / "run"
+    assert list(told) == ["BM25", "zero-shot", "none", "both", "base", "direct", "pseudo", "made"]
+    rows = {row["system"]: row for row in results(run)["rows"]}
+    for seed in (0, 1):
+        made, source = read_card(run / f"made-seed{seed}"), read_card(run / f"generator-tiny-seed{seed}")
+        assert 0 < made["claim"]["epsilon"] == source["claim"]["epsilon"] <= 8
+        assert "Number of trials: 3. chosen on dev" in source["tuning"]["text"]
+    ledgers = [run / f"generator-tiny-seed{seed}" / "privacy_ledger.jsonl" for seed in (0, 1)]
+    plans = [PrivacyLedger.read(ledger).records[0] for ledger in ledgers]
+    assert plans[0]["run_id"] != plans[1]["run_id"], "noise of its own"
+    assert rows["made"]["settings"]["queries"] == "tiny" and rows["made"]["settings"]["head"] == "both"
+    assert rows["direct"]["settings"]["head_dim"] == 4 and rows["direct"]["budget"] == 8
+    assert rows["pseudo"]["privacy"] == "no private data" and rows["pseudo"]["budget"] is None
+    assert results(run)["private_runs"] == 2 * 3, "two direct rows and a generator, twice each"
+    (together,) = re.findall(r"The 6 private trainings .* has epsilon = ([\d.]+) at", results(run)["spent"])
+    assert float(together) > max(read_card(run / f"{row}-seed0")["claim"]["epsilon"] for row in ("direct", "made"))
+    assert {path.stat().st_mode & 0o077 for path in run.glob("ablation.*")} == {0}, "measures of private queries"
+    assert results(run)["spent"] in (run / "ablation.md").read_text(encoding="utf-8").replace("\\", "")
+    assert not (run / "embeddings").exists(), "embeddings of queries are as private as the queries"
+
+
+def test_recipes_are_tested_against_the_baselines_and_zero_shot_alone(tmp_path: Path) -> None:
+    study(tmp_path, only=["direct", "base", "none", "pseudo"]).run(parts(tmp_path))
+    facts = results(tmp_path / "run")
+    assert facts["references"] == ["zero-shot", "base"]
+    assert all({each["first"], each["second"]} & {"zero-shot", "base"} for each in facts["differences"])
+    compared = {frozenset((each["first"], each["second"])) for each in facts["differences"]}
+    assert {frozenset(("direct", "zero-shot")), frozenset(("direct", "base"))} <= compared
+
+
+def test_a_study_grows_and_no_finished_stage_is_done_again(tmp_path: Path) -> None:
+    only = {"only": ["made", "none"], "likeness_texts": None}
+    study(tmp_path, seeds=1, **only).run(parts(tmp_path))
+    ledger = tmp_path / "run" / "generator-tiny-seed0" / "privacy_ledger.jsonl"
+    before = ledger.read_bytes()
+    with pytest.raises(ResumeError, match="resume=true"):
+        study(tmp_path).run(parts(tmp_path))
+    other = {"tiny": replace(generators(tmp_path)["tiny"], steps=2)}
+    with pytest.raises(ResumeError, match=r"other settings of task\.generators\.tiny\."):
+        study(tmp_path, generators=other, seeds=1, **only).run(parts(tmp_path, resume=True))
+    with pytest.raises(ResumeError, match="other settings"):
+        study(tmp_path, eps=7.0, seeds=1, **only).run(parts(tmp_path, resume=True))
+    told = study(tmp_path, seeds=2, only=["made", "none", "pseudo"]).run(parts(tmp_path, resume=True))
+    assert ledger.read_bytes() == before and "pseudo" in told
+
+
+def test_what_the_queries_of_another_generator_made_is_refused_until_it_is_moved_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reproduction.ablate.likeness", lambda *_, **__: {"bleu": 1.0, "mauve": 0.5})
+    only = {"only": ["made", "none"], "likeness_texts": 20, "seeds": 1}
+    study(tmp_path, **only).run(parts(tmp_path))
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (run / "generator-tiny-seed0").rename(elsewhere / "generator-tiny-seed0")
+    for stage in ("made-tiny-1-seed0", "made-seed0", "round_trip20-made-tiny-1-seed0", "likeness-tiny-seed0"):
+        with pytest.raises(ResumeError, match=rf"{stage} comes from another training than the one in generator-tiny"):
+            study(tmp_path, **only).run(parts(tmp_path, resume=True))
+        assert not (run / "generator-tiny-seed0").exists(), "nothing was trained, and spent, before"
+        (run / stage).rename(elsewhere / stage)
+    study(tmp_path, **only).run(parts(tmp_path, resume=True))
+    assert read_card(run / "made-seed0")["ledger"]["head"] != read_card(elsewhere / "made-seed0")["ledger"]["head"]
+
+
+def test_another_number_of_queries_from_the_same_generator_joins_a_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reproduction.ablate.likeness", lambda *_, **__: {"bleu": 1.0, "mauve": 0.5})
+    known = {**recipes(tmp_path), "several": replace(recipes(tmp_path)["made"], label="several", queries_per_passage=2)}
+    settings: dict[str, Any] = {"variants": known, "likeness_texts": 20, "seeds": 1}
+    study(tmp_path, only=["made", "none"], **settings).run(parts(tmp_path))
+    told = study(tmp_path, only=["made", "none", "several"], **settings).run(parts(tmp_path, resume=True))
+    assert "several" in told
+
+
+def test_the_sum_says_where_a_training_has_a_card_and_no_ledger(tmp_path: Path) -> None:
+    only = {"only": ["direct", "none"], "seeds": 2}
+    study(tmp_path, **only).run(parts(tmp_path))
+    assert "not found" not in results(tmp_path / "run")["spent"]
+    (tmp_path / "run" / "direct-seed1" / "privacy_ledger.jsonl").unlink()
+    study(tmp_path, **only).run(parts(tmp_path, resume=True))
+    spent = results(tmp_path / "run")["spent"]
+    assert spent.startswith("The 1 private training behind")
+    assert "The ledgers of up to 1 private training with a card here were not found" in spent
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"queries": "tiny"}, "queries=tiny cannot go with privacy=public_passages"),
+        ({"queries": "pseudo"}, "queries=pseudo are public"),
+        ({"head": "none"}, "task.variants: head"),
+        ({"head_dim": 0}, "head_dim=0 must be at least 1"),
+    ],
+)
+def test_a_recipe_that_makes_no_sense_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        replace(recipes(tmp_path)["direct"], **change)
+
+
+def test_unknown_and_unprotected_generators_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"task\.variants\.made\.queries=tiny is not one of task\.generators"):
+        study(tmp_path, generators={})
+    with pytest.raises(ConfigurationError, match="promises nothing"):
+        replace(generators(tmp_path)["tiny"], privacy=partial(NoPrivacy))
+
+
+def warm(folder: Path, start: Path) -> dict[str, Any]:
+    """The study with one more generator, which starts from a folder, and a row that learns from it."""
+    tiny = generators(folder)["tiny"]
+    made = recipes(folder)["made"]
+    return {
+        "generators": {"tiny": tiny, "warm": replace(tiny, label="warm one", public_start=str(start))},
+        "variants": recipes(folder) | {"made_warm": replace(made, label="made warm", queries="warm")},
+        "seeds": 1,
+    }
+
+
+def save_start(run: Path, *, seed: int = 5, private: bool = False) -> Path:
+    """The folder of an earlier run with a generator in it."""
+    module = generator(seed=seed)
+    module.save_model(run / "model")
+    if private:
+        write_parent_card(run / "model")
+        for file in (run / "model").glob("privacy_*"):
+            file.rename(run / file.name)
+    return run
+
+
+def test_a_row_whose_generator_has_no_start_is_left_out_unless_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = warm(tmp_path, tmp_path / "warm_up") | {"only": ["made_warm", "none"]}
+    with pytest.raises(ConfigurationError, match=r"warm_up, and there is none\. Make it .*hydra\.run\.dir=.*warm_up"):
+        study(tmp_path, **rows).run(parts(tmp_path))
+    assert not (tmp_path / "run").exists(), "refused before anything is computed"
+    chosen = {name: rows["variants"][name] for name in rows["only"]}
+    assert "none" in study(tmp_path, **rows | {"variants": chosen, "only": None}).run(parts(tmp_path))
+    told = capsys.readouterr().out
+    assert "left out: task.variants.made_warm" in told and "privacy=none datamodule=pairs" in told
+    assert [row["system"] for row in results(tmp_path / "run")["rows"]] == ["BM25", "zero-shot", "none"]
+
+
+def test_a_start_that_tells_of_private_data_is_not_public(tmp_path: Path) -> None:
+    start = save_start(tmp_path / "warm_up", private=True)
+    with pytest.raises(ConfigurationError, match=r"public_start=.*tells of private data"):
+        study(tmp_path, **warm(tmp_path, start)).run(parts(tmp_path))
+
+
+def test_a_generator_starts_from_the_public_folder_and_its_card_says_so(tmp_path: Path) -> None:
+    start = save_start(tmp_path / "warm_up")
+    changes = warm(tmp_path, start) | {"only": ["made_warm", "none"]}
+    started = []
+    model = partial(_noting_start, started)
+    chosen = replace(changes["generators"]["warm"], model=model)
+    changes["generators"]["warm"] = chosen
+    study(tmp_path, **changes).run(parts(tmp_path))
+    assert started == [str(start / "model")]
+    card = read_card(tmp_path / "run" / "generator-warm-seed0")
+    assert card["pretraining"]["start"] == "Training started from warm_up, which was declared to be public."
+    assert "made from public data alone, as declared" in json.dumps(card["assumptions"])
+    study(tmp_path, **changes).run(parts(tmp_path, resume=True))
+    save_start(tmp_path / "warm_up", seed=6)
+    with pytest.raises(ResumeError, match=r"other settings of task\.generators\.warm"):
+        study(tmp_path, **changes).run(parts(tmp_path, resume=True))
+
+
+def _noting_start(started: list[str], *, pretrained: str, privacy: Any) -> Any:
+    started.append(pretrained)
+    return generator(privacy=privacy, pretrained=pretrained, config=None, tokenizer=None)
+
+
+def test_another_setting_makes_another_generator(tmp_path: Path) -> None:
+    known = generators(tmp_path)["tiny"]
+    assert (
+        replace(known, model=partial(generator, prompt_tuning={"num_virtual_tokens": 2})).describe() != known.describe()
+    )
+    assert replace(known, steps=2).describe() != known.describe()
+
+
+# -- a teacher ---------------------------------------------------------------------------------
+
+
+def taught(folder: Path, source: Path | None, **changes: Any) -> Ablate:
+    """The study with rows that learn a teacher's margins: of made queries, and of words that nobody asked."""
+    known = recipes(folder)
+    rows = {
+        "labelled": replace(known["made"], label="labelled", head="query", round_trip_filter=20, pseudo_labels=2),
+        "pseudo_labelled": replace(known["pseudo"], label="pseudo labelled", pseudo_labels=1),
+    }
+    settings: dict[str, Any] = {"teacher": source, "seeds": 1, "variants": known | rows, "only": ["none", *rows]}
+    return study(folder, **settings | changes)
+
+
+def write_teacher(folder: Path, *, seed: int = 0) -> Path:
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16}
+    config = BertConfig(vocab_size=len(tiny_tokenizer()), num_hidden_layers=1, num_labels=1, **settings)
+    BertForSequenceClassification(config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_rows_learn_the_margins_of_a_public_teacher_between_passages_of_the_list(tmp_path: Path) -> None:
+    source = write_teacher(tmp_path / "teacher")
+    taught(tmp_path, source).run(parts(tmp_path))
+    run = tmp_path / "run"
+    rows = {row["system"]: row for row in results(run)["rows"]}
+    assert rows["labelled"]["settings"]["pseudo_labels"] == 2 and rows["none"]["settings"]["pseudo_labels"] is None
+    assert rows["labelled"]["settings"]["loss"] == "margins of a teacher, temperature 1"
+    assert rows["labelled"]["budget"] == 8 and rows["pseudo labelled"]["privacy"] == "no private data"
+    labels = read_labels(run / "labels2-round_trip20-tiny-1-seed0" / "gpl-training-data.tsv")
+    kept = (run / "round_trip20-made-tiny-1-seed0" / "kept_queries.txt").read_text(encoding="utf-8").split()
+    assert sorted({label.query_id for label in labels}) == sorted(kept) and len(labels) == 2 * len(kept)
+    assert read_labels(run / "labels1-all-pseudo-1" / "gpl-training-data.tsv")
+    made = load_released(run / "made-tiny-1-seed0" / "data")
+    scorer = CrossEncoder.load(source)
+    asked = {query.query_id: query.text for query in made}
+    data = PairsDataModule(folder=tmp_path / "log")
+    data.setup("fit")
+    texts = data.public_passages()
+    one = labels[0]
+    own, other = scorer.score([asked[one.query_id]] * 2, [texts[one.passage_id], texts[one.negative_id]], batch_size=2)
+    assert one.margin == pytest.approx(own - other, abs=1e-4)
+    assert "of released queries and of public data" in json.dumps(read_card(run / "labelled-seed0")["assumptions"])
+
+
+def test_without_a_teacher_its_rows_are_left_out_unless_they_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "cross_encoder"
+    for source, reason in ((None, "it is null"), (missing, "is not a folder on this machine")):
+        with pytest.raises(
+            ConfigurationError, match=rf"task\.variants\.labelled learns .*{reason}.*docs/ablations\.md"
+        ):
+            taught(tmp_path, source).run(parts(tmp_path))
+    assert not (tmp_path / "run").exists(), "refused before anything is computed"
+    few = {name: row for name, row in taught(tmp_path, None).variants.items() if name in ("none", "labelled")}
+    assert "none" in taught(tmp_path, missing, variants=few, only=None).run(parts(tmp_path))
+    assert "left out: task.variants.labelled" in capsys.readouterr().out
+
+
+def test_the_teacher_of_the_preset_is_a_folder_and_no_name_on_a_hub() -> None:
+    cfg = composed("experiment=ablate_eps3")
+    assert str(cfg.task.teacher).startswith("./"), "a missing folder must not be looked for among other people's models"
+    with pytest.raises(ConfigurationError, match="is not a folder on this machine"):
+        Teacher(str(cfg.task.teacher) + "_that_is_missing").check()
+
+
+def test_a_teacher_of_private_data_and_another_one_than_before_are_refused(tmp_path: Path) -> None:
+    source = write_teacher(tmp_path / "teacher")
+    taught(tmp_path, source, only=["none", "labelled"]).run(parts(tmp_path))
+    write_teacher(tmp_path / "teacher", seed=1)
+    with pytest.raises(ResumeError, match=r"labels2-.* was made by another cross-encoder than task\.teacher="):
+        taught(tmp_path, source, only=["none", "labelled"]).run(parts(tmp_path, resume=True))
+    retriever(privacy=NoPrivacy()).encoder.backbone.save_pretrained(tmp_path / "encoder")
+    with pytest.raises(UnsupportedModelError, match="cross-encoder"):
+        taught(tmp_path, tmp_path / "encoder").run(parts(tmp_path, resume=True))
+    write_parent_card(source)
+    with pytest.raises(PrivateDataError, match=r"task\.teacher=.* was trained on private data of its own"):
+        taught(tmp_path, source).run(parts(tmp_path, resume=True))
+
+
+@pytest.mark.parametrize("change", [{"queries": None, "privacy": partial(NoPrivacy)}, {"head": "both"}])
+def test_a_teacher_reads_made_queries_and_trains_a_query_head(tmp_path: Path, change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"pseudo_labels=2 cannot go with queries="):
+        replace(recipes(tmp_path)["made"], **{"head": "query", "pseudo_labels": 2} | change)
+    with pytest.raises(ConfigurationError, match="pseudo_labels=0 must be at least 1"):
+        replace(recipes(tmp_path)["made"], pseudo_labels=0)

@@ -1,0 +1,442 @@
+"""`task=suite`: what is run, what is left out and why, what is kept, and what the page says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_images
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from variant_runs import run as variant_run
+
+from lit_dpret import cli
+from lit_dpret.cards.page import Block, Grid, Paragraph
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError
+from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed
+from reproduction import SecondTask, Suite, SuitePart
+from reproduction.report import papers
+from reproduction.report.paper_002 import METRICS
+from reproduction.report.relative_table import relative_table, write_table
+from reproduction.report.reproduction import Item, Paper
+from reproduction.report.variant_runs import write_runs
+
+
+def shown(results: Path, _: Path) -> Sequence[Block]:
+    path = results / "score.json"
+    if not path.exists():
+        raise DataError(f"{path.name} is not there.")
+    return [Grid(("ours", "theirs"), [(json.loads(path.read_text())["score"], 0.5)]), Paragraph("of one run.")]
+
+
+PAPER = Paper(
+    name="paper_x",
+    title="A paper",
+    promise="Nothing is promised.",
+    items=(
+        Item(number="Table 1", says="a score.", parts=("first",), show=shown, differs="Ours is tiny."),
+        Item(number="Table 2", says="another.", parts=("better", "second"), show=shown),
+        Item(number="Figure 1", says="a drawing.", why_not="It shows the method."),
+    ),
+)
+
+
+class Scores:
+    """A task that writes what its settings say, and counts."""
+
+    def __init__(self, ran: list[str], settings: Sequence[str], run_dir: Path) -> None:
+        self.ran, self.settings, self.run_dir = ran, [s for s in settings if not s.startswith("run_dir=")], run_dir
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        assert parts.run_dir == self.run_dir
+        self.ran.append(" ".join(self.settings))
+        if "stop" in self.settings:
+            raise KeyboardInterrupt
+        if "fail" in self.settings:
+            raise DataError("its file is broken.")
+        (parts.run_dir / "out").mkdir(exist_ok=True)
+        (parts.run_dir / "out" / "score.json").write_text(json.dumps({"score": len(self.ran)}))
+        return {"score": 1.0}
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(papers.PAPERS, "paper_x", PAPER)
+
+
+@pytest.fixture
+def ran() -> Iterator[list[str]]:
+    yield []
+
+
+def parts(folder: Path, ran: list[str], *, resume: bool = False) -> Parts:
+    def make_run(overrides: Sequence[str]) -> ComposedRun:
+        if "refuse" in overrides:
+            raise ConfigurationError("task.seeds=[] must be some different numbers.")
+        own = Path(overrides[-1].removeprefix("run_dir=").strip("'"))
+        made = Parts(run_dir=own, make_privacy=dict, make_datamodule=dict, make_module=dict, make_trainer=dict)
+        return ComposedRun(lambda _: "", lambda: (Scores(ran, overrides, own), made))
+
+    return Parts(
+        run_dir=folder, resume=resume, seed=3, make_run=make_run, make_privacy=dict, make_datamodule=dict,
+        make_module=dict, make_trainer=dict, command="python train.py experiment=paper_x resume=true",
+    )  # fmt: skip
+
+
+def suite(**changes: Any) -> Suite:
+    settings: dict[str, Any] = {
+        "paper": "paper_x", "min_free_mb": 1, "data": {"images": None},
+        "parts": {
+            "first": SuitePart(settings=["a=1"], results="out", sizes="Three runs of ten."),
+            "better": SuitePart(settings=["b=1"], results="out", needs=["images"]),
+            "second": SuitePart(settings=["c=1"], results="out", after=["first"]),
+        },
+    }  # fmt: skip
+    return Suite(**settings | changes)
+
+
+def page(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "report" / "paper_x.json").read_text(encoding="utf-8"))
+    return found
+
+
+def changed(name: str, **changes: Any) -> dict[str, SuitePart]:
+    made = suite().parts
+    return {**made, name: SuitePart(**{**vars(made[name]), **changes})}
+
+
+def test_every_part_is_run_in_its_folder_and_what_lacks_its_data_is_left_out_with_the_reason(
+    tmp_path: Path, ran: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert suite().run(parts(tmp_path / "run", ran)) == {"shown": 2.0, "not_shown": 1.0}
+    assert ran == ["seed=3 a=1", "seed=3 c=1"]
+    found = page(tmp_path / "run")
+    assert [(item["number"], item["state"], item["part"]) for item in found["items"]] == [
+        ("Table 1", "shown", "first"), ("Table 2", "shown", "second"), ("Figure 1", "not reproduced", None),
+    ]  # fmt: skip
+    assert found["items"][0]["blocks"][0] == {"header": ["ours", "theirs"], "rows": [[1, 0.5]]}
+    assert (tmp_path / "run" / "report" / "table_1.csv").read_text(encoding="utf-8").split() == ["ours,theirs", "1,0.5"]
+    told = (tmp_path / "run" / "report" / "paper_x.md").read_text(encoding="utf-8")
+    for words in ("task.data.images=null: nobody said where", "Not reproduced. It shows the method.", "is tiny. Three",
+                  "python train.py a=1 hydra.run.dir=", "Nothing is promised."):  # fmt: skip
+        assert words in told, words
+    assert "resume=true" not in told  # the command gives the same, not the rest of it
+    html = (tmp_path / "run" / "report" / "paper_x.html").read_text(encoding="utf-8")
+    assert "Table 1" in html and "task.data.images=null" in html
+    out = capsys.readouterr().out
+    assert "Table 2: shown" in out and "part better left out: task.data.images=null: nobody said where" in out
+
+
+def test_an_interrupted_suite_goes_on_where_it_was_and_its_page_was_there_in_between(
+    tmp_path: Path, ran: list[str]
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        suite(parts=changed("second", settings=["stop"])).run(parts(tmp_path, ran))
+    assert [item["state"] for item in page(tmp_path)["items"]] == ["shown", "left out", "not reproduced"]
+    assert "second: it was not run yet." in page(tmp_path)["items"][1]["reason"]
+    with pytest.raises(ResumeError, match="resume=true"):
+        suite().run(parts(tmp_path, ran))
+    suite().run(parts(tmp_path, ran, resume=True))
+    assert ran == ["seed=3 a=1", "seed=3 stop", "seed=3 c=1"]
+    suite().run(parts(tmp_path, ran, resume=True))
+    assert len(ran) == 3 and page(tmp_path)["items"][1]["state"] == "shown"
+
+
+def test_a_finished_part_with_other_settings_is_refused(tmp_path: Path, ran: list[str]) -> None:
+    suite().run(parts(tmp_path, ran))
+    with pytest.raises(ResumeError, match=r"the part first was run with other settings \(a=1\)"):
+        suite(parts=changed("first", more=["seed=9"])).run(parts(tmp_path, ran, resume=True))
+
+
+def test_settings_are_refused_before_the_first_part_begins(tmp_path: Path, ran: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match=r"task.parts.second: task.seeds=\[\]"):
+        suite(parts=changed("second", more=["refuse"])).run(parts(tmp_path, ran))
+    assert ran == []
+
+
+def test_a_part_that_fails_is_named_and_those_before_it_are_kept(tmp_path: Path, ran: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match="The part second of the suite: its file is broken"):
+        suite(parts=changed("second", settings=["fail"])).run(parts(tmp_path, ran))
+    suite().run(parts(tmp_path, ran, resume=True))
+    assert ran.count("seed=3 a=1") == 1
+
+
+def test_what_goes_on_from_a_part_that_is_not_there_is_left_out(tmp_path: Path, ran: list[str]) -> None:
+    suite(only=["second"]).run(parts(tmp_path, ran))
+    assert ran == []
+    assert "it goes on from first, which is not there: task.only leaves it out." in page(tmp_path)["items"][1]["reason"]
+    suite(only=["first"]).run(parts(tmp_path, ran, resume=True))
+    suite(only=["second"]).run(parts(tmp_path, ran, resume=True))  # the first is there by now
+    assert ran == ["seed=3 a=1", "seed=3 c=1"]
+
+
+def test_a_missing_package_leaves_a_part_out(tmp_path: Path, ran: list[str]) -> None:
+    suite(parts=changed("first", packages=["no_such_package"])).run(parts(tmp_path, ran))
+    assert "the package no_such_package is not installed" in page(tmp_path)["items"][0]["reason"]
+
+
+def test_earlier_results_stand_in_for_a_part_and_nothing_is_run_for_a_report(tmp_path: Path, ran: list[str]) -> None:
+    earlier = tmp_path / "earlier"
+    earlier.mkdir()
+    (earlier / "score.json").write_text('{"score": 0.25}')
+    taken = changed("first", taken=str(earlier))
+    suite(parts=taken, report_only=True).run(parts(tmp_path / "run", ran))
+    found = page(tmp_path / "run")
+    assert ran == [] and found["items"][0]["blocks"][0]["rows"] == [[0.25, 0.5]]
+    assert found["parts"][0]["taken"] and str(earlier) in found["parts"][0]["command"]
+    assert "only results were taken" in found["items"][1]["reason"]
+    with pytest.raises(ConfigurationError, match=r"no part in .* is finished"):
+        suite(report_only=True).run(parts(tmp_path / "other", ran))
+
+
+def test_results_without_what_an_item_needs_are_told_and_not_made_up(tmp_path: Path, ran: list[str]) -> None:
+    suite(parts=changed("first", taken=str(tmp_path))).run(parts(tmp_path / "run", ran))
+    item = page(tmp_path / "run")["items"][0]
+    assert item["state"] == "left out" and "score.json is not there" in item["reason"] and item["blocks"] == []
+
+
+def test_texts_of_the_data_are_left_out_of_the_page_where_they_must_not_be_passed_on(
+    tmp_path: Path, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quoting = replace(PAPER, items=(replace(PAPER.items[0], quotes=True), *PAPER.items[1:]))
+    monkeypatch.setitem(papers.PAPERS, "paper_x", quoting)
+    suite(quote=False).run(parts(tmp_path, ran))
+    item = page(tmp_path)["items"][0]
+    assert item["state"] == "left out" and item["blocks"] == [{"text": "of one run."}]
+    assert not (tmp_path / "report" / "table_1.csv").exists()
+    assert "task.quote=false" in (tmp_path / "report" / "paper_x.md").read_text(encoding="utf-8")
+    suite().run(parts(tmp_path, ran, resume=True))
+    assert page(tmp_path)["items"][0]["blocks"][0]["rows"] == [[1, 0.5]]
+    assert (tmp_path / "report" / "table_1.csv").exists()
+    suite(quote=False).run(parts(tmp_path, ran, resume=True))
+    assert not (tmp_path / "report" / "table_1.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"paper": "paper_y"}, "task.paper=paper_y is not one of"),
+        ({"data": {"images": "no/such"}}, r"task\.data\.images=no/such is not there"),
+        ({"only": ["third"]}, "task.only: 'third' is not one of first, better, second"),
+        ({"parts": {"first": SuitePart(settings=[], needs=["texts"])}}, "task.parts.first.needs: 'texts'"),
+        ({"parts": {"first": SuitePart(settings=[], after=["first"])}}, "task.parts.first.after: 'first'"),
+        ({"parts": {"first": SuitePart(settings=[], taken="no/such")}}, "task.parts.first.taken=no/such is no folder"),
+    ],
+)
+def test_wrong_names_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        suite(**changes)
+
+
+# -- the papers -------------------------------------------------------------------------------
+
+
+def composed(*overrides: str) -> Any:
+    with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
+        return compose("train", overrides=list(overrides))
+
+
+EXPERIMENTS = ["paper_002", "paper_002_full", "paper_004", "paper_004_full"]
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_item_of_a_paper_has_its_part_and_every_part_composes(experiment: str) -> None:
+    cfg = composed(f"experiment={experiment}", "run_dir=run")
+    task = cfg.task
+    needed = set(papers.paper_of(task.paper).parts())
+    assert needed <= set(task.parts)
+    helping = {name for part in task.parts.values() for name in part.get("after", [])}
+    assert set(task.parts) <= needed | helping
+    settings = OmegaConf.to_container(task.parts, resolve=True)
+    assert isinstance(settings, dict)
+    for name, part in settings.items():
+        own = composed(*[word.replace("=None", "=null") for word in part["settings"]], f"run_dir=run/{name}")
+        assert own.task._target_.startswith("lit_dpret.tasks.")
+        assert part["sizes"], "a page says how ours differs in size"
+
+
+def test_the_papers_have_all_their_numbers_in_order() -> None:
+    def numbers(name: str, kind: str) -> list[int]:
+        words = [item.number.split(",")[0].split() for item in papers.paper_of(name).items]
+        return sorted({int(number) for what, number, *_ in words if what == kind})
+
+    assert numbers("paper_002", "Figure") == [1, 2, 3, 4, 5] and numbers("paper_002", "Table") == [1, 2, 3, 4]
+    assert numbers("paper_004", "Figure") == numbers("paper_004", "Table") == [1, 2, 3, 4, 5, 6]
+
+
+def test_figures_and_tables_of_paper_002_are_made_of_stored_runs(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    metrics = dict.fromkeys(METRICS, 0.25)
+    runs = [variant_run(name, metrics=metrics) for name in ("Logit-DP", "Naive-DP", "Non-private")]
+    write_runs(runs, results / "runs.jsonl")
+    write_runs([variant_run("Naive-DP", batch_size=size, metrics=metrics) for size in (10, 100)],
+               results / "batch_runs.jsonl")  # fmt: skip
+    write_table(relative_table(runs, baseline=None), results, name="equal_negatives")
+    (results / "equal_negatives.png").write_bytes(b"a picture")
+    for item in papers.paper_of("paper_002").items:
+        if item.show is not None and "embedding_net" in item.parts:
+            blocks = item.show(results, tmp_path / "figure.png")
+            assert blocks and all(block.markdown() and block.html() for block in blocks), item.number
+    table = next(item for item in papers.paper_of("paper_002").items if item.number == "Table 3, embedding net")
+    assert table.show is not None and "0.250 / 0.173" in table.show(results, tmp_path / "x.png")[0].markdown()
+
+
+def more(part: str, *settings: str) -> str:
+    return f"task.parts.{part}.more={json.dumps(list(settings))}"
+
+
+@pytest.mark.slow
+def test_paper_002_on_a_dozen_images_is_interrupted_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = tiny_images.parquet(tmp_path / "images")
+    small = ["task.seeds=[0]", "task.epochs=1", "task.batch_size=4", "task.held_out_images=6", "task.held_out_group=3",
+             "task.only=[non_private]"]  # fmt: skip
+    words = ["experiment=paper_002", f"run_dir={tmp_path / 'run'}", f"task.data.cifar10={images}",
+             "task.only=[embedding_net,fine_tune_cifar100,fine_tune]", more("embedding_net", *small),
+             more("fine_tune", "task.seeds=[0]", "task.epochs=1")]  # fmt: skip
+    real = SecondTask.run
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SecondTask, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cli.run(composed(*words))
+    report = tmp_path / "run" / "report"
+    states = {item["number"]: item for item in json.loads((report / "paper_002.json").read_text())["items"]}
+    assert states["Figure 3"]["state"] == "shown" and (report / "figure_3.png").is_file()
+    assert "it was not run yet" in states["Table 2"]["reason"]
+    assert "task.data.cifar100=null" in states["Table 2"]["reason"]
+    trained = (tmp_path / "run" / "embedding_net" / "stage.json").stat().st_mtime_ns
+
+    monkeypatch.setattr(SecondTask, "run", real)
+    result = cli.run(composed(*words, "resume=true"))
+    assert (tmp_path / "run" / "embedding_net" / "stage.json").stat().st_mtime_ns == trained
+    states = {item["number"]: item for item in json.loads((report / "paper_002.json").read_text())["items"]}
+    assert states["Table 2"]["part"] == "fine_tune" and states["Table 4"]["state"] == "shown"
+    assert "10 classes" not in states["Table 2"]["blocks"][1]["text"]  # five groups of CIFAR-10
+    assert "5 classes" in states["Table 2"]["blocks"][1]["text"]
+    assert "task.only leaves it out" in states["Figure 4"]["reason"]
+    assert "batch_runs.jsonl" in states["Figure 1, right"]["reason"]  # that variant was not run
+    assert result["shown"] == sum(item["state"] == "shown" for item in states.values())
+
+    hundred = tiny_images.cifar100_pickles(tmp_path / "hundred")  # data that came later
+    cli.run(
+        composed(*words, "resume=true", f"task.data.cifar100={hundred}",
+                 more("fine_tune_cifar100", "task.seeds=[0]", "task.epochs=1"))
+    )  # fmt: skip
+    states = {item["number"]: item for item in json.loads((report / "paper_002.json").read_text())["items"]}
+    assert states["Table 2"]["part"] == "fine_tune_cifar100" and "20 classes" in states["Table 2"]["blocks"][1]["text"]
+
+
+PLANTED = ("++federated.planted.clients=2", "++federated.planted.entities=8", "++federated.planted.told=3",
+           "++federated.planted.questions=2", "++federated.planted.hubs=1", "federated.silos=planted",
+           "federated.model.encoder=planted", "federated.model.layers=null", "federated.model.train_embeddings=true",
+           "federated.model.max_query_length=8", "federated.model.max_sentence_length=12", "federated.stage1.rounds=1",
+           "federated.stage1.warmup_rounds=0", "federated.stage1.top_k=10", "federated.clients=null")  # fmt: skip
+
+
+@pytest.mark.slow
+def test_paper_004_on_planted_silos(tmp_path: Path) -> None:
+    client = f"{tmp_path}/run/silos/silos/clients/client0"
+    study = [*PLANTED, "task.seeds=[0]", "task.plot=true"]
+    shown = {
+        "silos": ["task.source=planted", "++task.planted.clients=2", "++task.planted.entities=14",
+                  "++task.planted.told=3"],
+        "encoder": PLANTED,
+        "cases": [f"task.silo={client}"],
+        "inversion": [f"task.texts={client}/sentences.jsonl", "task.known=20", "task.attacked=20", "task.steps=2",
+                      "task.candidates=5", "task.samples=2", "task.max_tokens=8"],
+        "hubness": [*study, "task.values=[10,20]"],
+        "data_ratio": [*study, "task.values=[0.5,1]", "task.systems=[stage1]"],  # in one folder with hubness
+        "gain": study,
+        "table_1": [*PLANTED, "task.seeds=[0]", "task.systems=[bm25,stage1]"],
+    }  # fmt: skip
+    cfg = composed(
+        "experiment=paper_004", f"run_dir={tmp_path / 'run'}", f"task.only=[{','.join(shown)}]", "task.min_free_mb=1",
+        *(more(name, *settings) for name, settings in shown.items()),
+        *(f"++task.parts.{name}.packages=[]" for name in shown),
+    )  # fmt: skip
+    cli.run(cfg)
+    report = tmp_path / "run" / "report"
+    items = {item["number"]: item for item in json.loads((report / "paper_004.json").read_text())["items"]}
+    left = {"Table 4"}
+    drawings = {"Figure 1", "Figure 2"}
+    assert {number for number, item in items.items() if item["state"] == "shown"} == set(items) - left - drawings
+    assert all("task.only" in items[number]["reason"] for number in left)
+    table = items["Table 1"]["blocks"][0]["rows"]
+    assert any(row[0] == "BM25" and row[1].endswith("/ 0.172") for row in table)
+    assert items["Table 3"]["blocks"][0]["rows"][0][0] == "Without training"
+    assert len(items["Table 6"]["blocks"][0]["rows"]) == 2
+    for picture in ("figure_3", "figure_4", "figure_6", "table_2"):
+        assert (report / f"{picture}.png").stat().st_size > 5000
+    assert (report / "paper_004.html").stat().st_mode & 0o077 == 0  # measures of clients' own questions
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("task.sedes=[0]", r"task\.parts\.table_1: task\.sedes is not a setting \(in .*experiment=pdd_as2"),
+        ("task.seeds=[]", r"task\.parts\.table_1: task\.seeds=\[\] must be"),
+        ("task=none", r"task\.parts\.table_1: .*task/none"),
+    ],
+)
+def test_a_wrong_setting_of_a_part_is_named_with_the_part_before_anything_runs(
+    tmp_path: Path, setting: str, words: str
+) -> None:
+    cfg = composed("experiment=paper_004", f"run_dir={tmp_path / 'run'}", "task.only=[silos,table_1]",
+                   more("table_1", setting), "++task.parts.table_1.packages=[]", "++task.parts.silos.packages=[]",
+                   "task.min_free_mb=1")  # fmt: skip
+    with pytest.raises(ConfigurationError, match=words):
+        cli.run(cfg)
+    assert not (tmp_path / "run" / "silos").exists()
+
+
+TAKEN = {
+    "paper_002": {part: f"paper_002/parts/{part}" for part in ("embedding_net", "fine_tune", "resnet18")},
+    "paper_004": {"table_1": "federated/insuranceqa", "hubness": "federated/insuranceqa",
+                  "gain": "federated/insuranceqa", "negatives": "federated/insuranceqa",
+                  "data_ratio": "federated/insuranceqa"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("paper", [pytest.param("paper_002", marks=pytest.mark.slow), "paper_004"])
+def test_the_pages_in_the_docs_are_what_their_stored_results_make(
+    paper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.chdir(root)
+    taken = [f"task.parts.{part}.taken=docs/reproduction/{folder}" for part, folder in TAKEN[paper].items()]
+    cli.run(composed(f"experiment={paper}", f"run_dir={tmp_path}", "task.report_only=true", *taken))
+    made = json.loads((tmp_path / "report" / f"{paper}.json").read_text(encoding="utf-8"))
+    kept = json.loads((root / "docs" / "reproduction" / paper / f"{paper}.json").read_text(encoding="utf-8"))
+    ours = {item["number"]: item for item in made["items"] if item["part"] in TAKEN[paper]}
+    stored = {item["number"]: item for item in kept["items"]}
+    assert len(ours) >= len(TAKEN[paper])
+    for number, item in ours.items():
+        assert stored[number]["blocks"] == item["blocks"], number
+
+
+def test_the_command_on_a_page_starts_anew(tmp_path: Path, ran: list[str]) -> None:
+    typed = replace(parts(tmp_path, ran), command="python train.py task=ablate resume=true task.note=x task.seeds=2")
+    assert typed.command_again() == "python train.py task=ablate task.note=x task.seeds=2"
+    assert typed.command_again("task.note=") == "python train.py task=ablate task.seeds=2"
+
+
+def test_what_a_shell_would_change_is_quoted_on_a_page(tmp_path: Path, ran: list[str]) -> None:
+    words = ["task.only=[a,b]", "task.root=${oc.env:DATA}", "task.note=two words", "+task.x={a: 1}", "~task.y"]
+    command = f"python train.py {as_typed(words)}"
+    assert command == (
+        "python train.py task.only=[a,b] 'task.root=${oc.env:DATA}' 'task.note=two words' '+task.x={a: 1}' '~task.y'"
+    )
+    assert replace(parts(tmp_path, ran), command=f"{command} resume=true").command_again() == command
+    shell = ["bash", "-c", f"printf '%s\\n' {as_typed(words)}"]
+    assert subprocess.run(shell, capture_output=True, text=True, check=True).stdout.splitlines() == words
