@@ -18,7 +18,8 @@ import numpy as np
 
 from lit_dpret.cards.text import show_epsilon
 from lit_dpret.errors import UnsupportedAccountingError
-from lit_dpret.privacy.accounting import accountant as accounting
+from lit_dpret.privacy.accounting.accountant import cap_for_copies
+from lit_dpret.privacy.accounting.composition import epsilon_curve
 from lit_dpret.privacy.accounting.groups import group_epsilon
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, TruncatedPoisson
 from lit_dpret.privacy.budget import AccountantName, Neighbours, Unit
@@ -64,7 +65,7 @@ def claim_facts(
     follows = n is not None and math.isclose(budget.delta, 1 / (2 * n), rel_tol=1e-9)
     curve: list[list[float]] = []
     if verdict.basis == "as_charged":
-        pairs = accounting.epsilon_curve(releases, neighbours=budget.neighbours, accountant=plan.accountant)
+        pairs = epsilon_curve(releases, neighbours=budget.neighbours, accountant=plan.accountant)
         curve = [[epsilon, delta] for epsilon, delta in pairs if math.isfinite(epsilon)]
     proved = verdict.guarantee == "dp"
     return {
@@ -135,7 +136,7 @@ def _wider(units: int, charged: Sequence[Release], plan: PrivacyPlan) -> dict[st
     if not isinstance(law, TruncatedPoisson) or not own:
         return None
     steps, delta = sum(release.count for release in own), plan.budget.delta
-    cap = accounting.cap_for_copies(law, steps=steps, delta=delta, copies=units)
+    cap = cap_for_copies(law, steps=steps, delta=delta, copies=units)
     rest = [replace(r, law=replace(law, cap=cap)) if r in own else r for r in charged]
     value = group_epsilon(rest, delta=delta, max_units=units, neighbours=plan.budget.neighbours)
     return {"cap": cap, "epsilon": value} if math.isfinite(value) else None

@@ -20,7 +20,7 @@ from lit_dpret.cards.amendments import versions
 from lit_dpret.cards.file import CARD_NAME, SIGNATURE_NAME, card_path, card_sha256, read_card
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.errors import ConfigurationError, DataError, schema_problem
-from lit_dpret.privacy.ledger.run_ledger import canonical_json, storage_error
+from lit_dpret.privacy.ledger.chain import canonical_json, storage_error
 
 SCHEMA = "lit-dpret/privacy-card-signature/1"
 _INSTALL = "needs the package cryptography: pip install 'lit-dpret[sign]'."

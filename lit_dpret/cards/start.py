@@ -18,7 +18,7 @@ from lit_dpret.cards.check import verify_card
 from lit_dpret.cards.file import CARD_NAME, card_above, card_sha256, read_card
 from lit_dpret.cards.text import contradicted
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError
-from lit_dpret.privacy.accounting import accountant as accounting
+from lit_dpret.privacy.accounting import composition as accounting
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, release_from_dict
 from lit_dpret.privacy.ledger.charges import NOISE_KINDS, START_EVENT, claimed_releases, counted_in, start_of
 from lit_dpret.privacy.ledger.dataset_charge import EarlierRun

@@ -24,9 +24,9 @@ from typing import Any
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, LedgerError, PrivateDataError
-from lit_dpret.privacy.accounting.accountant import calibrate_noise, epsilon
+from lit_dpret.privacy.accounting.accountant import DecimalGrid, calibrate_noise, least
+from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease, Release, SamplingLaw, merge
-from lit_dpret.privacy.accounting.search import DecimalGrid, least
 from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, Unit, charged
 from lit_dpret.privacy.ledger.charges import start_of
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger

@@ -16,7 +16,8 @@ from lit_dpret.callbacks.planning import planned_steps
 from lit_dpret.costs.slices import check_devices, predict
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.modes import GaussianMode
-from lit_dpret.privacy.plan import PrivacyPlan, describe_plan, format_plan
+from lit_dpret.privacy.plan import PrivacyPlan, describe_plan
+from lit_dpret.privacy.plan_text import format_plan
 from lit_dpret.privacy.sampling import steps_per_epoch
 from lit_dpret.report.plan_figure import can_draw, draw_plan
 from lit_dpret.tasks.parts import Parts, check_run_dir

@@ -20,14 +20,14 @@ from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.text import card_markdown
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, PrivacyViolation, ResumeError
-from lit_dpret.privacy.accounting.accountant import epsilon
+from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, merge
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.ledger.charges import counted_in
+from lit_dpret.privacy.ledger.charges import charged_releases, counted_in, noise_keys
 from lit_dpret.privacy.ledger.dataset_account import DatasetAccount
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.owed import owed_releases
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, noise_keys
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.noise import KeyedStream
 

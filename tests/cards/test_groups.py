@@ -12,7 +12,7 @@ from cards import CHILD, DELTA, LAW, NOISE, Run, forge, make_plan
 from lit_dpret.cards.card import Assumption, inherit_card, read_card, verify_card, write_card
 from lit_dpret.cards.text import card_html, card_markdown, show_epsilon
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.privacy.accounting.accountant import epsilon
+from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.groups import group_epsilon
 from lit_dpret.privacy.accounting.releases import (
     FixedSize,

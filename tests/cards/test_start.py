@@ -22,7 +22,7 @@ from lit_dpret.cards.card import (
 from lit_dpret.cards.start import note_start, read_start
 from lit_dpret.cards.text import card_markdown
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
-from lit_dpret.privacy.accounting.accountant import epsilon
+from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import FixedSize, GaussianRelease
 from lit_dpret.privacy.ledger.facts import RANDOM_WEIGHTS
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData

@@ -12,7 +12,7 @@ from stand_ins import Numbers, Regression, fit
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError
 from lit_dpret.federated.centroids import CentroidPlan, dp_centroids
 from lit_dpret.federated.silo_ledger import SiloLedger, silo_budget, split_budget
-from lit_dpret.privacy.accounting.accountant import epsilon
+from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease, Poisson
 from lit_dpret.privacy.budget import ROUNDING_SHARE, PrivacyBudget
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger

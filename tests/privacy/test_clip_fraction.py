@@ -24,7 +24,8 @@ from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.budget import Neighbours, PrivacyBudget
 from lit_dpret.privacy.modes import DPSGD, PublicPassages, StepCounts, Update
 from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.plan import PrivacyPlan, describe_plan, format_plan
+from lit_dpret.privacy.plan import PrivacyPlan, describe_plan
+from lit_dpret.privacy.plan_text import format_plan
 from lit_dpret.privacy.sampling import Draw, UnitCollator
 
 SHARE = 0.1

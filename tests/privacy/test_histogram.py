@@ -13,7 +13,7 @@ import pytest
 from cards import rewrite_chain
 
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError
-from lit_dpret.privacy.accounting.accountant import epsilon
+from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease, Poisson
 from lit_dpret.privacy.budget import Neighbours, PrivacyBudget
 from lit_dpret.privacy.histogram import (

@@ -10,7 +10,8 @@ import pytest
 
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.privacy.accounting import forecast
-from lit_dpret.privacy.accounting.accountant import Accountant, epsilon
+from lit_dpret.privacy.accounting.accountant import Accountant
+from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import (
     FixedSize,
     FullBatch,
@@ -20,7 +21,8 @@ from lit_dpret.privacy.accounting.releases import (
     TruncatedPoisson,
 )
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.plan import SAMPLINGS, PrivacyPlan, describe_plan, format_plan
+from lit_dpret.privacy.plan import SAMPLINGS, PrivacyPlan, describe_plan
+from lit_dpret.privacy.plan_text import format_plan
 
 N = 2000
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from lit_dpret.cards.card import read_card
-from lit_dpret.privacy.accounting.accountant import epsilon
+from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.ledger.charges import charged_releases
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 

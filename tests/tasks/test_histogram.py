@@ -23,7 +23,7 @@ from lit_dpret.cards.text import BOUND
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, PrivateDataError, ResumeError
-from lit_dpret.privacy.accounting.accountant import epsilon
+from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.histogram import ReleasedHistogram
 from lit_dpret.privacy.ledger.charges import charged_releases, claimed_releases
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger

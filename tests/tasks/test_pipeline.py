@@ -16,8 +16,9 @@ from tiny_tasks import open_to_others, parts, retriever, trainer
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, ResumeError
-from lit_dpret.privacy.accounting.accountant import epsilon
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, noise_keys
+from lit_dpret.privacy.accounting.composition import epsilon
+from lit_dpret.privacy.ledger.charges import charged_releases, noise_keys
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
 from lit_dpret.tasks import Pipeline
 

@@ -27,7 +27,7 @@ from lit_dpret.audit.statistics.rank_epsilon import (
     top_rank_one_training,
 )
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.privacy.accounting.secret_ceiling import SecretCeiling
+from lit_dpret.privacy.accounting.ceilings import SecretCeiling
 from lit_dpret.privacy.budget import Neighbours
 
 POOLED = "three kinds"

@@ -1,12 +1,9 @@
-"""What no attack can do better than, whatever it is and whatever it knows.
+"""Ceilings on every attack, whatever it is and whatever it knows.
 
-An epsilon is hard to picture; the rate at which an attacker can be right is not. The accountant's
-curve bounds it for every attack on everything derived from the releases: an event that has
-probability f when one unit is absent has probability at most min over e of exp(e) f + delta(e) when
-it is there. The absent event is a false alarm of a membership test, or a lucky guess at a secret.
-
-The bounds hold for one copy of the unit; `lit_dpret.privacy.accounting.secret_ceiling` has those for several. They
-are also an alarm: an attack measured above its ceiling, with confidence, is a bug in the mechanism.
+An epsilon is hard to picture; the rate at which an attacker can be right is not. An event that has probability f when
+one unit is absent has probability at most min over e of exp(e) f + delta(e) when it is there, with delta(e) the curve of
+the accountant. The absent event is a false alarm of a membership test, or a lucky guess at a secret. An attack that is
+measured above its ceiling, with confidence, is a bug in the mechanism.
 """
 
 from __future__ import annotations
@@ -16,14 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from lit_dpret.privacy.accounting.claims import delta_at, epsilon
-from lit_dpret.privacy.accounting.composition import LARGEST_EPSILON
+from lit_dpret.privacy.accounting.composition import LARGEST_EPSILON, delta_at, epsilon
+from lit_dpret.privacy.accounting.groups import group_delta_at
 from lit_dpret.privacy.accounting.releases import Release
 from lit_dpret.privacy.budget import AccountantName, Neighbours
 
 FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
 PRIORS = (1e-2, 1e-4, 1e-6, 1e-10)
-_POINTS = 1500
 
 
 def attack_ceilings(
@@ -70,3 +66,37 @@ def attack_ceilings(
         "tpr_at_fpr": {f"{rate:g}": ceiling(rate) for rate in false_positive_rates},
         "secret_guess": {f"{prior:g}": ceiling(prior) for prior in PRIORS},
     }
+
+
+_POINTS = 1500
+
+
+class SecretCeiling:
+    """How often any attack can name a secret that stands several times in the data.
+
+    The absent event is that the secret is named although none of its copies took part: its prior probability. With
+    all ``copies`` it is at most min over e of exp(e) prior + delta_k(e), the curve that of `group_delta_at`.
+
+    Args:
+        releases: What was let out.
+        copies: How many units the secret is.
+        neighbours: What the absence of a unit means.
+    """
+
+    def __init__(self, releases: Iterable[Release], *, copies: int = 1, neighbours: Neighbours) -> None:
+        # Beyond 50, exp(e) times a prior of 1e-20 is above 1: no larger e can be the minimum.
+        points = [float(x) for x in np.linspace(0.0, 50.0, _POINTS)]
+        self._deltas = np.array(group_delta_at(points, releases, max_units=copies, neighbours=neighbours))
+        self._odds = np.exp(np.array(points))
+
+    def success(self, prior: float) -> float:
+        """The largest probability of naming it, where a guess without the releases has ``prior``."""
+        return float(min(1.0, (self._odds * prior + self._deltas).min()))
+
+    def mean_rank(self, candidates: int) -> float:
+        """The smallest expected rank of the secret among ``candidates``, from which it was drawn uniformly.
+
+        E[rank] is 1 and the sum of P[rank > r] from r = 1, and P[rank <= r] at most the success of naming the secret
+        with prior r / candidates.
+        """
+        return 1 + float(sum(1 - self.success(r / candidates) for r in range(1, candidates)))

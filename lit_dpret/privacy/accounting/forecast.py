@@ -13,14 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
-from lit_dpret.privacy.accounting.accountant import (
-    attack_ceilings,
-    calibrate_noise,
-    epsilon,
-    epsilon_without_amplification,
-)
+from lit_dpret.privacy.accounting.accountant import calibrate_noise
 from lit_dpret.privacy.accounting.audit_power import audit_power
-from lit_dpret.privacy.accounting.composition import plain
+from lit_dpret.privacy.accounting.ceilings import attack_ceilings
+from lit_dpret.privacy.accounting.composition import epsilon, epsilon_without_amplification, plain
 from lit_dpret.privacy.accounting.knee import knee_table
 from lit_dpret.privacy.accounting.matrix import OTHER_BOUND, Planned, epsilon_matrix, epsilon_over_steps, user_levels
 from lit_dpret.privacy.accounting.releases import (

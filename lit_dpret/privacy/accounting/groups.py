@@ -31,9 +31,18 @@ from scipy import special, stats
 
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.privacy.accounting.accountant import truncation_delta
-from lit_dpret.privacy.accounting.claims import check_delta, delta_at, epsilon
-from lit_dpret.privacy.accounting.composition import FINE, LARGEST_EPSILON, Part, beyond_reach, parts_of, plain
-from lit_dpret.privacy.accounting.pld_arrays import compose_times, read_deltas, read_epsilon
+from lit_dpret.privacy.accounting.composition import (
+    FINE,
+    LARGEST_EPSILON,
+    Part,
+    beyond_reach,
+    check_delta,
+    delta_at,
+    epsilon,
+    parts_of,
+    plain,
+)
+from lit_dpret.privacy.accounting.pld import compose_times, read_deltas, read_epsilon
 from lit_dpret.privacy.accounting.releases import (
     FixedSize,
     FullBatch,

@@ -17,8 +17,7 @@ from scipy import stats
 
 from lit_dpret.errors import UnsupportedAccountingError
 from lit_dpret.privacy.accounting.accountant import truncation_delta
-from lit_dpret.privacy.accounting.claims import epsilon, rough_epsilon
-from lit_dpret.privacy.accounting.composition import SUPPORTED, check_supported, plain
+from lit_dpret.privacy.accounting.composition import SUPPORTED, check_supported, epsilon, plain, rough_epsilon
 from lit_dpret.privacy.accounting.groups import group_epsilon
 from lit_dpret.privacy.accounting.releases import (
     FixedSize,

@@ -25,12 +25,12 @@ from dp_accounting.rdp import RdpAccountant
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.accounting.accountant import truncation_delta
-from lit_dpret.privacy.accounting.claims import check_delta
 from lit_dpret.privacy.accounting.composition import (
     LARGEST_EPSILON,
     RELATIONS,
     Part,
     beyond_reach,
+    check_delta,
     check_supported,
     parts_of,
     plain,

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from lit_dpret.errors import UnsupportedAccountingError
-from lit_dpret.privacy.accounting.accountant import check_supported, epsilon
+from lit_dpret.privacy.accounting.composition import check_supported, epsilon
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease, Release, merge
 from lit_dpret.privacy.budget import AccountantName, Neighbours
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from lit_dpret.errors import LedgerError, UnsupportedAccountingError
 from lit_dpret.privacy import clip_fraction
-from lit_dpret.privacy.accounting import accountant as accounting
+from lit_dpret.privacy.accounting import composition as accounting
 from lit_dpret.privacy.accounting.ceilings import attack_ceilings
 from lit_dpret.privacy.accounting.composition import FINE
 from lit_dpret.privacy.accounting.releases import (
@@ -26,9 +26,9 @@ from lit_dpret.privacy.accounting.releases import (
     Shuffle,
 )
 from lit_dpret.privacy.budget import ROUNDING_SHARE, AccountantName
+from lit_dpret.privacy.ledger.chain import GENESIS
 from lit_dpret.privacy.ledger.charges import ROUNDING, departed_attempts, noise_keys
 from lit_dpret.privacy.ledger.dataset_total import noted_total
-from lit_dpret.privacy.ledger.run_ledger import GENESIS
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
 
 Record = Mapping[str, Any]

@@ -23,11 +23,10 @@ from lit_dpret.privacy.accounting.releases import (
     Shuffle,
     TruncatedPoisson,
 )
-from lit_dpret.privacy.ledger.charges import UNITS_UNKNOWN, Key, forthcoming_releases
+from lit_dpret.privacy.ledger.charges import UNITS_UNKNOWN, Key, charged_releases, forthcoming_releases
 from lit_dpret.privacy.ledger.fingerprints import sum_tag, update_hash
 from lit_dpret.privacy.ledger.guard import Permit
 from lit_dpret.privacy.ledger.run import Position, PrivateRun
-from lit_dpret.privacy.ledger.run_ledger import charged_releases
 from lit_dpret.privacy.modes import PrivacyMode, Update
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan

@@ -17,22 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from lit_dpret.privacy.ledger.chain import GENESIS, Book, ChainedFile, canonical_json, record_hash, storage_error
-from lit_dpret.privacy.ledger.charges import SCHEMA, KeyBook, charged_releases, check_no_key_reuse, noise_keys
-
-__all__ = [
-    "GENESIS",
-    "KINDS",
-    "LEDGER_NAME",
-    "PrivacyLedger",
-    "canonical_json",
-    "charged_releases",
-    "check_no_key_reuse",
-    "ledger_identity",
-    "noise_keys",
-    "record_hash",
-    "storage_error",
-]
+from lit_dpret.privacy.ledger.chain import Book, ChainedFile
+from lit_dpret.privacy.ledger.charges import SCHEMA, KeyBook
 
 LEDGER_NAME = "privacy_ledger.jsonl"
 KINDS = ("plan", "intent", "release", "replay", "event", "end", "repair")

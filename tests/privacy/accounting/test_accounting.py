@@ -20,19 +20,24 @@ from opacus.accountants import PRVAccountant
 
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.privacy.accounting.accountant import (
-    SUPPORTED,
     Accountant,
-    attack_ceilings,
+    DecimalGrid,
+    boundary,
     calibrate_noise,
-    check_supported,
     choose_cap,
+    least,
+    truncation_delta,
+)
+from lit_dpret.privacy.accounting.ceilings import attack_ceilings
+from lit_dpret.privacy.accounting.composition import (
+    RELATIONS,
+    SUPPORTED,
+    check_supported,
     delta_at,
     epsilon,
     epsilon_curve,
     epsilon_without_amplification,
-    truncation_delta,
 )
-from lit_dpret.privacy.accounting.composition import RELATIONS
 from lit_dpret.privacy.accounting.releases import (
     FixedSize,
     FullBatch,
@@ -45,7 +50,6 @@ from lit_dpret.privacy.accounting.releases import (
     TruncatedPoisson,
     merge,
 )
-from lit_dpret.privacy.accounting.search import DecimalGrid, boundary, least
 from lit_dpret.privacy.budget import AccountantName, Neighbours
 
 DELTA = 1e-5

@@ -8,7 +8,8 @@ from typing import get_args
 import pytest
 
 from lit_dpret.privacy.accounting import accountant as accounting
-from lit_dpret.privacy.accounting.accountant import calibrate_noise, choose_cap, epsilon
+from lit_dpret.privacy.accounting.accountant import calibrate_noise, choose_cap
+from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.groups import group_epsilon
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease, Poisson, SamplingLaw, TruncatedPoisson
 from lit_dpret.privacy.budget import Neighbours

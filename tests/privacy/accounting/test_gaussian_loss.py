@@ -13,7 +13,7 @@ from dp_accounting.pld import privacy_loss_distribution as library
 from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
 from dp_accounting.privacy_accountant import NeighboringRelation
 
-from lit_dpret.privacy.accounting.gaussian_loss import GaussianLoss, gaussian_pld, truncated_pld
+from lit_dpret.privacy.accounting.pld import GaussianLoss, gaussian_pld, truncated_pld
 
 RELATIONS = list(NeighboringRelation)
 RATES = (1e-6, 0.002, 0.3, 0.999, 1.0)

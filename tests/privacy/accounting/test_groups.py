@@ -13,7 +13,8 @@ from scipy import optimize, stats
 
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.privacy.accounting import groups
-from lit_dpret.privacy.accounting.accountant import delta_at, epsilon, truncation_delta
+from lit_dpret.privacy.accounting.accountant import truncation_delta
+from lit_dpret.privacy.accounting.composition import delta_at, epsilon
 from lit_dpret.privacy.accounting.groups import group_epsilon
 from lit_dpret.privacy.accounting.releases import (
     FixedSize,

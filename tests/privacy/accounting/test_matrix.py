@@ -15,7 +15,8 @@ from dp_accounting.rdp import RdpAccountant
 from opacus.accountants import PRVAccountant
 
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
-from lit_dpret.privacy.accounting.accountant import calibrate_noise, check_supported, epsilon, underreported_epsilon
+from lit_dpret.privacy.accounting.accountant import calibrate_noise
+from lit_dpret.privacy.accounting.composition import check_supported, epsilon, underreported_epsilon
 from lit_dpret.privacy.accounting.releases import (
     FixedSize,
     FullBatch,

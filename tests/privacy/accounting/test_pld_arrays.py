@@ -12,7 +12,7 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution as library
 from dp_accounting.privacy_accountant import NeighboringRelation
 
-from lit_dpret.privacy.accounting.pld_arrays import compose_times, read_deltas, read_epsilon
+from lit_dpret.privacy.accounting.pld import compose_times, read_deltas, read_epsilon
 
 DISTRIBUTIONS = {
     "sampled": library.from_gaussian_mechanism(0.8, sampling_prob=0.02, value_discretization_interval=1e-3),

@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import norm
 
 from lit_dpret.errors import UnsupportedAccountingError
-from lit_dpret.privacy.accounting.ceilings import attack_ceilings
+from lit_dpret.privacy.accounting.ceilings import SecretCeiling, attack_ceilings
 from lit_dpret.privacy.accounting.groups import group_delta_at, group_epsilon
 from lit_dpret.privacy.accounting.releases import (
     FullBatch,
@@ -19,7 +19,6 @@ from lit_dpret.privacy.accounting.releases import (
     Release,
     TruncatedPoisson,
 )
-from lit_dpret.privacy.accounting.secret_ceiling import SecretCeiling
 
 SAMPLED: list[Release] = [GaussianRelease(noise_multiplier=2.0, law=Poisson(sample_rate=0.05))] * 40
 

@@ -10,7 +10,8 @@ import pytest
 from scipy import optimize
 
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
-from lit_dpret.privacy.accounting.accountant import epsilon, truncation_delta
+from lit_dpret.privacy.accounting.accountant import truncation_delta
+from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import (
     FixedSize,
     FullBatch,

@@ -12,7 +12,7 @@ import pytest
 from cards import rewrite_chain
 
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError
-from lit_dpret.privacy.accounting.accountant import epsilon
+from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease, Release
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.ledger.dataset_charge import Charge, EarlierRun, composed

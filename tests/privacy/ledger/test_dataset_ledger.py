@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, UnsupportedAccountingError
-from lit_dpret.privacy.accounting.accountant import epsilon
+from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import (
     FixedSize,
     FullBatch,

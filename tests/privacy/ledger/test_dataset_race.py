@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from racers import DELTA, ledger, race, run_of
 
-from lit_dpret.privacy.accounting.accountant import epsilon
+from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import Release, release_from_dict
 
 

@@ -29,15 +29,9 @@ from lit_dpret.privacy.accounting.releases import (
     SamplingLaw,
     Shuffle,
 )
-from lit_dpret.privacy.ledger.run_ledger import (
-    GENESIS,
-    PrivacyLedger,
-    canonical_json,
-    charged_releases,
-    check_no_key_reuse,
-    noise_keys,
-    record_hash,
-)
+from lit_dpret.privacy.ledger.chain import GENESIS, canonical_json, record_hash
+from lit_dpret.privacy.ledger.charges import charged_releases, check_no_key_reuse, noise_keys
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 
 LAW = Poisson(sample_rate=0.01)
 STEP = GaussianRelease(noise_multiplier=1.0, law=LAW)

@@ -12,9 +12,9 @@ import pytest
 from lit_dpret.errors import ResumeError
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
 from lit_dpret.privacy.ledger import chain
-from lit_dpret.privacy.ledger.charges import Key
+from lit_dpret.privacy.ledger.charges import Key, check_no_key_reuse
 from lit_dpret.privacy.ledger.run import Position, PrivateRun
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, check_no_key_reuse
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 
 DESCRIBED = {
     "mode": "dp_sgd",

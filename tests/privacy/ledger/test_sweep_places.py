@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lit_dpret.errors import BudgetExceededError, ConfigurationError
-from lit_dpret.privacy.accounting.accountant import epsilon
+from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease, Release
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
