@@ -38,8 +38,7 @@ from lit_dpret.encoders import TextEncoder
 from lit_dpret.modules.frozen_dual_encoder import FrozenDualEncoder
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.privacy.accounting.composition import epsilon
-from lit_dpret.privacy.ledger.charges import charged_releases
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 from lit_dpret.retrieval.runs import Ranking, evaluate
 from lit_dpret.retrieval.search import lexicographic_rank, search

@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
-from lit_dpret.privacy.ledger.shown import public_names, unaccounted
+from lit_dpret.privacy.ledger.gate import public_names, unaccounted
 
 _SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 

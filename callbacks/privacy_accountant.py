@@ -50,16 +50,12 @@ from lit_dpret.cards.start import Start, note_start, read_start
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
 from lit_dpret.privacy.ledger.dataset_account import DatasetAccount, require_room
-from lit_dpret.privacy.ledger.dataset_charge import EarlierRun
-from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger.fingerprints import state_hash
-from lit_dpret.privacy.ledger.gate import ReleaseGate
-from lit_dpret.privacy.ledger.leaks import PRIVATE_LOG_EVENT, UNITS_UNNAMED
-from lit_dpret.privacy.ledger.run import Position, PrivateRun
+from lit_dpret.privacy.ledger.dataset_file import EarlierRun
+from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger, note_sweep
+from lit_dpret.privacy.ledger.facts import PRIVATE_LOG_EVENT, UNITS_UNNAMED
+from lit_dpret.privacy.ledger.gate import ReleaseGate, SharedGate, unaccounted
+from lit_dpret.privacy.ledger.run import Position, PrivateRun, state_hash
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, ledger_identity
-from lit_dpret.privacy.ledger.shared_gate import SharedGate
-from lit_dpret.privacy.ledger.shown import unaccounted
-from lit_dpret.privacy.ledger.sweep_places import note_sweep
 from lit_dpret.privacy.ledger.trained import TrainedIn, fingerprints, mark, remember, runs_behind, weights
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream, load_secret, published_secret

@@ -24,7 +24,7 @@ from lit_dpret.cards.facts import declared_start, environment_facts, note_protoc
 from lit_dpret.cards.tuning import declared_search, refuse_other_tuning, refuse_told_number
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.ledger.leaks import leaks
+from lit_dpret.privacy.ledger.facts import leaks
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.noise import PHILOX, SHAKE
 

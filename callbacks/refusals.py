@@ -47,7 +47,7 @@ from lit_dpret.callbacks.strategies import (
 from lit_dpret.cards.file import CARD_NAME, card_above, check_dataset_card
 from lit_dpret.cards.start import Start, model_folder
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
-from lit_dpret.privacy.ledger.guard import uncounted
+from lit_dpret.privacy.ledger.gate import uncounted
 from lit_dpret.privacy.ledger.trained import held, noted_in, runs_behind
 from lit_dpret.privacy.sampling import Draw, PrivateBatchSampler, answer_of
 from lit_dpret.privacy.training_data import not_offered

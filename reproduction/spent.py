@@ -13,8 +13,8 @@ from lit_dpret.cards.file import CARD_NAME, read_card
 from lit_dpret.cards.text import show_delta, show_epsilon
 from lit_dpret.errors import LedgerError
 from lit_dpret.privacy.accounting.releases import Release
-from lit_dpret.privacy.ledger.dataset_total import compose_across_runs
-from lit_dpret.privacy.ledger.owed import owed_releases
+from lit_dpret.privacy.ledger.dataset_file import compose_across_runs
+from lit_dpret.privacy.ledger.facts import owed_releases
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 
 _Records = list[dict[str, Any]]

@@ -301,8 +301,7 @@ def test_the_quickstart_extra_that_is_not_installed_is_named(tmp_path: Path) -> 
 @pytest.mark.parametrize("program", [("train.py",), ("-m", "lit_dpret")])
 def test_a_run_leaves_model_ledger_card_and_metrics(tmp_path: Path, program: tuple[str, ...]) -> None:
     from lit_dpret.privacy.accounting.composition import epsilon
-    from lit_dpret.privacy.ledger.charges import charged_releases
-    from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+    from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 
     done = call(*TINY, f"datamodule.pairs={write_log(tmp_path)}", "privacy.eps=3", folder=tmp_path, program=program)
     assert done.returncode == 0, done.stderr
@@ -377,8 +376,7 @@ def test_a_run_killed_by_signal_9_resumes_to_the_same_weights_and_epsilon(tmp_pa
     assert resumed["claim"]["epsilon"] == whole["claim"]["epsilon"]  # type: ignore[index]
     one, other = (load_file(folder / "model" / "model.safetensors") for folder in (killed, tmp_path / "whole"))
     assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
-    from lit_dpret.privacy.ledger.charges import check_no_key_reuse
-    from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+    from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, check_no_key_reuse
 
     check_no_key_reuse(PrivacyLedger.read(ledger).records)
 

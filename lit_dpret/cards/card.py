@@ -48,7 +48,7 @@ from lit_dpret.cards.text import SIGNOFF, contradicted, show_delta, show_epsilon
 from lit_dpret.cards.tuning import search_cost, tuning_facts, with_earlier_tuning
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError
 from lit_dpret.privacy.ledger.chain import today
-from lit_dpret.privacy.ledger.charges import charged_releases, claimed_releases, start_of
+from lit_dpret.privacy.ledger.dataset_ledger import sweep_of
 from lit_dpret.privacy.ledger.facts import (
     Assumption,
     accounting_facts,
@@ -59,8 +59,7 @@ from lit_dpret.privacy.ledger.facts import (
     mechanism_facts,
     plan_of,
 )
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
-from lit_dpret.privacy.ledger.sweep_places import sweep_of
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, charged_releases, claimed_releases, start_of
 from lit_dpret.privacy.plan import PrivacyPlan
 
 __all__ = [

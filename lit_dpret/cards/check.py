@@ -29,7 +29,7 @@ from lit_dpret.cards.tuning import (
     search_cost,
 )
 from lit_dpret.errors import DataError, LedgerError, LitDpretError
-from lit_dpret.privacy.ledger.charges import charged_releases, claimed_releases, noise_keys, start_of
+from lit_dpret.privacy.ledger.dataset_ledger import sweep_limit, sweep_of
 from lit_dpret.privacy.ledger.facts import (
     Assumption,
     Verdict,
@@ -37,13 +37,12 @@ from lit_dpret.privacy.ledger.facts import (
     ceilings_of,
     derived_assumptions,
     judge,
+    leaks,
     ledger_facts,
     mechanism_facts,
     plan_of,
 )
-from lit_dpret.privacy.ledger.leaks import leaks
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
-from lit_dpret.privacy.ledger.sweep_places import sweep_limit, sweep_of
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, claimed_releases, noise_keys, start_of
 from lit_dpret.privacy.plan import PrivacyPlan
 
 # Two evaluations of one accountant differ by less than this; another library version may not.

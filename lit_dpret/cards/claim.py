@@ -19,12 +19,12 @@ import numpy as np
 from lit_dpret.cards.text import show_epsilon
 from lit_dpret.errors import UnsupportedAccountingError
 from lit_dpret.privacy.accounting.accountant import cap_for_copies
-from lit_dpret.privacy.accounting.composition import epsilon_curve
+from lit_dpret.privacy.accounting.composition import delta_at, epsilon_curve
 from lit_dpret.privacy.accounting.groups import group_epsilon
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, TruncatedPoisson
 from lit_dpret.privacy.budget import AccountantName, Neighbours, Unit
-from lit_dpret.privacy.ledger.charges import charged_releases
 from lit_dpret.privacy.ledger.facts import Verdict, derived_assumptions, every_unit_in_every_step, judge, plan_of
+from lit_dpret.privacy.ledger.run_ledger import charged_releases
 from lit_dpret.privacy.plan import PrivacyPlan
 
 GROUPS = (2, 5, 10)
@@ -366,7 +366,7 @@ def claimed_curve(records: Sequence[Mapping[str, Any]]) -> ClaimedCurve | None:
     grid = [float(eps) for eps in np.linspace(0.0, 2.0 * verdict.epsilon + 4.0, _PAIRS)]
     neighbours = plan.budget.neighbours
     try:
-        deltas = accounting.delta_at(grid, charged, neighbours=neighbours, accountant=accountant)
+        deltas = delta_at(grid, charged, neighbours=neighbours, accountant=accountant)
     except UnsupportedAccountingError:  # an accountant that bounds epsilon only
         deltas = []
     pairs = [(eps, delta) for eps, delta in zip(grid, deltas, strict=False) if _LEAST_DELTA <= delta < 1]

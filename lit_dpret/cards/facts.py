@@ -21,11 +21,10 @@ import lit_dpret
 from lit_dpret.cards.file import file_sha256
 from lit_dpret.cards.text import show_delta, show_epsilon
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
-from lit_dpret.privacy.accounting import accountant as accounting
+from lit_dpret.privacy.accounting import composition as accounting
 from lit_dpret.privacy.accounting.releases import Release, release_from_dict
-from lit_dpret.privacy.ledger.charges import start_of
 from lit_dpret.privacy.ledger.facts import RANDOM_WEIGHTS, Assumption, Verdict, plan_of
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, start_of
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
 
 if TYPE_CHECKING:

@@ -20,11 +20,19 @@ from lit_dpret.cards.text import contradicted
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError
 from lit_dpret.privacy.accounting import composition as accounting
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, release_from_dict
-from lit_dpret.privacy.ledger.charges import NOISE_KINDS, START_EVENT, claimed_releases, counted_in, start_of
-from lit_dpret.privacy.ledger.dataset_charge import EarlierRun
+from lit_dpret.privacy.ledger.dataset_file import EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.facts import every_unit_in_every_step
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, ledger_identity
+from lit_dpret.privacy.ledger.run_ledger import (
+    LEDGER_NAME,
+    NOISE_KINDS,
+    START_EVENT,
+    PrivacyLedger,
+    claimed_releases,
+    counted_in,
+    ledger_identity,
+    start_of,
+)
 
 MODEL_FOLDER = "model"
 

@@ -12,8 +12,8 @@ from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.privacy.accounting.releases import Release
 from lit_dpret.privacy.accounting.selection import RandomStopping, selection_epsilon
 from lit_dpret.privacy.budget import require_choice
+from lit_dpret.privacy.ledger.dataset_ledger import sweep_limit
 from lit_dpret.privacy.ledger.facts import Verdict, every_unit_in_every_step
-from lit_dpret.privacy.ledger.sweep_places import sweep_limit
 from lit_dpret.privacy.plan import PrivacyPlan
 
 TuningData = Literal["none", "public", "synthetic", "private", "unknown"]

@@ -28,11 +28,10 @@ from lit_dpret.privacy.accounting.accountant import DecimalGrid, calibrate_noise
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease, Release, SamplingLaw, merge
 from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, Unit, charged
-from lit_dpret.privacy.ledger.charges import start_of
+from lit_dpret.privacy.ledger.dataset_file import Total
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger.dataset_total import Total
-from lit_dpret.privacy.ledger.owed import owed_releases
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
+from lit_dpret.privacy.ledger.facts import owed_releases
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, start_of
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.noise import KeyedStream, load_secret
 from lit_dpret.privacy.noise_source import noise_source

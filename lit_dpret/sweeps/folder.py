@@ -18,7 +18,7 @@ from lit_dpret.errors import ConfigurationError, DataError, ResumeError, schema_
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.accounting.releases import Release
 from lit_dpret.privacy.budget import AccountantName, PrivacyBudget
-from lit_dpret.privacy.ledger.dataset_charge import Charge
+from lit_dpret.privacy.ledger.dataset_file import Charge
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.sweeps.file import SweepFile, Trial
 

@@ -14,11 +14,9 @@ from lit_dpret.cards.card import read_card
 from lit_dpret.cards.text import show_epsilon
 from lit_dpret.errors import LitDpretError
 from lit_dpret.files import write_whole
-from lit_dpret.privacy.ledger.charges import noise_keys, start_of
-from lit_dpret.privacy.ledger.dataset_charge import Charge, EarlierRun, composed
-from lit_dpret.privacy.ledger.dataset_total import compose_across_runs
-from lit_dpret.privacy.ledger.owed import owed_releases
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
+from lit_dpret.privacy.ledger.dataset_file import Charge, EarlierRun, compose_across_runs, composed
+from lit_dpret.privacy.ledger.facts import owed_releases
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, noise_keys, start_of
 from lit_dpret.report.sweep_figure import can_draw, draw_sweep
 from lit_dpret.sweeps.folder import SweepFolder
 

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from lit_dpret.errors import ConfigurationError, LedgerError, StorageError
+from lit_dpret.privacy.ledger.dataset_account import RunLock
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
-from lit_dpret.privacy.ledger.run_lock import RunLock
 from lit_dpret.sweeps.file import SweepFile, Trial
 from lit_dpret.sweeps.folder import SWEEP, SweepFolder
 

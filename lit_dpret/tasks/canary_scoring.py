@@ -18,8 +18,7 @@ from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.modules.generator_folder import is_generator, load_generator
 from lit_dpret.privacy.accounting.ceilings import SecretCeiling
 from lit_dpret.privacy.accounting.groups import group_epsilon
-from lit_dpret.privacy.ledger.charges import claimed_releases
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, claimed_releases
 from lit_dpret.synthesis.sampler import Decoding
 
 

@@ -22,15 +22,12 @@ from lit_dpret.privacy.histogram import (
     histogram_plan,
     release_histogram,
 )
-from lit_dpret.privacy.ledger.dataset_account import note_not_counted, require_room
-from lit_dpret.privacy.ledger.dataset_charge import Charge, EarlierRun
+from lit_dpret.privacy.ledger.dataset_account import RunLock, note_not_counted, require_room
+from lit_dpret.privacy.ledger.dataset_file import TOTAL_EVENT, Charge, EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger.dataset_total import TOTAL_EVENT
-from lit_dpret.privacy.ledger.leaks import leaks
-from lit_dpret.privacy.ledger.owed import owed_releases
+from lit_dpret.privacy.ledger.facts import leaks, owed_releases
 from lit_dpret.privacy.ledger.run import PrivateRun
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
-from lit_dpret.privacy.ledger.run_lock import RunLock
 from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.noise import PHILOX, SHAKE, load_secret, published_secret
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan

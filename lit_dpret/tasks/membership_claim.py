@@ -12,9 +12,8 @@ from lit_dpret.cards.check import verdict_of
 from lit_dpret.cards.file import CARD_NAME, read_card
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.errors import DataError
-from lit_dpret.privacy.ledger.charges import claimed_releases
 from lit_dpret.privacy.ledger.facts import ceilings_of, plan_of
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, claimed_releases
 
 #: What a coin that leaves a query out does, where the relation of the claim is another one.
 DROPPED = {

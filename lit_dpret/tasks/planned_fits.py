@@ -11,7 +11,7 @@ from lit_dpret.callbacks.planning import plan_run
 from lit_dpret.cards.start import Start
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.accounting.releases import Release
-from lit_dpret.privacy.ledger.charges import forthcoming_releases
+from lit_dpret.privacy.ledger.run_ledger import forthcoming_releases
 from lit_dpret.privacy.plan import PrivacyPlan
 
 

@@ -13,10 +13,9 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.errors import ConfigurationError, LedgerError, LitDpretError, WorkerError
 from lit_dpret.privacy.budget import PrivacyBudget, require_choice
-from lit_dpret.privacy.ledger.dataset_charge import Charge, composed
+from lit_dpret.privacy.ledger.dataset_account import RunLock
+from lit_dpret.privacy.ledger.dataset_file import Charge, Total, compose_across_runs, composed
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger.dataset_total import Total, compose_across_runs
-from lit_dpret.privacy.ledger.run_lock import RunLock
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.sweeps import SweepFile, SweepFolder, Trial, run_trials
 from lit_dpret.sweeps.folder import SWEEP

@@ -17,8 +17,7 @@ from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.accounting.composition import epsilon
-from lit_dpret.privacy.ledger.charges import charged_releases
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 
 N = 397
 DECLARED: dict[str, Any] = {"sampling": "poisson", "sample_rate": 0.05, "expected_batch_size": 16}

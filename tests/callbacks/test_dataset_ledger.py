@@ -23,11 +23,10 @@ from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerErro
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, merge
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.ledger.charges import charged_releases, counted_in, noise_keys
 from lit_dpret.privacy.ledger.dataset_account import DatasetAccount
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger.owed import owed_releases
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.facts import owed_releases
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, counted_in, noise_keys
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.noise import KeyedStream
 

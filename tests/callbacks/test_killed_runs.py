@@ -15,8 +15,7 @@ from killed_runs import BUDGET_EXCEEDED, STEPS, Server
 from safetensors.torch import load_file
 
 from lit_dpret.privacy.accounting.composition import epsilon
-from lit_dpret.privacy.ledger.charges import charged_releases, check_no_key_reuse, noise_keys
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, check_no_key_reuse, noise_keys
 
 pytestmark = pytest.mark.slow
 MOMENTS = {"anywhere": 8, "checkpoint": 5, "step": 4, "ledger": 3}

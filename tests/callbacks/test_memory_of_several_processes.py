@@ -9,8 +9,7 @@ import pytest
 import torch
 from rank_runs import REFUSED, Server, told
 
-from lit_dpret.privacy.ledger.charges import noise_keys
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, noise_keys
 
 DATA = {"sample_rate": 0.1, "expected_batch_size": None, "physical_batch_size": 4}
 

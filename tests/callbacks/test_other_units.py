@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lit_dpret.callbacks import PrivacyCard, privacy_accountant
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
-from lit_dpret.privacy.ledger.charges import charged_releases
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 from lit_dpret.privacy.sampling import Draw, UnitCollator
 from lit_dpret.privacy.unit_owners import UnitOwners, row_key
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from lit_dpret.callbacks.physical_batch import largest_that_fits
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, DeviceMemoryError
-from lit_dpret.privacy.ledger.charges import noise_keys
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, noise_keys
 from lit_dpret.privacy.modes import NoPrivacy
 
 

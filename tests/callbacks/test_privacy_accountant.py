@@ -29,8 +29,7 @@ from lit_dpret.errors import (
 )
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson
-from lit_dpret.privacy.ledger.charges import charged_releases, check_no_key_reuse, noise_keys
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, check_no_key_reuse, noise_keys
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.sampling import PrivateBatchSampler

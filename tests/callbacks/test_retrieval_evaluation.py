@@ -16,8 +16,7 @@ from lit_dpret.callbacks import PrivacyCard, RetrievalEvaluation, examine
 from lit_dpret.cards.card import read_card, subject_of, verify_card, write_card
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease, release_from_dict
-from lit_dpret.privacy.ledger.charges import charged_releases
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
 
 LETTERS = "abcdefgh"

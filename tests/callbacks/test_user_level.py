@@ -14,8 +14,7 @@ from lit_dpret.cards.card import read_card, verify_card
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.accounting.groups import group_epsilon
-from lit_dpret.privacy.ledger.charges import charged_releases
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 
 
 def run(tmp_path: Path, users: int | None, bound: int | None, **data: Any) -> Path:

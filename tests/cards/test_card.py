@@ -26,9 +26,8 @@ from lit_dpret.errors import ConfigurationError, DataError, LedgerError, Storage
 from lit_dpret.privacy.accounting import composition as accounting
 from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, GaussianRelease, Poisson, Shuffle
 from lit_dpret.privacy.budget import Neighbours, PrivacyBudget, Unit
-from lit_dpret.privacy.ledger.charges import charged_releases
-from lit_dpret.privacy.ledger.dataset_total import Total
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.dataset_file import Total
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from lit_dpret.cards.facts import note_protocols
 from lit_dpret.cards.start import note_start, read_start
 from lit_dpret.privacy.accounting.coupling import Coupling
 from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Shuffle, TruncatedPoisson
-from lit_dpret.privacy.ledger.dataset_total import TOTAL_EVENT
+from lit_dpret.privacy.ledger.dataset_file import TOTAL_EVENT
 
 jsonschema = pytest.importorskip("jsonschema", reason="the schema is held against cards by a validator")
 

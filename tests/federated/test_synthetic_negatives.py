@@ -33,8 +33,7 @@ from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.silo_ledger import SiloLedger, silo_budget
 from lit_dpret.federated.synthetic import read_synthetic, train_generator, write_synthetic
 from lit_dpret.federated.trust import trust_table
-from lit_dpret.privacy.ledger.charges import START_EVENT
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import START_EVENT, PrivacyLedger
 from lit_dpret.privacy.modes import NoPrivacy
 
 SMALL = replace(SIZE, clients=2)

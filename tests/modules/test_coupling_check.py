@@ -22,8 +22,7 @@ from lit_dpret.modules import coupling_check, module_state
 from lit_dpret.modules.coupling_check import CouplingCheck, _Passes
 from lit_dpret.modules.module_state import Looks
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
-from lit_dpret.privacy.ledger.charges import charged_releases
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 
 Patch = pytest.MonkeyPatch
 GLOBAL: list[Tensor] = []

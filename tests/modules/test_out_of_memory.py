@@ -19,8 +19,7 @@ from lit_dpret.modules import OptimizerSpec
 from lit_dpret.modules.physical_batches import PhysicalBatches, pieces_of
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy.clipping.ghost import GhostClipping
-from lit_dpret.privacy.ledger.charges import check_no_key_reuse, noise_keys
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, check_no_key_reuse, noise_keys
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PrivacyMode
 from lit_dpret.privacy.sampling import UnitBatch
 

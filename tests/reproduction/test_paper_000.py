@@ -21,8 +21,7 @@ from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.modules import OptimizerSpec, QueryGenerator
-from lit_dpret.privacy.ledger.charges import noise_keys
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, noise_keys
 from lit_dpret.privacy.modes import DPSGD, SyntheticData
 from lit_dpret.report.table import RowResult, write_json
 from lit_dpret.retrieval.statistics import Interval

@@ -11,7 +11,7 @@ import yaml
 from lit_dpret.cards.tuning import tuning_facts
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.ledger.sweep_places import sweep_limit
+from lit_dpret.privacy.ledger.dataset_ledger import sweep_limit
 from lit_dpret.sweeps import SweepFile, SweepFolder, write_result
 from lit_dpret.sweeps.report import write_report
 

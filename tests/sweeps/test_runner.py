@@ -17,7 +17,7 @@ import yaml
 from tiny_tasks import parts
 
 from lit_dpret.errors import ConfigurationError, ResumeError, WorkerError
-from lit_dpret.privacy.ledger.run_lock import RunLock
+from lit_dpret.privacy.ledger.dataset_account import RunLock
 from lit_dpret.sweeps import SweepFile, SweepFolder, run_trials
 from lit_dpret.sweeps.folder import SWEEP
 from lit_dpret.sweeps.report import write_report

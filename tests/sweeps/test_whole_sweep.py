@@ -13,8 +13,7 @@ import yaml
 
 from lit_dpret.cards.card import read_card
 from lit_dpret.privacy.accounting.composition import epsilon
-from lit_dpret.privacy.ledger.charges import charged_releases
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECRETS = ("PLANTEDQUERY", "PLANTEDPASSAGE", "PLANTEDFOLDER", "PLANTEDSECRET")

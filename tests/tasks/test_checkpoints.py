@@ -19,10 +19,9 @@ from lit_dpret.cards.card import read_card, verify_card
 from lit_dpret.errors import ResumeError, StorageError
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.ledger.chain import ChainedFile
-from lit_dpret.privacy.ledger.charges import charged_releases, check_no_key_reuse, noise_keys
 from lit_dpret.privacy.ledger.gate import ReleaseGate
 from lit_dpret.privacy.ledger.run import Position
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, check_no_key_reuse, noise_keys
 from lit_dpret.tasks import checkpoints
 from lit_dpret.tasks.checkpoints import WholeCheckpoints, newest_checkpoint
 from lit_dpret.tasks.fit import train

@@ -17,8 +17,7 @@ from lit_dpret.cards.card import read_card
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.accounting.composition import epsilon
-from lit_dpret.privacy.ledger.charges import charged_releases, noise_keys
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, noise_keys
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
 from lit_dpret.tasks import Pipeline
 

@@ -1,9 +1,9 @@
 """Ceilings on every attack, whatever it is and whatever it knows.
 
 An epsilon is hard to picture; the rate at which an attacker can be right is not. An event that has probability f when
-one unit is absent has probability at most min over e of exp(e) f + delta(e) when it is there, with delta(e) the curve of
-the accountant. The absent event is a false alarm of a membership test, or a lucky guess at a secret. An attack that is
-measured above its ceiling, with confidence, is a bug in the mechanism.
+one unit is absent has probability at most min over e of exp(e) f + delta(e) when it is there, with delta(e) the
+accountant's curve. The absent event is a false alarm of a membership test, or a lucky guess at a secret. An attack that
+is measured above its ceiling, with confidence, is a bug in the mechanism.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From ledger records to the facts of a card: what ran, what it costs, which steps of the proof hold.
 
-Nothing here reads a configuration. The plan is the one that the ledger recorded before the first
-step; the noise, the sampling law and the number of steps are those that the steps stated.
+Nothing here reads a configuration. The plan is the one that the ledger recorded before the first step; the noise, the
+sampling law and the number of steps are those that the steps stated.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from lit_dpret.privacy.accounting.releases import (
 )
 from lit_dpret.privacy.budget import ROUNDING_SHARE, AccountantName
 from lit_dpret.privacy.ledger.chain import GENESIS
-from lit_dpret.privacy.ledger.charges import ROUNDING, departed_attempts, noise_keys
-from lit_dpret.privacy.ledger.dataset_total import noted_total
+from lit_dpret.privacy.ledger.dataset_file import noted_total
+from lit_dpret.privacy.ledger.run_ledger import ROUNDING, charged_releases, departed_attempts, noise_keys
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
+from lit_dpret.privacy.unit_owners import NAMES
 
 Record = Mapping[str, Any]
 Consequence = Literal["charged", "no_amplification", "no_guarantee"]
@@ -429,3 +430,84 @@ def _multiplier(record: Record) -> float:
     if sensitivity is None:
         return 0.0
     return math.inf if sensitivity == 0 else float(noise_std) / float(sensitivity)
+
+
+PRIVATE_EVENT = "private_evaluation"
+"""The event before metrics of private queries are let out; it holds a ``NonPrivateRelease``."""
+
+PRIVATE_LOG_EVENT = "private_log"
+"""The event before a number that nobody declares public is first logged, under ``log_private_loss``."""
+
+DECLARED_EVENT = "declared_evaluation"
+"""The event that says whose queries a run was evaluated on, as its settings declare."""
+
+UNITS_UNNAMED = "units_unnamed"
+"""The event that says that the training rows do not name the query, user or image that they are of."""
+
+_NO_CLAIM_OF_ITS_OWN = ("none", "synthetic")
+
+
+def leaks(records: Sequence[Mapping[str, Any]]) -> list[Assumption]:
+    """The assumptions that a run's ledger shows to be false or leaves open, in this attempt or an earlier one."""
+    plans = [r for r in records if r["kind"] == "plan" and r.get("mode") not in _NO_CLAIM_OF_ITS_OWN]
+    found = []
+    if any(plan.get("log_private_loss") for plan in plans):
+        logged = dict.fromkeys(r["logged"] for r in records if r.get("name") == PRIVATE_LOG_EVENT)
+        names = f" ({', '.join(logged)})" if logged else ""
+        found.append(
+            f"No loss on private rows was shown: log_private_loss=true logged the training loss of every step{names}."
+        )
+    if any(plan.get("noise_seed") is not None for plan in plans):
+        found.append("Nobody else can compute the noise: privacy.noise_seed keyed it with a published number.")
+    events = [record for record in records if record["kind"] == "event"]
+    shown = [event["release"]["label"] for event in events if event.get("name") == PRIVATE_EVENT]
+    for label in dict.fromkeys(shown):
+        found.append(
+            f"No metric of private queries was shown: {label} were logged during training, {shown.count(label)} times."
+        )
+    trusted = dict.fromkeys(text for r in records if r["kind"] == "plan" for text in r.get("assumptions") or [])
+    unnamed = dict.fromkeys(e["unit"] for e in events if e.get("name") == UNITS_UNNAMED)
+    declared = {(e["data"], e["split"]) for e in events if e.get("name") == DECLARED_EVENT}
+    return [
+        *(Assumption(text, holds=False, consequence="no_guarantee") for text in found),
+        *(Assumption(text, "unverified") for text in trusted),
+        *(
+            Assumption(
+                f"One unit holds all rows of one {unit} and of no other: the training rows do not say whose they are "
+                f"({', '.join(NAMES[unit])}).",
+                "unverified",
+            )
+            for unit in unnamed
+        ),
+        *(
+            Assumption(
+                f"The {split} queries that were evaluated on during training are {data}, as declared.", "unverified"
+            )
+            for data, split in sorted(declared)
+        ),
+    ]
+
+
+def owed_releases(records: Sequence[Mapping[str, Any]]) -> list[Release]:
+    """The releases that a run is charged with, as far as its ledger lets anything be claimed for them.
+
+    Guarantees:
+        - Where the ledger itself refutes the claim (a private loss or metric was shown, the noise is keyed with a
+          published number, a bound is refuted, units were added or removed and batches not drawn as planned), there is
+          a `NonPrivateRelease` among them: no total over runs is finite where a run's own card proves nothing.
+        - Where amplification by sampling is refuted alone, every unit is charged for every step.
+
+    Raises:
+        LedgerError: The records contradict each other.
+    """
+    charged = charged_releases(records)
+    if not any(record.get("kind") == "plan" for record in records):
+        return charged
+    plan, _ = plan_of(records)
+    if plan is None:
+        return charged
+    refuted = [a for a in (*derived_assumptions(records, plan), *leaks(records)) if a.holds is False]
+    broken = {assumption.consequence for assumption in refuted}
+    if "no_guarantee" in broken or ("no_amplification" in broken and plan.budget.neighbours == "add_or_remove"):
+        return [*charged, NonPrivateRelease(label="a run whose card proves nothing")]
+    return every_unit_in_every_step(charged) if "no_amplification" in broken else charged

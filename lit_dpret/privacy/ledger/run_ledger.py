@@ -1,24 +1,327 @@
-"""What a run let out, written down before it was let out.
+"""The ledger of a run: what it let out, written down before it was let out, and what that costs.
 
-A checkpoint says where a run stood; it cannot say what the run had already released when it was
-killed. The ledger can. Before noise is drawn for a step, an *intent* is on the disk; after it, a
-*release* states what was really added. Epsilon is computed from these records and from nothing
-else, so that a crash, a resume or a wrong setting costs epsilon on paper as it does in fact.
+A checkpoint says where a run stood; it cannot say what the run had already released when it was killed. The ledger can.
+Before noise is drawn for a step, an *intent* is on the disk; after it, a *release* states what was really added.
+Epsilon is computed from these records and from nothing else. A step that added less noise than planned, or drew its
+batch by another law, is charged with what it did; a step that was announced and never confirmed is charged as
+announced, because its noise may have been out before the crash. A step that is repeated bit by bit costs nothing.
 
-Each line of ``privacy_ledger.jsonl`` is one record of a `ChainedFile`. What a chain cannot see is
-that whole records were cut off its end: for that the privacy card stores the head hash and the number
-of records, and ``lit_dpret.cards.card.verify_card`` compares them.
-
-Nothing private enters: no norm, no realised batch size, no secret.
+Each line of ``privacy_ledger.jsonl`` is one record of a `ChainedFile`. A chain cannot see that whole records were cut
+off its end: for that the privacy card stores the head hash and the number of records, and
+``lit_dpret.cards.card.verify_card`` compares them. Nothing private enters: no norm, no realised batch size, no secret.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from lit_dpret.errors import ConfigurationError, LedgerError, schema_problem
+from lit_dpret.privacy.accounting.releases import (
+    FullBatch,
+    GaussianRelease,
+    NonPrivateRelease,
+    Release,
+    SamplingLaw,
+    Shuffle,
+    merge,
+    release_from_dict,
+)
 from lit_dpret.privacy.ledger.chain import Book, ChainedFile
-from lit_dpret.privacy.ledger.charges import SCHEMA, KeyBook
+
+Key = tuple[int, int]
+
+SCHEMA = "lit-dpret/privacy-ledger/1"
+"""What every ``plan`` record states; ledgers from before it was stated are of the form of version 1.
+
+Version 2 says which noise the keys gave (``noise_stream``); version 1, which did not, repeated steps by its own."""
+
+NOT_COUNTED_EVENT = "not_counted"
+START_EVENT = "init_from"
+"""The event of a ledger that tells which model the run started from, and what that one had cost."""
+
+NOISE_KINDS = ("intent", "release", "replay")
+"""The records without which no noise is drawn: each stands in a ledger before, or right after, a step's noise."""
+
+UNITS_UNKNOWN = "units_unknown"
+"""The event of an attempt whose data set gave rows of other units than were drawn."""
+
+# A realised noise multiplier is a quotient of two floats; a difference of this size is rounding.
+ROUNDING = 1e-9
+
+
+@dataclass
+class _Step:
+    """What the ledger knows of one noise key (attempt, step)."""
+
+    release: Release
+    hashes: dict[str, Any]
+    noise_multiplier: float = math.inf
+    law: SamplingLaw | None = None
+    runs: int = 1
+    confirmed: int = 0
+
+    def charged(self) -> Release:
+        """The release as it happened: less noise and another law are charged, more noise is not."""
+        if isinstance(self.release, NonPrivateRelease):
+            return self.release
+        intended = self.release
+        multiplier = intended.noise_multiplier
+        if self.noise_multiplier < multiplier * (1 - ROUNDING):
+            multiplier = self.noise_multiplier
+        if multiplier <= 0:
+            return NonPrivateRelease(label=intended.label, count=intended.count)
+        return replace(intended, noise_multiplier=multiplier, law=self.law or intended.law)
+
+
+@dataclass
+class KeyBook:
+    """The noise keys of a ledger, in order; refuses a record that contradicts an earlier one.
+
+    ``check`` changes nothing, so that a record can be judged before it is written; ``add`` takes
+    it in.
+    """
+
+    steps: dict[Key, _Step] = field(default_factory=dict)
+
+    def check(self, record: Mapping[str, Any]) -> None:
+        """Refuse a reused noise key, an unannounced release or replay, and a replay that differs.
+
+        Raises:
+            LedgerError: With the attempt and step concerned.
+        """
+        kind = record.get("kind")
+        if kind == "plan" and (problem := schema_problem(record.get("schema"), SCHEMA)):
+            raise LedgerError(problem)
+        if kind == "intent":
+            key = _key(record)
+            if key in self.steps:
+                raise LedgerError(
+                    f"attempt {key[0]}, step {key[1]} was announced twice: its noise key would be used twice, and "
+                    "two updates with the same noise give the data away. Resume as a new attempt."
+                )
+            _intended(record)
+        elif kind in ("release", "replay"):
+            step = self._announced(record)
+            for name, value in step.hashes.items():
+                if value is not None and record.get(name) not in (None, value):
+                    raise LedgerError(
+                        f"{kind} of attempt {record['attempt']}, step {record['step']}: {name} differs from the "
+                        "first execution, so this is no bit-identical replay. Resume as a new attempt."
+                    )
+            if kind == "release":
+                if step.confirmed >= step.runs:
+                    raise LedgerError(
+                        f"attempt {record['attempt']}, step {record['step']} was released twice after one announcement."
+                    )
+                _realised_multiplier(record)
+                law = _realised_law(record)
+                if step.law is not None and law is not None and law != step.law:
+                    raise LedgerError(
+                        f"attempt {record['attempt']}, step {record['step']}: the replay drew by another sampling law."
+                    )
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take in a record that ``check`` passed."""
+        kind = record.get("kind")
+        if kind == "intent":
+            hashes = {name: record.get(name) for name in ("state_hash", "sum_tag")}
+            self.steps[_key(record)] = _Step(_intended(record), {**hashes, "update_hash": None})
+        elif kind == "replay":
+            self._announced(record).runs += 1
+        elif kind == "release":
+            step = self._announced(record)
+            step.confirmed += 1
+            step.noise_multiplier = min(step.noise_multiplier, _realised_multiplier(record))
+            step.law = step.law or _realised_law(record)
+            for name in step.hashes:
+                if step.hashes[name] is None:
+                    step.hashes[name] = record.get(name)
+
+    def _announced(self, record: Mapping[str, Any]) -> _Step:
+        key = _key(record)
+        if key not in self.steps:
+            raise LedgerError(
+                f"{record['kind']} of attempt {key[0]}, step {key[1]} without an earlier intent: "
+                "noise was drawn that nobody had announced."
+            )
+        return self.steps[key]
+
+
+def read_keys(records: Iterable[Mapping[str, Any]]) -> KeyBook:
+    """The key book of a whole ledger.
+
+    Raises:
+        LedgerError: The records contradict each other.
+    """
+    book = KeyBook()
+    for record in records:
+        book.check(record)
+        book.add(record)
+    return book
+
+
+def noise_keys(records: Iterable[Mapping[str, Any]]) -> list[Key]:
+    """(attempt, step) of every intent, in order."""
+    return [_key(record) for record in records if record.get("kind") == "intent"]
+
+
+def check_no_key_reuse(records: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ``LedgerError`` where one noise key served two announced steps."""
+    read_keys(records)
+
+
+def charged_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
+    """What an accountant has to compose, identical releases merged.
+
+    Guarantees:
+        - Every intent is charged once, with or without a release record; a replay charges nothing.
+        - Where a release states less noise than was intended, the stated noise is charged, and none
+          at all is a ``NonPrivateRelease``; more noise than intended is not credited.
+        - Where a release states another sampling law, that law is charged.
+        - In an attempt whose draws were seen to depart from their law (a ``sampling_departure``
+          event), every step is charged as if each unit took part in it: no law is known, so no
+          amplification by sampling is.
+        - In an attempt whose data set gave rows of other units than were drawn (a ``units_unknown`` event), every
+          step is a ``NonPrivateRelease``: nobody knows how often a unit took part.
+        - Under ``Shuffle`` every epoch that was touched in an attempt is charged whole: a resumed
+          attempt shuffles anew, and half an epoch before and half an epoch after can show one unit
+          twice.
+
+    Raises:
+        LedgerError: The records contradict each other.
+    """
+    records = list(records)
+    departed, unknown = departed_attempts(records), departed_attempts(records, UNITS_UNKNOWN)
+    releases: list[Release] = []
+    shuffled: dict[GaussianRelease, list[Key]] = {}
+    for (attempt, step), state in read_keys(records).steps.items():
+        release = state.charged()
+        if attempt in unknown:
+            release = NonPrivateRelease(label=release.label, count=release.count)
+        if isinstance(release, GaussianRelease) and attempt in departed:
+            release = replace(release, law=FullBatch())
+        if isinstance(release, GaussianRelease) and isinstance(release.law, Shuffle):
+            covered = [(attempt, step + offset) for offset in range(release.count)]
+            shuffled.setdefault(replace(release, count=1), []).extend(covered)
+        else:
+            releases.append(release)
+    for release, covered in shuffled.items():
+        law = release.law
+        if isinstance(law, Shuffle):
+            releases.append(replace(release, count=_epochs_touched(law, covered) * law.steps_per_epoch))
+    return merge(releases)
+
+
+def forthcoming_releases(
+    records: Iterable[Mapping[str, Any]], release: Release, *, first: int, until: int, attempt: int = 0
+) -> list[Release]:
+    """What a ledger will charge in all when the steps from ``first`` and before ``until`` are made as planned.
+
+    Args:
+        records: Of the ledger; none for a run that is still to come.
+        release: One planned step.
+        first: The step that is due.
+        until: The step that the run ends before.
+        attempt: The one that they are made in.
+    """
+    due = {"kind": "intent", "attempt": attempt, "step": first}
+    made = [due | {"release": replace(release, count=until - first).to_dict()}] if first < until else []
+    return charged_releases([*records, *made])
+
+
+def start_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """What the ledger tells of the model that the run started from; None where it tells of none."""
+    found = [r for r in records if r.get("kind") == "event" and r.get("name") == START_EVENT]
+    return dict(found[0]["start"]) if found else None
+
+
+def counted_in(records: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The identities of the data sets' ledgers that count the run of these records: named, and not refused by it."""
+    known: set[str] = set()
+    for record in records:
+        if record["kind"] == "plan" and record.get("dataset_ledger") is not None:
+            known.add(str(record["dataset_ledger"]))
+        elif record["kind"] == "event" and record.get("name") == NOT_COUNTED_EVENT:
+            known.discard(str(record["dataset_ledger"]))
+    return known
+
+
+def claimed_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
+    """What a claim about the run's model has to compose: its own releases, and those of the model it started from.
+
+    Raises:
+        LedgerError: The records contradict each other, or tell of a start without saying what it cost.
+    """
+    records = list(records)
+    start = start_of(records)
+    if start is None:
+        return charged_releases(records)
+    try:
+        earlier = [release_from_dict(release) for release in start["releases"]]
+    except (KeyError, TypeError, AttributeError, ConfigurationError) as error:
+        raise LedgerError(f"{START_EVENT} event: the earlier run's releases are malformed ({error}).") from error
+    return merge([*charged_releases(records), *earlier])
+
+
+def departed_attempts(records: Iterable[Mapping[str, Any]], event: str = "sampling_departure") -> set[int]:
+    """The attempts whose loader was seen to draw by no known law, or in which another ``event`` was seen."""
+    return {
+        int(record["attempt"]) for record in records if record.get("kind") == "event" and record.get("name") == event
+    }
+
+
+def _epochs_touched(law: Shuffle, steps: Iterable[Key]) -> int:
+    """How many (attempt, epoch) the steps reach into."""
+    return len({(attempt, step // law.steps_per_epoch) for attempt, step in steps})
+
+
+def _key(record: Mapping[str, Any]) -> Key:
+    key = (record.get("attempt"), record.get("step"))
+    for name, value in zip(("attempt", "step"), key, strict=True):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise LedgerError(f"{record.get('kind')} record: {name}={value!r} is not a whole number from 0.")
+    return key  # type: ignore[return-value]
+
+
+def _intended(record: Mapping[str, Any]) -> Release:
+    try:
+        return release_from_dict(record["release"])
+    except (KeyError, TypeError, AttributeError, ConfigurationError) as error:
+        raise LedgerError(f"intent record: release={record.get('release')!r} is not a release ({error}).") from error
+
+
+def _realised_multiplier(record: Mapping[str, Any]) -> float:
+    """Noise standard deviation over sensitivity as stated; infinite where no noise is stated.
+
+    A sensitivity of null is an unbounded one (JSON has no infinity): no noise covers it.
+    """
+    if record.get("noise_std") is None:
+        return math.inf
+    noise_std = _size(record, "noise_std")
+    if record.get("sensitivity") is None:
+        return 0.0
+    sensitivity = _size(record, "sensitivity")
+    return math.inf if sensitivity == 0 else noise_std / sensitivity
+
+
+def _size(record: Mapping[str, Any], name: str) -> float:
+    value = record.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise LedgerError(f"release record: {name}={value!r} is not a finite number from 0.")
+    return float(value)
+
+
+def _realised_law(record: Mapping[str, Any]) -> SamplingLaw | None:
+    if record.get("law") is None:
+        return None
+    try:
+        return SamplingLaw.from_dict(record["law"])
+    except (KeyError, TypeError, AttributeError, ConfigurationError) as error:
+        raise LedgerError(f"release record: law={record['law']!r} is not a sampling law ({error}).") from error
+
 
 LEDGER_NAME = "privacy_ledger.jsonl"
 KINDS = ("plan", "intent", "release", "replay", "event", "end", "repair")

@@ -15,7 +15,7 @@ from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerErro
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease, Release
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.ledger.dataset_charge import Charge, EarlierRun, composed
+from lit_dpret.privacy.ledger.dataset_file import Charge, EarlierRun, composed
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 
 DELTA = 1e-5

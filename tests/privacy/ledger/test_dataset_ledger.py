@@ -23,8 +23,8 @@ from lit_dpret.privacy.accounting.releases import (
 )
 from lit_dpret.privacy.budget import Neighbours, PrivacyBudget
 from lit_dpret.privacy.ledger.chain import canonical_json, record_hash
-from lit_dpret.privacy.ledger.dataset_ledger import SCHEMA, DatasetLedger
-from lit_dpret.privacy.ledger.dataset_total import compose_across_runs, noted_total
+from lit_dpret.privacy.ledger.dataset_file import SCHEMA, compose_across_runs, noted_total
+from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 
 DELTA = 1e-5
 LAW = Poisson(sample_rate=0.02)

@@ -30,8 +30,7 @@ from lit_dpret.privacy.accounting.releases import (
     Shuffle,
 )
 from lit_dpret.privacy.ledger.chain import GENESIS, canonical_json, record_hash
-from lit_dpret.privacy.ledger.charges import charged_releases, check_no_key_reuse, noise_keys
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, check_no_key_reuse, noise_keys
 
 LAW = Poisson(sample_rate=0.01)
 STEP = GaussianRelease(noise_multiplier=1.0, law=LAW)

@@ -19,9 +19,8 @@ from lit_dpret.errors import PrivacyViolation
 from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
 from lit_dpret.privacy.ledger import noise_check
-from lit_dpret.privacy.ledger.charges import charged_releases
 from lit_dpret.privacy.ledger.noise_check import BLOCK, LEVEL, NoiseCheck
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 from lit_dpret.privacy.modes import DPSGD, Update
 
 STD, DENOMINATOR = 2.0, 50.0

@@ -12,9 +12,8 @@ import pytest
 from lit_dpret.errors import ResumeError
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
 from lit_dpret.privacy.ledger import chain
-from lit_dpret.privacy.ledger.charges import Key, check_no_key_reuse
 from lit_dpret.privacy.ledger.run import Position, PrivateRun
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import Key, PrivacyLedger, check_no_key_reuse
 
 DESCRIBED = {
     "mode": "dp_sgd",

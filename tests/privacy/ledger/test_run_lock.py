@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from lit_dpret.errors import LedgerError, StorageError
-from lit_dpret.privacy.ledger.run_lock import RunLock
+from lit_dpret.privacy.ledger.dataset_account import RunLock
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from lit_dpret.privacy.ledger.run_lock import RunLock
+from lit_dpret.privacy.ledger.dataset_account import RunLock
 
 lock = RunLock(Path(sys.argv[1]), "r")
 lock.take()
@@ -28,7 +28,7 @@ CONTENDER = """
 import sys, time
 from pathlib import Path
 from lit_dpret.errors import LedgerError
-from lit_dpret.privacy.ledger.run_lock import RunLock
+from lit_dpret.privacy.ledger.dataset_account import RunLock
 
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
 done = 0

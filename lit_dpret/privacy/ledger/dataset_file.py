@@ -1,0 +1,295 @@
+"""The file of a data-set ledger: what each run is charged with, which record may follow which, and the total.
+
+Whoever sees the results of two runs on the same data has seen both mechanisms, and the two compose. The total composes
+the releases of all runs as one list, and falls back to adding epsilons and deltas (basic composition: Dwork and Roth
+2014, Theorem 3.16) only between groups that no one accountant judges together. It is proved for runs whose noise,
+sampling and length do not depend on what earlier runs released. Where they do, it is proved for Rényi accounting
+(privacy filters: Feldman and Zrnic 2021, arXiv 2008.11193; ``privacy.accountant=rdp``), and is not known to hold for
+privacy loss distributions.
+
+Runs that begin with the weights of one earlier run have seen one release of these weights, not one each. A charge
+therefore names that run, and a sum over charges counts it once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar
+
+from lit_dpret.errors import ConfigurationError, LedgerError, UnsupportedAccountingError, schema_problem
+from lit_dpret.privacy.accounting.composition import check_supported, epsilon
+from lit_dpret.privacy.accounting.releases import NonPrivateRelease, Release, merge, release_from_dict
+from lit_dpret.privacy.budget import AccountantName, Neighbours, PrivacyBudget
+from lit_dpret.privacy.ledger.chain import Book, ChainedFile
+
+TOTAL_EVENT = "dataset_total"
+"""The event of a run's ledger that holds the total of its data set when the run ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Total:
+    """Epsilon of everything that was released or reserved from one data set.
+
+    Args:
+        epsilon: Of all runs together; infinite where one of them has no guarantee.
+        delta: The delta that it holds at.
+        accountant: How it was composed: ``pld``, ``rdp``, or a phrase where only basic composition
+            was left.
+        total_eps: The limit.
+        runs: Runs that are charged.
+        running: Those of them that hold a reservation: they run, or were killed and not resumed.
+    """
+
+    epsilon: float
+    delta: float
+    accountant: str
+    total_eps: float
+    runs: int
+    running: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values; an infinite epsilon is null."""
+        return asdict(self) | {"epsilon": self.epsilon if math.isfinite(self.epsilon) else None}
+
+
+def noted_total(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The last total that a run's ledger notes, as `Total.to_dict` has it; None where it notes none."""
+    noted = [record for record in records if record.get("kind") == "event" and record.get("name") == TOTAL_EVENT]
+    return {item.name: noted[-1].get(item.name) for item in fields(Total)} if noted else None
+
+
+def compose_across_runs(
+    releases: Sequence[Release], *, delta: float, neighbours: Neighbours, accountant: AccountantName = "pld"
+) -> tuple[float, str]:
+    """The epsilon that the releases of all runs satisfy together at ``delta``, and how it was composed.
+
+    Guarantees:
+        - One composition of all releases by one accountant wherever one judges them all: by ``rdp``
+          where that was asked for, else by ``pld``; the other one of the two where the first cannot.
+        - Otherwise the releases are split by the accountant that judges them, each group gets an
+          equal share of ``delta``, and the epsilons add up.
+        - The phrase names what was done; nothing is swapped silently.
+
+    Raises:
+        UnsupportedAccountingError: A release that no accountant judges under ``neighbours``.
+    """
+    releases = merge(releases)
+    names: tuple[AccountantName, ...] = ("rdp", "pld") if accountant == "rdp" else ("pld", "rdp")
+    for name in names:
+        try:
+            return epsilon(releases, delta=delta, neighbours=neighbours, accountant=name), name
+        except UnsupportedAccountingError:
+            continue
+    groups: dict[AccountantName, list[Release]] = {}
+    for release in releases:
+        groups.setdefault(_judge_of(release, names, neighbours), []).append(release)
+    share = delta / len(groups)
+    parts = [epsilon(group, delta=share, neighbours=neighbours, accountant=name) for name, group in groups.items()]
+    return math.fsum(parts), f"basic composition of {' and '.join(groups)}, delta / {len(groups)} each"
+
+
+def _judge_of(release: Release, names: Sequence[AccountantName], neighbours: Neighbours) -> AccountantName:
+    """The first accountant that judges the release's law; any would do where there is no law to judge."""
+    if isinstance(release, NonPrivateRelease):
+        return names[0]
+    try:
+        check_supported(release.law, names[0], neighbours)
+        return names[0]
+    except UnsupportedAccountingError:
+        check_supported(release.law, names[1], neighbours)
+        return names[1]
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """A run whose model others begin with.
+
+    Two are the same only if all is: copies of one run folder that went on by themselves share the identity alone.
+
+    Args:
+        run: Its lasting identity, as `ledger_identity` gives it.
+        head: The last record of its ledger that tells of a step: what a resume at the end adds releases nothing.
+        releases: What its model cost.
+    """
+
+    run: str
+    head: str
+    releases: tuple[Release, ...]
+
+    @classmethod
+    def of_start(cls, start: Mapping[str, Any] | None) -> tuple[EarlierRun, ...]:
+        """The run behind a start, as a ledger tells of it; nothing where the start cost nothing."""
+        if start is None or not start["releases"]:
+            return ()
+        releases = tuple(release_from_dict(release) for release in start["releases"])
+        return (cls(str(start["runs"][0]), str(start["head"]), releases),)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {"run": self.run, "head": self.head, "releases": [release.to_dict() for release in self.releases]}
+
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Any]) -> EarlierRun:
+        """What `to_dict` wrote."""
+        releases = tuple(release_from_dict(release) for release in facts["releases"])
+        return cls(str(facts["run"]), str(facts["head"]), releases)
+
+
+@dataclass(frozen=True)
+class Charge:
+    """What one run is charged with; made by `of`.
+
+    Args:
+        own: Its own releases, merged.
+        earlier: The runs that it begins with and that nothing else in the ledger counts.
+    """
+
+    own: tuple[Release, ...]
+    earlier: tuple[EarlierRun, ...] = ()
+
+    @classmethod
+    def of(cls, given: Charge | Sequence[Release], earlier: Sequence[EarlierRun] = ()) -> Charge:
+        """The charge itself, or that of these releases."""
+        return given if isinstance(given, Charge) else cls(tuple(merge(given)), tuple(earlier))
+
+    @property
+    def releases(self) -> list[Release]:
+        """All of it, as if no other run began with the same model."""
+        return composed([self])
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values: all releases and, where there are earlier runs, the parts that they come from."""
+        whole = {"releases": [release.to_dict() for release in self.releases]}
+        if not self.earlier:
+            return whole
+        own = [release.to_dict() for release in self.own]
+        return whole | {"parts": {"own": own, "earlier": [run.to_dict() for run in self.earlier]}}
+
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Any]) -> Charge:
+        """What `to_dict` wrote.
+
+        Raises:
+            LedgerError: The parts are not all that the whole is.
+        """
+        whole, parts = [release_from_dict(release) for release in facts["releases"]], facts.get("parts")
+        if parts is None:
+            return cls(tuple(whole))
+        own = tuple(release_from_dict(release) for release in parts["own"])
+        charge = cls(own, tuple(EarlierRun.from_dict(run) for run in parts["earlier"]))
+        if charge.releases != whole:
+            raise LedgerError("its parts are not the releases that it states.")
+        return charge
+
+
+def composed(charges: Iterable[Charge]) -> list[Release]:
+    """What several runs have cost together: the releases of each, and each earlier run once."""
+    charges = list(charges)
+    earlier = dict.fromkeys(run for charge in charges for run in charge.earlier)
+    parts = [*(charge.own for charge in charges), *(run.releases for run in earlier)]
+    return merge(release for part in parts for release in part)
+
+
+SCHEMA = "lit-dpret/dataset-ledger/1"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The last word on one run."""
+
+    charge: Charge
+    head: str
+    settled: bool
+    name: str
+    sweep: str | None = None  # held for a trial of this sweep that has not begun
+
+
+@dataclass
+class DatasetBook:
+    """The runs of a data-set ledger; refuses an unknown schema and records out of order."""
+
+    terms: dict[str, Any] | None = None
+    identity: str | None = None
+    entries: dict[str, Entry] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)
+    """Reservations of sweeps that a trial has taken over."""
+
+    def check(self, record: Mapping[str, Any]) -> None:
+        kind = record.get("kind")
+        if kind == "dataset":
+            if self.terms is not None:
+                raise LedgerError("a data set is begun twice.")
+            if problem := schema_problem(record.get("schema"), SCHEMA):
+                raise LedgerError(problem)
+            _terms(record)
+        elif kind in ("reserve", "settle"):
+            if self.terms is None:
+                raise LedgerError(f"a {kind} before the data set's own record: this is no data-set ledger.")
+            if kind == "settle" and record.get("run_id") not in self.entries:
+                raise LedgerError(f"run {record.get('run_id')!r} settles what it never reserved.")
+            _entry(record)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        if record.get("kind") == "dataset":
+            self.terms = _terms(record)
+            self.identity = str(record.get("id") or record["hash"])  # files of before there was an id go by the hash
+        elif record.get("kind") in ("reserve", "settle"):
+            name, entry = str(record["run_id"]), _entry(record)
+            if record.get("takes") is not None:
+                self.entries.pop(str(record["takes"]), None)
+                self.taken.add(str(record["takes"]))
+            if entry.settled and name in self.entries and self.entries[name].sweep is not None:
+                del self.entries[name]  # given back: no trial took it over
+            else:
+                self.entries[name] = entry
+
+
+class DatasetFile(ChainedFile):
+    """The file of a data-set ledger; its writers wait for each other."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("dataset", "reserve", "settle", "repair")
+    lock_wait: ClassVar[float] = 600.0
+    lock_refusal: ClassVar[str] = (
+        "has been locked by another run for ten minutes. See what that run is doing, then start this one again."
+    )
+
+    @classmethod
+    def new_book(cls) -> Book:
+        return DatasetBook()
+
+    @property
+    def book(self) -> DatasetBook:
+        """What the records say."""
+        if not isinstance(self._book, DatasetBook):
+            raise LedgerError(f"{self.path} is no data-set ledger.")
+        return self._book
+
+
+def _terms(record: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        terms = {name: record[name] for name in ("total_eps", "delta", "unit", "neighbours")}
+        limit = terms["total_eps"]
+        PrivacyBudget(eps=limit, delta=terms["delta"], unit=terms["unit"], neighbours=terms["neighbours"])
+    except (KeyError, ConfigurationError) as error:
+        raise LedgerError(f"its terms are malformed ({error}).") from error
+    return terms
+
+
+def _entry(record: Mapping[str, Any]) -> Entry:
+    run_id = record.get("run_id")
+    if not isinstance(run_id, str) or not run_id:
+        raise LedgerError(f"{record.get('kind')} record: run_id={run_id!r} is not a run's identity.")
+    try:
+        charge = Charge.from_dict(record)
+    except (KeyError, TypeError, AttributeError, ValueError, LedgerError) as error:
+        raise LedgerError(f"{record.get('kind')} record of run {run_id}: malformed releases ({error}).") from error
+    sweep = record.get("sweep")
+    return Entry(
+        charge,
+        str(record.get("run_head") or ""),
+        record.get("kind") == "settle",
+        str(record.get("run")),
+        None if sweep is None else str(sweep),
+    )
